@@ -1,0 +1,34 @@
+# make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
+# make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
+# make check  ruff, mypy --strict, make test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup demo test lint types check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[demo,test,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/kvd demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy --strict kvd tui
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV)

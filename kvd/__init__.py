@@ -1,0 +1,3 @@
+"""kvd, the KV transfer daemon."""
+
+__version__ = "0.1.0"

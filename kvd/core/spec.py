@@ -1,0 +1,175 @@
+"""What a pool holds, as data: component = layout x extent x tier.
+
+A pool family is a list of components and nothing else; no class per family. This file says how
+many bytes a page of one layer takes. Where those bytes lie is ``geometry``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+"""Bytes of one element, by torch dtype name."""
+
+
+class Mha(msgspec.Struct, frozen=True, tag="mha"):
+    """K and V per layer, each ``(page_size, heads, dim)``; K and V may differ in width."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+
+
+class Mla(msgspec.Struct, frozen=True, tag="mla"):
+    """One latent per layer, ``(page_size, 1, latent_dim + rope_dim)``."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+
+
+class Raw(msgspec.Struct, frozen=True, tag="raw"):
+    """``page_bytes`` opaque bytes per page and layer, packed as the engine likes."""
+
+    page_bytes: int
+
+
+Layout = Mha | Mla | Raw
+
+
+class Whole(msgspec.Struct, frozen=True, tag="whole"):
+    """Every token of the sequence owns a slot."""
+
+
+class Tail(msgspec.Struct, frozen=True, tag="tail"):
+    """Only the last ``window_tokens`` own slots."""
+
+    window_tokens: int
+
+
+class PerRequest(msgspec.Struct, frozen=True, tag="per-request"):
+    """One state per request, whatever its length."""
+
+
+Extent = Whole | Tail | PerRequest
+
+
+class Device(msgspec.Struct, frozen=True, tag="device"):
+    """In the memory of ``cpu`` or ``cuda:N``."""
+
+    name: str
+
+
+class Host(msgspec.Struct, frozen=True, tag="host"):
+    """In host memory beside a device pool."""
+
+
+class Nowhere(msgspec.Struct, frozen=True, tag="nowhere"):
+    """Logical accounting only: no bytes exist."""
+
+
+Tier = Device | Host | Nowhere
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One named kind of state that a sequence owns: ``kv``, ``swa``, ``index``, ``state``."""
+
+    name: str
+    layers: int
+    layout: Layout
+    page_size: int
+    extent: Extent = Whole()
+    tier: Tier = Device("cpu")
+
+
+class Order(enum.Enum):
+    """Which index varies slowest in memory."""
+
+    PAGE_FIRST = "page_first"
+    LAYER_FIRST = "layer_first"
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    """One pool: its components, their order in memory, and the pages of each (null page included).
+
+    Two daemons may exchange pages when their ``fingerprint`` is equal; page counts may differ.
+    """
+
+    name: str
+    family: str
+    order: Order
+    components: tuple[Component, ...]
+    pages: tuple[int, ...]
+
+    @property
+    def match_page_tokens(self) -> int:
+        """Granularity of matching: the least common multiple of the page sizes (I4)."""
+        return math.lcm(*(component.page_size for component in self.components))
+
+
+def layer_page_bytes(component: Component) -> int:
+    """Bytes of one page of one layer of ``component``."""
+    match component.layout:
+        case Mha(heads, k_dim, v_dim, dtype):
+            return component.page_size * heads * (k_dim + v_dim) * DTYPE_BYTES[dtype]
+        case Mla(latent_dim, rope_dim, dtype):
+            return component.page_size * (latent_dim + rope_dim) * DTYPE_BYTES[dtype]
+        case Raw(page_bytes):
+            return page_bytes
+
+
+def page_bytes(component: Component) -> int:
+    """Bytes of one page over all layers of ``component``."""
+    return component.layers * layer_page_bytes(component)
+
+
+def fingerprint(spec: PoolSpec) -> str:
+    """What must be equal on both sides of a handoff, as canonical text."""
+    comparable = [spec.family, spec.order.value, list(spec.components)]
+    return msgspec.json.encode(comparable, order="deterministic").decode()
+
+
+def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
+    """The differences between our layout and a peer's fingerprint, in words; None when equal."""
+    if fingerprint(ours) == theirs:
+        return None
+    mine = _flatten(msgspec.json.decode(fingerprint(ours)), "")
+    other = _flatten(msgspec.json.decode(theirs), "")
+    parts = [
+        f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key)
+    ]
+    return "; ".join(parts)
+
+
+_TOP = {"0": "family", "1": "order", "2": "components"}
+
+
+def _flatten(value: object, path: str) -> dict[str, object]:
+    """Leaves of nested lists and maps by dotted path."""
+    items: list[tuple[str, object]]
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    out: dict[str, object] = {}
+    for key, item in items:
+        name = _TOP.get(key, key) if not path else f"{path}.{key}"
+        out.update(_flatten(item, name))
+    return out

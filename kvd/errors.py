@@ -1,0 +1,111 @@
+"""What can go wrong, as values.
+
+Inside the daemon an expected refusal is a ``Refusal`` value. It crosses the wire as it is, and the
+client raises it as ``KvdError``. A message says what happened, the numbers, which side, and what
+to do about it; the code is stable and is what programs test for.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+Number = int | float | str
+
+
+class Code(enum.Enum):
+    """Stable kebab-case codes: part of the public promise."""
+
+    BAD_REQUEST = "bad-request"
+    BAD_TOKENS = "bad-tokens"
+    BAD_ROOM = "bad-room"
+    NO_ROOM = "no-room"
+    TOO_LARGE = "too-large"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    CLIENT_GONE = "client-gone"
+    UNKNOWN_SESSION = "unknown-session"
+    UNKNOWN_LEASE = "unknown-lease"
+    UNKNOWN_HANDOFF = "unknown-handoff"
+    WRONG_STATE = "wrong-state"
+    LOCKED = "locked"
+    PEER_UNKNOWN = "peer-unknown"
+    PEER_LOST = "peer-lost"
+    PEER_STALE = "peer-stale"
+    DUPLICATE_ROOM = "duplicate-room"
+    LAYOUT_MISMATCH = "layout-mismatch"
+    PROMPT_MISMATCH = "prompt-mismatch"
+    BAD_PREFIX = "bad-prefix"
+    BAD_PAGES = "bad-pages"
+    ABORTED = "aborted"
+    POST_FAILED = "post-failed"
+    STALLED = "stalled"
+    CORRUPT = "corrupt"
+    UNKNOWN_OUTCOME = "unknown-outcome"
+    NOT_SUPPORTED = "not-supported"
+    SHUTTING_DOWN = "shutting-down"
+    UNREACHABLE = "unreachable"
+    INTERNAL = "internal"
+
+
+RETRYABLE = frozenset(
+    {
+        Code.NO_ROOM,
+        Code.DEADLINE,
+        Code.PEER_LOST,
+        Code.PEER_STALE,
+        Code.ABORTED,
+        Code.POST_FAILED,
+        Code.STALLED,
+        Code.CORRUPT,
+        Code.UNKNOWN_OUTCOME,
+        Code.SHUTTING_DOWN,
+        Code.UNREACHABLE,
+    }
+)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An expected failure: a value inside the daemon, an error body on the wire.
+
+    ``side`` is the name of the node (or ``client``) that decided; ``numbers`` are the figures the
+    message quotes, so that a program need not parse the sentence.
+    """
+
+    code: Code
+    message: str
+    side: str = ""
+    numbers: dict[str, Number] = {}  # noqa: RUF012 - msgspec copies the default
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request may succeed later without a change by the caller."""
+        return self.code in RETRYABLE
+
+
+class KvdError(Exception):
+    """A refusal, raised at the client: ``.code`` and ``.retryable`` are stable."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"{refusal.code.value}: {refusal.message}")
+        self.refusal = refusal
+
+    @property
+    def code(self) -> str:
+        """The stable kebab-case code."""
+        return self.refusal.code.value
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later without a change by the caller."""
+        return self.refusal.is_retryable
+
+    @property
+    def numbers(self) -> dict[str, Number]:
+        """The figures the message quotes."""
+        return self.refusal.numbers
+
+
+class HandoffError(KvdError):
+    """A handoff ended in anything but a delivered prompt."""

@@ -1,0 +1,74 @@
+"""The shared nouns: token and page sequences, identities, runs of pages.
+
+Tokens and page ids are ``bytes`` of little-endian int32. That is the wire format, the tree's
+edge format and the allocator's format at once: slicing is a memcpy, comparing is a memcmp, and
+nothing is ever a Python object per token or per page.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+import numpy as np
+
+Tokens = NewType("Tokens", bytes)
+"""Token ids, little-endian int32, 4 bytes each."""
+
+Pages = NewType("Pages", bytes)
+"""Page ids in the order of the tokens they hold, little-endian int32, 4 bytes each."""
+
+Incarnation = NewType("Incarnation", str)
+"""The random id of one daemon process lifetime: 32 hex digits."""
+
+NodeName = NewType("NodeName", str)
+"""A daemon's configured name, stable over restarts."""
+
+ID_BYTES = 4
+"""Bytes of one token id or one page id."""
+
+NULL_PAGE = 0
+"""The page that is never handed out and never freed."""
+
+MAX_ROOM = 2**63 - 1
+"""Rooms are 1..MAX_ROOM: 0 means "no room" to every router in the field."""
+
+NO_TOKENS = Tokens(b"")
+NO_PAGES = Pages(b"")
+
+
+class PageRun(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` consecutive pages from ``start``: ``[start, start + count)``."""
+
+    start: int
+    count: int
+
+
+def count(ids: bytes) -> int:
+    """How many tokens or pages ``ids`` holds."""
+    return len(ids) // ID_BYTES
+
+
+def page_ids(pages: Pages) -> list[int]:
+    """The page ids as integers, for people and for tests."""
+    out: list[int] = np.frombuffer(pages, dtype="<i4").tolist()
+    return out
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """The opposite of ``page_ids``; for tests and small lists."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def runs_of(pages: Pages) -> list[PageRun]:
+    """The maximal ascending runs of ``pages``, in order: [7, 8, 9, 3] is 7x3, 3x1."""
+    ids = np.frombuffer(pages, dtype="<i4")
+    if not ids.size:
+        return []
+    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    starts = np.concatenate(([0], cuts))
+    lengths = np.diff(np.append(starts, ids.size))
+    return [
+        PageRun(first, length)
+        for first, length in zip(ids[starts].tolist(), lengths.tolist(), strict=True)
+    ]
