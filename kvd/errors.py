@@ -76,7 +76,7 @@ class Refusal(msgspec.Struct, frozen=True):
     code: Code
     message: str
     side: str = ""
-    numbers: dict[str, Number] = {}  # noqa: RUF012 - msgspec copies the default
+    numbers: dict[str, Number] = {}
 
     @property
     def is_retryable(self) -> bool:

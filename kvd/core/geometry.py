@@ -17,6 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, Raw, page_bytes
+from kvd.wire.memory import TensorPlace
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -25,20 +26,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int
     stride_bytes: int
     piece_bytes: int
-
-
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of one layer as a strided view ``(pages, *page_shape)`` of a component's bytes.
-
-    ``part`` is ``k``, ``v``, ``latent`` or ``raw``; element strides inside a page are contiguous.
-    """
-
-    layer: int
-    part: str
-    dtype: str
-    offset_bytes: int
-    page_stride_bytes: int
-    page_shape: tuple[int, ...]
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -68,6 +55,7 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
                 offset, stride = inside * pages, size
             tensors.append(TensorPlace(layer, part, dtype, offset, stride, shape))
             inside += size
+    rows: tuple[Row, ...]
     if order is Order.PAGE_FIRST:
         rows = (Row(0, block, block),)
     else:

@@ -1,0 +1,143 @@
+"""Messages between an operator's tool and the daemon: the admin socket (ZMQ DEALER to ROUTER).
+
+One frame each way. Every request gets exactly one answer; a verb that changes something says what
+it changed, what it refused, and why.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.errors import Refusal
+from kvd.wire.events import Event
+from kvd.wire.snapshot import Snapshot
+
+
+class ShowStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """Answer: ``Status``."""
+
+    call: int
+
+
+class ShowTree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
+    """The radix tree, biggest subtrees first, at most ``limit`` nodes. Answer: ``Tree``."""
+
+    call: int
+    limit: int = 200
+
+
+class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
+    """Who holds it, why, since when. ``kind``: page, node, room, lease. Answer: ``Because``."""
+
+    call: int
+    kind: str
+    id: int
+
+
+class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):
+    """Events after ``after_seq``, waiting up to ``wait_s`` for one. Answer: ``EventPage``."""
+
+    call: int
+    after_seq: int
+    wait_s: float = 0.0
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Drop every unlocked cached page; ``STRICT``: nothing at all if any is locked. ``Report``."""
+
+    call: int
+    mode: str = "unlocked"
+
+
+class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
+    """Evict at least ``pages`` pages in eviction order. Answer: ``Report``."""
+
+    call: int
+    pages: int
+
+
+class AbortRoom(msgspec.Struct, frozen=True, array_like=True, tag="abort-room"):
+    """Give up every part of a room on this node. Answer: ``Report``."""
+
+    call: int
+    room: int
+    reason: str
+
+
+class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
+    """Restart this node's transfer process, so that nothing can write through the old one."""
+
+    call: int
+
+
+class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
+    """Check every invariant now. Answer: ``Report``, ``refused`` holding the findings."""
+
+    call: int
+
+
+AdminRequest = ShowStatus | ShowTree | Why | ListEvents | Flush | Evict | AbortRoom | Fence | Audit
+
+
+class TreeNode(msgspec.Struct, frozen=True):
+    """One node: ``holders`` are the leases whose path crosses it; ``lock_ref`` is their number."""
+
+    id: int
+    parent: int
+    namespace: str
+    start_tokens: int
+    end_tokens: int
+    pages: int
+    lock_ref: int
+    hits: int
+    holders: tuple[str, ...]
+    first_tokens: tuple[int, ...]
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """The snapshot."""
+
+    call: int
+    snapshot: Snapshot
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
+    """``nodes`` in display order, parents first; ``total`` counts those not shown too."""
+
+    call: int
+    nodes: tuple[TreeNode, ...]
+    total: int
+
+
+class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
+    """One sentence that answers, then the facts and the story behind it."""
+
+    call: int
+    sentence: str
+    facts: tuple[str, ...]
+
+
+class EventPage(msgspec.Struct, frozen=True, array_like=True, tag="event-page"):
+    """Events in order; ``lost`` of them had already left the ring."""
+
+    call: int
+    lost: int
+    events: tuple[Event, ...]
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """What changed (figures by name), and what was refused and why."""
+
+    call: int
+    changed: dict[str, int]
+    refused: tuple[str, ...]
+
+
+class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The request was refused as a whole."""
+
+    call: int
+    refusal: Refusal
+
+
+AdminReply = Status | Tree | Because | EventPage | Report | AdminFailed

@@ -1,0 +1,330 @@
+"""Messages between an engine and its daemon.
+
+Two sockets. The **attach** socket (unix, SOCK_SEQPACKET, one msgpack message a packet): ``Attach``
+or ``Join`` in, ``Attached`` or ``Rejected`` out with the memory descriptors as ancillary data; it
+then stays open and silent, and its hang-up is the death of that process. The **client** socket
+(ZMQ DEALER to the daemon's ROUTER, routing id = the session's token): frames ``[header]`` or
+``[header, tokens]``. The header is one ``Request``; tokens are raw little-endian int32.
+
+Every request gets exactly one answer with its ``call`` (``Failed`` or the one named in its
+docstring); pushes carry no call. Evolution: new fields at the end with defaults, tags never reused.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.errors import Refusal
+from kvd.wire.events import Event
+from kvd.wire.memory import PoolMemory
+from kvd.wire.snapshot import Snapshot
+
+PROTOCOL = 1
+"""Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
+
+
+# ---- the attach socket ---------------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Open a session. Answer: ``Attached`` with descriptors, or ``Rejected``."""
+
+    name: str
+    protocol: int = PROTOCOL
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Another process of the same session maps the pool too (a tensor-parallel worker)."""
+
+    token: bytes
+    protocol: int = PROTOCOL
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it."""
+
+    session: int
+    token: bytes
+    node: str
+    incarnation: str
+    pools: tuple[PoolMemory, ...]
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """No session; the socket is closed after this."""
+
+    refusal: Refusal
+
+
+AttachRequest = Attach | Join
+AttachReply = Attached | Rejected
+
+
+# ---- requests on the client socket ---------------------------------------------------------------
+
+
+class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
+    """Lock the cached prefix of the tokens frame, hold pages for the rest. Answer: ``Leased``."""
+
+    call: int
+    namespace: str = ""
+    reserve_tokens: int = 0
+    priority: int = 0
+    deadline_s: float = 30.0
+    cache: bool = True
+
+
+class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
+    """Hold pages for ``n_tokens`` more, now or not at all. Answer: ``Row``."""
+
+    call: int
+    lease: int
+    n_tokens: int
+
+
+class CommitLease(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+    """KV of the known tokens and of the tokens frame is written. Answer: ``Row``."""
+
+    call: int
+    lease: int
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Unlock and free. Answer: ``Done``."""
+
+    call: int
+    lease: int
+
+
+class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit-release"):
+    """``CommitLease`` with the tokens frame, then ``ReleaseLease``. Answer: ``Done``."""
+
+    call: int
+    lease: int
+
+
+class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
+    """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``."""
+
+    call: int
+    room: int
+    source: tuple[str, ...]
+    namespace: str = ""
+    reserve_tokens: int = 0
+    priority: int = 0
+    deadline_s: float = 30.0
+    cache: bool = True
+    tier: str | None = None
+
+
+class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """The engine no longer wants it. Answer: ``Done``; the push says ``cancelled``."""
+
+    call: int
+    receive: int
+
+
+class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+    """Prefill side of a handoff. Answer ``Sending`` at once; pushes ``Accepted``/``SendFailed``."""
+
+    call: int
+    room: int
+    lease: int
+    namespace: str = ""
+    deadline_s: float = 30.0
+
+
+class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
+    """KV below ``upto_tokens`` is written; legal before the offer came. Answer: ``Done``."""
+
+    call: int
+    send: int
+    upto_tokens: int
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
+    """All KV is written. Answer, when the decode side has spoken: ``Finished``."""
+
+    call: int
+    send: int
+    aux: bytes = b""
+
+
+class AbortSend(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """The engine failed. Answer: ``Done``."""
+
+    call: int
+    send: int
+    reason: str
+
+
+class MatchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="match"):
+    """How much of the tokens frame is cached here; changes nothing. Answer: ``Matched``."""
+
+    call: int
+    namespace: str = ""
+
+
+class GetSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+    """Answer: ``Snapshotted``."""
+
+    call: int
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
+    """From now on push every event as ``Events``. Answer: ``Done``."""
+
+    call: int
+
+
+Request = (
+    OpenLease
+    | ExtendLease
+    | CommitLease
+    | ReleaseLease
+    | CommitAndRelease
+    | Receive
+    | CancelReceive
+    | Send
+    | Advance
+    | Finish
+    | AbortSend
+    | MatchPrefix
+    | GetSnapshot
+    | Subscribe
+)
+
+TAKES_TOKENS = (OpenLease, CommitLease, CommitAndRelease, Receive, Send, MatchPrefix)
+"""Requests that travel with a tokens frame; every other one is a single frame."""
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The call was refused; ``call`` is -1 where the request could not even be read."""
+
+    call: int
+    refusal: Refusal
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
+    """A lease; ``pages`` covers all its tokens and the reserve, cached prefix first."""
+
+    call: int
+    lease: int
+    prefix_tokens: int
+    pages: bytes
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):
+    """The lease's pages from page index ``first`` on: replace what the client had there."""
+
+    call: int
+    first: int
+    pages: bytes
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The call did what it says."""
+
+    call: int
+
+
+class Receiving(msgspec.Struct, frozen=True, array_like=True, tag="receiving"):
+    """Admitted: prefix locked, pages held, offer sent."""
+
+    call: int
+    receive: int
+    prefix_tokens: int
+
+
+class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):
+    """The send is known under this id."""
+
+    call: int
+    send: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """What the decode side said: ``failure`` is None when it committed the prompt."""
+
+    call: int
+    failure: Refusal | None
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+
+
+class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+    """For routers: cached tokens, open handoffs and waiting requests, pages obtainable now."""
+
+    call: int
+    tokens: int
+    load: int
+    free: int
+
+
+class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted"):
+    """The whole state, as ``kvd status --format json`` prints it."""
+
+    call: int
+    snapshot: Snapshot
+
+
+# ---- pushes --------------------------------------------------------------------------------------
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
+    """The prompt's KV is here and committed; the lease is the engine's."""
+
+    receive: int
+    lease: int
+    pages: bytes
+    aux: bytes
+
+
+class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="receive-failed"):
+    """The handoff ended otherwise; nothing of it is held for the engine any more."""
+
+    receive: int
+    refusal: Refusal
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+    """The offer and the engine have met; only KV beyond ``decode_prefix_len`` is sent."""
+
+    send: int
+    decode_prefix_len: int
+
+
+class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send-failed"):
+    """The handoff ended before ``finish``; a later ``finish`` gets the same refusal."""
+
+    send: int
+    refusal: Refusal
+
+
+class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
+    """Events in order; ``lost`` counts those skipped before the first because we lagged."""
+
+    lost: int
+    events: tuple[Event, ...]
+
+
+Reply = (
+    Failed
+    | Leased
+    | Row
+    | Done
+    | Receiving
+    | Sending
+    | Finished
+    | Matched
+    | Snapshotted
+    | Received
+    | ReceiveFailed
+    | Accepted
+    | SendFailed
+    | Events
+)

@@ -1,0 +1,73 @@
+"""Bytes to messages and back: one codec for every socket, and hostile bytes never raise past it."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, Tokens
+from kvd.wire import admin, client, peer
+
+M = TypeVar("M")
+
+MAX_HEADER_BYTES = 4 * 1024 * 1024
+"""A header holds page ids at most: 4 MiB is a million pages, far above any pool of today."""
+
+
+class Codec(Generic[M]):
+    """One message union."""
+
+    def __init__(self, union: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: M) -> bytes:
+        """The message as one frame."""
+        return self._encoder.encode(message)
+
+    def decode(self, frame: bytes) -> M | Refusal:
+        """The message, or why it is none; never raises."""
+        if len(frame) > MAX_HEADER_BYTES:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"the message has {len(frame)} bytes, at most {MAX_HEADER_BYTES} are read",
+                numbers={"bytes": len(frame), "limit": MAX_HEADER_BYTES},
+            )
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"{len(frame)} bytes are not a message of this socket: {exc}",
+                numbers={"bytes": len(frame)},
+            )
+
+
+CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
+CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply)
+ATTACH_REQUESTS: Codec[client.AttachRequest] = Codec(client.AttachRequest)
+ATTACH_REPLIES: Codec[client.AttachReply] = Codec(client.AttachReply)
+PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message)
+ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
+ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply)
+
+
+def check_tokens(frame: bytes, *, max_tokens: int) -> Tokens | Refusal:
+    """The tokens frame, or why it is none."""
+    if len(frame) % ID_BYTES:
+        return Refusal(
+            Code.BAD_TOKENS,
+            f"the tokens frame has {len(frame)} bytes, not a multiple of {ID_BYTES}: "
+            "send little-endian int32",
+            numbers={"bytes": len(frame)},
+        )
+    if len(frame) // ID_BYTES > max_tokens:
+        return Refusal(
+            Code.TOO_LARGE,
+            f"{len(frame) // ID_BYTES} tokens in one frame, the limit here is {max_tokens}: "
+            "raise limits.max_prompt_tokens or shorten the prompt",
+            numbers={"tokens": len(frame) // ID_BYTES, "limit": max_tokens},
+        )
+    return Tokens(frame)

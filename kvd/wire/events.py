@@ -1,0 +1,276 @@
+"""Everything that happens, as typed events with contiguous sequence numbers (I8).
+
+One stream, made by the core; log, metrics, consoles and recordings only subscribe to it. ``at_s``
+is the daemon's monotonic clock; ``seq`` starts at 1 with the incarnation.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ClientAttached(msgspec.Struct, frozen=True, tag="client-attached"):
+    """A session opened, or one more process joined it."""
+
+    seq: int
+    at_s: float
+    session: int
+    name: str
+    pid: int
+
+
+class ClientGone(msgspec.Struct, frozen=True, tag="client-gone"):
+    """The last process of a session hung up; what it held was given back."""
+
+    seq: int
+    at_s: float
+    session: int
+    name: str
+    leases: int
+    handoffs: int
+
+
+class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
+    """A prefix was locked and pages are held."""
+
+    seq: int
+    at_s: float
+    lease: int
+    session: int
+    reason: str
+    room: int
+    prefix_tokens: int
+    held_pages: int
+
+
+class LeaseExtended(msgspec.Struct, frozen=True, tag="lease-extended"):
+    """More pages are held."""
+
+    seq: int
+    at_s: float
+    lease: int
+    held_pages: int
+
+
+class LeaseCommitted(msgspec.Struct, frozen=True, tag="lease-committed"):
+    """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back."""
+
+    seq: int
+    at_s: float
+    lease: int
+    cached_tokens: int
+    duplicate_pages: int
+
+
+class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
+    """The lease is gone: unlocked, its held pages free."""
+
+    seq: int
+    at_s: float
+    lease: int
+    reason: str
+    cause: str
+    freed_pages: int
+    age_s: float
+
+
+class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
+    """Held pages that a remote may still write: not free, not usable, until the writer settles."""
+
+    seq: int
+    at_s: float
+    lease: int
+    pages: int
+    peer: str
+    incarnation: str
+    why: str
+
+
+class QuarantineEnded(msgspec.Struct, frozen=True, tag="quarantine-ended"):
+    """The writer settled, is proven gone, or was fenced; the pages are free."""
+
+    seq: int
+    at_s: float
+    lease: int
+    pages: int
+    proof: str
+    age_s: float
+
+
+class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+    """Cached pages gave way."""
+
+    seq: int
+    at_s: float
+    pages: int
+    nodes: int
+    reason: str
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """A request waits for room."""
+
+    seq: int
+    at_s: float
+    session: int
+    room: int
+    needed_pages: int
+    headroom_pages: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """A part changed its state. ``side`` is decode or prefill."""
+
+    seq: int
+    at_s: float
+    side: str
+    part: int
+    room: int
+    peer: str
+    before: str
+    after: str
+    trigger: str
+    why: str = ""
+
+
+class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
+    """A part is over on this side; ``moved_bytes`` were sent, ``saved_bytes`` were not needed."""
+
+    seq: int
+    at_s: float
+    side: str
+    part: int
+    room: int
+    peer: str
+    outcome: str
+    reason: str
+    prompt_tokens: int
+    decode_prefix_len: int
+    moved_bytes: int
+    saved_bytes: int
+    took_s: float
+
+
+class PeerUp(msgspec.Struct, frozen=True, tag="peer-up"):
+    """A Hello opened or renewed a link."""
+
+    seq: int
+    at_s: float
+    peer: str
+    incarnation: str
+    generation: int
+
+
+class PeerSuspect(msgspec.Struct, frozen=True, tag="peer-suspect"):
+    """Silent past the first limit."""
+
+    seq: int
+    at_s: float
+    peer: str
+    incarnation: str
+    silent_s: float
+
+
+class PeerLost(msgspec.Struct, frozen=True, tag="peer-lost"):
+    """Silent past the second limit: rooms with it are drained, not freed."""
+
+    seq: int
+    at_s: float
+    peer: str
+    incarnation: str
+    silent_s: float
+
+
+class PeerReplaced(msgspec.Struct, frozen=True, tag="peer-replaced"):
+    """A new incarnation: proof that the old one will never write again."""
+
+    seq: int
+    at_s: float
+    peer: str
+    before: str
+    after: str
+
+
+class PeerRefused(msgspec.Struct, frozen=True, tag="peer-refused"):
+    """A daemon that we will not exchange KV with, and why."""
+
+    seq: int
+    at_s: float
+    peer: str
+    code: str
+    why: str
+
+
+class AgentChanged(msgspec.Struct, frozen=True, tag="agent-changed"):
+    """The sending agent towards a peer: loading, loaded, failed, dropping, dropped."""
+
+    seq: int
+    at_s: float
+    peer: str
+    incarnation: str
+    generation: int
+    state: str
+    why: str = ""
+
+
+class TransferStarted(msgspec.Struct, frozen=True, tag="transfer-started"):
+    """The transfer process serves; a new generation says that the old one was reaped."""
+
+    seq: int
+    at_s: float
+    generation: int
+    why: str
+
+
+class MessageRefused(msgspec.Struct, frozen=True, tag="message-refused"):
+    """Something arrived that could not be acted on."""
+
+    seq: int
+    at_s: float
+    socket: str
+    sender: str
+    code: str
+    why: str
+
+
+class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
+    """An operator emptied the tree of everything that is not locked."""
+
+    seq: int
+    at_s: float
+    freed_pages: int
+    kept_pages: int
+
+
+class Violation(msgspec.Struct, frozen=True, tag="violation"):
+    """An invariant does not hold: a bug, named with what it touches."""
+
+    seq: int
+    at_s: float
+    what: str
+
+
+Event = (
+    ClientAttached
+    | ClientGone
+    | LeaseOpened
+    | LeaseExtended
+    | LeaseCommitted
+    | LeaseReleased
+    | Quarantined
+    | QuarantineEnded
+    | Evicted
+    | Waiting
+    | Moved
+    | HandoffEnded
+    | PeerUp
+    | PeerSuspect
+    | PeerLost
+    | PeerReplaced
+    | PeerRefused
+    | AgentChanged
+    | TransferStarted
+    | MessageRefused
+    | Flushed
+    | Violation
+)

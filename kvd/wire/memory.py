@@ -1,0 +1,40 @@
+"""How pool memory is described to whoever maps it: by offset and strides, never by assumption."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one layer as a strided view ``(pages, *page_shape)`` of a component's bytes.
+
+    ``part`` is ``k``, ``v``, ``latent`` or ``raw``; inside a page the elements are contiguous.
+    """
+
+    layer: int
+    part: str
+    dtype: str
+    offset_bytes: int
+    page_stride_bytes: int
+    page_shape: tuple[int, ...]
+
+
+class ComponentMemory(msgspec.Struct, frozen=True):
+    """One component's bytes: the memory descriptor passed beside this holds them from offset 0."""
+
+    name: str
+    pages: int
+    page_size: int
+    page_bytes: int
+    total_bytes: int
+    tensors: tuple[TensorPlace, ...]
+
+
+class PoolMemory(msgspec.Struct, frozen=True):
+    """One pool as an engine sees it. Descriptors are passed in the order of ``components``."""
+
+    name: str
+    family: str
+    order: str
+    match_page_tokens: int
+    components: tuple[ComponentMemory, ...]

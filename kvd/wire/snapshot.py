@@ -1,0 +1,150 @@
+"""The daemon's whole state as plain data: what ``kvd status --format json`` prints.
+
+Durations are seconds and already computed, so that a reader needs no clock of the daemon's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """Pages of one component by state: null + free + held + cached + quarantined = total (I1)."""
+
+    pool: str
+    component: str
+    page_size: int
+    page_bytes: int
+    total_pages: int
+    free_pages: int
+    held_pages: int
+    cached_pages: int
+    quarantined_pages: int
+    evictable_pages: int
+    locked_pages: int
+
+
+class LeaseState(msgspec.Struct, frozen=True):
+    """One claim: who, why, since when, on what. ``state`` is held, lingering or quarantined."""
+
+    id: int
+    state: str
+    owner: str
+    pid: int
+    session: int
+    reason: str
+    room: int
+    namespace: str
+    age_s: float
+    prompt_tokens: int
+    prefix_tokens: int
+    locked_node: int
+    held_pages: int
+    quarantined_pages: int
+    holders: tuple[str, ...]
+    waiting_for: str
+
+
+class WaitingState(msgspec.Struct, frozen=True):
+    """One request in the admission queue, and what it waits for."""
+
+    kind: str
+    owner: str
+    room: int
+    priority: int
+    waited_s: float
+    deadline_in_s: float
+    needed_pages: int
+    why: str
+
+
+class RoomState(msgspec.Struct, frozen=True):
+    """One part of a handoff on this side. ``story`` is its last transitions, oldest first."""
+
+    side: str
+    part: int
+    handoff: int
+    room: int
+    state: str
+    peer: str
+    incarnation: str
+    owner: str
+    lease: int
+    prompt_tokens: int
+    decode_prefix_len: int
+    written_tokens: int
+    posted_pages: int
+    total_pages: int
+    moved_bytes: int
+    total_bytes: int
+    outstanding_posts: int
+    age_s: float
+    deadline_in_s: float
+    waiting_for: str
+    story: tuple[str, ...]
+
+
+class PeerState(msgspec.Struct, frozen=True):
+    """One other daemon as we know it."""
+
+    name: str
+    address: str
+    state: str
+    incarnation: str
+    generation: int
+    agent: str
+    silent_s: float
+    round_trip_ms: float
+    layout: str
+    open_receives: int
+    open_sends: int
+
+
+class ClientState(msgspec.Struct, frozen=True):
+    """One session and the processes that map the pool for it."""
+
+    session: int
+    name: str
+    pids: tuple[int, ...]
+    age_s: float
+    leases: int
+    held_pages: int
+    receives: int
+    sends: int
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Counters since the incarnation began."""
+
+    steps: int
+    events: int
+    leases_opened: int
+    leases_released: int
+    handoffs_delivered: int
+    handoffs_failed: int
+    sent_bytes: int
+    received_bytes: int
+    saved_bytes: int
+    evicted_pages: int
+    messages_refused: int
+    violations: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything, at one moment between two steps."""
+
+    node: str
+    incarnation: str
+    version: str
+    uptime_s: float
+    state: str
+    transport: str
+    generation: int
+    last_event: int
+    pools: tuple[PoolState, ...]
+    leases: tuple[LeaseState, ...]
+    waiting: tuple[WaitingState, ...]
+    rooms: tuple[RoomState, ...]
+    peers: tuple[PeerState, ...]
+    clients: tuple[ClientState, ...]
+    totals: Totals
