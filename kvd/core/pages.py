@@ -1,0 +1,94 @@
+"""The free pages of one component: who may have them is decided elsewhere.
+
+The free list is one ``bytearray`` of little-endian int32 page ids used as a stack, so taking and
+giving are each one slice: no Python object exists per page. A fresh pool lies in ascending order,
+and a slice keeps that order, so what is taken in one piece forms long runs.
+
+What must not live here: owners, eviction, headroom. The caller has made room before it takes.
+
+Invariants (the rest of I1 is the lease table's):
+    0 <= free_pages <= total_pages - 1, and the null page is never in the list.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvd.types import ID_BYTES, NULL_PAGE, Pages
+
+
+class OutOfPages(Exception):
+    """More pages were asked for than are free; nothing was taken."""
+
+    def __init__(self, pool: str, wanted_pages: int, free_pages: int, total_pages: int) -> None:
+        super().__init__(
+            f"pool {pool}: {wanted_pages} pages wanted, {free_pages} free of {total_pages}: "
+            "nothing was taken; evict or refuse before taking"
+        )
+        self.pool = pool
+        self.wanted_pages = wanted_pages
+        self.free_pages = free_pages
+        self.total_pages = total_pages
+
+
+class BadPages(Exception):
+    """Pages came back that were never out: the null page, or more than the pool has."""
+
+
+class PagePool:
+    """A stack of free pages; page 0, the null page, is never handed out and never comes back."""
+
+    __slots__ = ("_free", "name", "total_pages")
+
+    def __init__(self, name: str, total_pages: int) -> None:
+        if total_pages < 1:
+            raise ValueError(f"pool {name}: {total_pages} pages; the null page alone needs one")
+        self.name = name
+        self.total_pages = total_pages
+        self._free = bytearray(np.arange(1, total_pages, dtype="<i4").tobytes())
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be taken now."""
+        return len(self._free) // ID_BYTES
+
+    def take(self, n_pages: int) -> Pages:
+        """Takes ``n_pages`` from the top of the stack, all or none.
+
+        Raises:
+            OutOfPages: fewer are free; nothing was taken.
+        """
+        free = self._free
+        start = len(free) - n_pages * ID_BYTES
+        if start < 0 or n_pages < 0:
+            raise OutOfPages(self.name, n_pages, self.free_pages, self.total_pages)
+        taken = Pages(bytes(memoryview(free)[start:]))
+        del free[start:]
+        return taken
+
+    def give(self, pages: Pages) -> None:
+        """Puts ``pages`` back on top of the stack, in their order.
+
+        That each of them was out is the caller's promise; the audit compares the whole list.
+
+        Raises:
+            BadPages: the null page is among them, or the pool would hold more than it has.
+        """
+        ids = np.frombuffer(pages, dtype="<i4")
+        if np.count_nonzero(ids) != ids.size:
+            raise BadPages(f"pool {self.name}: the null page {NULL_PAGE} was given back")
+        if self.free_pages + ids.size >= self.total_pages:
+            raise BadPages(
+                f"pool {self.name}: {ids.size} pages given back, {self.free_pages} were free "
+                f"already of {self.total_pages} (one is the null page): some were never out"
+            )
+        self._free += pages
+
+    def free_ids(self) -> Pages:
+        """Every free page, in stack order; for audits and snapshots."""
+        return Pages(bytes(self._free))
+
+    def tidy(self) -> None:
+        """Sorts the stack, so that what is taken next forms longer runs again; for idle moments."""
+        ids = np.frombuffer(self._free, dtype="<i4")
+        self._free = bytearray(np.sort(ids).tobytes())

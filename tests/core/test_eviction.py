@@ -1,0 +1,210 @@
+"""The eviction orders, through the tree that uses them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core.eviction import HEAP_SLACK, Policy, RankedOrder, eviction_order
+from kvd.core.radix import Node, RadixTree
+from kvd.types import Pages, Tokens, pack_ids
+
+PAGE = 4
+NAMESPACE = "m"
+
+
+class Shelf:
+    """A tree with a page counter, for scripted accesses. A letter is one page of tokens."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.order = eviction_order(policy)
+        self.tree = RadixTree(PAGE, self.order)
+        self._next_page = 1
+
+    def tokens(self, word: str) -> Tokens:
+        return Tokens(pack_ids([ord(letter) for letter in word for _ in range(PAGE)]))
+
+    def put(self, word: str, priority: int = 0) -> Node:
+        tokens = self.tokens(word)
+        anchor = self.tree.match(tokens, NAMESPACE)
+        n_new = len(word) - anchor.end_tokens // PAGE
+        pages = Pages(pack_ids(list(range(self._next_page, self._next_page + n_new))))
+        self._next_page += n_new
+        start = anchor.end_tokens
+        grown = self.tree.extend(anchor, tokens, pages, start_tokens=start, priority=priority)
+        assert self.tree.check() == []
+        return grown.node
+
+    def get(self, word: str) -> Node:
+        return self.tree.match(self.tokens(word), NAMESPACE)
+
+    def word(self, node: Node) -> str:
+        return "".join(map(chr, memoryview(self.tree.path_tokens(node)).cast("i")[::PAGE]))
+
+    def drain(self) -> list[str]:
+        """Evicts page by page; the words of the victims in order."""
+        words = {node.id: self.word(node) for node in self.tree.nodes()}
+        out = []
+        while evicted := self.tree.evict(1).victims:
+            out += [words[victim.node_id] for victim in evicted]
+            assert self.tree.check() == []
+        return out
+
+
+def script(policy: Policy) -> Shelf:
+    """A, b, c inserted in that order; then a read twice, b once, long ago; c never."""
+    shelf = Shelf(policy)
+    shelf.put("a", priority=1)
+    shelf.put("b", priority=3)
+    shelf.put("c", priority=2)
+    shelf.get("b")
+    shelf.get("a")
+    shelf.get("a")
+    return shelf
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        (Policy.LRU, ["c", "b", "a"]),
+        (Policy.LFU, ["c", "b", "a"]),
+        (Policy.FIFO, ["a", "b", "c"]),
+        (Policy.PRIORITY, ["a", "c", "b"]),
+    ],
+)
+def test_order_follows_the_policy_for_scripted_accesses(policy: Policy, order: list[str]):
+    """Scenario R6."""
+    assert script(policy).drain() == order
+
+
+def test_lru_and_lfu_differ_when_the_often_read_is_older():
+    """Scenario R6."""
+    drained = {}
+    for policy in (Policy.LRU, Policy.LFU):
+        shelf = script(policy)
+        shelf.get("c")
+        drained[policy] = shelf.drain()
+
+    assert drained == {Policy.LRU: ["b", "a", "c"], Policy.LFU: ["b", "c", "a"]}
+
+
+def test_lfu_breaks_ties_by_recency():
+    shelf = Shelf(Policy.LFU)
+    for word in ("a", "b", "c"):
+        shelf.put(word)
+    for word in ("b", "c", "a"):
+        shelf.get(word)
+
+    assert shelf.drain() == ["b", "c", "a"]
+
+
+def test_priority_breaks_ties_by_recency():
+    shelf = Shelf(Policy.PRIORITY)
+    for word in ("a", "b", "c"):
+        shelf.put(word, priority=5)
+    shelf.get("a")
+
+    assert shelf.drain() == ["b", "c", "a"]
+
+
+def test_priority_of_a_shared_prefix_is_the_highest_of_what_uses_it():
+    shelf = Shelf(Policy.PRIORITY)
+    shelf.put("xxa", priority=9)
+    shelf.put("xxb", priority=1)
+    shelf.put("y", priority=4)
+
+    assert shelf.drain() == ["xxb", "y", "xxa", "xx"]
+
+
+def test_priority_rises_when_the_same_tokens_come_again_more_urgently():
+    shelf = Shelf(Policy.PRIORITY)
+    shelf.put("a", priority=1)
+    shelf.put("b", priority=2)
+    shelf.put("a", priority=3)
+
+    assert shelf.drain() == ["b", "a"]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_parent_follows_its_last_child(policy: Policy):
+    """Scenario R3."""
+    shelf = Shelf(policy)
+    shelf.put("xxaa")
+    shelf.put("xxbb")
+    shelf.put("xxbbcc")
+
+    drained = shelf.drain()
+
+    assert sorted(drained) == ["xx", "xxaa", "xxbb", "xxbbcc"]
+    assert drained.index("xxbbcc") < drained.index("xxbb") < drained.index("xx")
+    assert drained.index("xxaa") < drained.index("xx")
+
+
+def test_fifo_takes_the_old_trunk_right_after_its_last_branch():
+    shelf = Shelf(Policy.FIFO)
+    shelf.put("xx")
+    shelf.put("a")
+    shelf.put("xxb")
+    shelf.put("c")
+    shelf.get("xx")
+
+    assert shelf.drain() == ["a", "xxb", "xx", "c"]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_upper_half_of_a_split_goes_after_the_lower(policy: Policy):
+    shelf = Shelf(policy)
+    shelf.put("xxyy")
+    shelf.get("xx")
+
+    assert shelf.drain() == ["xxyy", "xx"]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_locked_nodes_are_in_no_order(policy: Policy):
+    shelf = Shelf(policy)
+    kept = shelf.put("xxa")
+    shelf.put("xxb")
+    shelf.put("c")
+    shelf.tree.lock(kept)
+
+    assert sorted(shelf.drain()) == ["c", "xxb"]
+    assert len(shelf.order) == 0
+    shelf.tree.unlock(kept)
+    assert shelf.drain() == ["xxa", "xx"]
+
+
+def test_lru_counts_a_release_as_use():
+    shelf = Shelf(Policy.LRU)
+    held = shelf.put("a")
+    shelf.tree.lock(held)
+    shelf.put("b")
+    shelf.tree.unlock(held)
+
+    assert shelf.drain() == ["b", "a"]
+
+
+def test_fifo_does_not_count_a_release_as_use():
+    shelf = Shelf(Policy.FIFO)
+    held = shelf.put("a")
+    shelf.tree.lock(held)
+    shelf.put("b")
+    shelf.tree.unlock(held)
+
+    assert shelf.drain() == ["a", "b"]
+
+
+def test_heap_stays_small_when_nodes_are_locked_again_and_again():
+    shelf = Shelf(Policy.LFU)
+    node = shelf.put("a")
+    assert type(shelf.order) is RankedOrder
+
+    for _ in range(1000):
+        shelf.tree.lock(node)
+        shelf.tree.unlock(node)
+
+    assert len(shelf.order._heap) <= HEAP_SLACK + 4
+    assert shelf.drain() == ["a"]
+
+
+def test_pop_of_an_empty_order_is_none():
+    assert [eviction_order(policy).pop() for policy in Policy] == [None] * 4
