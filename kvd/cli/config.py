@@ -1,0 +1,148 @@
+"""``kvd config``: check, explain and show the configuration that the daemon would read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvd.cli.exits import Misconfigured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvd.config import Config, ConfigError
+
+
+def _sources(verb: Callable[..., None]) -> Callable[..., None]:
+    """The options that say where values come from."""
+    file = click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Read FILE and conf.d beside it instead of /etc/kvd/kvd.toml.",
+    )
+    sets = click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override one key, like pool.size=1GiB. May be repeated.",
+    )
+    return file(sets(verb))
+
+
+def _format(verb: Callable[..., None]) -> Callable[..., None]:
+    """The option that every reading verb has."""
+    return click.option(
+        "--format",
+        "style",
+        type=click.Choice(["table", "json"]),
+        default="table",
+        show_default=True,
+        help="How to print.",
+    )(verb)
+
+
+def valid_config(config_file: Path | None, sets: Sequence[str]) -> Config:
+    """The configuration of this process's environment.
+
+    Raises:
+        Misconfigured: with one line for each error; ends the command with status 78.
+    """
+    from kvd.config import Config, load  # noqa: PLC0415 - keeps kvd --help fast
+
+    match load(config_file, os.environ, sets):
+        case Config() as config:
+            return config
+        case errors:
+            raise Misconfigured(summary(errors))
+
+
+def summary(errors: Sequence[ConfigError]) -> str:
+    """All errors, one a line, below their number."""
+    count = "one error" if len(errors) == 1 else f"{len(errors)} errors"
+    return "\n".join([f"{count} in the configuration", *(error.sentence for error in errors)])
+
+
+@click.group("config")
+def config_group() -> None:
+    """Check, explain or show settings."""
+
+
+@config_group.command("check")
+@_sources
+@_format
+@click.pass_context
+def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], style: str) -> None:
+    """Report everything that is wrong, at once; exit status 78 if anything is."""
+    from kvd.config import Config, load, pool_spec  # noqa: PLC0415 - keeps kvd --help fast
+
+    loaded = load(config_file, os.environ, sets)
+    if style == "json":
+        import msgspec  # noqa: PLC0415 - keeps kvd --help fast
+
+        errors = [] if isinstance(loaded, Config) else loaded
+        click.echo(_json({"ok": not errors, "errors": msgspec.to_builtins(errors)}))
+        ctx.exit(Misconfigured.exit_code if errors else 0)
+    if not isinstance(loaded, Config):
+        raise Misconfigured(summary(loaded))
+    spec = pool_spec(loaded)
+    click.echo(f"ok: node {loaded.node.name}, pool {spec.name} of {spec.pages[0]} pages")
+
+
+@config_group.command("explain")
+@click.argument("wanted", nargs=-1, metavar="[KEY]...")
+@_sources
+@_format
+def explain(
+    wanted: Sequence[str], config_file: Path | None, sets: Sequence[str], style: str
+) -> None:
+    """Each key with its value, where that came from, what it means and its rule.
+
+    A KEY is a section or section.key; without any, all are explained.
+    """
+    from kvd.config.explain import explanations  # noqa: PLC0415 - keeps kvd --help fast
+
+    rows = [
+        row
+        for row in explanations(valid_config(config_file, sets))
+        if not wanted or row.key in wanted or row.key.partition(".")[0] in wanted
+    ]
+    if wanted and not rows:
+        raise click.UsageError(f"no key or section is named {' or '.join(wanted)}")
+    if style == "json":
+        import msgspec  # noqa: PLC0415 - keeps kvd --help fast
+
+        click.echo(_json(msgspec.to_builtins(rows)))
+        return
+    for row in rows:
+        click.echo(f"{click.style(row.key, bold=True)} = {row.shown}   ({row.origin})")
+        click.echo(f"    {row.doc}\n    Rule: {row.rule}.")
+
+
+@config_group.command("show")
+@click.option("--example", is_flag=True, help="Print a commented file of all defaults instead.")
+@_sources
+@_format
+def show(*, example: bool, config_file: Path | None, sets: Sequence[str], style: str) -> None:
+    """Print the effective configuration as TOML: what a file would have to say."""
+    from kvd.config import render  # noqa: PLC0415 - keeps kvd --help fast
+
+    if example:
+        click.echo(render.example(), nl=False)
+        return
+    config = valid_config(config_file, sets)
+    if style == "json":
+        click.echo(_json(render.as_tables(config)))
+        return
+    click.echo(render.effective(config), nl=False)
+
+
+def _json(value: Any) -> str:  # Any: what json.dumps takes
+    """JSON for people and for programs."""
+    return json.dumps(value, indent=2, ensure_ascii=False)

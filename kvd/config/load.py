@@ -1,0 +1,270 @@
+"""Putting the sources together: the strongest value of every key, checked, with its origin.
+
+Sources, weakest first: built-in defaults, /etc/kvd/kvd.toml (or ``--config FILE``), conf.d/*.toml
+beside it in the order of their names, ``KVD_SECTION__KEY``, ``--set section.key=value``.
+
+Every finding of every source comes out in one list: a wrong value is an error even where a
+stronger source would override it, and for the rules over several keys it is replaced by its
+default and left alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kvd.config.host import Host, this_host
+from kvd.config.keys import KEYS, Key, Kind, Value, nearest
+from kvd.config.origin import DEFAULT, ConfigError, Origin, Source
+from kvd.config.rules import RULES, Finding, entry_flaw, flaw_of, reason_not_built
+from kvd.config.schema import SECTIONS, Config
+from kvd.config.sources import Assignment, Read, read_environment, read_file, read_sets, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+EXCLUSIVE = {"pool.pages": "pool.size", "pool.size": "pool.pages"}
+"""Two ways to say one thing: not both in one source; a stronger source replaces the other."""
+
+
+def load(
+    config_file: Path | None,
+    environ: Mapping[str, str],
+    sets: Sequence[str],
+    *,
+    host: Host | None = None,
+) -> Config | list[ConfigError]:
+    """The effective configuration, or everything that is wrong with it.
+
+    Args:
+        config_file: read instead of /etc/kvd/kvd.toml; must exist if given.
+        environ: the environment; only ``KVD_*`` and, for defaults, XDG_RUNTIME_DIR are read.
+        sets: ``section.key=value`` texts, strongest last.
+        host: what the defaults depend on; this host if left out.
+    """
+    host = this_host(environ) if host is None else host
+    files = _files(config_file, Path(host.config_file))
+    sources = [*files, read_environment(environ), read_sets(sets)]
+    draft = _Draft(host)
+    for source in sources:
+        draft.errors += source.errors
+        draft.take(source)
+    config = draft.config()
+    for rule in RULES:
+        if not rule.needs & draft.wrong:
+            draft.errors += [draft.error(finding) for finding in rule.check(config)]
+    return draft.errors or config
+
+
+def _files(chosen: Path | None, usual: Path) -> list[Read]:
+    """The main file and those of conf.d; the usual file need not exist."""
+    main = usual if chosen is None else chosen
+    paths = [main] if chosen is not None or _is_there(usual) else []
+    paths += sorted((main.parent / "conf.d").glob("*.toml"))
+    return [read_file(path) for path in paths]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, even one that cannot be read: reading it will say why."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def host_defaults(host: Host) -> dict[str, Value]:
+    """The defaults that depend on the host."""
+    return {
+        "node.name": host.node_name,
+        "sockets.client": f"ipc://{host.runtime}/client.sock",
+        "sockets.admin": f"ipc://{host.runtime}/admin.sock",
+        "sockets.group": host.group,
+    }
+
+
+class _Flaw(msgspec.Struct, frozen=True):
+    """Why a value cannot be taken, and what to do about it."""
+
+    rule: str
+    fix: str
+
+
+class _Draft:
+    """Values so far by key, where they came from, and what was wrong.
+
+    ``wrong`` are the keys whose value is a stand-in because a source gave an invalid one.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.values: dict[str, Value] = {key.path: key.default for key in KEYS.values()}
+        self.values |= host_defaults(host)
+        self.origins: dict[str, Origin] = dict.fromkeys(KEYS, DEFAULT)
+        self.errors: list[ConfigError] = []
+        self.wrong: set[str] = set()
+
+    def take(self, source: Read) -> None:
+        """Let one source override what weaker ones said."""
+        taken: set[str] = set()
+        for assignment in source.assignments:
+            key = KEYS.get(assignment.key)
+            if key is None:
+                self.errors.append(_unknown(assignment))
+                continue
+            flaw = self._clash(assignment, taken) or self._assign(key, assignment)
+            if flaw is not None:
+                self._refuse(assignment, flaw)
+            taken.add(key.path)
+
+    def _clash(self, assignment: Assignment, taken: set[str]) -> _Flaw | None:
+        """The flaw of saying one thing in two ways in one source."""
+        other = EXCLUSIVE.get(assignment.key)
+        if other is None or other not in taken:
+            return None
+        return _Flaw(
+            f"excludes {other}, which {self.origins[other].place} gives", "keep one of them"
+        )
+
+    def _assign(self, key: Key, assignment: Assignment) -> _Flaw | None:
+        """Take the value, or say what is wrong with it."""
+        if key.kind is Kind.TABLE:
+            return self._assign_entry(key, assignment)
+        value = _converted(key, assignment)
+        if isinstance(value, _Flaw):
+            return value
+        self.values[key.path] = value
+        self.origins[key.path] = assignment.origin
+        if key.path in EXCLUSIVE:
+            self.values[EXCLUSIVE[key.path]] = None
+            self.origins[EXCLUSIVE[key.path]] = assignment.origin
+        return None
+
+    def _assign_entry(self, key: Key, assignment: Assignment) -> _Flaw | None:
+        """Take one entry of a table, or say what is wrong with it."""
+        entry, value = assignment.entry, assignment.value
+        if entry is None:
+            return _Flaw(f"must be {key.rule}", _entry_form(key, assignment.origin))
+        fix = entry_flaw(key.path, entry)
+        if fix is None and isinstance(value, str):
+            fix = flaw_of(key.path, value)
+        elif fix is None:
+            fix = "put the value in quotes"
+        if fix is not None:
+            return _Flaw(f"must be {key.rule.removeprefix('a table of ')}", fix)
+        table = cast("dict[str, str]", self.values[key.path])
+        self.values[key.path] = {**table, entry: cast("str", value)}
+        self.origins[assignment.subject] = assignment.origin
+        return None
+
+    def _refuse(self, assignment: Assignment, flaw: _Flaw) -> None:
+        """Note an invalid value; the rules over several keys leave its key alone."""
+        if assignment.entry is None:
+            self.wrong.add(assignment.key)
+        where, value = assignment.origin.place, assignment.quoted
+        self.errors.append(ConfigError(where, assignment.subject, value, flaw.rule, flaw.fix))
+
+    def error(self, finding: Finding) -> ConfigError:
+        """A rule's finding with the value and the place that it is about."""
+        value = self.values[finding.key]
+        subject = finding.key
+        if finding.entry is not None:
+            subject = f"{finding.key}.{finding.entry}"
+            value = cast("dict[str, str]", value)[finding.entry]
+        where = self.origins[subject].place
+        return ConfigError(where, subject, shown(value), finding.rule, finding.fix)
+
+    def config(self) -> Config:
+        """The values as typed sections."""
+        sections: dict[str, dict[str, Value]] = {section: {} for section in SECTIONS}
+        for key in KEYS.values():
+            sections[key.section][key.name] = self.values[key.path]
+        built = {name: msgspec.convert(sections[name], SECTIONS[name]) for name in SECTIONS}
+        return Config(**built, origins=self.origins)  # type: ignore[arg-type]  # by SECTIONS
+
+
+def _unknown(assignment: Assignment) -> ConfigError:
+    """A key that does not exist, with the one that may have been meant."""
+    path = assignment.key
+    if path in SECTIONS:
+        fix = f"open it with [{path}] and put its keys below"
+        return ConfigError(assignment.origin.place, path, assignment.quoted, "is a table", fix)
+    meant = nearest(path)
+    fix = "remove it; kvd config explain lists every key"
+    if meant is not None:
+        fix = f"did you mean {meant}?"
+    where = assignment.origin.place
+    return ConfigError(where, path, assignment.quoted, "is no key of kvd", fix)
+
+
+def _entry_form(key: Key, origin: Origin) -> str:
+    """How one entry of a table is written in the source that ``origin`` names."""
+    match origin.source:
+        case Source.ENVIRONMENT:
+            return f"name one entry per variable: {origin.name}__NAME"
+        case Source.SET:
+            return f"name one entry per --set: {key.path}.NAME=..."
+        case Source.FILE | Source.DEFAULT:
+            return f"open the table with [{key.path}]"
+
+
+def _converted(key: Key, assignment: Assignment) -> Value | _Flaw:
+    """The value in the type of its key, or what is wrong with it."""
+    raw = assignment.value
+    if assignment.origin.source is not Source.FILE:
+        raw = _parsed(key.kind, str(raw))
+    reason = reason_not_built(key.path, raw)
+    if reason is not None:
+        return _Flaw(f"is refused: {reason}", f"write {_alternatives(key)}")
+    try:
+        value: Value = msgspec.convert(raw, key.annotation)
+    except msgspec.ValidationError:
+        return _Flaw(f"must be {_must(key)}", _default_hint(key))
+    texts: tuple[str, ...] = ()
+    if isinstance(value, str):
+        texts = (value,)
+    elif isinstance(value, tuple):
+        texts = value
+    for text in texts:
+        fix = flaw_of(key.path, text)
+        if fix is not None:
+            return _Flaw(f"must be {_must(key)}", fix)
+    return value
+
+
+def _parsed(kind: Kind, text: str) -> object:
+    """A text from the environment or ``--set`` as its kind; the text itself if it is not one."""
+    try:
+        match kind:
+            case Kind.INTEGER:
+                return int(text)
+            case Kind.NUMBER:
+                return float(text)
+            case Kind.BOOLEAN:
+                return {"true": True, "false": False}.get(text, text)
+            case Kind.LIST:
+                return [item.strip() for item in text.split(",") if item.strip()]
+            case Kind.TEXT | Kind.CHOICE | Kind.TABLE:
+                return text
+    except ValueError:
+        return text
+
+
+def _alternatives(key: Key) -> str:
+    """The choices that are not refused."""
+    return " or ".join(c for c in key.choices if reason_not_built(key.path, c) is None)
+
+
+def _must(key: Key) -> str:
+    """The rule as the end of a sentence."""
+    return f"one of {key.rule}" if key.kind is Kind.CHOICE and len(key.choices) > 1 else key.rule
+
+
+def _default_hint(key: Key) -> str:
+    """What to do about a value of the wrong type or out of bounds."""
+    if key.default is None:
+        return "leave it out if in doubt"
+    return f"the default is {shown(key.default)}"

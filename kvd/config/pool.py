@@ -1,0 +1,52 @@
+"""From the configured pool to its spec: the components of the family, and how many pages fit."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvd.core.spec import Component, Device, Mha, Order, PoolSpec, page_bytes
+
+if TYPE_CHECKING:
+    from kvd.config.schema import Config, PoolSection
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
+
+
+def size_bytes(size: str) -> int | None:
+    """Bytes of ``256MiB``; None if it is not written so."""
+    match = _SIZE.fullmatch(size)
+    return None if match is None else int(match[1]) * _UNITS[match[2]]
+
+
+def component(pool: PoolSection) -> Component:
+    """What one page of the pool holds."""
+    v_dim = pool.head_dim if pool.v_dim is None else pool.v_dim
+    layout = Mha(heads=pool.heads, k_dim=pool.head_dim, v_dim=v_dim, dtype=pool.dtype)
+    return Component(
+        name="kv",
+        layers=pool.layers,
+        layout=layout,
+        page_size=pool.page_size,
+        tier=Device(pool.device),
+    )
+
+
+def page_count(pool: PoolSection) -> int:
+    """Pages of the pool, the null page included: as configured, or as many as fit its size."""
+    if pool.pages is not None:
+        return pool.pages
+    return (size_bytes(pool.size or "") or 0) // page_bytes(component(pool))
+
+
+def pool_spec(config: Config) -> PoolSpec:
+    """The spec of the configured pool."""
+    pool = config.pool
+    return PoolSpec(
+        name=pool.name,
+        family=pool.family,
+        order=Order(pool.order),
+        components=(component(pool),),
+        pages=(page_count(pool),),
+    )

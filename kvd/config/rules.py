@@ -1,0 +1,300 @@
+"""What a value must be beyond its type, and what values must be to each other.
+
+``flaw_of`` judges one text by its key. ``RULES`` judge a whole configuration; each names the keys
+it reads, so that ``load`` can skip it when one of them is wrong already and every other finding
+still comes out in the same run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
+from kvd.config.host import has_group
+from kvd.config.pool import component, page_count, size_bytes
+from kvd.config.schema import Config
+from kvd.core.spec import page_bytes
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SOCKET_PATH_BYTES = 107
+"""Longest path of a unix socket: sun_path is 108 bytes with its final NUL."""
+FRAME_OVERHEAD_BYTES = 65536
+"""What a message may hold beside its tokens: the header frame and the page runs of an Offer."""
+
+NOT_BUILT = {
+    "pool.family": dict.fromkeys(
+        ("mla", "swa", "hisparse", "recurrent", "prefill-only"),
+        "this pool family is not built yet",
+    ),
+    "pool.backing": dict.fromkeys(
+        ("shm", "fdstore", "hugetlbfs"), "memory that outlives the daemon is not built yet"
+    ),
+    "transfer.transport": {
+        "loopback": "loopback moves bytes inside one process and exists for unit tests only"
+    },
+}
+"""Values that will be or are meant for others: refused with the reason, by key."""
+
+
+def reason_not_built(key: str, value: object) -> str | None:
+    """Why a value that a reader of the documentation may expect is refused; None if it is not."""
+    if key == "pool.device" and isinstance(value, str) and value.startswith("cuda"):
+        return "pools on a GPU are not built yet"
+    return NOT_BUILT.get(key, {}).get(value) if isinstance(value, str) else None
+
+
+def flaw_of(key: str, text: str) -> str | None:
+    """What to do about ``text`` if it does not follow the rule of ``key``; None if it does."""
+    judge = _TEXTS.get(key)
+    return judge(text) if judge is not None else None
+
+
+def _name(text: str) -> str | None:
+    return None if NAME.fullmatch(text) else "choose a plain name like decode-0"
+
+
+def _socket(text: str) -> str | None:
+    path = ipc_path(text)
+    if path is None:
+        return "write for example ipc:///run/kvd/client.sock"
+    size = len(path.encode())
+    return None if size <= 100 else f"shorten the path, which has {size} bytes"
+
+
+def _mode(text: str) -> str | None:
+    is_usable = re.fullmatch(r"0[67][0-7]{2}", text) is not None
+    return None if is_usable else "write 0660 to let the group in, 0600 to keep it out"
+
+
+def _group(text: str) -> str | None:
+    return None if has_group(text) else f"create it with: groupadd --system {text}"
+
+
+def _listen(text: str) -> str | None:
+    address = tcp_address(text)
+    if address is not None and (address.is_ip or address.is_wildcard):
+        return None
+    return "write for example tcp://127.0.0.1:7402"
+
+
+def _reachable(text: str) -> str | None:
+    address = tcp_address(text)
+    if address is None or address.is_wildcard or address.port == 0:
+        return "write for example tcp://10.0.0.5:7402"
+    return None
+
+
+def _http(text: str) -> str | None:
+    address = host_port(text)
+    if text == "off" or (address is not None and address.is_ip and address.is_loopback):
+        return None
+    return "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it"
+
+
+def _variable(text: str) -> str | None:
+    return None if text.isprintable() else "remove what cannot be printed"
+
+
+def _size(text: str) -> str | None:
+    return None if size_bytes(text) is not None else "write for example 256MiB"
+
+
+_TEXTS: dict[str, Callable[[str], str | None]] = {
+    "node.name": _name,
+    "sockets.client": _socket,
+    "sockets.admin": _socket,
+    "sockets.mode": _mode,
+    "sockets.group": _group,
+    "peers.listen": _listen,
+    "peers.advertise": _reachable,
+    "peers.allow": _name,
+    "peers.connect": _reachable,
+    "pool.name": _name,
+    "pool.size": _size,
+    "transfer.ucx": _variable,
+    "http.listen": _http,
+}
+
+
+def entry_flaw(key: str, entry: str) -> str | None:
+    """What to do about the name of an entry of the table ``key``; None if it is right."""
+    if key == "peers.connect":
+        return _name(entry)
+    is_variable = re.fullmatch(r"UCX_[A-Z0-9_]+", entry) is not None
+    return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What a rule holds against ``key``, or against one ``entry`` of a table."""
+
+    key: str
+    rule: str
+    fix: str
+    entry: str | None = None
+
+
+def _pool_fits(config: Config) -> list[Finding]:
+    """A pool needs its null page and one more."""
+    if config.pool.pages is not None or page_count(config.pool) >= 2:
+        return []
+    block = page_bytes(component(config.pool))
+    rule = f"must hold at least 2 pages, and one page of this pool takes {block} bytes"
+    return [Finding("pool.size", rule, f"give at least {-(-2 * block // 1024)}KiB")]
+
+
+def _page_ids_fit(config: Config) -> list[Finding]:
+    """Page ids travel as int32."""
+    count = page_count(config.pool)
+    if count < 2**31:
+        return []
+    rule = f"makes {count} pages, and page ids end at {2**31 - 1}"
+    return [Finding("pool.size", rule, "give less memory or a larger pool.page_size")]
+
+
+def _silence(config: Config) -> list[Finding]:
+    """Between two limits there must be time for a Ping to be heard."""
+    peers = config.peers
+    out = []
+    if peers.suspect_s < 2 * peers.heartbeat_s:
+        rule = f"must be at least twice peers.heartbeat_s, which is {peers.heartbeat_s}"
+        out.append(Finding("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
+    if peers.lost_s <= peers.suspect_s:
+        rule = f"must be longer than peers.suspect_s, which is {peers.suspect_s}"
+        out.append(Finding("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
+    return out
+
+
+_INSECURE = "leaves this host, and encryption and authentication of peers (CURVE) are not built yet"
+_ACCEPT = "stay on loopback, or set peers.insecure = true if every host of that network is trusted"
+
+
+def _leaves_host(config: Config) -> list[Finding]:
+    """Nothing goes to another host unless the operator said that it may."""
+    if config.peers.insecure:
+        return []
+    out = []
+    listen = tcp_address(config.peers.listen)
+    if listen is not None and not listen.is_loopback:
+        out.append(Finding("peers.listen", _INSECURE, _ACCEPT))
+    for name, endpoint in config.peers.connect.items():
+        address = tcp_address(endpoint)
+        if address is not None and not address.is_loopback:
+            out.append(Finding("peers.connect", _INSECURE, _ACCEPT, name))
+    return out
+
+
+def _advertised(config: Config) -> list[Finding]:
+    """An address that means every interface here means nothing to a peer."""
+    listen = tcp_address(config.peers.listen)
+    if listen is None or not listen.is_wildcard or config.peers.advertise is not None:
+        return []
+    rule = "stands for every interface, which is no address that a peer could use"
+    return [Finding("peers.listen", rule, "set peers.advertise to the address peers reach")]
+
+
+def _others(config: Config) -> list[Finding]:
+    """Peers are other nodes, each once."""
+    out = []
+    own = {config.peers.listen, config.peers.advertise}
+    seen: dict[str, str] = {}
+    for name, endpoint in config.peers.connect.items():
+        if name == config.node.name:
+            rule = "is the name of this node, which is no peer of itself"
+            out.append(Finding("peers.connect", rule, "remove it, or set node.name", name))
+        elif endpoint in own:
+            rule = "is the address of this node"
+            out.append(Finding("peers.connect", rule, "give the address of the peer", name))
+        elif endpoint in seen:
+            rule = f"is the address of {seen[endpoint]} already"
+            out.append(Finding("peers.connect", rule, "give each peer its own address", name))
+        seen.setdefault(endpoint, name)
+    return out
+
+
+def _allowed(config: Config) -> list[Finding]:
+    """Whoever is a source must be let in."""
+    allow = config.peers.allow
+    if not allow:
+        return []
+    return [
+        Finding("peers.connect", "is not in peers.allow", f"add {name} to peers.allow", name)
+        for name in config.peers.connect
+        if name not in allow
+    ]
+
+
+def _sockets_apart(config: Config) -> list[Finding]:
+    """Three sockets, three paths, none too long."""
+    client, admin = config.sockets.client, config.sockets.admin
+    attach = attach_path(client)
+    out = []
+    if ipc_path(client) == attach:
+        rule = "is the path of the attach socket, which lies beside it"
+        out.append(Finding("sockets.client", rule, "name the file client.sock"))
+    if len(attach.encode()) > SOCKET_PATH_BYTES:
+        rule = f"puts attach.sock at a path of {len(attach.encode())} bytes, above 107"
+        out.append(Finding("sockets.client", rule, "choose a shorter directory"))
+    if ipc_path(admin) in {ipc_path(client), attach}:
+        rule = f"is taken: engines use {client} and {attach}"
+        out.append(Finding("sockets.admin", rule, "name the file admin.sock"))
+    return out
+
+
+def _descriptor_in_handle(config: Config) -> list[Finding]:
+    """A post holds whole descriptors."""
+    transfer = config.transfer
+    if transfer.max_descriptor_bytes <= transfer.handle_bytes:
+        return []
+    rule = f"must hold one descriptor of {transfer.max_descriptor_bytes} bytes"
+    return [Finding("transfer.handle_bytes", rule, f"give {transfer.max_descriptor_bytes}")]
+
+
+def _prompt_in_frame(config: Config) -> list[Finding]:
+    """The tokens of a prompt travel as one frame of 4 bytes each."""
+    needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
+    if needed <= config.limits.max_frame_bytes:
+        return []
+    rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
+    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+
+
+def _ports_apart(config: Config) -> list[Finding]:
+    """Two listeners cannot share a port of one address."""
+    http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
+    if http is None or peers is None or http.port == 0 or http.port != peers.port:
+        return []
+    if http.host != peers.host and not peers.is_wildcard:
+        return []
+    rule = f"uses port {http.port} as peers.listen does"
+    return [Finding("http.listen", rule, "choose another port")]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """``check`` reads only the keys in ``needs``."""
+
+    check: Callable[[Config], list[Finding]]
+    needs: frozenset[str]
+
+
+_PAGE = {f"pool.{name}" for name in ("layers", "heads", "head_dim", "v_dim", "dtype", "page_size")}
+_POOL = frozenset({"pool.pages", "pool.size", *_PAGE})
+
+RULES = (
+    Rule(_pool_fits, _POOL),
+    Rule(_page_ids_fit, _POOL),
+    Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
+    Rule(_leaves_host, frozenset({"peers.listen", "peers.insecure"})),
+    Rule(_advertised, frozenset({"peers.listen", "peers.advertise"})),
+    Rule(_others, frozenset({"node.name", "peers.listen", "peers.advertise"})),
+    Rule(_allowed, frozenset({"peers.allow"})),
+    Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
+    Rule(
+        _descriptor_in_handle, frozenset({"transfer.max_descriptor_bytes", "transfer.handle_bytes"})
+    ),
+    Rule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
+    Rule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
+)
+"""Every rule over several keys. Invalid entries of tables are left out before they are judged."""

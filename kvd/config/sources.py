@@ -1,0 +1,249 @@
+"""Reading the sources: TOML files, environment variables and ``--set``, as assignments.
+
+An assignment is one key, one raw value and where it stands. Nothing is checked here beyond what
+makes a source readable at all; ``load`` resolves and checks them in order.
+
+tomllib gives no line numbers, so ``line_numbers`` scans the text for the line on which each key
+stands. It need not be a parser: a key it cannot place is reported with the line of its table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.config.keys import KEYS, Kind
+from kvd.config.origin import ConfigError, Origin, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+PREFIX = "KVD_"
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """``key`` = ``value`` at ``origin``; ``entry`` is the name inside a table such as connect.
+
+    ``key`` may be unknown. Values from files keep their TOML type, the others are text.
+    """
+
+    key: str
+    value: object
+    origin: Origin
+    entry: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """Key and entry as one dotted name."""
+        return self.key if self.entry is None else f"{self.key}.{self.entry}"
+
+    @property
+    def quoted(self) -> str:
+        """The value as it stands in its source."""
+        if self.origin.source is Source.FILE:
+            return shown(self.value)
+        return readable(str(self.value))
+
+
+class Read(msgspec.Struct, frozen=True):
+    """What one source says, and what in it cannot be read."""
+
+    assignments: tuple[Assignment, ...] = ()
+    errors: tuple[ConfigError, ...] = ()
+
+
+def read_file(path: Path) -> Read:
+    """One TOML file, which must exist."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as failure:
+        return _unreadable(str(path), f"cannot be read: {failure.strerror}")
+    except UnicodeDecodeError as failure:
+        return _unreadable(str(path), f"is not UTF-8: byte {failure.start} is out of place")
+    try:
+        parsed = tomllib.loads(text)
+    except RecursionError:
+        return _unreadable(str(path), "is nested too deeply")
+    except ValueError as failure:  # TOMLDecodeError, or an integer of thousands of digits
+        place = re.search(r"\(at line (\d+), column \d+\)", str(failure))
+        where = f"{path}:{place[1]}" if place else str(path)
+        rule = f"is not TOML: {re.sub(r' [(]at .*[)]$', '', str(failure))}"
+        return Read(errors=(ConfigError(where, "", "", rule, "correct the syntax"),))
+    lines = line_numbers(text)
+    assignments: list[Assignment] = []
+    for section, content in parsed.items():
+        assignments += _section(section, content, (str(path), lines))
+    return Read(tuple(assignments))
+
+
+def _unreadable(where: str, rule: str) -> Read:
+    """A file that gives nothing."""
+    fix = "give the path of a readable TOML file"
+    return Read(errors=(ConfigError(where, "", "", rule, fix),))
+
+
+Place = tuple[str, dict[tuple[str, ...], int]]
+"""A file and the lines of its keys."""
+
+
+def _section(section: str, content: object, place: Place) -> list[Assignment]:
+    """The assignments of one top-level table of a file."""
+    if not isinstance(content, dict):
+        return [Assignment(section, content, _origin(place, (section,)))]
+    out: list[Assignment] = []
+    for name, value in content.items():
+        path = f"{section}.{name}"
+        known = KEYS.get(path)
+        if known is not None and known.kind is Kind.TABLE and isinstance(value, dict):
+            out += [
+                Assignment(path, item, _origin(place, (section, name, entry)), entry)
+                for entry, item in value.items()
+            ]
+        else:
+            out.append(Assignment(path, value, _origin(place, (section, name))))
+    return out
+
+
+def _origin(place: Place, path: tuple[str, ...]) -> Origin:
+    """Where ``path`` stands: its own line, else that of the nearest table around it."""
+    name, lines = place
+    for length in range(len(path), 0, -1):
+        line = lines.get(path[:length])
+        if line is not None:
+            return Origin(Source.FILE, name, line)
+    return Origin(Source.FILE, name)
+
+
+_BARE = r"[A-Za-z0-9_-]+"
+_PART = rf"(?:{_BARE}|\"(?:[^\"\\]|\\.)*\"|'[^']*')"
+_DOTTED = rf"{_PART}(?:\s*\.\s*{_PART})*"
+_HEADER = re.compile(rf"^\s*\[\[?\s*({_DOTTED})\s*\]\]?")
+_PAIR = re.compile(rf"^\s*({_DOTTED})\s*=\s*(.*)$")
+
+
+def line_numbers(text: str) -> dict[tuple[str, ...], int]:
+    """The line (from 1) of each table and key of a TOML text, by path; the last one wins."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    closing = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if closing:
+            closing = "" if closing in line else closing
+            continue
+        if header := _HEADER.match(line):
+            table = _parts(header[1])
+            lines[table] = number
+        elif pair := _PAIR.match(line):
+            path = (*table, *_parts(pair[1]))
+            for length in range(len(table) + 1, len(path)):
+                lines.setdefault(path[:length], number)
+            lines[path] = number
+            closing = _opened(pair[2])
+    return lines
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    """``a."b.c"`` as ``("a", "b.c")``."""
+    return tuple(_unquoted(part) for part in re.findall(_PART, dotted))
+
+
+def _unquoted(part: str) -> str:
+    """A key without its quotes."""
+    if part.startswith("'"):
+        return part[1:-1]
+    if part.startswith('"'):
+        try:
+            return str(json.loads(part))
+        except ValueError:
+            return part[1:-1]
+    return part
+
+
+def _opened(value: str) -> str:
+    """The quotes that end a multi-line text which ``value`` begins; empty if it begins none."""
+    for quotes in ('"""', "'''"):
+        if value.startswith(quotes) and quotes not in value[3:]:
+            return quotes
+    return ""
+
+
+def read_environment(environ: Mapping[str, str]) -> Read:
+    """Variables named ``KVD_SECTION__KEY``, and ``KVD_SECTION__KEY__entry`` for tables."""
+    assignments: list[Assignment] = []
+    errors: list[ConfigError] = []
+    meant = {f"{PREFIX}{key.replace('.', '_')}".upper(): key for key in KEYS}
+    for name in sorted(environ):
+        if not name.startswith(PREFIX):
+            continue
+        section, separator, rest = name.removeprefix(PREFIX).partition("__")
+        if not separator:
+            if name in meant:
+                errors.append(_one_underscore(name, meant[name], environ[name]))
+            continue
+        origin = Origin(Source.ENVIRONMENT, name)
+        key, entry = _split(f"{section.lower()}.", rest, "__")
+        assignments.append(Assignment(key.lower(), environ[name], origin, entry))
+    return Read(tuple(assignments), tuple(errors))
+
+
+def _one_underscore(name: str, key: str, value: str) -> ConfigError:
+    """A variable that looks like a key but would never be read."""
+    section, _, rest = key.partition(".")
+    right = f"{PREFIX}{section}__{rest}".upper()
+    rule = "two underscores part section and key"
+    return ConfigError(name, key, readable(value), rule, f"name it {right}")
+
+
+def read_sets(sets: Sequence[str]) -> Read:
+    """``section.key=value`` texts, and ``section.key.entry=value`` for tables."""
+    assignments: list[Assignment] = []
+    errors: list[ConfigError] = []
+    for text in sets:
+        path, separator, value = text.partition("=")
+        origin = Origin(Source.SET, text)
+        if not separator or "." not in path:
+            rule = "has the form section.key=value"
+            fix = "write for example --set pool.pages=1024"
+            errors.append(ConfigError(origin.place, "", "", rule, fix))
+            continue
+        section, _, rest = path.strip().partition(".")
+        key, entry = _split(f"{section}.", rest, ".")
+        assignments.append(Assignment(key, value.strip(), origin, entry))
+    return Read(tuple(assignments), tuple(errors))
+
+
+def _split(section: str, rest: str, separator: str) -> tuple[str, str | None]:
+    """Key and entry of ``rest``; only the keys that are tables have entries."""
+    name, found, entry = rest.partition(separator)
+    known = KEYS.get(f"{section}{name.lower()}")
+    if found and known is not None and known.kind is Kind.TABLE:
+        return known.path, entry
+    return f"{section}{rest.replace(separator, '.')}", None
+
+
+def shown(value: object) -> str:
+    """A raw value as an error quotes it: TOML's own spelling, cut to a readable length."""
+    match value:
+        case bool():
+            text = "true" if value else "false"
+        case str():
+            text = json.dumps(value, ensure_ascii=False)
+        case list() | tuple():
+            text = f"[{', '.join(shown(item) for item in value)}]"
+        case dict():
+            pairs = (f"{name} = {shown(item)}" for name, item in value.items())
+            text = f"{{ {', '.join(pairs)} }}"
+        case _:
+            text = str(value)
+    return readable(text)
+
+
+def readable(text: str) -> str:
+    """A text that any terminal takes, cut to a length that fits an error."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 120 else f"{text[:117]}..."
