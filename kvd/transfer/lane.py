@@ -1,0 +1,179 @@
+"""The posts to one peer: their turns, their handles in flight, their progress.
+
+A lane is one sending agent and the posts that go through it. Posts take turns, one handle each, so
+a small post waits for a few handles of a large one and never for all of it. At most
+``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
+
+    turns      [post 7 | handle 12 of 32] [post 9 | handle 0 of 1] ...
+    in flight  7.8  7.9  7.10  7.11        oldest first; completions come in this order
+
+Invariants:
+  - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
+  - A post leaves by exactly one of ``Posted`` and ``PostFailed``, and posts nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvd.transfer.descriptors import objection, writes
+from kvd.transfer.nixl import NixlUnusable, Step
+from kvd.transfer.orders import Moved, Path, Posted, PostFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.transfer.descriptors import Writes
+    from kvd.transfer.metadata import RegionNote
+    from kvd.transfer.nixl import Sender
+    from kvd.transfer.orders import Post, Report
+
+IN_FLIGHT_HANDLES: Final = 4
+PROGRESS_EVERY_S: Final = 0.05
+
+
+class _Running:
+    """One post on its way."""
+
+    def __init__(self, post: int, plan: Writes) -> None:
+        self.post = post
+        self.plan = plan
+        self.turns = 0
+        self.arrived = 0
+        self.moved_bytes = 0
+        self.started_s = 0.0
+        self.said_s = 0.0
+        self.is_over = False
+
+
+class _Flight:
+    """One handle in flight."""
+
+    def __init__(self, handle: int, running: _Running, size: int) -> None:
+        self.handle = handle
+        self.running = running
+        self.size = size
+
+
+class Lane:
+    """One sending agent and the posts through it; driven by the worker's loop."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        path: Path,
+        regions: dict[str, RegionNote],
+        report: Callable[[Report], None],
+    ) -> None:
+        self.sender = sender
+        self.path = path
+        self._theirs = regions
+        self._report = report
+        self._turns: deque[_Running] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._open: dict[int, _Running] = {}
+
+    @property
+    def has_flights(self) -> bool:
+        """Whether handles are in flight, so that ``step`` may find one done."""
+        return bool(self._flights)
+
+    @property
+    def can_post(self) -> bool:
+        """Whether ``post_next`` would start a handle."""
+        return bool(self._turns) and len(self._flights) < IN_FLIGHT_HANDLES
+
+    def add(self, order: Post, ours: RegionNote) -> None:
+        """Take a post in, or refuse it with ``PostFailed``."""
+        theirs = self._theirs.get(order.region)
+        if theirs is None:
+            why = f"peer {order.peer} has no region {order.region!r}"
+        elif order.post in self._open:
+            why = f"post {order.post} is already running"
+        else:
+            why = objection(order.source, order.destination, ours, theirs)
+        if why or theirs is None:
+            self._report(PostFailed(order.post, why))
+        elif not order.source:
+            self._report(Posted(order.post, 0, 0.0))
+        else:
+            running = _Running(order.post, writes(order.source, order.destination, ours, theirs))
+            self._open[order.post] = running
+            self._turns.append(running)
+
+    def post_next(self) -> None:
+        """Start one handle of the post whose turn it is."""
+        running = self._turns.popleft()
+        plan = running.plan
+        low, high = plan.bounds[running.turns], plan.bounds[running.turns + 1]
+        if not running.turns:
+            running.started_s = running.said_s = time.monotonic()
+        running.turns += 1
+        try:
+            handle = self.sender.post(plan.source[low:high], plan.destination[low:high])
+        except NixlUnusable as exc:
+            self._fail(running, str(exc))
+            return
+        size = int(plan.source[low:high, 1].sum())
+        self._flights.append(_Flight(handle, running, size))
+        if running.turns < plan.handles:
+            self._turns.append(running)
+
+    def step(self) -> None:
+        """Take note of the handles that are done, oldest first."""
+        while self._flights:
+            flight = self._flights[0]
+            try:
+                step = self.sender.step(flight.handle)
+            except NixlUnusable as exc:
+                self._flights.popleft()
+                self._fail(flight.running, str(exc))
+                continue
+            match step:
+                case Step.RUNNING:
+                    return
+                case Step.DONE:
+                    self._flights.popleft()
+                    self._arrived(flight)
+
+    def destroy(self, why: str) -> int:
+        """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.
+
+        On one host a handle's bytes were all copied when it was posted, so nothing is open.
+        """
+        for running in list(self._open.values()):
+            self._fail(running, why)
+        self.sender.destroy()
+        match self.path:
+            case Path.SAME_HOST:
+                return 0
+            case Path.NETWORK:
+                return sum(flight.size for flight in self._flights)
+
+    def _arrived(self, flight: _Flight) -> None:
+        running = flight.running
+        if running.is_over:
+            return
+        running.arrived += 1
+        running.moved_bytes += flight.size
+        now_s = time.monotonic()
+        if running.arrived == running.plan.handles:
+            running.is_over = True
+            del self._open[running.post]
+            active_s = now_s - running.started_s
+            self._report(Posted(running.post, running.moved_bytes, active_s))
+        elif now_s - running.said_s >= PROGRESS_EVERY_S:
+            running.said_s = now_s
+            self._report(Moved(running.post, running.moved_bytes))
+
+    def _fail(self, running: _Running, why: str) -> None:
+        if running.is_over:
+            return
+        running.is_over = True
+        del self._open[running.post]
+        self._turns = deque(other for other in self._turns if other is not running)
+        done = f"{running.moved_bytes} bytes had arrived"
+        self._report(PostFailed(running.post, f"{why}; {done}"))

@@ -1,0 +1,289 @@
+"""The sending agents of this process, one per transport generation of a peer incarnation.
+
+    Load -> BUILDING (builder thread) -> WARMING (a first write) -> UP (a lane) -> Drop -> gone
+
+The first write goes from our scratch memory to the peer's, so it harms nothing; it connects, finds
+out how bytes travel to this peer, and makes ``Loaded`` mean that they do. A ``Drop`` at any point
+ends the agent; one that is still being built is destroyed when it comes out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from kvd.transfer.lane import Lane
+from kvd.transfer.metadata import BadMetadata, unpack
+from kvd.transfer.nixl import NixlUnusable, Sender, Step
+from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Path, Post, PostFailed
+
+if TYPE_CHECKING:
+    import select
+    from collections.abc import Callable
+
+    from kvd.transfer.metadata import Metadata, RegionNote
+    from kvd.transfer.nixl import Binding
+    from kvd.transfer.orders import Report
+
+SCRATCH_BYTES: Final = 128 * 2**10
+WARM_LIMIT_S: Final = 10.0
+IDLE_WAKES: Final = 64
+
+
+class Key(NamedTuple):
+    """What names a sending agent."""
+
+    peer: str
+    generation: int
+
+
+class Built(NamedTuple):
+    """What the builder made of a ``Load``: a sender, or why there is none."""
+
+    key: Key
+    peer: Metadata
+    sender: Sender | NixlUnusable
+
+
+class Mine(NamedTuple):
+    """What this process sends from: its regions and its scratch memory, by address."""
+
+    name: str
+    regions: dict[str, RegionNote]
+    scratch: int
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(address, bytes) of everything to register."""
+        spans = [(region.address, region.region_bytes) for region in self.regions.values()]
+        return [*spans, (self.scratch, SCRATCH_BYTES)]
+
+
+class Builder:
+    """Creates sending agents off the loop, one after the other."""
+
+    def __init__(self, binding: Binding, mine: Mine, on_built: Callable[[Built], None]) -> None:
+        self._binding = binding
+        self._mine = mine
+        self._on_built = on_built
+        self._wanted: SimpleQueue[tuple[Key, Metadata]] = SimpleQueue()
+        self._made = 0
+
+    def want(self, key: Key, peer: Metadata) -> None:
+        """Queue one agent."""
+        self._wanted.put((key, peer))
+
+    def start(self) -> None:
+        """Start the thread that builds."""
+        threading.Thread(target=self._run, name="builder", daemon=True).start()
+
+    def _run(self) -> None:
+        """Build for ever; an agent name is never used twice."""
+        while True:
+            key, peer = self._wanted.get()
+            self._made += 1
+            name = f"{self._mine.name}-tx{self._made}"
+            try:
+                sender: Sender | NixlUnusable = Sender(
+                    self._binding, name, spans=self._mine.spans(), peer=peer
+                )
+            except NixlUnusable as exc:
+                sender = exc
+            self._on_built(Built(key, peer, sender))
+            del sender  # the loop's is the only reference: the last one destroys the agent
+
+
+class _Warming(NamedTuple):
+    sender: Sender
+    peer: Metadata
+    handle: int
+    since_s: float
+
+
+class Links:
+    """Every sending agent and what it is doing; driven by the worker's loop."""
+
+    def __init__(
+        self,
+        *,
+        builder: Builder,
+        mine: Mine,
+        poll: select.epoll,
+        report: Callable[[Report], None],
+    ) -> None:
+        self._builder = builder
+        self._mine = mine
+        self._poll = poll
+        self._report = report
+        self._building: set[Key] = set()
+        self._unwanted: set[Key] = set()
+        self._warming: dict[Key, _Warming] = {}
+        self._lanes: dict[Key, Lane] = {}
+        self._watched: dict[int, Key] = {}
+        self._idle_wakes: dict[Key, int] = {}
+
+    @property
+    def can_post(self) -> bool:
+        """Whether a handle could be started right now."""
+        return any(lane.can_post for lane in self._lanes.values())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something in flight needs a look now and then."""
+        return bool(self._warming) or any(lane.has_flights for lane in self._lanes.values())
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether something in flight has no descriptor that would wake the loop."""
+        return any(
+            lane.has_flights and not lane.sender.polls for lane in self._lanes.values()
+        ) or any(not warming.sender.polls for warming in self._warming.values())
+
+    def load(self, order: Load) -> None:
+        """Have an agent built; a repeated ``Load`` is answered again."""
+        key = Key(order.peer, order.generation)
+        if key in self._lanes:
+            self._report(Loaded(order.peer, order.generation, self._lanes[key].path))
+            return
+        if key in self._building or key in self._warming:
+            self._unwanted.discard(key)
+            return
+        try:
+            peer = unpack(order.metadata)
+        except BadMetadata as exc:
+            self._report(LoadFailed(order.peer, order.generation, str(exc)))
+            return
+        self._building.add(key)
+        self._builder.want(key, peer)
+
+    def drop(self, order: Drop) -> None:
+        """Destroy an agent, failing its posts first; an unknown one is as good as destroyed."""
+        key = Key(order.peer, order.generation)
+        if key in self._building:
+            self._unwanted.add(key)
+            return
+        open_bytes = 0
+        if key in self._lanes:
+            lane = self._lanes.pop(key)
+            self._unwatch(key, lane.sender)
+            open_bytes = lane.destroy(f"sending agent for {key.peer} was dropped")
+        elif key in self._warming:
+            warming = self._warming.pop(key)
+            self._unwatch(key, warming.sender)
+            warming.sender.destroy()
+        self._report(Dropped(key.peer, key.generation, open_bytes))
+
+    def post(self, order: Post) -> None:
+        """Hand a post to its lane."""
+        key = Key(order.peer, order.generation)
+        lane, ours = self._lanes.get(key), self._mine.regions.get(order.region)
+        if lane is None:
+            why = f"no sending agent for peer {key.peer} generation {key.generation} is loaded"
+            self._report(PostFailed(order.post, why))
+        elif ours is None:
+            self._report(PostFailed(order.post, f"this node has no region {order.region!r}"))
+        else:
+            self._watch(key, lane.sender)
+            lane.add(order, ours)
+
+    def built(self, built: Built) -> None:
+        """Take over what the builder made and start its first write."""
+        key = built.key
+        self._building.discard(key)
+        if isinstance(built.sender, NixlUnusable):
+            self._load_failed(key, str(built.sender))
+            return
+        if key in self._unwanted:
+            self._unwanted.discard(key)
+            built.sender.destroy()
+            self._report(Dropped(key.peer, key.generation, 0))
+            return
+        self._watch(key, built.sender)
+        source = np.array([[self._mine.scratch, SCRATCH_BYTES, 0]], np.uint64)
+        size = min(SCRATCH_BYTES, built.peer.scratch_bytes)
+        destination = np.array([[built.peer.scratch, size, 0]], np.uint64)
+        source[0, 1] = size
+        try:
+            handle = built.sender.post(source, destination)
+        except NixlUnusable as exc:
+            self._give_up(key, built.sender, str(exc))
+            return
+        self._warming[key] = _Warming(built.sender, built.peer, handle, time.monotonic())
+
+    def step(self) -> None:
+        """Look at everything in flight."""
+        for key, warming in list(self._warming.items()):
+            self._warm(key, warming)
+        for lane in self._lanes.values():
+            if lane.has_flights:
+                lane.step()
+
+    def post_round(self) -> None:
+        """Start at most one handle per lane."""
+        for lane in self._lanes.values():
+            if lane.can_post:
+                lane.post_next()
+
+    def woken(self, descriptor: int) -> None:
+        """A descriptor of UCX is readable; an idle agent has to be told.
+
+        One that stays readable for no reason is not watched until its next post.
+        """
+        key = self._watched.get(descriptor)
+        lane = self._lanes.get(key) if key is not None else None
+        if key is None or lane is None:
+            return
+        if lane.has_flights:
+            self._idle_wakes[key] = 0
+            return
+        lane.sender.progress()
+        self._idle_wakes[key] = self._idle_wakes.get(key, 0) + 1
+        if self._idle_wakes[key] > IDLE_WAKES:
+            self._unwatch(key, lane.sender)
+
+    def _warm(self, key: Key, warming: _Warming) -> None:
+        try:
+            step = warming.sender.step(warming.handle)
+        except NixlUnusable as exc:
+            del self._warming[key]
+            self._give_up(key, warming.sender, str(exc))
+            return
+        if step is Step.DONE:
+            del self._warming[key]
+            by_socket = warming.sender.socket_bytes() >= SCRATCH_BYTES
+            path = Path.NETWORK if by_socket or not warming.sender.polls else Path.SAME_HOST
+            regions = {region.name: region for region in warming.peer.regions}
+            self._lanes[key] = Lane(warming.sender, path=path, regions=regions, report=self._report)
+            self._report(Loaded(key.peer, key.generation, path))
+        elif time.monotonic() - warming.since_s > WARM_LIMIT_S:
+            del self._warming[key]
+            why = f"peer {key.peer} did not confirm a first write within {WARM_LIMIT_S:.0f} s"
+            self._give_up(key, warming.sender, why)
+
+    def _give_up(self, key: Key, sender: Sender, why: str) -> None:
+        self._unwatch(key, sender)
+        sender.destroy()
+        self._load_failed(key, why)
+
+    def _load_failed(self, key: Key, why: str) -> None:
+        """Report a failed load, and the drop that was waiting for its end."""
+        self._report(LoadFailed(key.peer, key.generation, why))
+        if key in self._unwanted:
+            self._unwanted.discard(key)
+            self._report(Dropped(key.peer, key.generation, 0))
+
+    def _watch(self, key: Key, sender: Sender) -> None:
+        for descriptor in sender.polls:
+            if descriptor not in self._watched:
+                self._poll.register(descriptor)
+                self._watched[descriptor] = key
+        self._idle_wakes[key] = 0
+
+    def _unwatch(self, key: Key, sender: Sender) -> None:
+        for descriptor in sender.polls:
+            if self._watched.pop(descriptor, None) is not None:
+                self._poll.unregister(descriptor)
+        self._idle_wakes.pop(key, None)

@@ -1,0 +1,112 @@
+"""What one transfer process tells the others so that they can write into its regions.
+
+Damaged NIXL metadata can crash the process that loads it, so the blob travels in a frame with a
+length and a checksum, and nothing of it reaches NIXL before both are right. The frame proves that
+the bytes are whole, not who made them: it crosses the authenticated control socket only.
+
+    magic "kvdT" | uint32 body length | uint64 xxh3 of the body | body (MessagePack)
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import xxhash
+
+from kvd.core.geometry import Row
+
+VERSION = 1
+
+_HEAD = struct.Struct("<4sIQ")
+_MAGIC = b"kvdT"
+_TOP = 2**63
+
+
+class RegionNote(msgspec.Struct, frozen=True):
+    """A registered region: ``address`` is where its process mapped byte 0 of the rows."""
+
+    name: str
+    address: int
+    region_bytes: int
+    pages: int
+    page_bytes: int
+    rows: tuple[Row, ...]
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Everything a sender needs; ``scratch`` is an address where its first write may land."""
+
+    version: int
+    agent: str
+    blob: bytes
+    scratch: int
+    scratch_bytes: int
+    regions: tuple[RegionNote, ...]
+
+
+class BadMetadata(Exception):
+    """The bytes are not metadata of this version; the message says what is wrong with them."""
+
+
+def pack(metadata: Metadata) -> bytes:
+    """Frame ``metadata``."""
+    body = msgspec.msgpack.encode(metadata)
+    return _HEAD.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack(framed: bytes) -> Metadata:
+    """Read a frame back.
+
+    Raises:
+        BadMetadata: damaged, truncated, another version, or regions that make no sense.
+    """
+    if len(framed) < _HEAD.size:
+        msg = f"{len(framed)} bytes of transport metadata; even the head takes {_HEAD.size}"
+        raise BadMetadata(msg)
+    magic, length, checksum = _HEAD.unpack_from(framed)
+    body = framed[_HEAD.size :]
+    if magic != _MAGIC or length != len(body):
+        msg = f"transport metadata announces {length} bytes and brings {len(body)}"
+        raise BadMetadata(msg)
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        msg = f"transport metadata of {length} bytes does not match its checksum"
+        raise BadMetadata(msg)
+    try:
+        metadata = msgspec.msgpack.decode(body, type=Metadata)
+    except msgspec.MsgspecError as exc:
+        msg = f"transport metadata is whole but not understood: {exc}"
+        raise BadMetadata(msg) from exc
+    if metadata.version != VERSION:
+        msg = f"transport metadata has version {metadata.version}; this node speaks {VERSION}"
+        raise BadMetadata(msg)
+    for region in metadata.regions:
+        _check(region)
+    return metadata
+
+
+def extent_bytes(pages: int, rows: tuple[Row, ...]) -> int:
+    """Bytes from the region's start to the end of the last piece of the last page."""
+    return max(
+        (row.offset_bytes + (pages - 1) * row.stride_bytes + row.piece_bytes for row in rows),
+        default=0,
+    )
+
+
+def _check(region: RegionNote) -> None:
+    """Refuse numbers that would address memory outside the region."""
+    sane = (
+        region.pages > 0
+        and region.address >= 0
+        and region.region_bytes > 0
+        and region.address + region.region_bytes < _TOP
+        and all(r.offset_bytes >= 0 and r.piece_bytes > 0 for r in region.rows)
+        and all(r.stride_bytes >= r.piece_bytes for r in region.rows)
+        and extent_bytes(region.pages, region.rows) <= region.region_bytes
+    )
+    if not sane:
+        msg = (
+            f"region {region.name!r} of {region.region_bytes} bytes cannot hold {region.pages} "
+            f"pages in {len(region.rows)} rows ending at {extent_bytes(region.pages, region.rows)}"
+        )
+        raise BadMetadata(msg)

@@ -1,0 +1,290 @@
+"""NIXL, and nothing else: the only file that knows the binding.
+
+A ``Receiver`` is the one passive agent of a process: it registers the regions and serves whoever
+holds its metadata, on NIXL's own progress thread. A ``Sender`` is the agent for one transport
+generation of one peer: no thread of its own, driven by the worker's loop through ``descriptors``.
+
+Rules learned by measuring NIXL 1.5.1 with UCX 1.23:
+  - The progress thread must be event driven (a delay above 0): the default burns a core while idle.
+  - A receiver without progress lets nobody finish; a sender sharing the receiver's agent starves.
+  - Destroying a sender is the only abort. Releasing a running handle stops nothing.
+  - A handle must never be released after its agent is gone, so handles in flight die with it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import enum
+import fcntl
+import importlib
+import os
+import socket
+import struct
+import sys
+import termios
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from kvd.transfer.descriptors import Words
+    from kvd.transfer.metadata import Metadata
+
+DEFAULT_ENVIRONMENT: Final = {
+    "UCX_MEM_MMAP_HOOK_MODE": "none",  # saves 0.4 s; regions stay mapped until the process ends
+    "UCX_TCP_CONN_NB": "y",  # a blackholed peer must not block the loop for two minutes
+    "UCX_TCP_TX_SEG_SIZE": "64k",
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+    "UCX_DEBUG_SIGNO": "0",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_LOG_FILE": "/dev/stderr",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "NIXL_LOG_LEVEL": "FATAL",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""Set before the binding is imported, unless the operator set them."""
+
+PROGRESS_DELAY_US: Final = 100_000
+"""A safety tick; the thread wakes by event, so it costs no latency (85 us for 4 KiB either way)."""
+
+_BINDINGS: Final = ("nixl_cu13", "nixl_cu12")
+_BYTES_RECEIVED_AT: Final = 128  # in struct tcp_info of linux/tcp.h
+_BYTES_SENT_AT: Final = 200
+_LINGER_NONE: Final = struct.pack("ii", 1, 0)
+
+
+class NixlUnusable(Exception):
+    """NIXL is not installed, or refuses to do what was asked; the message is its own."""
+
+
+class Step(enum.Enum):
+    """What a handle in flight has come to."""
+
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Mark(NamedTuple):
+    """Bytes a connection has received in its life, and how many of them wait to be read."""
+
+    received: int
+    unread: int
+
+
+class Binding:
+    """The imported binding: ``api`` is its C++ module (Any: it has no types)."""
+
+    def __init__(self) -> None:
+        for name, value in DEFAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        module = _import_first()
+        self.module = module.__name__.partition(".")[0]
+        self.api: Any = module.nixlBind
+        self.errors: tuple[type[Exception], ...] = tuple(
+            value
+            for name, value in vars(self.api).items()
+            if name.startswith("nixl") and name.endswith("Error")
+        )
+
+    def agent(self, name: str, *, progress_delay_us: int) -> Any:
+        """A bare agent; a delay of 0 means that it has no progress thread."""
+        config = self.api.nixlAgentConfig()
+        config.useProgThread = progress_delay_us > 0
+        config.pthrDelay = progress_delay_us
+        config.useListenThread = False
+        config.syncMode = self.api.NIXL_THREAD_SYNC_STRICT
+        config.captureTelemetry = False
+        return self.api.nixlAgent(name, config)
+
+    def register(self, agent: Any, spans: list[tuple[int, int]]) -> None:
+        """Register (address, bytes) spans of host memory with ``agent``."""
+        rows = [(address, size, 0, "") for address, size in spans]
+        agent.registerMem(self.api.nixlRegDList(self.api.DRAM_SEG, rows))
+
+    @contextlib.contextmanager
+    def translating(self, doing: str) -> Iterator[None]:
+        """Turn the binding's exceptions, each derived straight from Exception, into ours."""
+        try:
+            yield
+        except self.errors as exc:
+            msg = f"{doing}: {type(exc).__name__} {exc}".strip()
+            raise NixlUnusable(msg) from exc
+
+
+class Receiver:
+    """The passive agent: registered regions that peers write into."""
+
+    def __init__(self, binding: Binding, name: str, spans: list[tuple[int, int]]) -> None:
+        before, threads = _event_polls(), _threads()
+        with binding.translating(f"creating the receiving agent {name!r}"):
+            self._agent = binding.agent(name, progress_delay_us=PROGRESS_DELAY_US)
+            self._agent.createBackend("UCX", {})
+            binding.register(self._agent, spans)
+            self.blob: bytes = self._agent.getLocalMD()
+        self._polls = sorted(_event_polls() - before)
+        self.thread = max(_threads() - threads)
+
+    def marks(self) -> dict[str, Mark]:
+        """How far each connection has come, by the name of its socket."""
+        found = {}
+        for descriptor in _sockets_of(self._polls):
+            with contextlib.suppress(OSError):  # closed meanwhile, or one that listens
+                received = _tcp_info(descriptor, _BYTES_RECEIVED_AT)
+                unread = array.array("i", [0])
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                name = os.readlink(f"/proc/self/fd/{descriptor}")
+                found[name] = Mark(received=received, unread=unread[0])
+        return found
+
+
+class Sender:
+    """The sending agent for one generation of one peer.
+
+    Made by any one thread, then used by one. ``polls`` are level-triggered descriptors that become
+    readable when ``step`` has something to find; empty where the network gives none.
+    """
+
+    def __init__(
+        self, binding: Binding, name: str, *, spans: list[tuple[int, int]], peer: Metadata
+    ) -> None:
+        self._binding = binding
+        self._api = binding.api
+        self._peer = peer.agent
+        before = _event_polls()
+        with binding.translating(f"creating a sending agent for {peer.agent!r}"):
+            self._agent: Any = binding.agent(name, progress_delay_us=0)
+            self._agent.createBackend("UCX", {})
+            binding.register(self._agent, spans)
+            loaded = self._agent.loadRemoteMD(peer.blob)
+        if loaded.decode() != peer.agent:
+            msg = f"the metadata of {peer.agent!r} holds an agent named {loaded.decode()!r}"
+            raise NixlUnusable(msg)
+        self.polls = sorted(_event_polls() - before)
+
+    def post(self, source: Words, destination: Words) -> int:
+        """Start a write and return its handle; on one host this call does the copying.
+
+        Raises:
+            NixlUnusable: the peer is gone or refuses; nothing of this handle is in flight.
+        """
+        api = self._api
+        with self._binding.translating(f"writing to {self._peer!r}"):
+            handle: int = self._agent.createXferReq(
+                api.NIXL_WRITE,
+                api.nixlXferDList(api.DRAM_SEG, source),
+                api.nixlXferDList(api.DRAM_SEG, destination),
+                self._peer,
+            )
+            self._agent.postXferReq(handle)
+        return handle
+
+    def step(self, handle: int) -> Step:
+        """Make progress; say whether ``handle`` is done, and release it if so.
+
+        Raises:
+            NixlUnusable: it failed.
+        """
+        with self._binding.translating(f"writing to {self._peer!r}"):
+            status = self._agent.getXferStatus(handle)
+            if status == self._api.NIXL_IN_PROG:
+                return Step.RUNNING
+            self._agent.releaseXferReq(handle)
+        if status != self._api.NIXL_SUCCESS:
+            msg = f"writing to {self._peer!r}: {status}"
+            raise NixlUnusable(msg)
+        return Step.DONE
+
+    def progress(self) -> None:
+        """Let an idle agent handle what its peer did."""
+        with contextlib.suppress(*self._binding.errors):
+            self._agent.getNotifs({})
+
+    def socket_bytes(self) -> int:
+        """Payload bytes its sockets have sent so far, acknowledged or not."""
+        total = 0
+        for descriptor in _sockets_of(self.polls):
+            with contextlib.suppress(OSError):
+                total += _tcp_info(descriptor, _BYTES_SENT_AT)
+        return total
+
+    def destroy(self) -> None:
+        """Abort everything in flight: after this no byte leaves this process through it.
+
+        Its sockets are reset, not closed: a plain close would go on sending what they still hold.
+        """
+        for descriptor in _sockets_of(self.polls):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as tcp:
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
+        del self._agent
+
+
+def _import_first() -> ModuleType:
+    """The first binding that imports: two of them in one process clash."""
+    missing = []
+    for name in _BINDINGS:
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ImportError as exc:
+            missing.append(f"{name}: {exc}")
+    msg = f"no NIXL binding can be imported ({'; '.join(missing)}); pip install nixl"
+    raise NixlUnusable(msg)
+
+
+def _event_polls() -> set[int]:
+    """UCX's TCP interfaces: epoll descriptors inside another one that watch sockets, if anything.
+
+    An interface that has no connection yet watches nothing, and must not be missed.
+    """
+    polls = {fd: _targets(fd) for fd, kind in _descriptors() if kind == "anon_inode:[eventpoll]"}
+    kinds = dict(_descriptors())
+    inner = {target for targets in polls.values() for target in targets} & set(polls)
+    return {
+        fd
+        for fd in inner
+        if all(kinds.get(target, "").startswith("socket:[") for target in polls[fd])
+    }
+
+
+def _descriptors() -> list[tuple[int, str]]:
+    """The open descriptors of this process and what they are."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append((int(entry), os.readlink(f"/proc/self/fd/{entry}")))
+    return found
+
+
+def _targets(poll: int) -> list[int]:
+    """The descriptors an epoll descriptor watches; none if it is closed."""
+    try:
+        with open(f"/proc/self/fdinfo/{poll}", encoding="ascii") as lines:
+            return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    except OSError:
+        return []
+
+
+def _sockets_of(polls: list[int]) -> list[int]:
+    """The sockets watched by ``polls`` now."""
+    return [target for poll in polls for target in _targets(poll)]
+
+
+def _tcp_info(descriptor: int, offset: int) -> int:
+    """One 64-bit counter of a TCP socket; 0 where the kernel does not keep it."""
+    with socket.socket(fileno=os.dup(descriptor)) as tcp:
+        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int.from_bytes(info[offset : offset + 8], sys.byteorder)
+
+
+def _threads() -> set[int]:
+    """This process's threads, without the one UCX shares among all agents."""
+    found = set()
+    for entry in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{entry}/comm", encoding="ascii") as name:
+            if name.read().strip() != "async":
+                found.add(int(entry))
+    return found

@@ -1,0 +1,240 @@
+"""What the daemon tells the transfer process, and what it hears back.
+
+Orders go one way and reports the other over one stream socket. A frame is a little-endian uint32
+length and that many bytes of MessagePack: one order, or one list of reports. Nothing here moves a
+byte of a page or knows NIXL.
+
+Invariants:
+  - Each ``Post`` is answered by one ``Posted`` or ``PostFailed``; ``Moved`` may come before.
+  - Each ``Load`` is answered by one ``Loaded`` or ``LoadFailed``, unless a ``Drop`` overtakes it.
+  - ``Dropped`` follows every ``PostFailed`` of the posts that were outstanding through its sender.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.geometry import Row
+from kvd.types import Pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_FRAME_BYTES = 256 * 2**20
+"""A post of 32 million pages; anything longer is a damaged stream, not an order."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class Path(enum.Enum):
+    """How the bytes of a peer travel, found out by the first write."""
+
+    SAME_HOST = "same-host"  # one process copies into the other: nothing is ever in between
+    NETWORK = "network"
+
+
+class RegionPlan(msgspec.Struct, frozen=True):
+    """One host region to map: ``descriptor`` is its inherited file descriptor."""
+
+    name: str
+    descriptor: int
+    pages: int
+    page_bytes: int
+    rows: tuple[Row, ...]
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first order: who this process is and what it maps.
+
+    ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
+    generation. ``witness`` is the descriptor to keep mapped (see ``kvd.transfer.witness``).
+    """
+
+    name: str
+    witness: int
+    regions: tuple[RegionPlan, ...]
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Create the sending agent for one transport generation of one peer and try it."""
+
+    peer: str
+    generation: int
+    metadata: bytes
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Destroy that sending agent; its outstanding posts fail."""
+
+    peer: str
+    generation: int
+
+
+class Post(msgspec.Struct, frozen=True, tag="post"):
+    """Write our pages ``source[i]`` of ``region`` over the peer's pages ``destination[i]``."""
+
+    post: int
+    peer: str
+    generation: int
+    region: str
+    source: Pages
+    destination: Pages
+
+
+class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
+    """Say when nothing that has already reached this host is still on its way into our pages."""
+
+    ticket: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Exit at once; outstanding posts are not reported."""
+
+
+Order = Begin | Load | Drop | Post | Quiesce | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Every region is registered; ``metadata`` is for the peers' ``Load``."""
+
+    metadata: bytes
+    transport: str
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):
+    """The process cannot serve and is about to exit."""
+
+    why: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The sending agent exists and a first write through it has arrived, by ``path``."""
+
+    peer: str
+    generation: int
+    path: Path
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load-failed"):
+    """There is no sending agent for this peer and generation."""
+
+    peer: str
+    generation: int
+    why: str
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Bytes of a running post that are known to have arrived."""
+
+    post: int
+    moved_bytes: int
+
+
+class Posted(msgspec.Struct, frozen=True, tag="posted"):
+    """Every byte of the post has arrived; ``active_s`` counts from its first write."""
+
+    post: int
+    moved_bytes: int
+    active_s: float
+
+
+class PostFailed(msgspec.Struct, frozen=True, tag="post-failed"):
+    """The post writes nothing new, yet late bytes may land until its agent is ``Dropped``.
+
+    A post refused before its first write names a reason and never touched the peer.
+    """
+
+    post: int
+    why: str
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """The sending agent is destroyed: this process sends nothing more through it.
+
+    ``unacknowledged_bytes`` is what it had sent and the peer had not confirmed. Zero proves that
+    no late byte can land. Above zero, bytes may sit in the peer's socket buffers, where only the
+    peer can tell: its ``Quiet``, or the end of its transfer process, proves the rest.
+    """
+
+    peer: str
+    generation: int
+    unacknowledged_bytes: int
+
+
+class Quiet(msgspec.Struct, frozen=True, tag="quiet"):
+    """What had reached this host when ``Quiesce`` was ordered is in the pages or discarded."""
+
+    ticket: int
+
+
+class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
+    """Huge pages were made of ``huge_bytes`` of the region; ``why`` if that is not all of it."""
+
+    region: str
+    huge_bytes: int
+    why: str
+
+
+Report = (
+    Ready
+    | StartFailed
+    | Loaded
+    | LoadFailed
+    | Moved
+    | Posted
+    | PostFailed
+    | Dropped
+    | Quiet
+    | Collapsed
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_REPORTS = msgspec.msgpack.Decoder(list[Report])
+
+
+def frame_of(message: Order | list[Report]) -> bytes:
+    """The bytes of one frame."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def order_of(body: bytes) -> Order:
+    """Decode the body of a frame on the child's side."""
+    return _ORDER.decode(body)
+
+
+def reports_of(body: bytes) -> list[Report]:
+    """Decode the body of a frame on the daemon's side."""
+    return _REPORTS.decode(body)
+
+
+class Frames:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add what was read; yield each body that is now whole.
+
+        Raises:
+            ValueError: a length above ``MAX_FRAME_BYTES``: the stream is damaged.
+        """
+        self._pending += data
+        at = 0
+        while len(self._pending) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending, at)
+            if length > MAX_FRAME_BYTES:
+                msg = f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
+                raise ValueError(msg)
+            if len(self._pending) - at - _LENGTH.size < length:
+                break
+            at += _LENGTH.size
+            yield bytes(self._pending[at : at + length])
+            at += length
+        del self._pending[:at]

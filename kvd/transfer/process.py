@@ -1,0 +1,211 @@
+"""The daemon's handle on its transfer process: spawn, orders out, reports in, reap.
+
+Nothing here imports NIXL. Orders are written straight to a socket pair; what it does not take is
+kept and written when it is writable, so the loop never waits. The end of the process is noticed by
+its pidfd, whatever ended it.
+
+    NEW --start--> STARTING --Ready--> UP --stop--> GONE
+                       '--- died ---> raises      '--- died --> GONE, on_exit(why)
+
+Invariant: on GONE the process is reaped and its memory map is gone, so nothing it or a peer had
+under way can write into the regions through it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+from kvd.transfer import witness
+from kvd.transfer.base import TransportDown
+from kvd.transfer.orders import Begin, Frames, Ready, StartFailed, frame_of, reports_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvd.transfer.base import OnExit, OnReports, RegionFd
+    from kvd.transfer.orders import Order, Report
+
+READ_BYTES: Final = 2**18
+_WORKER: Final = "kvd.transfer.worker"
+WITNESS_EVERY_S: Final = 0.001
+"""Usually the first look suffices; there is no limit, for a limit would prove nothing."""
+
+
+class _State(enum.Enum):
+    NEW = "new"
+    STARTING = "starting"
+    UP = "up"
+    GONE = "gone"
+
+
+class TransferProcess:
+    """One life of the transfer process.
+
+    Args:
+        name: unique among all transfer processes that ever meet: incarnation and generation.
+        regions: what to map and register; their descriptors stay the caller's.
+        environment: added to the daemon's own, for NIXL and UCX settings.
+    """
+
+    def __init__(
+        self, name: str, regions: Sequence[RegionFd], *, environment: Mapping[str, str]
+    ) -> None:
+        self._name = name
+        self._regions = tuple(regions)
+        self._environment = dict(environment)
+        self._state = _State.NEW
+        self._frames = Frames()
+        self._unsent = bytearray()
+
+    @property
+    def pid(self) -> int:
+        """The process id; meaningful from ``start`` to ``stop``."""
+        return self._child.pid
+
+    async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
+        """Spawn the process and wait until it has registered every region.
+
+        Raises:
+            TransportDown: it ended, or said that it cannot serve; the message says why.
+        """
+        if self._state is not _State.NEW:
+            msg = f"transfer process {self._name} was started before; make a new one"
+            raise TransportDown(msg)
+        self._loop = asyncio.get_running_loop()
+        self._on_reports, self._on_exit = on_reports, on_exit
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._gone = asyncio.Event()
+        self._spawn()
+        try:
+            return await self._ready
+        except BaseException:
+            await self.stop()
+            raise
+
+    def order(self, order: Order) -> None:
+        """Send an order, in the order of the calls; dropped when the process is gone."""
+        if self._state in {_State.NEW, _State.GONE}:
+            return
+        waiting = bool(self._unsent)
+        self._unsent += frame_of(order)
+        if not waiting:
+            self._write()
+
+    async def stop(self) -> None:
+        """Kill the process; return when it is reaped and its memory map is gone."""
+        if self._state is _State.NEW:
+            self._state = _State.GONE
+            return
+        self._on_exit = _ignore
+        if self._child.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        await self._gone.wait()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(0.0)
+        self._socket = ours
+        self._witness = witness.create()
+        plans = tuple(region.plan() for region in self._regions)
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(), self._witness, *(plan.descriptor for plan in plans)),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self._environment},
+        )
+        theirs.close()
+        self._pidfd = os.pidfd_open(self._child.pid)
+        self._state = _State.STARTING
+        self._loop.add_reader(self._pidfd, self._died)
+        self._loop.add_reader(ours, self._readable)
+        self.order(Begin(self._name, self._witness, plans))
+
+    def _readable(self) -> None:
+        """Take what there is; at the end of the stream the pidfd tells the rest."""
+        data = self._receive()
+        if data is None:
+            return
+        if not data:
+            self._loop.remove_reader(self._socket)
+        for body in self._frames.feed(data):
+            self._deliver(reports_of(body))
+
+    def _receive(self) -> bytes | None:
+        """Bytes, none for the end of the stream, or None for nothing at the moment."""
+        try:
+            return self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _deliver(self, reports: list[Report]) -> None:
+        if self._state is _State.STARTING:
+            first, *reports = reports
+            match first:
+                case Ready():
+                    self._state = _State.UP
+                    self._ready.set_result(first)
+                case StartFailed(why):
+                    self._ready.set_exception(TransportDown(why))
+                case other:
+                    why = f"transfer process began with {type(other).__name__}"
+                    self._ready.set_exception(TransportDown(why))
+        if reports:
+            self._on_reports(reports)
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._write)
+            return
+        except OSError:
+            self._unsent.clear()  # it is dying; the pidfd tells
+        self._loop.remove_writer(self._socket)
+
+    def _died(self) -> None:
+        """The process is a zombie: hear it out, reap it, then wait for its memory map."""
+        self._loop.remove_reader(self._pidfd)
+        while data := self._receive():  # a Posted among its last words is as true as ever
+            for body in self._frames.feed(data):
+                self._deliver(reports_of(body))
+        status = self._child.wait()
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        os.close(self._pidfd)
+        self._bury(f"transfer process {self._child.pid} {_ending(status)}")
+
+    def _bury(self, why: str) -> None:
+        """Be gone once no memory map of it is left; look again in a moment if one is."""
+        if not witness.is_gone(self._witness):
+            self._loop.call_later(WITNESS_EVERY_S, self._bury, why)
+            return
+        os.close(self._witness)
+        was, self._state = self._state, _State.GONE
+        self._gone.set()
+        if not self._ready.done():
+            self._ready.set_exception(TransportDown(why))
+        elif was is _State.UP:
+            self._on_exit(why)
+
+
+def _ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+def _ignore(_why: str) -> None:
+    """Stand in for ``on_exit`` when the end was ordered."""

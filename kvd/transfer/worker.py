@@ -1,0 +1,258 @@
+"""The transfer process: ``python -m kvd.transfer.worker SOCKET PARENT``.
+
+One loop thread owns the sending agents. It sleeps in epoll on the order socket, on a wake-up
+descriptor and on UCX's own TCP descriptors; it posts, checks and reports. Beside it: NIXL's
+progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms and must not hold
+up posts) and, for a while, the collapser. They hand their results to the loop's inbox.
+
+    daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
+                       |---Post--> Lane: handles --> Moved, Posted, PostFailed
+                       '---Drop--> Lane.destroy --> Dropped
+
+The process ends with its parent: by the death signal, and by the end of the order socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Final, assert_never
+
+from kvd.transfer import witness
+from kvd.transfer.inflow import Inflow
+from kvd.transfer.links import SCRATCH_BYTES, Builder, Built, Links, Mine
+from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
+from kvd.transfer.metadata import VERSION, Metadata, pack
+from kvd.transfer.nixl import Binding, NixlUnusable, Receiver
+from kvd.transfer.orders import (
+    Begin,
+    Collapsed,
+    Drop,
+    Frames,
+    Load,
+    Order,
+    Post,
+    Quiesce,
+    Quiet,
+    Ready,
+    Report,
+    StartFailed,
+    Stop,
+    frame_of,
+    order_of,
+)
+
+TICK_S: Final = 0.02
+"""A look at what is in flight, should no descriptor have told of it."""
+BLIND_TICK_S: Final = 0.0005
+QUIESCE_TICK_S: Final = 0.002
+READ_BYTES: Final = 2**20
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Inbox:
+    """Results of other threads, and the descriptor that wakes the loop for them."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._items: deque[Built | Outcome] = deque()
+
+    def put(self, item: Built | Outcome) -> None:
+        """Add a result; from any thread."""
+        self._items.append(item)
+        os.eventfd_write(self.descriptor, 1)
+
+    def take(self) -> list[Built | Outcome]:
+        """Everything added so far."""
+        os.eventfd_read(self.descriptor)
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+class Worker:
+    """The loop of the transfer process."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._frames = Frames()
+        self._poll = select.epoll()
+        self._inbox = Inbox()
+        self._reports: list[Report] = []
+        self._unsent = bytearray()
+        self._is_full = False
+        self._asked: list[tuple[int, Inflow]] = []
+
+    def begin(self) -> None:
+        """Wait for ``Begin``; map, register, and report ``Ready``.
+
+        Raises:
+            NixlUnusable: NIXL is missing or refuses.
+            RegionUnusable: a region cannot be mapped.
+        """
+        begin, later = self._first_order()
+        witness.keep(begin.witness)
+        regions = {plan.name: map_region(plan) for plan in begin.regions}
+        for plan in begin.regions:
+            os.close(plan.descriptor)
+        mine = Mine(begin.name, regions, map_scratch(SCRATCH_BYTES))
+        binding = Binding()
+        self._receiver = Receiver(binding, begin.name, mine.spans())
+        builder = Builder(binding, mine, self._inbox.put)
+        self._links = Links(
+            builder=builder, mine=mine, poll=self._poll, report=self._reports.append
+        )
+        builder.start()
+        notes = tuple(regions.values())
+        blob = self._receiver.blob
+        told = Metadata(VERSION, begin.name, blob, mine.scratch, SCRATCH_BYTES, notes)
+        self._reports.append(Ready(pack(told), f"{binding.module} UCX"))
+        self._flush()
+        self._orders.settimeout(0.0)
+        self._poll.register(self._orders, select.EPOLLIN)
+        self._poll.register(self._inbox.descriptor, select.EPOLLIN)
+        Collapser(list(notes), is_busy=self._is_busy, on_outcome=self._inbox.put).start()
+        for order in later:
+            self._obey(order)
+
+    def run(self) -> None:
+        """Serve until ``Stop`` or the end of the order socket."""
+        while True:
+            for descriptor, _ in self._poll.poll(self._patience_s()):
+                if descriptor == self._orders.fileno():
+                    self._read()
+                elif descriptor == self._inbox.descriptor:
+                    self._take()
+                else:
+                    self._links.woken(descriptor)
+            self._links.step()
+            self._links.post_round()
+            if self._asked:
+                self._answer()
+            if self._reports or self._unsent:
+                self._flush()
+
+    def fail(self, why: str) -> None:
+        """Report that there will be no ``Ready``."""
+        self._orders.settimeout(None)
+        self._orders.sendall(frame_of([StartFailed(why)]))
+
+    def _first_order(self) -> tuple[Begin, list[Order]]:
+        while True:
+            data = self._orders.recv(READ_BYTES)
+            if not data:
+                os._exit(0)
+            orders = [order_of(body) for body in self._frames.feed(data)]
+            if not orders:
+                continue
+            match orders[0]:
+                case Begin() as begin:
+                    return begin, orders[1:]
+                case other:
+                    msg = f"the first order is {type(other).__name__}, not Begin"
+                    raise RegionUnusable(msg)
+
+    def _is_busy(self) -> bool:
+        """Whether posts are under way; read by the collapser, where an old answer does no harm."""
+        return self._links.is_pending
+
+    def _patience_s(self) -> float | None:
+        """How long the loop may sleep."""
+        if self._links.can_post:
+            return 0.0
+        if self._links.is_blind:
+            return BLIND_TICK_S
+        if self._asked:
+            return QUIESCE_TICK_S
+        return TICK_S if self._links.is_pending else None
+
+    def _read(self) -> None:
+        try:
+            data = self._orders.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            os._exit(0)
+        for body in self._frames.feed(data):
+            self._obey(order_of(body))
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Load():
+                self._links.load(order)
+            case Drop():
+                self._links.drop(order)
+            case Post():
+                self._links.post(order)
+            case Quiesce(ticket):
+                self._asked.append((ticket, Inflow(self._receiver)))
+            case Stop() | Begin():
+                os._exit(0)
+            case _:
+                assert_never(order)
+
+    def _take(self) -> None:
+        for item in self._inbox.take():
+            match item:
+                case Built():
+                    self._links.built(item)
+                case Outcome(region, huge_bytes, why):
+                    self._reports.append(Collapsed(region, huge_bytes, why))
+                case _:
+                    assert_never(item)
+
+    def _answer(self) -> None:
+        rest = []
+        for ticket, inflow in self._asked:
+            if inflow.is_at_rest():
+                self._reports.append(Quiet(ticket))
+            else:
+                rest.append((ticket, inflow))
+        self._asked = rest
+
+    def _flush(self) -> None:
+        """Send the reports; what the socket does not take now goes when it is writable."""
+        if self._reports:
+            self._unsent += frame_of(self._reports)
+            self._reports.clear()
+        try:
+            while self._unsent:
+                sent = self._orders.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            self._poll.modify(self._orders, select.EPOLLIN | select.EPOLLOUT)
+            self._is_full = True
+            return
+        except OSError:
+            os._exit(0)
+        if self._is_full:
+            self._poll.modify(self._orders, select.EPOLLIN)
+            self._is_full = False
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; end now if it already has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when this process ends
+    worker = Worker(socket.socket(fileno=descriptor))
+    try:
+        worker.begin()
+    except (NixlUnusable, RegionUnusable) as exc:
+        worker.fail(str(exc))
+        os._exit(1)
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()
