@@ -1,0 +1,110 @@
+"""One piece of host memory that other processes map: a sealed memfd, reserved for real.
+
+What lives here: making, sealing and closing it. What must not: what lies in it (``geometry``), who
+maps it (the transfer process and engines do; the daemon itself never does).
+
+A memfd has no name, so nothing leaks when everybody has died; its seals refuse truncation, so no
+holder of the descriptor can make another's access fault. ``posix_fallocate`` gives it its pages
+now: a plain ``ftruncate`` of 10 TiB succeeds too, and the process dies later, under load.
+
+Invariant: the size is a multiple of 2 MiB and never changes; all bytes are zero at first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Final
+
+from kvd.pools.host_memory import Free, free_memory
+
+HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+"""Arenas are multiples of it and mapped at multiples of it, so that they can be collapsed."""
+
+SPARE_BYTES: Final = 256 * 1024 * 1024
+"""Left to everything else on the host when the check before reserving says yes."""
+
+_STEP_BYTES: Final = 256 * 1024 * 1024
+"""Reserved per system call: a signal is answered between two, and none undoes much."""
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NotReserved(Exception):
+    """There is not enough memory for an arena; the message says how much, and what to lower."""
+
+
+class Arena:
+    """``size_bytes`` of reserved, sealed, zeroed host memory behind ``fd``.
+
+    The descriptor is close-on-exec: passing it on (SCM_RIGHTS, ``pass_fds``) is deliberate.
+    """
+
+    def __init__(self, name: str, *, fd: int, size_bytes: int) -> None:
+        """Take over ``fd``; use ``reserve`` to make a new one."""
+        self.name = name
+        self.fd = fd
+        self.size_bytes = size_bytes
+
+    def close(self) -> None:
+        """Drop our descriptor. The memory lives on as long as anybody maps it; repeatable."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def round_up(size_bytes: int) -> int:
+    """``size_bytes`` up to whole huge pages."""
+    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def check_free(wanted: dict[str, int], free: Free | None = None) -> None:
+    """Refuse before anything is taken when the arenas together cannot fit.
+
+    Args:
+        wanted: bytes by arena name.
+        free: what there is; measured now when left out.
+
+    Raises:
+        NotReserved: they do not fit; nothing was taken.
+    """
+    free = free_memory() if free is None else free
+    total = sum(round_up(size) for size in wanted.values())
+    if total + SPARE_BYTES <= free.free_bytes:
+        return
+    each = ", ".join(f"{name} {_mib(size)}" for name, size in wanted.items())
+    raise NotReserved(
+        f"the pool needs {_mib(total)} ({each}), but only {_mib(free.free_bytes)} are free here "
+        f"({free.limited_by}), of which {_mib(SPARE_BYTES)} are left to the rest of the host: "
+        f"lower pool.pages or pool.size to at most {_mib(free.free_bytes - SPARE_BYTES)}, "
+        "or raise that limit"
+    )
+
+
+def reserve(name: str, size_bytes: int) -> Arena:
+    """Make an arena of at least ``size_bytes``, rounded up to whole huge pages.
+
+    Takes about a second per GiB: every page is allocated and zeroed here and now.
+
+    Raises:
+        NotReserved: it would not fit, or the kernel refused; nothing stays taken.
+    """
+    size = round_up(size_bytes)
+    check_free({name: size})
+    fd = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for start in range(0, size, _STEP_BYTES):
+            os.posix_fallocate(fd, start, min(_STEP_BYTES, size - start))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as exc:
+        os.close(fd)
+        free = free_memory()
+        raise NotReserved(
+            f"reserving {_mib(size)} for {name} failed: {exc.strerror}; {_mib(free.free_bytes)} "
+            f"are free here ({free.limited_by}): lower pool.pages or pool.size"
+        ) from exc
+    return Arena(name, fd=fd, size_bytes=size)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,71 @@
+"""From a specification to arenas, and to what engines are told."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvd.core.geometry import geometry
+from kvd.core.spec import Component, Device, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
+from kvd.pools.build import build_pool, pool_memory
+from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace
+
+KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
+INDEX = Component("index", 1, Raw(64), 16)
+GHOST = Component("ghost", 1, Raw(64), 4, tier=Nowhere())
+
+
+def spec(*components: Component, pages: int = 10) -> PoolSpec:
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, components, tuple(pages for _ in components))
+
+
+def test_build_reserves_one_arena_for_each_component_with_bytes() -> None:
+    placed = build_pool(spec(KV, GHOST, INDEX))
+
+    assert [(one.name, one.geometry, one.arena.size_bytes) for one in placed] == [
+        ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), HUGE_PAGE_BYTES),
+        ("index", geometry(INDEX, pages=10, order=Order.PAGE_FIRST), HUGE_PAGE_BYTES),
+    ]
+    for one in placed:
+        one.arena.close()
+
+
+def test_build_takes_nothing_when_it_cannot_take_all() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(NotReserved, match=r"lower pool.pages"):
+        build_pool(spec(KV, Component("big", 1, Raw(2**50), 4)))
+    with pytest.raises(NotReserved, match=r"set pool.device = 'cpu'"):
+        build_pool(spec(KV, Component("far", 1, Raw(1), 4, tier=Device("cuda:0"))))
+
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_pool_memory_says_every_offset_and_stride() -> None:
+    layer = 4 * 2 * (8 + 4) * 2
+    half = 4 * 2 * 8 * 2
+
+    assert pool_memory(spec(KV, GHOST)) == PoolMemory(
+        name="main",
+        family="mha",
+        order="page_first",
+        match_page_tokens=4,
+        components=(
+            ComponentMemory(
+                name="kv",
+                pages=10,
+                page_size=4,
+                page_bytes=2 * layer,
+                total_bytes=20 * layer,
+                tensors=(
+                    TensorPlace(0, "k", "bfloat16", 0, 2 * layer, (4, 2, 8)),
+                    TensorPlace(0, "v", "bfloat16", half, 2 * layer, (4, 2, 4)),
+                    TensorPlace(1, "k", "bfloat16", layer, 2 * layer, (4, 2, 8)),
+                    TensorPlace(1, "v", "bfloat16", layer + half, 2 * layer, (4, 2, 4)),
+                ),
+            ),
+            ComponentMemory("ghost", 10, 4, 0, 0, ()),
+        ),
+    )
