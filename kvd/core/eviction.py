@@ -76,24 +76,19 @@ class EvictionOrder(Protocol):
 class LruOrder:
     """Least recently used first: one ordered dict, a used path moves to its end deepest first."""
 
-    __slots__ = ("_nodes",)
+    __slots__ = ("_nodes", "add", "remove")
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
+        # The dict's own methods, because these two run once per node of every path.
+        self.add: Callable[[Node], None] = self._nodes.setdefault
+        self.remove: Callable[[Node], None] = self._nodes.__delitem__
 
     def __contains__(self, node: object) -> bool:
         return node in self._nodes
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-    def add(self, node: Node) -> None:
-        """Puts ``node`` at the recent end."""
-        self._nodes[node] = None
-
-    def remove(self, node: Node) -> None:
-        """Takes ``node`` out, wherever it is."""
-        del self._nodes[node]
 
     def touch(self, node: Node) -> None:
         """Moves the unlocked part of the path to the recent end; above it everything is locked."""
@@ -106,8 +101,10 @@ class LruOrder:
     def insert(self, leaf: Node) -> None:
         """Puts ``leaf`` and then its path at the recent end."""
         self._nodes[leaf] = None
-        if leaf.parent is not None:
-            self.touch(leaf.parent)
+        step = leaf.parent
+        while step is not None and not step.lock_ref:
+            self._nodes.move_to_end(step)
+            step = step.parent
 
     def pop(self) -> Node | None:
         """The node used longest ago."""

@@ -66,11 +66,16 @@ class RadixTree:
     """
 
     __slots__ = (
+        "_add",
+        "_insert",
         "_last_id",
         "_order",
         "_page_bytes",
+        "_pop",
+        "_remove",
         "_roots",
         "_sweep_above",
+        "_touch",
         "at",
         "evictable_pages",
         "match_page_tokens",
@@ -86,6 +91,11 @@ class RadixTree:
         self.protected_pages = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self._order = order
+        self._add = order.add
+        self._insert = order.insert
+        self._pop = order.pop
+        self._remove = order.remove
+        self._touch = order.touch
         self._roots: dict[str, Node] = {}
         self._sweep_above = BARE_ROOTS
         self._last_id = 0
@@ -110,21 +120,15 @@ class RadixTree:
         Returns:
             The node where the match ends: the namespace's root when nothing matches.
         """
-        end = self._whole_bytes(tokens, limit_tokens)
-        node, _ = self._walk(self._root(namespace), tokens, 0, end)
-        self._order.touch(node)
-        node.touched_at = self.at
-        step: Node | None = node
-        while step is not None:
-            step.hits += 1
-            step = step.parent
+        node = self._find(tokens, namespace, limit_tokens)
+        self._touch(node)
         return node
 
     def probe(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> int:
         """The length in tokens that ``match`` would find. Changes nothing at all."""
         node = self._roots.get(namespace)
-        end = self._whole_bytes(tokens, limit_tokens)
-        pos = 0
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        pos, end = 0, size - size % self._page_bytes
         while node is not None and pos < end:
             node = node.children.get(tokens[pos : pos + self._page_bytes])
             if node is not None:
@@ -161,7 +165,27 @@ class RadixTree:
         """The namespaces that were matched or filled lately, empty ones included."""
         return list(self._roots)
 
+    def _find(self, tokens: Tokens, namespace: str, limit_tokens: int | None) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._add_root(namespace)
+        size = len(tokens)
+        if limit_tokens is not None:
+            size = min(size, limit_tokens * ID_BYTES)
+        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
+        node.touched_at = self.at
+        return node
+
     # --- locks ---------------------------------------------------------------------------------
+
+    def hold(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
+        """Does ``match`` and ``lock`` in one: the shorter way to the same state.
+
+        Its use of the path counts when the lock goes, which is later than now.
+        """
+        node = self._find(tokens, namespace, limit_tokens)
+        self._lock_up_to(node, None)
+        return node
 
     def lock(self, node: Node) -> None:
         """Keeps ``node`` and its path from eviction until ``unlock``; locks nest."""
@@ -196,10 +220,11 @@ class RadixTree:
             step.lock_ref -= 1
             if not step.lock_ref:
                 freed += len(step.pages)
-                self._order.add(step)
+                self._add(step)
             step = step.parent
-        self.evictable_pages += freed // ID_BYTES
-        self.protected_pages -= freed // ID_BYTES
+        if freed:
+            self.evictable_pages += freed // ID_BYTES
+            self.protected_pages -= freed // ID_BYTES
 
     def _lock_up_to(self, node: Node, above: Node | None) -> None:
         kept = 0
@@ -207,11 +232,13 @@ class RadixTree:
         while step is not above and step is not None:
             if not step.lock_ref:
                 kept += len(step.pages)
-                self._order.remove(step)
+                self._remove(step)
             step.lock_ref += 1
+            step.hits += 1
             step = step.parent
-        self.evictable_pages -= kept // ID_BYTES
-        self.protected_pages += kept // ID_BYTES
+        if kept:
+            self.evictable_pages -= kept // ID_BYTES
+            self.protected_pages += kept // ID_BYTES
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -254,26 +281,37 @@ class RadixTree:
                 f"{len(pages) // ID_BYTES} pages of {self.match_page_tokens} tokens from token "
                 f"{start_tokens} need {end // ID_BYTES} tokens; {len(tokens) // ID_BYTES} came"
             )
-        node, pos = self._walk(anchor, tokens, start, end)
-        known, duplicates, tree_pages = (pos - start) // self.match_page_tokens, NO_PAGES, pages
-        if known:
+        node, duplicates, tree_pages = anchor, NO_PAGES, pages
+        first_page = tokens[start : start + self._page_bytes]
+        if first_page in anchor.children:
+            node = self._walk(anchor, tokens, start, end)
+            known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
             duplicates, tree_pages = _swap(pages, known, _pages_between(anchor, node))
-        if pos < end:
-            node = self._append(node, Tokens(tokens[pos:end]), Pages(pages[known:]))
+            start += known * self.match_page_tokens
+            pages = Pages(pages[known:])
+            first_page = tokens[start : start + self._page_bytes]
+        if start < end:
+            self._last_id += 1
+            leaf = Node(self._last_id, node.namespace, node, tokens[start:end], pages)
+            leaf.created_at = leaf.touched_at = self.at
+            node.children[first_page] = leaf
+            self.evictable_pages += len(pages) // ID_BYTES
+            self._insert(leaf)
+            node = leaf
         else:
-            self._order.touch(node)
+            self._touch(node)
         if priority:
             _raise_priority(node, priority)
         return Extension(node, duplicates, tree_pages)
 
-    def _root(self, namespace: str) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            if len(self._roots) >= self._sweep_above:
-                self._sweep_roots()
-            root = self._node(namespace, None, NO_TOKENS, NO_PAGES)
-            root.lock_ref = 1
-            self._roots[namespace] = root
+    def _add_root(self, namespace: str) -> Node:
+        if len(self._roots) >= self._sweep_above:
+            self._sweep_roots()
+        self._last_id += 1
+        root = Node(self._last_id, namespace, None, NO_TOKENS, NO_PAGES)
+        root.lock_ref = 1
+        root.created_at = self.at
+        self._roots[namespace] = root
         return root
 
     def _sweep_roots(self) -> None:
@@ -282,20 +320,7 @@ class RadixTree:
         }
         self._sweep_above = 2 * len(self._roots) + BARE_ROOTS
 
-    def _node(self, namespace: str, parent: Node | None, edge: Tokens, pages: Pages) -> Node:
-        self._last_id += 1
-        node = Node(self._last_id, namespace, parent=parent, edge=edge, pages=pages)
-        node.created_at = node.touched_at = self.at
-        return node
-
-    def _append(self, parent: Node, edge: Tokens, pages: Pages) -> Node:
-        leaf = self._node(parent.namespace, parent, edge, pages)
-        parent.children[edge[: self._page_bytes]] = leaf
-        self.evictable_pages += len(pages) // ID_BYTES
-        self._order.insert(leaf)
-        return leaf
-
-    def _walk(self, node: Node, tokens: Tokens, pos: int, end: int) -> tuple[Node, int]:
+    def _walk(self, node: Node, tokens: Tokens, pos: int, end: int) -> Node:
         """Follows ``tokens[pos:end]`` (bytes) down from ``node``, splitting where it must end."""
         page_bytes = self._page_bytes
         while pos < end:
@@ -307,19 +332,17 @@ class RadixTree:
             if stop <= end and tokens.startswith(edge, pos):
                 node, pos = child, stop
                 continue
-            shared = self._shared_bytes(edge, tokens, pos, end)
-            node, pos = self._split(child, shared), pos + shared
+            node = self._split(child, self._shared_bytes(edge, tokens, pos, end))
             # Both halves were used, the upper one last; it also puts the upper one in its place.
-            self._order.touch(child)
+            self._touch(child)
             break
-        return node, pos
+        return node
 
     def _split(self, lower: Node, at_bytes: int) -> Node:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
         at_pages = at_bytes // self.match_page_tokens
-        upper = self._node(
-            lower.namespace, parent, Tokens(edge[:at_bytes]), Pages(pages[:at_pages])
-        )
+        self._last_id += 1
+        upper = Node(self._last_id, lower.namespace, parent, edge[:at_bytes], pages[:at_pages])
         upper.created_at, upper.touched_at = lower.created_at, lower.touched_at
         upper.lock_ref, upper.hits, upper.priority = lower.lock_ref, lower.hits, lower.priority
         upper.used, upper.grown = lower.used, lower.grown
@@ -329,7 +352,7 @@ class RadixTree:
         lower.edge, lower.pages = Tokens(edge[at_bytes:]), Pages(pages[at_pages:])
         upper.children[lower.edge[: self._page_bytes]] = lower
         if not upper.lock_ref:
-            self._order.add(upper)
+            self._add(upper)
         return upper
 
     def _shared_bytes(self, edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
@@ -347,12 +370,6 @@ class RadixTree:
             low, span = high, 2 * span
         return low - low % self._page_bytes
 
-    def _whole_bytes(self, tokens: Tokens, limit_tokens: int | None) -> int:
-        size = len(tokens)
-        if limit_tokens is not None:
-            size = min(size, limit_tokens * ID_BYTES)
-        return size - size % self._page_bytes
-
     # --- shrinking -----------------------------------------------------------------------------
 
     def evict(self, n_pages: int) -> Evicted:
@@ -362,7 +379,7 @@ class RadixTree:
         """
         wanted, got = n_pages * ID_BYTES, 0
         pieces, victims = [], []
-        pop, page_bytes = self._order.pop, self._page_bytes
+        pop, page_bytes = self._pop, self._page_bytes
         while got < wanted:
             node = pop()
             if node is None or node.parent is None:
@@ -382,7 +399,7 @@ class RadixTree:
             if node.lock_ref:
                 kept += len(node.pages)
             else:
-                self._order.remove(node)
+                self._remove(node)
                 pieces.append(node.pages)
                 node.children.clear()  # no cycle is left for the collector to find
                 if node.parent is not None and node.parent.lock_ref:

@@ -34,8 +34,11 @@ class Shelf:
         assert self.tree.check() == []
         return grown.node
 
-    def get(self, word: str) -> Node:
-        return self.tree.match(self.tokens(word), NAMESPACE)
+    def get(self, word: str) -> None:
+        """One lease that reads ``word``."""
+        node = self.tree.match(self.tokens(word), NAMESPACE)
+        self.tree.lock(node)
+        self.tree.unlock(node)
 
     def word(self, node: Node) -> str:
         return "".join(map(chr, memoryview(self.tree.path_tokens(node)).cast("i")[::PAGE]))

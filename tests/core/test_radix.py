@@ -411,14 +411,27 @@ def test_empty_namespaces_are_swept():
     assert tree.match(NO_TOKENS, "held") is held
 
 
-def test_hits_count_matches_through_a_node():
+def test_hits_count_the_locks_ever_taken_across_a_node():
     tree = tree_of()
     deep = put(tree, text(64), 1).node
-    tree.match(text(64), "m")
     high = tree.match(text(32), "m")
-    tree.match(text(64), "m")
+    for node in (deep, high, deep):
+        tree.lock(node)
+        tree.unlock(node)
+    tree.hold(text(32), "m")
+    tree.relock(high, deep)
 
-    assert (high.hits, deep.hits) == (3, 2)
+    assert (high.hits, deep.hits) == (4, 3)
+
+
+def test_hold_is_match_and_lock_in_one():
+    tree = tree_of()
+    put(tree, text(128), 1)
+
+    held = tree.hold(text(200), "m", 100)
+
+    assert (held.end_tokens, locks(held)) == (96, [1, 2])
+    assert (tree.evictable_pages, tree.protected_pages, tree.check()) == (2, 6, [])
 
 
 def test_nodes_carry_the_time_of_the_input_that_made_and_matched_them():
