@@ -1,0 +1,385 @@
+"""The decode side of handoffs: ask for a prompt's KV, and own the pages it lands on.
+
+One ``DecodePart`` is one attempt. Its states and triggers are ``tables.DECODE``; this file is what
+happens on the edges. The rules that keep memory safe live here:
+
+- pages are held before the Offer goes out, and a part that may have been accepted is never freed:
+  giving up means Abort, an unlocked prefix and *quarantined* pages, until the writer's Settled, a
+  fence, or the proof that the writer is gone;
+- the last message is repeated until Settled; Settled is answered with Closed for ever, from the
+  kept outcome or, once that is folded, from the floor;
+- the engine hears of a failure at once, not when the pages come back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.admission import Admission, Waiter
+from kvd.core.lease import ENGINE, Claim, Lease, LeaseTable, Quarantine
+from kvd.core.machine import move_decode
+from kvd.core.outcomes import Outcomes
+from kvd.core.parts import DecodePart
+from kvd.core.peer import Life
+from kvd.core.prompt import prompt_digest
+from kvd.core.tables import Decode, DecodeTrigger
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
+from kvd.wire import client, events
+from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.peer import Peer, Peers
+    from kvd.core.settings import Settings
+
+D, T = Decode, DecodeTrigger
+
+ASKING = {D.OFFERED, D.RECEIVING}
+"""The writer may write, and we still want it."""
+
+OPEN = {D.OFFERED, D.RECEIVING, D.VERIFYING, D.DRAINING}
+"""States in which the writer's word is still to come."""
+
+
+class Decoder:
+    """The live parts of this node's decode side."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        admission: Admission,
+        peers: Peers,
+        out: Outbox,
+    ) -> None:
+        self.parts: dict[int, DecodePart] = {}
+        """By receive id: queued, under way, draining."""
+        self.ready: dict[int, DecodePart] = {}
+        """By lease id: delivered, until the engine releases the lease."""
+        self.outcomes = Outcomes(settings, out)
+        self.delivered = self.failed = self.received_bytes = self.saved_bytes = 0
+        self._by_handoff: dict[int, DecodePart] = {}
+        self._settings = settings
+        self._leases = leases
+        self._admission = admission
+        self._peers = peers
+        self._out = out
+        self._last_part = 0
+        self._last_handoff = 0
+
+    # ---- the engine --------------------------------------------------------------------------
+
+    def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
+        """The engine wants a prompt's KV from a known peer: queue for room."""
+        part = self._new_part(session, message, count(tokens))
+        claim = Claim(
+            session,
+            f"receive from {part.peer}",
+            message.room,
+            message.namespace,
+            tokens,
+            message.reserve_tokens,
+            message.priority,
+            message.cache,
+        )
+        call = message.call
+        part.waiter = Waiter(
+            claim,
+            part.deadline_s,
+            admitted=lambda lease: self._admitted(part, lease, call),
+            refused=lambda why: self._not_admitted(part, why, call),
+            blocked=lambda: self._peer_not_ready(part),
+        )
+        self._admission.submit(part.waiter)
+
+    def cancel(self, part: DecodePart, refusal: Refusal) -> None:
+        """The engine, its death, or the operator ends the attempt."""
+        waiter = part.waiter
+        if waiter is not None:
+            self._admission.withdraw(waiter)
+            waiter.refused(refusal)
+        else:
+            self._give_up(part, refusal)
+
+    def lease_ended(self, lease_id: int) -> None:
+        """The lease that came out of a delivered part was released."""
+        part = self.ready.pop(lease_id, None)
+        if part is not None:
+            self._move(part, T.RELEASED, "")
+
+    # ---- the peer ----------------------------------------------------------------------------
+
+    def accepted(self, peer: Peer, message: Accept) -> None:
+        """The prefill side has begun."""
+        part = self._part(peer, message.handoff)
+        if part is not None and part.state is D.OFFERED:
+            self._move(part, T.ACCEPTED, "")
+
+    def progressed(self, peer: Peer, message: Progress) -> None:
+        """Bytes that have landed so far; lossy, for the eyes only."""
+        part = self._part(peer, message.handoff)
+        if part is not None and part.state in ASKING:
+            part.moved_bytes = max(part.moved_bytes, message.moved_bytes)
+
+    def settled(self, peer: Peer, message: Settled) -> None:
+        """The writer's last word."""
+        part = self._part(peer, message.handoff)
+        if part is None:
+            self.outcomes.answer(peer, message.handoff)
+            return
+        is_delivered = message.outcome is Outcome.DELIVERED
+        trigger = T.DELIVERED if is_delivered else T.SETTLED
+        was_wanted = part.state in ASKING
+        part.moved_bytes = max(part.moved_bytes, message.moved_bytes)
+        why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
+        self._move(part, trigger, "" if is_delivered else why.message)
+        if not was_wanted:
+            self._close_drained(part, "settled")
+        elif is_delivered:
+            part.aux = message.aux
+            self._verified(part)
+        else:
+            self._fail(part, why)
+            self._free(part, "settled")
+            self._close(part, message.outcome, why)
+
+    def writer_gone(self, incarnation: str) -> None:
+        """Proof that this incarnation never writes again: nothing of it need be drained."""
+        refusal = Refusal(
+            Code.PEER_LOST,
+            f"the prefill daemon restarted (incarnation {incarnation[:8]} is gone): send it again",
+            side=self._settings.name,
+        )
+        for part in [one for one in self.parts.values() if one.incarnation == incarnation]:
+            was_wanted = part.state in ASKING
+            self._move(part, T.WRITER_GONE, "new incarnation")
+            if was_wanted:
+                self._fail(part, refusal)
+                self._free(part, "writer-gone")
+                self._close(part, Outcome.FAILED, refusal)
+            else:
+                self._close_drained(part, "new-incarnation")
+        self.outcomes.forget(incarnation)
+
+    def fenced(self) -> None:
+        """Our receiving transfer process was reaped: nothing can write through it any more."""
+        for part in list(self.parts.values()):
+            if part.waiter is None:
+                self._move(part, T.FENCED, "new transport generation")
+                if part.state is D.CLOSED:
+                    self._close_drained(part, "fenced")
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Silence: drain what is under way with it."""
+        silent_s = self._out.at_s - peer.heard_s
+        refusal = Refusal(
+            Code.PEER_LOST,
+            f"{peer.name} has been silent for {silent_s:.1f} s (limit "
+            f"{self._settings.lost_s:.1f} s): the pages stay in quarantine until it settles",
+            side=self._settings.name,
+            numbers={"silent_s": round(silent_s, 3)},
+        )
+        for part in list(self.parts.values()):
+            if part.incarnation == peer.incarnation and part.state in ASKING:
+                self._give_up(part, refusal)
+
+    def offer_floor(self, incarnation: str) -> int:
+        """The lowest handoff id still open towards this incarnation; the next id if none is."""
+        return min(
+            (
+                part.handoff
+                for part in self.parts.values()
+                if part.incarnation == incarnation and part.state in OPEN
+            ),
+            default=self._last_handoff + 1,
+        )
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Deadlines and repetitions."""
+        now_s = self._out.at_s
+        for part in list(self.parts.values()):
+            if part.state in ASKING and part.deadline_s <= now_s:
+                self._give_up(part, self._too_late(part))
+            if part.state in {D.OFFERED, D.DRAINING} and part.resend_s <= now_s:
+                self._resend(part)
+
+    # ---- edges -------------------------------------------------------------------------------
+
+    def _admitted(self, part: DecodePart, lease: Lease, call: int) -> None:
+        """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offer."""
+        peer = self._peers.by_name[part.peer]
+        part.waiter = None
+        part.lease = lease
+        part.incarnation = peer.incarnation
+        part.prefix_tokens = lease.prefix_tokens
+        self._last_handoff += 1
+        part.handoff = self._last_handoff
+        self._by_handoff[part.handoff] = part
+        last = self._leases.pages_for(part.prompt_tokens)
+        destination = Pages(lease.row[lease.owned * ID_BYTES : last * ID_BYTES])
+        component = self._settings.spec.components[0].name
+        part.unanswered = Offer(
+            source=self._settings.incarnation,
+            target=peer.incarnation,
+            handoff=part.handoff,
+            room=part.room,
+            generation=self._peers.generation,
+            prompt_tokens=part.prompt_tokens,
+            decode_prefix_len=part.prefix_tokens,
+            digest=prompt_digest(lease.tokens, lease.namespace),
+            grants=(Grant(component, part.prefix_tokens, part.prompt_tokens, destination),),
+            deadline_s=part.deadline_s - self._out.at_s,
+        )
+        self._move(
+            part, T.ADMITTED, f"has {part.prefix_tokens} tokens, {count(destination)} pages wanted"
+        )
+        self._out.answer(part.session, client.Receiving(call, part.id, part.prefix_tokens))
+        part.resend_gap_s = self._settings.resend_s
+        self._resend(part)
+
+    def _not_admitted(self, part: DecodePart, why: Refusal, call: int) -> None:
+        """QUEUED -> CLOSED: nothing was held."""
+        part.waiter = None
+        self._move(part, T.GIVEN_UP, why.message)
+        self._out.answer(part.session, client.Failed(call, why))
+        del self.parts[part.id]
+        self._tell_ended(part, Outcome.REFUSED, why.message)
+
+    def _verified(self, part: DecodePart) -> None:
+        """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""
+        lease = part.lease
+        if lease is None:
+            return
+        self._move(part, T.VERIFIED, "")
+        lease.reason = f"received from {part.peer}"
+        self._leases.commit(lease, NO_TOKENS)
+        self.ready[lease.id] = part
+        self.received_bytes += part.moved_bytes
+        self.saved_bytes += self._leases.bytes_of(part.prefix_tokens)
+        self._out.answer(part.session, client.Received(part.id, lease.id, lease.row, part.aux))
+        part.aux = b""
+        self._close(part, Outcome.COMMITTED, None)
+
+    def _give_up(self, part: DecodePart, refusal: Refusal) -> None:
+        """-> DRAINING: tell the engine and the writer, keep the pages from everybody."""
+        lease = part.lease
+        if part.state not in ASKING or lease is None:
+            return
+        self._fail(part, refusal)
+        self._move(part, T.GIVEN_UP, refusal.message)
+        self._leases.quarantine(
+            lease, Quarantine(part.peer, part.incarnation, self._out.at_s, refusal.message)
+        )
+        part.unanswered = Abort(
+            self._settings.incarnation,
+            part.incarnation,
+            part.handoff,
+            part.room,
+            refusal.code.value,
+        )
+        part.resend_gap_s = self._settings.resend_s
+        self._resend(part)
+        self._admission.pump()
+
+    def _close_drained(self, part: DecodePart, proof: str) -> None:
+        """DRAINING -> CLOSED: the quarantine is over."""
+        if part.lease is not None:
+            self._leases.end_quarantine(part.lease, proof)
+        self._close(part, Outcome.ABORTED, part.ended)
+
+    def _close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
+        """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
+        del self.parts[part.id]
+        del self._by_handoff[part.handoff]
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        self.outcomes.keep(peer, part, outcome, reason)
+        if outcome is Outcome.COMMITTED:
+            self.delivered += 1
+        else:
+            self.failed += 1
+        self._tell_ended(part, outcome, reason.message if reason else "")
+        self._admission.pump()
+
+    def _fail(self, part: DecodePart, refusal: Refusal) -> None:
+        part.ended = refusal
+        self._out.answer(part.session, client.ReceiveFailed(part.id, refusal))
+
+    def _free(self, part: DecodePart, cause: str) -> None:
+        if part.lease is not None:
+            self._leases.release(part.lease, ENGINE, cause)
+
+    def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: str) -> None:
+        out = self._out
+        is_committed = outcome is Outcome.COMMITTED
+        out.emit(
+            events.HandoffEnded(
+                out.next_seq(),
+                out.at_s,
+                "decode",
+                part.id,
+                part.room,
+                part.peer,
+                outcome.value,
+                reason,
+                part.prompt_tokens,
+                part.prefix_tokens,
+                part.moved_bytes,
+                self._leases.bytes_of(part.prefix_tokens) if is_committed else 0,
+                out.at_s - part.since_s,
+            )
+        )
+
+    # ---- small things ------------------------------------------------------------------------
+
+    def _new_part(self, session: int, message: client.Receive, n_tokens: int) -> DecodePart:
+        self._last_part += 1
+        name = self._peers.find(message.source[0]) or message.source[0]
+        part = DecodePart(self._last_part, message.room, session, name, self._out.at_s)
+        part.prompt_tokens = n_tokens
+        part.deadline_s += min(message.deadline_s, self._settings.max_deadline_s)
+        part.story.tell(self._out.at_s, f"asked for by session {session}")
+        self.parts[part.id] = part
+        return part
+
+    def _peer_not_ready(self, part: DecodePart) -> str | None:
+        peer = self._peers.by_name.get(part.peer)
+        if peer is None or not peer.incarnation:
+            return f"{part.peer} has not said Hello yet"
+        if peer.refusal is not None:
+            return peer.refusal.message
+        if peer.life is Life.LOST:
+            return f"{part.peer} has been silent for {self._out.at_s - peer.heard_s:.1f} s"
+        if not self._peers.generation:
+            return "the transfer process of this node is restarting"
+        return None
+
+    def _part(self, peer: Peer, handoff: int) -> DecodePart | None:
+        part = self._by_handoff.get(handoff)
+        return part if part is not None and part.incarnation == peer.incarnation else None
+
+    def _resend(self, part: DecodePart) -> None:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None and part.unanswered is not None:
+            self._out.send(peer.link, part.unanswered)
+        part.resend_s = self._out.at_s + part.resend_gap_s
+        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+
+    def _too_late(self, part: DecodePart) -> Refusal:
+        waited_s = self._out.at_s - part.since_s
+        what = (
+            "the prefill side never accepted the offer: has its engine called send() for this room?"
+            if part.state is D.OFFERED
+            else f"{part.moved_bytes} bytes had landed"
+        )
+        return Refusal(
+            Code.DEADLINE,
+            f"room {part.room} from {part.peer} took longer than {waited_s:.1f} s: {what}",
+            side=self._settings.name,
+            numbers={"waited_s": round(waited_s, 3), "moved_bytes": part.moved_bytes},
+        )
+
+    def _move(self, part: DecodePart, trigger: DecodeTrigger, why: str) -> None:
+        move_decode(part, trigger, why, self._out)

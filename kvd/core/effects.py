@@ -1,0 +1,110 @@
+"""What the shell must do after a step, in this order, and the box in which a step collects it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.types import Pages
+from kvd.wire.admin import AdminReply
+from kvd.wire.client import Reply
+from kvd.wire.events import Event
+from kvd.wire.peer import Message
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Send ``message`` to the engine of ``session``."""
+
+    session: int
+    message: Reply
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Send ``message`` to the operator."""
+
+    operator: bytes
+    message: AdminReply
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Send ``message`` on ``link``."""
+
+    link: str
+    message: Message
+
+
+class LoadAgent(msgspec.Struct, frozen=True, tag=True):
+    """Make a sending agent towards this incarnation and generation."""
+
+    incarnation: str
+    generation: int
+    metadata: bytes
+
+
+class DropAgent(msgspec.Struct, frozen=True, tag=True):
+    """Destroy the sending agent: the only true abort."""
+
+    incarnation: str
+    generation: int
+
+
+class Post(msgspec.Struct, frozen=True, tag=True):
+    """Write our pages ``source[i]`` over the peer's pages ``destination[i]``."""
+
+    post: int
+    incarnation: str
+    generation: int
+    component: str
+    source: Pages
+    destination: Pages
+
+
+class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Kill and reap the transfer process, then start the next generation: a fence."""
+
+    why: str
+
+
+Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | RestartTransfer
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The outcome of one input."""
+
+    effects: list[Effect]
+    events: list[Event]
+
+
+class Outbox:
+    """Effects and events of the step that is running. Invariant: ``seq`` is contiguous (I8)."""
+
+    __slots__ = ("at_s", "effects", "events", "seq")
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self.events: list[Event] = []
+        self.seq = 0
+        self.at_s = 0.0
+
+    def next_seq(self) -> int:
+        """The number of the event that is being made."""
+        self.seq += 1
+        return self.seq
+
+    def emit(self, event: Event) -> None:
+        """Publish ``event``, made with ``next_seq()``."""
+        self.events.append(event)
+
+    def answer(self, session: int, message: Reply) -> None:
+        """Tell the engine."""
+        self.effects.append(Answer(session, message))
+
+    def send(self, link: str, message: Message) -> None:
+        """Tell a peer."""
+        self.effects.append(Send(link, message))
+
+    def drain(self) -> Step:
+        """Everything collected, leaving the box empty."""
+        step = Step(self.effects, self.events)
+        self.effects = []
+        self.events = []
+        return step

@@ -1,0 +1,401 @@
+"""Sessions of engines, and what each of their requests does.
+
+A session is what an engine opened on the attach socket, with every process that maps the pool for
+it. When the last of them is gone its handoffs are given up and its leases released; what it had
+committed stays cached. Every request gets one answer; a refusal names the session's own mistake.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvd.core.admission import Waiter
+from kvd.core.lease import ENGINE, Claim, Lease, Shortage
+from kvd.core.parts import Engine, PrefillPart
+from kvd.core.prompt import prompt_digest
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
+from kvd.wire import client, events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.inputs import ClientHungUp, ClientJoined, FromClient
+    from kvd.core.node import Node
+
+
+class Session:
+    """One engine: its name, and the processes that map the pool for it."""
+
+    __slots__ = ("id", "name", "pids", "since_s")
+
+    def __init__(self, session_id: int, name: str, since_s: float) -> None:
+        self.id = session_id
+        self.name = name
+        self.pids: list[int] = []
+        self.since_s = since_s
+
+
+class Engines:
+    """The sessions, and the verbs of the client API."""
+
+    def __init__(self, node: Node) -> None:
+        self.sessions: dict[int, Session] = {}
+        self._node = node
+        self._out = node.out
+        self._name = node.settings.name
+        # One verb per request type: Any, because each takes its own type of message.
+        self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
+            client.OpenLease: self._open_lease,
+            client.ExtendLease: self._extend_lease,
+            client.CommitLease: self._commit_lease,
+            client.ReleaseLease: self._release_lease,
+            client.CommitAndRelease: self._commit_and_release,
+            client.Receive: self._receive,
+            client.CancelReceive: self._cancel_receive,
+            client.Send: self._send,
+            client.Advance: self._advance,
+            client.Finish: self._finish,
+            client.AbortSend: self._abort_send,
+            client.MatchPrefix: self._match,
+        }
+
+    # ---- sessions ----------------------------------------------------------------------------
+
+    def joined(self, got: ClientJoined) -> None:
+        """A process opened the session or joined it."""
+        session = self.sessions.get(got.session)
+        if session is None:
+            session = self.sessions[got.session] = Session(got.session, got.name, got.at_s)
+        session.pids.append(got.pid)
+        out = self._out
+        out.emit(events.ClientAttached(out.next_seq(), out.at_s, session.id, session.name, got.pid))
+
+    def hung_up(self, got: ClientHungUp) -> None:
+        """Its last process is gone: give up its handoffs, release its leases."""
+        session = self.sessions.pop(got.session, None)
+        if session is None:
+            return
+        node = self._node
+        why = Refusal(
+            Code.CLIENT_GONE,
+            f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
+            side=self._name,
+        )
+        receives = [p for p in node.decoder.parts.values() if p.session == session.id]
+        sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
+        for receive in receives:
+            node.decoder.cancel(receive, why)
+        for send in sends:
+            node.prefiller.abandon(send, why)
+        leases = [
+            lease
+            for lease in node.leases.leases.values()
+            if lease.session == session.id and ENGINE in lease.holders
+        ]
+        withdrawn = [w for w in node.admission.queue if w.claim.session == session.id]
+        for waiter in withdrawn:
+            node.admission.withdraw(waiter)
+        for lease in leases:
+            self._end_lease(lease, Code.CLIENT_GONE.value)
+        out = self._out
+        out.emit(
+            events.ClientGone(
+                out.next_seq(),
+                out.at_s,
+                session.id,
+                session.name,
+                len(leases),
+                len(receives) + len(sends),
+            )
+        )
+        node.admission.pump()
+
+    def request(self, got: FromClient) -> None:
+        """One request of an engine: one answer, now or when there is room."""
+        message = got.message
+        verb = self._verbs.get(type(message))
+        if verb is None:
+            refusal: Refusal | None = self._wrong("this request is served by the shell")
+        elif got.session not in self.sessions:
+            refusal = Refusal(
+                Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name
+            )
+        else:
+            refusal = verb(got.session, message, got.tokens)
+        if refusal is not None:
+            self._out.answer(got.session, client.Failed(message.call, refusal))
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def _open_lease(
+        self, session: int, message: client.OpenLease, tokens: Tokens
+    ) -> Refusal | None:
+        if message.reserve_tokens < 0 or (not tokens and not message.reserve_tokens):
+            return self._wrong(
+                f"a lease of {count(tokens)} tokens and {message.reserve_tokens} in reserve"
+            )
+        node = self._node
+        claim = Claim(
+            session,
+            "lease",
+            0,
+            message.namespace,
+            tokens,
+            message.reserve_tokens,
+            message.priority,
+            message.cache,
+        )
+        call = message.call
+        answer = self._out.answer
+        wait_s = min(message.deadline_s, node.settings.max_deadline_s)
+        node.admission.submit(
+            Waiter(
+                claim,
+                self._out.at_s + wait_s,
+                admitted=lambda lease: answer(
+                    session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row)
+                ),
+                refused=lambda why: answer(session, client.Failed(call, why)),
+                blocked=_only_memory,
+            )
+        )
+        return None
+
+    def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
+        lease = self._lease(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        if message.n_tokens < 0:
+            return self._wrong(f"extend by {message.n_tokens} tokens")
+        first = count(lease.row)
+        leases = self._node.leases
+        shortage = leases.extend(lease, message.n_tokens)
+        if shortage is not None:
+            return self._no_room(lease, shortage)
+        self._answer_row(session, message.call, lease, first)
+        return None
+
+    def _commit_lease(
+        self, session: int, message: client.CommitLease, tokens: Tokens
+    ) -> Refusal | None:
+        lease = self._lease(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        first = self._node.leases.commit(lease, tokens)
+        if isinstance(first, Refusal):
+            return first
+        self._answer_row(session, message.call, lease, first)
+        self._node.admission.pump()
+        return None
+
+    def _release_lease(
+        self, session: int, message: client.ReleaseLease, _: Tokens
+    ) -> Refusal | None:
+        lease = self._lease(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        self._end_lease(lease, "normal")
+        self._out.answer(session, client.Done(message.call))
+        self._node.admission.pump()
+        return None
+
+    def _commit_and_release(
+        self, session: int, message: client.CommitAndRelease, tokens: Tokens
+    ) -> Refusal | None:
+        lease = self._lease(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        first = self._node.leases.commit(lease, tokens)
+        if isinstance(first, Refusal):
+            return first
+        self._end_lease(lease, "normal")
+        self._out.answer(session, client.Done(message.call))
+        self._node.admission.pump()
+        return None
+
+    def _end_lease(self, lease: Lease, cause: str) -> None:
+        self._node.leases.release(lease, ENGINE, cause)
+        self._node.decoder.lease_ended(lease.id)
+
+    def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
+        self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))
+
+    def _lease(self, session: int, lease_id: int) -> Lease | Refusal:
+        lease = self._node.leases.leases.get(lease_id)
+        if lease is None or lease.session != session or ENGINE not in lease.holders:
+            return Refusal(
+                Code.UNKNOWN_LEASE,
+                f"session {session} holds no lease {lease_id}: it was released, or never its own",
+                side=self._name,
+                numbers={"lease": lease_id},
+            )
+        return lease
+
+    def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
+        leases = self._node.leases
+        holders = sorted(leases.leases.values(), key=lambda one: -one.held_pages)[:3]
+        who = ", ".join(f"lease {one.id} ({one.held_pages} pages)" for one in holders)
+        return Refusal(
+            Code.NO_ROOM,
+            f"lease {lease.id} needs {shortage.needed_pages} more pages, "
+            f"{shortage.headroom_pages} are obtainable ({leases.pool.free_pages} free, "
+            f"{leases.tree.evictable_pages} evictable); most are held by {who}",
+            side=self._name,
+            numbers={
+                "needed_pages": shortage.needed_pages,
+                "headroom_pages": shortage.headroom_pages,
+            },
+        )
+
+    # ---- decode side -------------------------------------------------------------------------
+
+    def _receive(self, session: int, message: client.Receive, tokens: Tokens) -> Refusal | None:
+        refusal = self._bad_room(message.room) or self._bad_receive(message, tokens)
+        if refusal is None:
+            self._node.decoder.receive(session, message, tokens)
+        return refusal
+
+    def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
+        settings = self._node.settings
+        if not tokens or message.reserve_tokens < 0:
+            return self._wrong(
+                f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve"
+            )
+        if len(message.source) != 1:
+            return Refusal(
+                Code.NOT_SUPPORTED,
+                f"receive from {len(message.source)} sources: only one works today",
+                side=self._name,
+            )
+        if message.tier is not None:
+            return Refusal(
+                Code.NOT_SUPPORTED,
+                f"tier={message.tier!r} needs the hisparse family, this pool is "
+                f"{settings.spec.family}",
+                side=self._name,
+            )
+        peers = self._node.peers
+        name = peers.find(message.source[0])
+        if name is None:
+            known = ", ".join(peers.names()) or "none"
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"no peer is called {message.source[0]!r} (known: {known}): "
+                "add it to peers.connect",
+                side=self._name,
+            )
+        peer = peers.by_name.get(name)
+        return peer.refusal if peer is not None else None
+
+    def _cancel_receive(
+        self, session: int, message: client.CancelReceive, _: Tokens
+    ) -> Refusal | None:
+        part = self._node.decoder.parts.get(message.receive)
+        if part is None or part.session != session:
+            return self._unknown_handoff("receive", message.receive)
+        self._out.answer(session, client.Done(message.call))
+        self._node.decoder.cancel(
+            part, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
+        )
+        return None
+
+    # ---- prefill side ------------------------------------------------------------------------
+
+    def _send(self, session: int, message: client.Send, tokens: Tokens) -> Refusal | None:
+        refusal = self._bad_room(message.room)
+        if refusal is not None:
+            return refusal
+        lease = self._lease(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        if (
+            not tokens
+            or not lease.tokens.startswith(tokens)
+            or lease.namespace != message.namespace
+        ):
+            return Refusal(
+                Code.PROMPT_MISMATCH,
+                f"send of {count(tokens)} tokens in namespace {message.namespace!r} on lease "
+                f"{lease.id}, which holds other tokens ({count(lease.tokens)} in namespace "
+                f"{lease.namespace!r})",
+                side=self._name,
+            )
+        digest = prompt_digest(tokens, message.namespace)
+        return self._node.prefiller.open(message, Engine(session, lease, tokens, digest))
+
+    def _advance(self, session: int, message: client.Advance, _: Tokens) -> Refusal | None:
+        part = self._part(session, message.send)
+        if isinstance(part, Refusal):
+            return part
+        refusal = self._node.prefiller.advance(part, message.upto_tokens)
+        if refusal is None:
+            self._out.answer(session, client.Done(message.call))
+        return refusal
+
+    def _finish(self, session: int, message: client.Finish, _: Tokens) -> Refusal | None:
+        part = self._part(session, message.send)
+        if isinstance(part, Refusal):
+            return part
+        return self._node.prefiller.finish(part, message.call, message.aux)
+
+    def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
+        part = self._part(session, message.send)
+        if isinstance(part, Refusal):
+            return part
+        self._out.answer(session, client.Done(message.call))
+        self._node.prefiller.abandon(
+            part,
+            Refusal(Code.ABORTED, f"the prefill engine gave up: {message.reason}", self._name),
+        )
+        return None
+
+    def _part(self, session: int, send: int) -> PrefillPart | Refusal:
+        part = self._node.prefiller.by_send.get(send)
+        if part is None or part.session != session:
+            return self._unknown_handoff("send", send)
+        return part
+
+    # ---- routers -----------------------------------------------------------------------------
+
+    def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
+        node = self._node
+        load = len(node.decoder.parts) + len(node.prefiller.by_room) + len(node.admission.queue)
+        self._out.answer(
+            session,
+            client.Matched(
+                message.call,
+                node.leases.tree.probe(tokens, message.namespace),
+                load,
+                node.leases.headroom_pages,
+            ),
+        )
+        return None
+
+    # ---- refusals ----------------------------------------------------------------------------
+
+    def _bad_room(self, room: int) -> Refusal | None:
+        if 1 <= room <= MAX_ROOM:
+            return None
+        return Refusal(
+            Code.BAD_ROOM,
+            f"room {room} is not in 1..{MAX_ROOM} (0 means no room to every router)",
+            side=self._name,
+            numbers={"room": str(room)},
+        )
+
+    def _wrong(self, what: str) -> Refusal:
+        return Refusal(Code.BAD_REQUEST, what, side=self._name)
+
+    def _unknown_handoff(self, kind: str, part_id: int) -> Refusal:
+        return Refusal(
+            Code.UNKNOWN_HANDOFF,
+            f"this session has no open {kind} {part_id}: it ended, or never was its own",
+            side=self._name,
+            numbers={kind: part_id},
+        )
+
+
+def _only_memory() -> str | None:
+    """What a plain lease waits for apart from memory: nothing."""
+    return None

@@ -1,0 +1,151 @@
+"""Everything that can happen to a node. Each input carries its time: the core has no clock."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.types import NO_TOKENS, Tokens
+from kvd.wire.admin import AdminRequest
+from kvd.wire.client import Request
+from kvd.wire.peer import Message
+
+
+class ClientJoined(msgspec.Struct, frozen=True, tag=True):
+    """A process opened the session, or joined it."""
+
+    at_s: float
+    session: int
+    name: str
+    pid: int
+
+
+class ClientHungUp(msgspec.Struct, frozen=True, tag=True):
+    """The last process of the session is dead or has closed its attach socket."""
+
+    at_s: float
+    session: int
+
+
+class FromClient(msgspec.Struct, frozen=True, tag=True):
+    """A request of an engine; ``tokens`` is its second frame."""
+
+    at_s: float
+    session: int
+    message: Request
+    tokens: Tokens = NO_TOKENS
+
+
+class FromOperator(msgspec.Struct, frozen=True, tag=True):
+    """A request on the admin socket; the answer goes to ``operator``."""
+
+    at_s: float
+    operator: bytes
+    message: AdminRequest
+
+
+class LinkDialed(msgspec.Struct, frozen=True, tag=True):
+    """A configured peer: Hello goes out on ``link`` until it answers by this name."""
+
+    at_s: float
+    link: str
+    name: str
+    address: str
+
+
+class FromPeer(msgspec.Struct, frozen=True, tag=True):
+    """A message that came in on ``link``."""
+
+    at_s: float
+    link: str
+    message: Message
+
+
+class TransferReady(msgspec.Struct, frozen=True, tag=True):
+    """A transfer process serves; every older one has been reaped."""
+
+    at_s: float
+    generation: int
+    metadata: bytes
+    transport: str
+    why: str
+
+
+class TransferGone(msgspec.Struct, frozen=True, tag=True):
+    """The transfer process is dead and reaped: nothing writes through it, or from it, any more."""
+
+    at_s: float
+    why: str
+
+
+class AgentLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The sending agent towards this incarnation and generation can post."""
+
+    at_s: float
+    incarnation: str
+    generation: int
+
+
+class AgentFailed(msgspec.Struct, frozen=True, tag=True):
+    """The sending agent could not be made."""
+
+    at_s: float
+    incarnation: str
+    generation: int
+    why: str
+
+
+class AgentDropped(msgspec.Struct, frozen=True, tag=True):
+    """The sending agent is destroyed: no late byte of it can land."""
+
+    at_s: float
+    incarnation: str
+    generation: int
+
+
+class PostMoved(msgspec.Struct, frozen=True, tag=True):
+    """Progress of a running post."""
+
+    at_s: float
+    post: int
+    moved_bytes: int
+
+
+class PostDone(msgspec.Struct, frozen=True, tag=True):
+    """Every byte of the post has landed."""
+
+    at_s: float
+    post: int
+    moved_bytes: int
+
+
+class PostFailed(msgspec.Struct, frozen=True, tag=True):
+    """The post failed; its bytes are in doubt until the sending agent is destroyed."""
+
+    at_s: float
+    post: int
+    why: str
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time passed: repetitions, deadlines, heartbeats."""
+
+    at_s: float
+
+
+Input = (
+    ClientJoined
+    | ClientHungUp
+    | FromClient
+    | FromOperator
+    | LinkDialed
+    | FromPeer
+    | TransferReady
+    | TransferGone
+    | AgentLoaded
+    | AgentFailed
+    | AgentDropped
+    | PostMoved
+    | PostDone
+    | PostFailed
+    | Tick
+)

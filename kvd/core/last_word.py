@@ -1,0 +1,185 @@
+"""The end of the prefill side: Settled is said until Closed is heard, and tombstones answer.
+
+``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
+outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
+incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
+side's floor has passed its id.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.machine import move_prefill
+from kvd.core.tables import Prefill, PrefillTrigger
+from kvd.errors import Code, Refusal
+from kvd.wire import client, events
+from kvd.wire.peer import Closed, Outcome, Settled
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.lease import LeaseTable
+    from kvd.core.parts import Engine, PrefillPart
+    from kvd.core.peer import Peer, Peers
+    from kvd.core.settings import Settings
+
+
+class LastWord:
+    """Settled parts and tombstones, by decode incarnation and handoff id."""
+
+    def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
+        self.by_handoff: dict[tuple[str, int], PrefillPart] = {}
+        """Every part that has met an Offer or an Abort, live ones included."""
+        self.settled: dict[int, PrefillPart] = {}
+        """By send id: those that wait for Closed."""
+        self.delivered = self.failed = 0
+        self._settings = settings
+        self._leases = leases
+        self._peers = peers
+        self._out = out
+
+    def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        """The part is SETTLED: let the source lease go, and say so from now on."""
+        part.ended = refusal
+        self.settled[part.id] = part
+        if part.engine is not None:
+            self._leases.release(part.engine.lease, f"send {part.id}", "sent")
+        part.linger_s = self._out.at_s + self._settings.linger_s
+        part.resend_gap_s = self._settings.resend_s
+        self.say(part)
+
+    def say(self, part: PrefillPart) -> None:
+        """Say Settled, now, and again later."""
+        part.resend_s = self._out.at_s + part.resend_gap_s
+        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            self._out.send(
+                peer.link,
+                Settled(
+                    self._settings.incarnation,
+                    part.incarnation,
+                    part.handoff,
+                    part.outcome,
+                    part.ended,
+                    (part.aux or b"") if part.outcome is Outcome.DELIVERED else b"",
+                    part.moved_bytes,
+                ),
+            )
+
+    def closed(self, peer: Peer, message: Closed) -> None:
+        """How it ended over there: what ``finish`` waits for."""
+        part = self.by_handoff.get((peer.incarnation, message.handoff))
+        if part is None or part.state is not Prefill.SETTLED:
+            return
+        refusal = None
+        if message.outcome is not Outcome.COMMITTED:
+            refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
+        move_prefill(part, PrefillTrigger.CLOSED, message.outcome.value, self._out)
+        self._bury(part, refusal)
+
+    def outlive(self, part: PrefillPart) -> None:
+        """Nobody will say Closed: SETTLED -> CLOSED without an answer."""
+        move_prefill(part, PrefillTrigger.OUTLIVED, "", self._out)
+        self._bury(
+            part,
+            part.ended
+            or Refusal(
+                Code.UNKNOWN_OUTCOME,
+                "everything was sent, but the decode side never said whether it committed: it "
+                f"restarted, or was silent for {self._settings.linger_s:.0f} s",
+                side=self._settings.name,
+            ),
+        )
+
+    def tick(self) -> None:
+        """Repeat, and stop waiting for who never answers."""
+        now_s = self._out.at_s
+        for part in list(self.settled.values()):
+            if part.linger_s <= now_s:
+                self.outlive(part)
+            elif part.resend_s <= now_s:
+                self.say(part)
+
+    def fold(self, peer: Peer) -> None:
+        """Drop tombstones below the decode side's floor: they are never asked about again."""
+        over = [
+            key
+            for key, part in self.by_handoff.items()
+            if key[0] == peer.incarnation
+            and key[1] < peer.offer_floor
+            and part.state is Prefill.CLOSED
+        ]
+        for key in over:
+            del self.by_handoff[key]
+
+    def forget(self, incarnation: str) -> None:
+        """The decode side's process is over: its tombstones answer nobody."""
+        self.by_handoff = {
+            key: part
+            for key, part in self.by_handoff.items()
+            if key[0] != incarnation or part.state is not Prefill.CLOSED
+        }
+
+    def floor(self, peer: Peer) -> int:
+        """Handoff ids of this peer below it are closed here."""
+        ids = [key[1] for key in self.by_handoff if key[0] == peer.incarnation]
+        still_open = [
+            handoff
+            for handoff in ids
+            if self.by_handoff[peer.incarnation, handoff].state is not Prefill.CLOSED
+        ]
+        return min(still_open) if still_open else max([peer.offer_floor, *(i + 1 for i in ids)])
+
+    def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
+        """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""
+        part.ended = refusal
+        engine = part.engine
+        if engine is not None:
+            self._out.answer(engine.session, client.SendFailed(part.id, refusal))
+            self._answer_finish(part, engine, refusal)
+
+    def _answer_finish(self, part: PrefillPart, engine: Engine, refusal: Refusal | None) -> None:
+        if part.finish_call is not None:
+            self._out.answer(
+                engine.session,
+                client.Finished(
+                    part.finish_call,
+                    refusal,
+                    part.decode_prefix_len,
+                    part.posted_pages,
+                    part.moved_bytes,
+                ),
+            )
+            part.finish_call = None
+
+    def _bury(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
+        if refusal is None:
+            self.delivered += 1
+        else:
+            self.failed += 1
+        if part.engine is not None:
+            self._answer_finish(part, part.engine, refusal)
+        out = self._out
+        out.emit(
+            events.HandoffEnded(
+                out.next_seq(),
+                out.at_s,
+                "prefill",
+                part.id,
+                part.room,
+                part.peer,
+                (Outcome.COMMITTED if refusal is None else part.outcome).value,
+                refusal.message if refusal else "",
+                part.prompt_tokens,
+                part.decode_prefix_len,
+                part.moved_bytes,
+                self._leases.bytes_of(part.decode_prefix_len) if refusal is None else 0,
+                out.at_s - part.since_s,
+            )
+        )
+        self.settled.pop(part.id, None)
+        part.engine = part.offer = None
+        part.ended = refusal
+        part.aux = b""

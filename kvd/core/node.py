@@ -1,0 +1,185 @@
+"""One node: the only place where an input becomes effects and events.
+
+``Node.step`` is the single mutator. It never awaits, logs, reads a clock, draws a number or touches
+memory; the same inputs give the same outputs and the same state, so a recorded input log replays.
+This file routes; what a message does is in ``engines`` (requests of engines), ``operators``
+(requests of operators), ``decode``, ``prefill``, ``peer`` and ``lease``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvd.core import inputs as i
+from kvd.core.admission import Admission
+from kvd.core.decode import Decoder
+from kvd.core.effects import Outbox, Step
+from kvd.core.engines import Engines
+from kvd.core.lease import LeaseTable
+from kvd.core.operators import Operators
+from kvd.core.peer import Peers
+from kvd.core.prefill import Prefiller
+from kvd.wire import events
+from kvd.wire.peer import (
+    Abort,
+    Accept,
+    Closed,
+    Hello,
+    Offer,
+    Ping,
+    Progress,
+    Reject,
+    Settled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.settings import Settings
+
+
+class Node:
+    """The state of one daemon, and its one verb."""
+
+    def __init__(self, settings: Settings, at_s: float) -> None:
+        self.settings = settings
+        self.started_s = at_s
+        self.steps = 0
+        self.refused = 0
+        self.violations = 0
+        self.transport = ""
+        self.out = Outbox()
+        self.out.at_s = at_s
+        self.leases = LeaseTable(settings.spec, settings.policy, self.out)
+        self.admission = Admission(self.leases, settings.max_queue, self.out)
+        self.peers = Peers(settings, self.out)
+        self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
+        self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
+        self.engines = Engines(self)
+        self.operators = Operators(self)
+        # One handler per input type: Any, because each takes its own type of input.
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            i.FromClient: self.engines.request,
+            i.ClientJoined: self.engines.joined,
+            i.ClientHungUp: self.engines.hung_up,
+            i.FromOperator: self.operators.request,
+            i.FromPeer: self._from_peer,
+            i.LinkDialed: lambda got: self.peers.dial(got.link, got.name, got.address),
+            i.TransferReady: self._transfer_ready,
+            i.TransferGone: self._transfer_gone,
+            i.AgentLoaded: self._agent_loaded,
+            i.AgentFailed: self._agent_failed,
+            i.AgentDropped: self._agent_dropped,
+            i.PostMoved: lambda got: self.prefiller.post_moved(got.post, got.moved_bytes),
+            i.PostDone: lambda got: self.prefiller.post_done(got.post, got.moved_bytes),
+            i.PostFailed: lambda got: self.prefiller.post_failed(got.post, got.why),
+            i.Tick: self._tick,
+        }
+        self._from_peers: dict[type, Callable[[Any, Any], None]] = {
+            Offer: self.prefiller.offered,
+            Abort: self.prefiller.aborted,
+            Closed: self.prefiller.last_word.closed,
+            Accept: self.decoder.accepted,
+            Progress: self.decoder.progressed,
+            Settled: self.decoder.settled,
+            Ping: self._pinged,
+            Reject: self._rejected,
+        }
+
+    def step(self, happened: i.Input) -> Step:
+        """Apply one input; carry out the effects in order, then publish the events."""
+        self.steps += 1
+        self.out.at_s = self.leases.tree.at = happened.at_s
+        self._handlers[type(happened)](happened)
+        return self.out.drain()
+
+    # ---- peers -------------------------------------------------------------------------------
+
+    def _from_peer(self, got: i.FromPeer) -> None:
+        message = got.message
+        if isinstance(message, Hello):
+            self._hello(got.link, message)
+            return
+        peer = self.peers.sender(got.link, message)
+        if peer is None:
+            self.refused += 1
+            return
+        self._from_peers[type(message)](peer, message)
+
+    def _hello(self, link: str, message: Hello) -> None:
+        known = self.peers.by_incarnation.get(message.source)
+        generation = known.generation if known else 0
+        taken = self.peers.hello(link, message)
+        if taken is None:
+            self.refused += 1
+            return
+        peer, gone = taken
+        if gone:
+            self.decoder.writer_gone(gone)
+            self.prefiller.outlived(gone)
+        elif peer.generation > generation > 0:
+            self.prefiller.generation_changed(peer)
+        self.admission.wake()
+
+    def _pinged(self, peer: Any, message: Ping) -> None:
+        self.peers.pinged(peer, message)
+        self.decoder.outcomes.fold(peer)
+        self.prefiller.last_word.fold(peer)
+
+    def _rejected(self, peer: Any, message: Reject) -> None:
+        out = self.out
+        out.emit(
+            events.PeerRefused(
+                out.next_seq(),
+                out.at_s,
+                peer.name,
+                message.refusal.code.value,
+                f"it refused our message: {message.refusal.message}",
+            )
+        )
+
+    # ---- the transfer process ----------------------------------------------------------------
+
+    def _transfer_ready(self, got: i.TransferReady) -> None:
+        self.transport = got.transport
+        out = self.out
+        out.emit(events.TransferStarted(out.next_seq(), out.at_s, got.generation, got.why))
+        self.peers.announce(got.generation, got.metadata)
+        for peer in self.peers.by_name.values():
+            self.peers.load(peer)
+        self.admission.wake()
+
+    def _transfer_gone(self, got: i.TransferGone) -> None:
+        self.peers.transfer_gone()
+        self.prefiller.transfer_gone()
+        self.decoder.fenced()
+
+    def _agent_loaded(self, got: i.AgentLoaded) -> None:
+        if self.peers.agent_loaded(got.incarnation, got.generation) is not None:
+            self.prefiller.agent_loaded(got.incarnation)
+
+    def _agent_failed(self, got: i.AgentFailed) -> None:
+        if self.peers.agent_failed(got.incarnation, got.generation, got.why) is not None:
+            self.prefiller.agent_failed(got.incarnation, got.why)
+
+    def _agent_dropped(self, got: i.AgentDropped) -> None:
+        self.prefiller.agent_dropped(got.incarnation, got.generation)
+        self.peers.agent_dropped(got.incarnation, got.generation)
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def _tick(self, _: i.Tick) -> None:
+        for peer in self.peers.age():
+            self.decoder.peer_lost(peer)
+            self.prefiller.peer_lost(peer)
+        self.admission.expire()
+        self.decoder.tick()
+        self.prefiller.tick()
+        if self.peers.is_beat_due():
+            for peer in self.peers.by_name.values():
+                self.peers.beat(
+                    peer,
+                    self.decoder.offer_floor(peer.incarnation),
+                    self.prefiller.last_word.floor(peer),
+                )
+            self.peers.redial()

@@ -1,0 +1,82 @@
+"""What an Offer must satisfy before a byte is sent: each silent misalignment becomes a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NULL_PAGE, count
+
+if TYPE_CHECKING:
+    from kvd.core.parts import Engine
+    from kvd.wire.peer import Offer
+
+
+def bad_offer(offer: Offer, page_size: int, side: str) -> Refusal | None:
+    """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13)."""
+    prompt, prefix = offer.prompt_tokens, offer.decode_prefix_len
+    if prompt < 1 or not 0 <= prefix <= prompt:
+        return Refusal(
+            Code.BAD_PREFIX,
+            f"decode_prefix_len={prefix} of a prompt of {prompt} tokens",
+            side=side,
+            numbers={"decode_prefix_len": prefix, "prompt_tokens": prompt},
+        )
+    if prefix % page_size:
+        return Refusal(
+            Code.BAD_PREFIX,
+            f"decode_prefix_len={prefix} is not a multiple of page_size={page_size}; "
+            f"nearest valid is {prefix // page_size * page_size}",
+            side=side,
+            numbers={"decode_prefix_len": prefix, "page_size": page_size},
+        )
+    if len(offer.grants) != 1:
+        return Refusal(
+            Code.BAD_PAGES, f"{len(offer.grants)} grants for a pool of one component", side=side
+        )
+    return _bad_grant(offer, page_size, side)
+
+
+def _bad_grant(offer: Offer, page_size: int, side: str) -> Refusal | None:
+    grant = offer.grants[0]
+    wanted = (offer.decode_prefix_len, offer.prompt_tokens)
+    if (grant.start_tokens, grant.end_tokens) != wanted:
+        return Refusal(
+            Code.BAD_PAGES,
+            f"pages for tokens [{grant.start_tokens}, {grant.end_tokens}), "
+            f"the delta is [{wanted[0]}, {wanted[1]})",
+            side=side,
+        )
+    needed = -(-(wanted[1] - wanted[0]) // page_size)
+    if len(grant.pages) != needed * ID_BYTES:
+        return Refusal(
+            Code.BAD_PAGES,
+            f"{count(grant.pages)} destination pages for {wanted[1] - wanted[0]} tokens of "
+            f"page_size={page_size}: {needed} are needed",
+            side=side,
+            numbers={"pages": count(grant.pages), "needed_pages": needed},
+        )
+    ids = np.frombuffer(grant.pages, dtype="<i4")
+    if ids.size and (int(ids.min()) <= NULL_PAGE or np.unique(ids).size != ids.size):
+        return Refusal(
+            Code.BAD_PAGES, "destination pages must be distinct and above the null page", side=side
+        )
+    return None
+
+
+def disagreement(offer: Offer, engine: Engine) -> str | None:
+    """How the two sides' prompts differ, in words; None when they are the same."""
+    if offer.prompt_tokens != engine.prompt_tokens:
+        return (
+            f"the decode side has a prompt of {offer.prompt_tokens} tokens, "
+            f"the prefill engine one of {engine.prompt_tokens}"
+        )
+    if offer.digest != engine.digest:
+        return (
+            f"both prompts have {offer.prompt_tokens} tokens, but the digests differ "
+            f"({offer.digest.hex()[:8]} and {engine.digest.hex()[:8]}): the tokens or the "
+            "namespaces are not the same"
+        )
+    return None

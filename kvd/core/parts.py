@@ -1,0 +1,154 @@
+"""The two kinds of parts: one attempt to move one room's KV, as either side remembers it.
+
+Plain records. Only the machine of the side (``decode``, ``prefill`` with ``posts`` and
+``last_word``) writes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.lease import Lease
+from kvd.core.story import Story
+from kvd.core.tables import Decode, Prefill
+from kvd.types import Tokens, count
+from kvd.wire.peer import Outcome
+
+if TYPE_CHECKING:
+    from kvd.core.admission import Waiter
+    from kvd.errors import Refusal
+    from kvd.wire.peer import Abort, Offer
+
+
+class DecodePart:
+    """One attempt to receive one prompt."""
+
+    __slots__ = (
+        "aux",
+        "deadline_s",
+        "ended",
+        "handoff",
+        "id",
+        "incarnation",
+        "lease",
+        "moved_bytes",
+        "peer",
+        "prefix_tokens",
+        "prompt_tokens",
+        "resend_gap_s",
+        "resend_s",
+        "room",
+        "session",
+        "since_s",
+        "state",
+        "story",
+        "unanswered",
+        "waiter",
+    )
+
+    def __init__(self, part_id: int, room: int, session: int, peer: str, at_s: float) -> None:
+        self.id = part_id
+        self.room = room
+        self.session = session
+        self.peer = peer
+        self.incarnation = ""
+        self.handoff = 0
+        self.state = Decode.QUEUED
+        self.since_s = at_s
+        self.deadline_s = at_s
+        self.resend_s = at_s
+        self.resend_gap_s = 0.0
+        self.prompt_tokens = 0
+        self.prefix_tokens = 0
+        self.moved_bytes = 0
+        self.aux = b""
+        self.lease: Lease | None = None
+        self.unanswered: Offer | Abort | None = None
+        """What is repeated until the prefill side answers."""
+        self.waiter: Waiter | None = None
+        self.ended: Refusal | None = None
+        """Why the engine no longer wants it, or why it failed."""
+        self.story = Story()
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The engine's half of a send: who, which pages, and the prompt it has."""
+
+    session: int
+    lease: Lease
+    tokens: Tokens
+    digest: bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return count(self.tokens)
+
+
+class PrefillPart:
+    """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
+
+    __slots__ = (
+        "aux",
+        "cursor_tokens",
+        "deadline_s",
+        "decode_prefix_len",
+        "drain_s",
+        "ended",
+        "engine",
+        "finish_call",
+        "generation",
+        "handoff",
+        "id",
+        "incarnation",
+        "linger_s",
+        "moved_bytes",
+        "offer",
+        "outcome",
+        "outstanding",
+        "peer",
+        "posted_pages",
+        "posted_tokens",
+        "prompt_tokens",
+        "resend_gap_s",
+        "resend_s",
+        "room",
+        "session",
+        "since_s",
+        "state",
+        "story",
+    )
+
+    def __init__(self, part_id: int, room: int, state: Prefill, at_s: float) -> None:
+        self.id = part_id
+        self.room = room
+        self.state = state
+        self.since_s = at_s
+        self.deadline_s = at_s
+        self.drain_s = at_s
+        self.linger_s = at_s
+        self.resend_s = at_s
+        self.resend_gap_s = 0.0
+        self.session = 0
+        """Of the engine; 0 while there is none."""
+        self.engine: Engine | None = None
+        self.offer: Offer | None = None
+        self.peer = ""
+        self.incarnation = ""
+        self.handoff = 0
+        self.generation = 0
+        self.prompt_tokens = 0
+        self.decode_prefix_len = 0
+        self.cursor_tokens = 0
+        self.posted_tokens = 0
+        self.posted_pages = 0
+        self.moved_bytes = 0
+        self.outstanding: set[int] = set()
+        self.aux: bytes | None = None
+        """Given with ``finish``; None: the engine has not finished."""
+        self.finish_call: int | None = None
+        self.outcome = Outcome.FAILED
+        self.ended: Refusal | None = None
+        self.story = Story()

@@ -1,0 +1,461 @@
+"""Other daemons: who they are now, whether they live, and the sending agent towards each.
+
+A peer is known by its node name; its incarnation is one process lifetime of it. Nothing is held
+for a peer before its Hello. A Hello with a new incarnation is the proof that the old one will never
+write again, because a daemon says it only after it has reaped its old transfer process; the old
+incarnation is then superseded, and whatever still arrives from it is refused.
+
+Silence makes a peer suspect, then lost. That is a guess, not a proof: its rooms are drained, and
+their pages stay in quarantine until it settles, is replaced, or is fenced.
+
+The sending agent: NONE -> LOADING -> LOADED or FAILED; DROPPING while it is being destroyed, which
+is the only way to be sure that a failed post has written its last byte. It is made anew when the
+peer's incarnation or generation changes, and after it was destroyed.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvd.core import effects
+from kvd.core.spec import fingerprint, layout_difference
+from kvd.errors import Code, Refusal
+from kvd.wire import events
+from kvd.wire.peer import PROTOCOL, Hello, Message, Ping, Reject
+
+if TYPE_CHECKING:
+    from kvd.core.settings import Settings
+
+SUPERSEDED_KEPT = 64
+"""Old incarnations remembered per peer: a message older than 64 restarts is not on any wire."""
+
+
+class Life(enum.Enum):
+    """How sure we are that a peer lives."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class Agent(enum.Enum):
+    """The sending agent towards a peer's current incarnation and generation."""
+
+    NONE = "none"
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+    DROPPING = "dropping"
+
+
+class Peer:
+    """One other daemon. Read it; only ``Peers`` writes it."""
+
+    __slots__ = (
+        "agent",
+        "agent_why",
+        "generation",
+        "heard_s",
+        "incarnation",
+        "life",
+        "link",
+        "max_aux_bytes",
+        "max_prompt_tokens",
+        "metadata",
+        "name",
+        "offer_floor",
+        "ping",
+        "ping_sent_s",
+        "refusal",
+        "round_trip_s",
+        "settled_floor",
+        "superseded",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.link = ""
+        self.incarnation = ""
+        self.generation = 0
+        self.metadata = b""
+        self.max_prompt_tokens = 0
+        self.max_aux_bytes = 0
+        self.life = Life.LOST
+        self.heard_s = 0.0
+        self.refusal: Refusal | None = None
+        self.agent = Agent.NONE
+        self.agent_why = ""
+        self.offer_floor = 0
+        self.settled_floor = 0
+        self.superseded: list[str] = []
+        self.ping = 0
+        self.ping_sent_s = 0.0
+        self.round_trip_s = 0.0
+
+
+class Dialed:
+    """A configured link and the name that must answer on it."""
+
+    __slots__ = ("address", "answered", "name")
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self.answered = False
+
+
+class Peers:
+    """All peers, by name and by incarnation."""
+
+    def __init__(self, settings: Settings, out: effects.Outbox) -> None:
+        self.by_name: dict[str, Peer] = {}
+        self.by_incarnation: dict[str, Peer] = {}
+        self.dialed: dict[str, Dialed] = {}
+        self.generation = 0
+        """Of our own receiving transfer process; 0: none serves now."""
+        self.metadata = b""
+        self._settings = settings
+        self._layout = fingerprint(settings.spec)
+        self._out = out
+        self._beat_s = float("-inf")
+
+    # ---- links and Hello ---------------------------------------------------------------------
+
+    def dial(self, link: str, name: str, address: str) -> None:
+        """A configured peer: say Hello there until it answers by its name."""
+        self.dialed[link] = Dialed(name, address)
+        self._say_hello(link, "")
+
+    def announce(self, generation: int, metadata: bytes) -> None:
+        """Our transfer process serves: tell everybody, as a new generation."""
+        self.generation = generation
+        self.metadata = metadata
+        for link in self.dialed:
+            known = next((p for p in self.by_name.values() if p.link == link), None)
+            self._say_hello(link, known.incarnation if known else "")
+        for peer in self.by_name.values():
+            if peer.link not in self.dialed:
+                self._say_hello(peer.link, peer.incarnation)
+
+    def sender(self, link: str, message: Message) -> Peer | None:
+        """The peer that speaks, if it may: the right incarnation, to the right incarnation.
+
+        Anything else is answered with our Hello or a Reject, and None is returned.
+        """
+        peer = self.by_incarnation.get(message.source)
+        if peer is None or message.target != self._settings.incarnation:
+            if isinstance(message, Reject):
+                return None
+            superseded = any(message.source in one.superseded for one in self.by_name.values())
+            if superseded:
+                self.reject(link, message.source, _stale(message.source))
+            else:
+                self._say_hello(link, peer.incarnation if peer else "")
+            return None
+        peer.heard_s = self._out.at_s
+        if peer.life is not Life.UP:
+            peer.life = Life.UP
+            self._tell_up(peer)
+        return peer
+
+    def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
+        """Take a Hello.
+
+        Returns:
+            The peer, and the incarnation that this Hello proves gone (empty: none); or None where
+            it was refused.
+        """
+        refusal = self._unwelcome(link, message)
+        if refusal is not None:
+            self.reject(link, message.source, refusal)
+            return None
+        peer = self.by_name.get(message.node)
+        if peer is None:
+            peer = self.by_name[message.node] = Peer(message.node)
+        gone = self._take_incarnation(peer, message)
+        dialed = self.dialed.get(link)
+        if dialed is not None:
+            dialed.answered = True
+        peer.link = link
+        was_up = peer.life is Life.UP and not gone
+        peer.life = Life.UP
+        peer.heard_s = self._out.at_s
+        if not was_up or message.generation > peer.generation:
+            self._take_generation(peer, message)
+            self._tell_up(peer)
+        if message.target != self._settings.incarnation:
+            self._say_hello(link, peer.incarnation)
+        return peer, gone
+
+    def _unwelcome(self, link: str, message: Hello) -> Refusal | None:
+        mine = self._settings
+        if message.source == mine.incarnation or message.node == mine.name:
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"a peer calls itself {message.node!r}, which is this node's own name: "
+                "give every node its own node.name",
+                side=mine.name,
+            )
+        if message.protocol != PROTOCOL:
+            return Refusal(
+                Code.NOT_SUPPORTED,
+                f"{message.node} speaks peer protocol {message.protocol}, {mine.name} speaks "
+                f"{PROTOCOL}: run the same kvd version on both",
+                side=mine.name,
+                numbers={"theirs": message.protocol, "ours": PROTOCOL},
+            )
+        if mine.allow and message.node not in mine.allow:
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"{message.node!r} is not in peers.allow of {mine.name}",
+                side=mine.name,
+            )
+        dialed = self.dialed.get(link)
+        if dialed is not None and dialed.name != message.node:
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"the daemon at {dialed.address} calls itself {message.node!r}, "
+                f"peers.connect of {mine.name} calls it {dialed.name!r}: make the names equal",
+                side=mine.name,
+            )
+        known = self.by_name.get(message.node)
+        if known is not None and message.source in known.superseded:
+            return _stale(message.source)
+        return None
+
+    def _take_incarnation(self, peer: Peer, message: Hello) -> str:
+        """Returns the incarnation that is over now, empty where the peer is the same process."""
+        gone = peer.incarnation
+        if gone == message.source:
+            return ""
+        if gone:
+            peer.superseded = [*peer.superseded[1 - SUPERSEDED_KEPT :], gone]
+            self.by_incarnation.pop(gone, None)
+            if peer.agent in {Agent.LOADING, Agent.LOADED}:
+                self._drop(peer)
+            out = self._out
+            out.emit(events.PeerReplaced(out.next_seq(), out.at_s, peer.name, gone, message.source))
+        peer.incarnation = message.source
+        peer.generation = 0
+        peer.agent = Agent.NONE
+        peer.offer_floor = peer.settled_floor = 0
+        peer.round_trip_s = 0.0
+        self.by_incarnation[message.source] = peer
+        return gone
+
+    def _take_generation(self, peer: Peer, message: Hello) -> None:
+        if message.generation <= peer.generation:
+            return
+        if peer.agent in {Agent.LOADING, Agent.LOADED}:
+            self._drop(peer)
+        peer.generation = message.generation
+        peer.metadata = message.metadata
+        peer.max_prompt_tokens = message.max_prompt_tokens
+        peer.max_aux_bytes = message.max_aux_bytes
+        difference = layout_difference(self._settings.spec, message.layout)
+        peer.refusal = None
+        if difference is not None:
+            peer.refusal = Refusal(
+                Code.LAYOUT_MISMATCH,
+                f"{self._settings.name} and {peer.name} lay out their pools differently: "
+                f"{difference}; configure [pool] alike on both",
+                side=self._settings.name,
+            )
+            out = self._out
+            out.emit(
+                events.PeerRefused(
+                    out.next_seq(), out.at_s, peer.name, Code.LAYOUT_MISMATCH.value, difference
+                )
+            )
+        peer.agent = Agent.NONE
+        self.load(peer)
+
+    def _tell_up(self, peer: Peer) -> None:
+        out = self._out
+        out.emit(
+            events.PeerUp(out.next_seq(), out.at_s, peer.name, peer.incarnation, peer.generation)
+        )
+
+    def _say_hello(self, link: str, target: str) -> None:
+        if not self.generation:
+            return
+        mine = self._settings
+        self._out.send(
+            link,
+            Hello(
+                source=mine.incarnation,
+                target=target,
+                node=mine.name,
+                layout=self._layout,
+                generation=self.generation,
+                metadata=self.metadata,
+                max_prompt_tokens=mine.max_prompt_tokens,
+                max_aux_bytes=mine.max_aux_bytes,
+            ),
+        )
+
+    def reject(self, link: str, source: str, refusal: Refusal) -> None:
+        """Tell whoever sent it why it was not acted on, and everybody who watches."""
+        self._out.send(link, Reject(self._settings.incarnation, source, refusal))
+        out = self._out
+        out.emit(
+            events.MessageRefused(
+                out.next_seq(), out.at_s, "peers", link, refusal.code.value, refusal.message
+            )
+        )
+
+    # ---- the sending agent -------------------------------------------------------------------
+
+    def load(self, peer: Peer) -> None:
+        """Make a sending agent where there is none and the layouts agree."""
+        if peer.agent is Agent.NONE and peer.refusal is None and self.generation:
+            self._set_agent(peer, Agent.LOADING, "")
+            self._out.effects.append(
+                effects.LoadAgent(peer.incarnation, peer.generation, peer.metadata)
+            )
+
+    def drop(self, peer: Peer, why: str) -> None:
+        """Destroy the sending agent: every post through it fails, and no byte lands later."""
+        if peer.agent is Agent.LOADED:
+            self._set_agent(peer, Agent.DROPPING, why)
+            self._drop(peer)
+
+    def agent_loaded(self, incarnation: str, generation: int) -> Peer | None:
+        """The agent can post; returns its peer if that is still the one."""
+        peer = self._current(incarnation, generation)
+        if peer is not None and peer.agent is Agent.LOADING:
+            self._set_agent(peer, Agent.LOADED, "")
+            return peer
+        return None
+
+    def agent_failed(self, incarnation: str, generation: int, why: str) -> Peer | None:
+        """The agent could not be made."""
+        peer = self._current(incarnation, generation)
+        if peer is not None and peer.agent is Agent.LOADING:
+            self._set_agent(peer, Agent.FAILED, why)
+            return peer
+        return None
+
+    def agent_dropped(self, incarnation: str, generation: int) -> None:
+        """The agent is destroyed; a living peer gets a new one."""
+        peer = self._current(incarnation, generation)
+        if peer is not None and peer.agent is Agent.DROPPING:
+            self._set_agent(peer, Agent.NONE, "")
+            self.load(peer)
+
+    def transfer_gone(self) -> None:
+        """Our transfer process is reaped, and all agents with it."""
+        self.generation = 0
+        for peer in self.by_name.values():
+            peer.agent = Agent.NONE
+
+    def _current(self, incarnation: str, generation: int) -> Peer | None:
+        peer = self.by_incarnation.get(incarnation)
+        return peer if peer is not None and peer.generation == generation else None
+
+    def _drop(self, peer: Peer) -> None:
+        self._out.effects.append(effects.DropAgent(peer.incarnation, peer.generation))
+
+    def _set_agent(self, peer: Peer, agent: Agent, why: str) -> None:
+        peer.agent = agent
+        peer.agent_why = why
+        out = self._out
+        out.emit(
+            events.AgentChanged(
+                out.next_seq(),
+                out.at_s,
+                peer.name,
+                peer.incarnation,
+                peer.generation,
+                agent.value,
+                why,
+            )
+        )
+
+    def find(self, source: str) -> str | None:
+        """The node name behind a configured name or address, or of a peer that came to us."""
+        if source in self.by_name:
+            return source
+        for dialed in self.dialed.values():
+            if source in {dialed.name, dialed.address}:
+                return dialed.name
+        return None
+
+    def names(self) -> list[str]:
+        """Every node name that ``find`` knows."""
+        return sorted({*self.by_name, *(dialed.name for dialed in self.dialed.values())})
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def is_beat_due(self) -> bool:
+        """Whether it is time to ping; says so once per heartbeat."""
+        if self._out.at_s - self._beat_s < self._settings.heartbeat_s:
+            return False
+        self._beat_s = self._out.at_s
+        return True
+
+    def beat(self, peer: Peer, offer_floor: int, settled_floor: int) -> None:
+        """Ping one peer with the floors that stand towards it."""
+        peer.ping += 1
+        peer.ping_sent_s = self._out.at_s
+        self._out.send(
+            peer.link,
+            Ping(
+                self._settings.incarnation,
+                peer.incarnation,
+                peer.ping,
+                0,
+                offer_floor,
+                settled_floor,
+            ),
+        )
+
+    def redial(self) -> None:
+        """Say Hello again where nobody has answered yet, or the answerer is lost."""
+        lost = {p.link for p in self.by_name.values() if p.life is Life.LOST}
+        for link, dialed in self.dialed.items():
+            if not dialed.answered or link in lost:
+                self._say_hello(link, "")
+
+    def pinged(self, peer: Peer, message: Ping) -> None:
+        """Take the floors, answer a ping, or measure the round trip of our own."""
+        peer.offer_floor = max(peer.offer_floor, message.offer_floor)
+        peer.settled_floor = max(peer.settled_floor, message.settled_floor)
+        if message.echo:
+            if message.echo == peer.ping:
+                peer.round_trip_s = self._out.at_s - peer.ping_sent_s
+            return
+        self._out.send(
+            peer.link,
+            Ping(self._settings.incarnation, peer.incarnation, 0, message.number, 0, 0),
+        )
+
+    def age(self) -> list[Peer]:
+        """Make silent peers suspect, then lost; returns those that became lost just now."""
+        out = self._out
+        lost = []
+        for peer in self.by_name.values():
+            silent_s = out.at_s - peer.heard_s
+            if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
+                peer.life = Life.LOST
+                lost.append(peer)
+                out.emit(
+                    events.PeerLost(out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s)
+                )
+            elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
+                peer.life = Life.SUSPECT
+                out.emit(
+                    events.PeerSuspect(
+                        out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s
+                    )
+                )
+        return lost
+
+
+def _stale(incarnation: str) -> Refusal:
+    return Refusal(
+        Code.PEER_STALE,
+        f"incarnation {incarnation[:8]} was superseded by a later Hello of the same node: "
+        "its messages are not acted on",
+    )

@@ -1,0 +1,445 @@
+"""The prefill side of handoffs: write what the decode side lacks, then never write again.
+
+One ``PrefillPart`` joins two halves that come in any order: the engine's ``send`` and the decode
+side's Offer. Its states and triggers are ``tables.PREFILL``; this file is what happens on the
+edges, with ``posts`` for the pages under way and ``last_word`` for the end. The rules that keep
+memory safe:
+
+- pages go only through the transport generation that the Offer names;
+- Settled is said when no post is outstanding. A failed post stays outstanding until its sending
+  agent is destroyed: its bytes are in doubt until then;
+- the source lease is held by the part while a post may read its pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.last_word import LastWord
+from kvd.core.machine import move_prefill
+from kvd.core.offer import bad_offer, disagreement
+from kvd.core.parts import Engine, PrefillPart
+from kvd.core.peer import Agent
+from kvd.core.posts import Posts
+from kvd.core.tables import Prefill, PrefillTrigger
+from kvd.errors import Code, Refusal
+from kvd.wire import client
+from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.lease import LeaseTable
+    from kvd.core.peer import Peer, Peers
+    from kvd.core.settings import Settings
+
+P, T = Prefill, PrefillTrigger
+
+LIVE = {P.AWAIT_ENGINE, P.AWAIT_OFFER, P.STREAMING, P.FLUSHING, P.DRAINING}
+"""States that occupy the room."""
+
+WRITING = {P.STREAMING, P.FLUSHING}
+
+
+class Prefiller:
+    """The live parts of this node's prefill side."""
+
+    def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
+        self.by_room: dict[int, PrefillPart] = {}
+        """Every part in a LIVE state."""
+        self.by_send: dict[int, PrefillPart] = {}
+        """Every part an engine has opened, until it has heard the end."""
+        self.last_word = LastWord(settings, leases, peers, out)
+        self.posts = Posts(leases, peers, out)
+        self._settings = settings
+        self._leases = leases
+        self._peers = peers
+        self._out = out
+        self._last_part = 0
+
+    # ---- the engine --------------------------------------------------------------------------
+
+    def open(self, message: client.Send, engine: Engine) -> Refusal | None:
+        """The engine is here for a room; the caller has checked that the lease is its own."""
+        part = self.by_room.get(message.room)
+        if part is not None and part.state is not P.AWAIT_ENGINE:
+            return Refusal(
+                Code.DUPLICATE_ROOM,
+                f"room {message.room} is already open here ({part.state.value}, send {part.id})",
+                side=self._settings.name,
+            )
+        if part is not None and part.offer is not None:
+            refusal = self._disagreement(part.offer, engine)
+            if refusal is not None:
+                self._refuse(part, refusal)
+                return refusal
+        if part is None:
+            part = self._new_part(message.room, P.AWAIT_OFFER)
+            self.by_room[message.room] = part
+            part.story.tell(self._out.at_s, f"opened by session {engine.session}")
+        part.engine = engine
+        part.session = engine.session
+        part.prompt_tokens = engine.prompt_tokens
+        part.deadline_s = self._deadline(message.deadline_s)
+        self.by_send[part.id] = part
+        self._leases.hold(engine.lease, f"send {part.id}")
+        self._out.answer(engine.session, client.Sending(message.call, part.id))
+        if part.state is P.AWAIT_ENGINE:
+            self._stream(part, T.ENGINE_OPENED)
+        return None
+
+    def advance(self, part: PrefillPart, upto_tokens: int) -> Refusal | None:
+        """KV below ``upto_tokens`` is written."""
+        if part.ended is not None:
+            return part.ended
+        if not 0 <= upto_tokens <= part.prompt_tokens:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"advance to {upto_tokens} of a prompt of {part.prompt_tokens} tokens",
+                side=self._settings.name,
+                numbers={"upto_tokens": upto_tokens, "prompt_tokens": part.prompt_tokens},
+            )
+        if part.aux is None and upto_tokens > part.cursor_tokens:
+            part.cursor_tokens = upto_tokens
+            self._move(part, T.ADVANCED, "")
+            self.posts.push(part)
+        return None
+
+    def finish(self, part: PrefillPart, call: int, aux: bytes) -> Refusal | None:
+        """All KV is written; answered when the decode side has spoken."""
+        if len(aux) > self._settings.max_aux_bytes:
+            return Refusal(
+                Code.TOO_LARGE,
+                f"aux of {len(aux)} bytes, the limit is {self._settings.max_aux_bytes}",
+                side=self._settings.name,
+                numbers={"bytes": len(aux), "limit": self._settings.max_aux_bytes},
+            )
+        if part.ended is not None:
+            del self.by_send[part.id]
+            return part.ended
+        if part.aux is not None:
+            return Refusal(
+                Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
+            )
+        part.finish_call = call
+        part.aux = aux
+        part.cursor_tokens = part.prompt_tokens
+        self._move(part, T.FINISHED, "")
+        self._push(part)
+        return None
+
+    def abandon(self, part: PrefillPart, refusal: Refusal) -> None:
+        """The engine ends it: it failed, or is dead."""
+        del self.by_send[part.id]
+        self.give_up(part, refusal)
+
+    def give_up(self, part: PrefillPart, refusal: Refusal) -> None:
+        """Engine failed, client gone, post failed, peer lost, deadline, operator."""
+        if part.state in LIVE:
+            before = part.state
+            self._move(part, T.GIVEN_UP, refusal.message)
+            if before is not P.DRAINING:
+                self._stop(part, refusal)
+
+    # ---- the peer ----------------------------------------------------------------------------
+
+    def offered(self, peer: Peer, message: Offer) -> None:
+        """Destination pages, for a room that an engine has opened or will open."""
+        known = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
+        if known is not None:
+            self._answer_again(peer, known)
+            return
+        if message.generation > peer.generation:
+            return  # its Hello is still on the way; the Offer will be repeated
+        part = self.by_room.get(message.room)
+        refusal = self._unacceptable(peer, message, part)
+        if refusal is not None or part is None:
+            part = self._new_part(message.room, P.AWAIT_ENGINE)
+            part.deadline_s = self._deadline(message.deadline_s)
+        self._join(part, peer, message.handoff)
+        part.offer = message
+        part.generation = message.generation
+        part.prompt_tokens = message.prompt_tokens
+        part.decode_prefix_len = part.posted_tokens = message.decode_prefix_len
+        if refusal is not None:
+            self._refuse(part, refusal)
+        elif part.state is P.AWAIT_OFFER:
+            self._stream(part, T.OFFERED)
+        else:
+            self.by_room[message.room] = part
+
+    def aborted(self, peer: Peer, message: Abort) -> None:
+        """The decode side no longer wants it, and waits for our last word."""
+        part = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
+        why = Refusal(Code.ABORTED, f"{peer.name} gave up: {message.reason}", side=peer.name)
+        if part is None:
+            part = self._new_part(message.room, P.AWAIT_ENGINE)
+            self._join(part, peer, message.handoff)
+        if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
+            part.outcome = Outcome.ABORTED
+            self._move(part, T.ABORTED, message.reason)
+            self._stop(part, why)
+        else:
+            self._answer_again(peer, part)
+
+    def outlived(self, incarnation: str) -> None:
+        """The decode daemon restarted: nobody will say Closed, and nothing of it is wanted."""
+        refusal = Refusal(
+            Code.PEER_LOST,
+            f"the decode daemon restarted (incarnation {incarnation[:8]} is gone)",
+            side=self._settings.name,
+        )
+        for part in self._of(incarnation):
+            self.give_up(part, refusal)
+        for part in list(self.last_word.settled.values()):
+            if part.incarnation == incarnation:
+                self.last_word.outlive(part)
+        self.last_word.forget(incarnation)
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Silence: stop posting for it."""
+        refusal = Refusal(
+            Code.PEER_LOST,
+            f"{peer.name} has been silent for {self._out.at_s - peer.heard_s:.1f} s",
+            side=self._settings.name,
+        )
+        for part in self._of(peer.incarnation):
+            self.give_up(part, refusal)
+
+    # ---- the transport -----------------------------------------------------------------------
+
+    def agent_loaded(self, incarnation: str) -> None:
+        """Post what waited for the agent."""
+        for part in self._of(incarnation):
+            if part.state in WRITING:
+                self._push(part)
+
+    def agent_failed(self, incarnation: str, why: str) -> None:
+        """Nothing can be posted to this peer."""
+        for part in self._of(incarnation):
+            if part.state in WRITING:
+                self.give_up(part, self._post_failed(f"no sending agent: {why}"))
+
+    def agent_dropped(self, incarnation: str, generation: int) -> None:
+        """No byte of that agent can land any more: its posts are over."""
+        for post in self.posts.through(incarnation, generation):
+            self.give_up(self.posts.parts[post], self._post_failed("its agent was destroyed"))
+            self._post_over(post, 0)
+
+    def transfer_gone(self) -> None:
+        """Our transfer process is reaped: every agent of it is destroyed."""
+        for post in list(self.posts.parts):
+            self.give_up(
+                self.posts.parts[post],
+                self._post_failed("the transfer process of this node ended"),
+            )
+            self._post_over(post, 0)
+
+    def generation_changed(self, peer: Peer) -> None:
+        """The decode side's receiving process was replaced: granted pages are out of reach."""
+        for part in self._of(peer.incarnation):
+            if part.generation < peer.generation:
+                self.give_up(
+                    part,
+                    self._post_failed(
+                        f"{peer.name} restarted its transfer process: generation "
+                        f"{part.generation} is over, {peer.generation} serves"
+                    ),
+                )
+
+    def post_moved(self, post: int, moved_bytes: int) -> None:
+        """A running post has moved so much."""
+        part = self.posts.parts.get(post)
+        if part is not None and part.state in WRITING:
+            self._tell_progress(part, part.moved_bytes + moved_bytes)
+
+    def post_done(self, post: int, moved_bytes: int) -> None:
+        """Every byte of the post has landed."""
+        self._post_over(post, moved_bytes)
+
+    def post_failed(self, post: int, why: str) -> None:
+        """Its bytes are in doubt: only the end of its sending agent makes them certain."""
+        part = self.posts.parts.get(post)
+        if part is not None:
+            self.give_up(part, self._post_failed(why))
+            self._drop_agent(part, why)
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Deadlines and repetitions."""
+        now_s = self._out.at_s
+        self.last_word.tick()
+        for part in list(self.by_room.values()):
+            if part.state is P.DRAINING:
+                if part.drain_s <= now_s:
+                    self._drop_agent(part, "still posting at the drain deadline")
+            elif part.deadline_s <= now_s:
+                part.outcome = Outcome.TIMED_OUT
+                self.give_up(part, self._too_late(part))
+
+    # ---- edges -------------------------------------------------------------------------------
+
+    def _stream(self, part: PrefillPart, trigger: PrefillTrigger) -> None:
+        """-> STREAMING: both halves are here and agree."""
+        self._move(part, trigger, f"decode has {part.decode_prefix_len} tokens")
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            self._accept(peer, part)
+        if part.engine is not None:
+            self._out.answer(part.engine.session, client.Accepted(part.id, part.decode_prefix_len))
+        if peer is not None and peer.agent is Agent.FAILED:
+            self.give_up(part, self._post_failed(f"no sending agent: {peer.agent_why}"))
+            return
+        if part.aux is not None:
+            self._move(part, T.FINISHED, "")
+        self._push(part)
+
+    def _push(self, part: PrefillPart) -> None:
+        self.posts.push(part)
+        self._flush(part)
+
+    def _flush(self, part: PrefillPart) -> None:
+        """FLUSHING -> SETTLED when everything is posted and nothing outstanding."""
+        is_done = part.posted_tokens >= part.prompt_tokens and not part.outstanding
+        if part.state is P.FLUSHING and is_done:
+            part.outcome = Outcome.DELIVERED
+            self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
+            del self.by_send[part.id]
+            self._settle(part, None)
+
+    def _post_over(self, post: int, moved_bytes: int) -> None:
+        part = self.posts.over(post, moved_bytes)
+        if part is None:
+            return
+        if part.state is P.DRAINING:
+            self._drain(part)
+        else:
+            self._tell_progress(part, part.moved_bytes)
+            self._flush(part)
+
+    def _stop(self, part: PrefillPart, refusal: Refusal) -> None:
+        """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
+        part.drain_s = self._out.at_s + self._settings.drain_s
+        self.last_word.tell_engine(part, refusal)
+        if part.state is P.DRAINING:
+            self._drain(part)
+        elif part.state is P.SETTLED:
+            self._settle(part, refusal)
+        else:
+            self._leave(part)
+            if part.engine is not None:
+                self._leases.release(part.engine.lease, f"send {part.id}", "never-offered")
+
+    def _drain(self, part: PrefillPart) -> None:
+        if not part.outstanding:
+            self._move(part, T.DRAINED, "")
+            self._settle(part, part.ended)
+
+    def _refuse(self, part: PrefillPart, refusal: Refusal) -> None:
+        """AWAIT_ENGINE -> SETTLED(REFUSED): the two sides do not agree."""
+        part.outcome = Outcome.REFUSED
+        self._move(part, T.REFUSED, refusal.message)
+        self._settle(part, refusal)
+
+    def _settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        self._leave(part)
+        self.last_word.settle(part, refusal)
+
+    def _leave(self, part: PrefillPart) -> None:
+        """The room is free for another attempt."""
+        if self.by_room.get(part.room) is part:
+            del self.by_room[part.room]
+
+    # ---- small things ------------------------------------------------------------------------
+
+    def _of(self, incarnation: str) -> list[PrefillPart]:
+        return [part for part in self.by_room.values() if part.incarnation == incarnation]
+
+    def _new_part(self, room: int, state: Prefill) -> PrefillPart:
+        self._last_part += 1
+        return PrefillPart(self._last_part, room, state, self._out.at_s)
+
+    def _join(self, part: PrefillPart, peer: Peer, handoff: int) -> None:
+        part.peer = peer.name
+        part.incarnation = peer.incarnation
+        part.handoff = handoff
+        self.last_word.by_handoff[peer.incarnation, handoff] = part
+
+    def _unacceptable(
+        self, peer: Peer, message: Offer, other: PrefillPart | None
+    ) -> Refusal | None:
+        side = self._settings.name
+        if message.handoff < peer.offer_floor:
+            return Refusal(
+                Code.PEER_STALE, f"handoff {message.handoff} is over on {peer.name}", side=side
+            )
+        if peer.refusal is not None:
+            return peer.refusal
+        if message.generation < peer.generation:
+            return self._post_failed(
+                f"generation {message.generation} of {peer.name} is over, {peer.generation} serves"
+            )
+        if other is not None and other.state is not P.AWAIT_OFFER:
+            return Refusal(
+                Code.DUPLICATE_ROOM,
+                f"room {message.room} is already open here ({other.state.value}, "
+                f"handoff {other.handoff} of {other.peer})",
+                side=side,
+            )
+        refusal = bad_offer(message, self._leases.page_size, side)
+        if refusal is None and other is not None and other.engine is not None:
+            refusal = self._disagreement(message, other.engine)
+        return refusal
+
+    def _disagreement(self, offer: Offer, engine: Engine) -> Refusal | None:
+        difference = disagreement(offer, engine)
+        if difference is None:
+            return None
+        return Refusal(Code.PROMPT_MISMATCH, difference, side=self._settings.name)
+
+    def _accept(self, peer: Peer, part: PrefillPart) -> None:
+        self._out.send(
+            peer.link, Accept(self._settings.incarnation, part.incarnation, part.handoff)
+        )
+
+    def _answer_again(self, peer: Peer, part: PrefillPart) -> None:
+        """A repeated Offer or Abort: say again what we said last."""
+        if part.state in WRITING:
+            self._accept(peer, part)
+        elif part.state in {P.SETTLED, P.CLOSED}:
+            self.last_word.say(part)
+
+    def _tell_progress(self, part: PrefillPart, moved_bytes: int) -> None:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            self._out.send(
+                peer.link,
+                Progress(self._settings.incarnation, part.incarnation, part.handoff, moved_bytes),
+            )
+
+    def _drop_agent(self, part: PrefillPart, why: str) -> None:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None and peer.generation == part.generation:
+            self._peers.drop(peer, why)
+
+    def _deadline(self, deadline_s: float) -> float:
+        return self._out.at_s + min(deadline_s, self._settings.max_deadline_s)
+
+    def _post_failed(self, why: str) -> Refusal:
+        return Refusal(Code.POST_FAILED, why, side=self._settings.name)
+
+    def _too_late(self, part: PrefillPart) -> Refusal:
+        waited_s = self._out.at_s - part.since_s
+        what = {
+            P.AWAIT_ENGINE: "no engine here called send() for it",
+            P.AWAIT_OFFER: "no decode side offered pages for it",
+        }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
+        return Refusal(
+            Code.DEADLINE,
+            f"room {part.room} was open for {waited_s:.1f} s: {what}",
+            side=self._settings.name,
+            numbers={"waited_s": round(waited_s, 3)},
+        )
+
+    def _move(self, part: PrefillPart, trigger: PrefillTrigger, why: str) -> None:
+        move_prefill(part, trigger, why, self._out)

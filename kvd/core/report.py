@@ -1,0 +1,283 @@
+"""The node's state as plain data: one snapshot between two steps. Reads everything, only reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd import __version__
+from kvd.types import count
+from kvd.wire.snapshot import (
+    ClientState,
+    LeaseState,
+    PeerState,
+    PoolState,
+    RoomState,
+    Snapshot,
+    Totals,
+    WaitingState,
+)
+
+if TYPE_CHECKING:
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.peer import Peer
+
+
+def snapshot(node: Node) -> Snapshot:
+    """Everything there is to see, ages computed against the time of the running step."""
+    return Snapshot(
+        node=node.settings.name,
+        incarnation=node.settings.incarnation,
+        version=__version__,
+        uptime_s=node.out.at_s - node.started_s,
+        state="serving" if node.peers.generation else "transfer process restarting",
+        transport=node.transport,
+        generation=node.peers.generation,
+        last_event=node.out.seq,
+        pools=(pool_state(node),),
+        leases=tuple(lease_state(node, lease) for lease in node.leases.leases.values()),
+        waiting=tuple(_waiting_states(node)),
+        rooms=tuple(room_states(node)),
+        peers=tuple(peer_state(node, peer) for peer in node.peers.by_name.values())
+        + tuple(_unanswered_peers(node)),
+        clients=tuple(_client_states(node)),
+        totals=totals(node),
+    )
+
+
+def pool_state(node: Node) -> PoolState:
+    """Pages by state (I1)."""
+    table = node.leases
+    held = quarantined = 0
+    for lease in table.leases.values():
+        if lease.quarantine is None:
+            held += lease.held_pages
+        else:
+            quarantined += lease.held_pages
+    return PoolState(
+        pool=node.settings.spec.name,
+        component=table.pool.name,
+        page_size=table.page_size,
+        page_bytes=table.page_bytes,
+        total_pages=table.pool.total_pages,
+        free_pages=table.pool.free_pages,
+        held_pages=held,
+        cached_pages=table.tree.cached_pages,
+        quarantined_pages=quarantined,
+        evictable_pages=table.tree.evictable_pages,
+        locked_pages=table.tree.protected_pages,
+    )
+
+
+def totals(node: Node) -> Totals:
+    """Counters since the incarnation began."""
+    decoder, prefiller = node.decoder, node.prefiller
+    return Totals(
+        steps=node.steps,
+        events=node.out.seq,
+        leases_opened=node.leases.opened,
+        leases_released=node.leases.released,
+        handoffs_delivered=decoder.delivered + prefiller.last_word.delivered,
+        handoffs_failed=decoder.failed + prefiller.last_word.failed,
+        sent_bytes=prefiller.posts.sent_bytes,
+        received_bytes=decoder.received_bytes,
+        saved_bytes=decoder.saved_bytes,
+        evicted_pages=node.leases.evicted_pages,
+        messages_refused=node.refused,
+        violations=node.violations,
+    )
+
+
+def owner_of(node: Node, session: int) -> tuple[str, int]:
+    """Name and first pid of a session; a dead one says so."""
+    found = node.engines.sessions.get(session)
+    return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
+
+
+def lease_state(node: Node, lease: Lease) -> LeaseState:
+    """One claim in words and figures."""
+    name, pid = owner_of(node, lease.session)
+    state, waiting_for = "held", ""
+    held, quarantined = lease.held_pages, 0
+    if lease.quarantine is not None:
+        state, held, quarantined = "quarantined", 0, lease.held_pages
+        waiting_for = (
+            f"{lease.quarantine.peer} (incarnation {lease.quarantine.incarnation[:8]}) to settle, "
+            "to restart, or a fence"
+        )
+    elif "engine" not in lease.holders:
+        state = "lingering"
+        waiting_for = "the last post that reads its pages"
+    return LeaseState(
+        id=lease.id,
+        state=state,
+        owner=name,
+        pid=pid,
+        session=lease.session,
+        reason=lease.reason,
+        room=lease.room,
+        namespace=lease.namespace,
+        age_s=node.out.at_s - lease.since_s,
+        prompt_tokens=count(lease.tokens),
+        prefix_tokens=lease.prefix_tokens,
+        locked_node=lease.anchor.id if lease.anchor is not None else 0,
+        held_pages=held,
+        quarantined_pages=quarantined,
+        holders=tuple(sorted(lease.holders)),
+        waiting_for=waiting_for,
+    )
+
+
+def _waiting_states(node: Node) -> list[WaitingState]:
+    leases = node.leases
+    out = []
+    for place, waiter in enumerate(node.admission.queue):
+        memory = (
+            f"{waiter.needed_pages} pages, {leases.headroom_pages} obtainable"
+            if place == 0
+            else f"its turn: {place} before it"
+        )
+        out.append(
+            WaitingState(
+                kind="receive" if waiter.claim.room else "lease",
+                owner=owner_of(node, waiter.claim.session)[0],
+                room=waiter.claim.room,
+                priority=waiter.claim.priority,
+                waited_s=node.out.at_s - waiter.since_s,
+                deadline_in_s=waiter.deadline_s - node.out.at_s,
+                needed_pages=waiter.needed_pages,
+                why=waiter.blocked() or memory,
+            )
+        )
+    return out
+
+
+def room_states(node: Node) -> list[RoomState]:
+    """Every part that is not over, both sides; delivered ones until their lease is released."""
+    decoder, prefiller = node.decoder, node.prefiller
+    decode = [*decoder.parts.values(), *decoder.ready.values()]
+    prefill = [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
+    return [_decode_room(node, part) for part in decode] + [
+        _prefill_room(node, part) for part in prefill
+    ]
+
+
+_DECODE_WAITS = {
+    "queued": "room in the pool, or its peer",
+    "offered": "the prefill engine to send",
+    "receiving": "the rest of the bytes",
+    "draining": "the writer to settle, to restart, or a fence",
+    "ready": "the engine to release the lease",
+}
+_PREFILL_WAITS = {
+    "await-engine": "an engine here to send",
+    "await-offer": "the decode side to offer pages",
+    "streaming": "the engine to compute",
+    "flushing": "the last post",
+    "draining": "posts under way",
+    "settled": "the decode side to say Closed",
+}
+
+
+def _decode_room(node: Node, part: DecodePart) -> RoomState:
+    table = node.leases
+    delta_tokens = part.prompt_tokens - part.prefix_tokens
+    return RoomState(
+        side="decode",
+        part=part.id,
+        handoff=part.handoff,
+        room=part.room,
+        state=part.state.value,
+        peer=part.peer,
+        incarnation=part.incarnation,
+        owner=owner_of(node, part.session)[0],
+        lease=part.lease.id if part.lease else 0,
+        prompt_tokens=part.prompt_tokens,
+        decode_prefix_len=part.prefix_tokens,
+        written_tokens=0,
+        posted_pages=0,
+        total_pages=table.pages_for(delta_tokens),
+        moved_bytes=part.moved_bytes,
+        total_bytes=table.bytes_of(delta_tokens),
+        outstanding_posts=0,
+        age_s=node.out.at_s - part.since_s,
+        deadline_in_s=part.deadline_s - node.out.at_s,
+        waiting_for=_DECODE_WAITS.get(part.state.value, ""),
+        story=part.story.lines(node.out.at_s),
+    )
+
+
+def _prefill_room(node: Node, part: PrefillPart) -> RoomState:
+    table = node.leases
+    delta_tokens = part.prompt_tokens - part.decode_prefix_len
+    return RoomState(
+        side="prefill",
+        part=part.id,
+        handoff=part.handoff,
+        room=part.room,
+        state=part.state.value,
+        peer=part.peer,
+        incarnation=part.incarnation,
+        owner=owner_of(node, part.session)[0] if part.session else "",
+        lease=part.engine.lease.id if part.engine else 0,
+        prompt_tokens=part.prompt_tokens,
+        decode_prefix_len=part.decode_prefix_len,
+        written_tokens=part.cursor_tokens,
+        posted_pages=part.posted_pages,
+        total_pages=table.pages_for(delta_tokens),
+        moved_bytes=part.moved_bytes,
+        total_bytes=table.bytes_of(delta_tokens),
+        outstanding_posts=len(part.outstanding),
+        age_s=node.out.at_s - part.since_s,
+        deadline_in_s=part.deadline_s - node.out.at_s,
+        waiting_for=_PREFILL_WAITS.get(part.state.value, ""),
+        story=part.story.lines(node.out.at_s),
+    )
+
+
+def peer_state(node: Node, peer: Peer) -> PeerState:
+    """One other daemon."""
+    receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
+    sends = [p for p in node.prefiller.by_room.values() if p.incarnation == peer.incarnation]
+    dialed = node.peers.dialed.get(peer.link)
+    return PeerState(
+        name=peer.name,
+        address=dialed.address if dialed else "dialed us",
+        state=peer.life.value,
+        incarnation=peer.incarnation,
+        generation=peer.generation,
+        agent=f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}",
+        silent_s=node.out.at_s - peer.heard_s,
+        round_trip_ms=peer.round_trip_s * 1e3,
+        layout=peer.refusal.message if peer.refusal else "same",
+        open_receives=len(receives),
+        open_sends=len(sends),
+    )
+
+
+def _unanswered_peers(node: Node) -> list[PeerState]:
+    return [
+        PeerState(dialed.name, dialed.address, "silent", "", 0, "none", 0.0, 0.0, "unknown", 0, 0)
+        for dialed in node.peers.dialed.values()
+        if dialed.name not in node.peers.by_name
+    ]
+
+
+def _client_states(node: Node) -> list[ClientState]:
+    out = []
+    for session in node.engines.sessions.values():
+        leases = [one for one in node.leases.leases.values() if one.session == session.id]
+        out.append(
+            ClientState(
+                session=session.id,
+                name=session.name,
+                pids=tuple(session.pids),
+                age_s=node.out.at_s - session.since_s,
+                leases=len(leases),
+                held_pages=sum(one.held_pages for one in leases),
+                receives=sum(p.session == session.id for p in node.decoder.parts.values()),
+                sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
+            )
+        )
+    return out

@@ -1,0 +1,34 @@
+"""The figures the core decides by; the shell fills them from the configuration."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.core.eviction import Policy
+from kvd.core.spec import PoolSpec
+from kvd.types import Incarnation, NodeName
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Who this node is, what its pool holds, and how long anything may take (seconds)."""
+
+    name: NodeName
+    incarnation: Incarnation
+    spec: PoolSpec
+    policy: Policy = Policy.LRU
+    allow: tuple[str, ...] = ()
+    """Node names that may exchange KV with us; empty: every one that can reach the socket."""
+    heartbeat_s: float = 0.5
+    suspect_s: float = 1.5
+    lost_s: float = 3.0
+    max_deadline_s: float = 30.0
+    max_queue: int = 1024
+    max_prompt_tokens: int = 1_048_576
+    max_aux_bytes: int = 65_536
+    resend_s: float = 0.2
+    """First repetition of an unanswered message; doubles up to ``max_resend_s``."""
+    max_resend_s: float = 1.0
+    drain_s: float = 5.0
+    """After this a draining send destroys its sending agent, so that it can settle."""
+    linger_s: float = 30.0
+    """How long Settled is repeated to a decode side that never says Closed."""

@@ -1,0 +1,147 @@
+"""Who holds it, why, and since when: one sentence for a page, a node, a room or a lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.report import lease_state, owner_of, room_states
+from kvd.errors import Code, Refusal
+from kvd.types import NULL_PAGE
+from kvd.wire.admin import Because, TreeNode
+
+if TYPE_CHECKING:
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+    from kvd.core.radix_node import Node as TreeEdge
+
+FIRST_TOKENS_SHOWN = 8
+"""Enough of an edge to recognise a prompt by, few enough for a line."""
+
+
+def because(node: Node, call: int, kind: str, number: int) -> Because | Refusal:
+    """Answer for ``kind`` in page, node, room, lease; a Refusal when there is no such thing."""
+    answers = {"page": _page, "node": _node, "room": _room, "lease": _lease}
+    answer = answers.get(kind)
+    if answer is None:
+        return Refusal(Code.BAD_REQUEST, f"{kind!r} is none of {', '.join(answers)}")
+    said = answer(node, number)
+    if isinstance(said, Refusal):
+        return said
+    return Because(call, said[0], tuple(said[1:]))
+
+
+def holders(node: Node, edge: TreeEdge) -> list[Lease]:
+    """The leases whose path crosses ``edge``; their number is its lock_ref (I2)."""
+    found = []
+    for lease in node.leases.leases.values():
+        step = lease.anchor
+        while step is not None and step is not edge:
+            step = step.parent
+        if step is edge:
+            found.append(lease)
+    return found
+
+
+def describe_holder(node: Node, lease: Lease) -> str:
+    """A lease as one short phrase."""
+    name, pid = owner_of(node, lease.session)
+    room = f" room {lease.room}" if lease.room else ""
+    age_s = node.out.at_s - lease.since_s
+    return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+
+
+def tree_node(node: Node, edge: TreeEdge) -> TreeNode:
+    """One node of the tree with its holders."""
+    parent = edge.parent
+    tokens = np.frombuffer(edge.edge, dtype="<i4")
+    return TreeNode(
+        id=edge.id,
+        parent=parent.id if parent is not None and parent.parent is not None else 0,
+        namespace=edge.namespace,
+        start_tokens=edge.end_tokens - tokens.size,
+        end_tokens=edge.end_tokens,
+        pages=len(edge.pages) // 4,
+        lock_ref=edge.lock_ref,
+        hits=edge.hits,
+        holders=tuple(describe_holder(node, lease) for lease in holders(node, edge)),
+        first_tokens=tuple(tokens[:FIRST_TOKENS_SHOWN].tolist()),
+    )
+
+
+def _page(node: Node, page: int) -> list[str] | Refusal:
+    table = node.leases
+    if not NULL_PAGE <= page < table.pool.total_pages:
+        return Refusal(
+            Code.BAD_REQUEST, f"page {page}: this pool has pages 0..{table.pool.total_pages - 1}"
+        )
+    if page == NULL_PAGE:
+        return ["page 0 is the null page: never handed out, never freed"]
+    for lease in table.leases.values():
+        if page in np.frombuffer(lease.held, dtype="<i4"):
+            state = lease_state(node, lease)
+            verb = "in quarantine under" if lease.quarantine else "held by"
+            said = [f"page {page} is {verb} {describe_holder(node, lease)}"]
+            if state.waiting_for:
+                said.append(f"waits for {state.waiting_for}")
+            if lease.quarantine:
+                said.append(f"because {lease.quarantine.why}")
+            return said
+    for edge in table.tree.nodes():
+        if page in np.frombuffer(edge.pages, dtype="<i4"):
+            first, *rest = _edge(node, edge)
+            return [f"page {page} is cached in {first}", *rest]
+    return [f"page {page} is free"]
+
+
+def _node(node: Node, number: int) -> list[str] | Refusal:
+    edge = next((one for one in node.leases.tree.nodes() if one.id == number), None)
+    if edge is None:
+        return Refusal(Code.BAD_REQUEST, f"the tree has no node {number}: evicted, or never was")
+    return _edge(node, edge)
+
+
+def _edge(node: Node, edge: TreeEdge) -> list[str]:
+    shown = tree_node(node, edge)
+    where = (
+        f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
+        f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, {shown.pages} pages)"
+    )
+    if not edge.lock_ref:
+        return [f"{where}, locked by nobody: it can be evicted", f"hits: {edge.hits}"]
+    return [f"{where}, lock_ref {edge.lock_ref}", *shown.holders]
+
+
+def _room(node: Node, room: int) -> list[str] | Refusal:
+    parts = [part for part in room_states(node) if part.room == room]
+    if not parts:
+        return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
+    said = []
+    for part in parts:
+        said.append(
+            f"room {room}: {part.state} on the {part.side} side, "
+            f"{'from' if part.side == 'decode' else 'to'} {part.peer or 'nobody yet'}, "
+            f"for {part.age_s:.1f} s; waits for {part.waiting_for or 'nothing'}"
+        )
+        said.append(
+            f"prompt {part.prompt_tokens} tokens, decode_prefix_len {part.decode_prefix_len}, "
+            f"{part.moved_bytes} of {part.total_bytes} bytes moved"
+        )
+        said.extend(part.story)
+    return said
+
+
+def _lease(node: Node, number: int) -> list[str] | Refusal:
+    lease = node.leases.leases.get(number)
+    if lease is None:
+        return Refusal(Code.BAD_REQUEST, f"there is no lease {number}: released, or never was")
+    state = lease_state(node, lease)
+    said = [
+        f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
+        f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
+        f"holders: {', '.join(state.holders) or 'none'}",
+    ]
+    if state.waiting_for:
+        said.append(f"waits for {state.waiting_for}")
+    return said
