@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core import effects
 from kvd.core.admission import Admission, Waiter
 from kvd.core.lease import ENGINE, Claim, Lease, LeaseTable, Quarantine
 from kvd.core.machine import move_decode
@@ -60,6 +61,8 @@ class Decoder:
         self.outcomes = Outcomes(settings, out)
         self.delivered = self.failed = self.received_bytes = self.saved_bytes = 0
         self._by_handoff: dict[int, DecodePart] = {}
+        self._settling: dict[int, Lease] = {}
+        """Quarantined leases whose writer is over, until this host is quiet."""
         self._settings = settings
         self._leases = leases
         self._admission = admission
@@ -135,13 +138,13 @@ class Decoder:
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
         self._move(part, trigger, "" if is_delivered else why.message)
         if not was_wanted:
-            self._close_drained(part, "settled")
+            self._close_drained(part, "settled", in_doubt=message.in_doubt)
         elif is_delivered:
             part.aux = message.aux
             self._verified(part)
         else:
             self._fail(part, why)
-            self._free(part, "settled")
+            self._free(part, "settled", in_doubt=message.in_doubt)
             self._close(part, message.outcome, why)
 
     def writer_gone(self, incarnation: str) -> None:
@@ -156,10 +159,10 @@ class Decoder:
             self._move(part, T.WRITER_GONE, "new incarnation")
             if was_wanted:
                 self._fail(part, refusal)
-                self._free(part, "writer-gone")
+                self._free(part, "writer-gone", in_doubt=True)
                 self._close(part, Outcome.FAILED, refusal)
             else:
-                self._close_drained(part, "new-incarnation")
+                self._close_drained(part, "new-incarnation", in_doubt=True)
         self.outcomes.forget(incarnation)
 
     def fenced(self) -> None:
@@ -168,7 +171,16 @@ class Decoder:
             if part.waiter is None:
                 self._move(part, T.FENCED, "new transport generation")
                 if part.state is D.CLOSED:
-                    self._close_drained(part, "fenced")
+                    self._close_drained(part, "fenced", in_doubt=False)
+        for lease in list(self._settling.values()):
+            self.quiet(lease.id)
+
+    def quiet(self, lease_id: int) -> None:
+        """Nothing that had reached this host for the lease's pages can land any more."""
+        lease = self._settling.pop(lease_id, None)
+        if lease is not None:
+            self._leases.end_quarantine(lease, "quiet")
+            self._admission.pump()
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
@@ -284,10 +296,13 @@ class Decoder:
         self._resend(part)
         self._admission.pump()
 
-    def _close_drained(self, part: DecodePart, proof: str) -> None:
-        """DRAINING -> CLOSED: the quarantine is over."""
+    def _close_drained(self, part: DecodePart, proof: str, *, in_doubt: bool) -> None:
+        """DRAINING -> CLOSED: the writer is done, and the quarantine over unless it is in doubt."""
         if part.lease is not None:
-            self._leases.end_quarantine(part.lease, proof)
+            if in_doubt:
+                self._settle_down(part.lease)
+            else:
+                self._leases.end_quarantine(part.lease, proof)
         self._close(part, Outcome.ABORTED, part.ended)
 
     def _close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
@@ -307,9 +322,26 @@ class Decoder:
         part.ended = refusal
         self._out.answer(part.session, client.ReceiveFailed(part.id, refusal))
 
-    def _free(self, part: DecodePart, cause: str) -> None:
-        if part.lease is not None:
-            self._leases.release(part.lease, ENGINE, cause)
+    def _free(self, part: DecodePart, cause: str, *, in_doubt: bool) -> None:
+        """Give the delta back, at once or when the bytes in doubt have come to rest."""
+        lease = part.lease
+        if lease is None:
+            return
+        if in_doubt:
+            self._leases.quarantine(
+                lease, Quarantine(part.peer, part.incarnation, self._out.at_s, cause)
+            )
+            self._settle_down(lease)
+        else:
+            self._leases.release(lease, ENGINE, cause)
+
+    def _settle_down(self, lease: Lease) -> None:
+        """The writer is gone, but what it sent may still be in our own socket buffers."""
+        self._settling[lease.id] = lease
+        if self._peers.generation:
+            self._out.effects.append(effects.Quiesce(lease.id))
+        else:
+            self.quiet(lease.id)
 
     def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: str) -> None:
         out = self._out

@@ -58,13 +58,19 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     destination: Pages
 
 
+class Quiesce(msgspec.Struct, frozen=True, tag=True):
+    """Say ``Quiet`` when nothing that has already reached this host can still land in our pages."""
+
+    lease: int
+
+
 class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
     """Kill and reap the transfer process, then start the next generation: a fence."""
 
     why: str
 
 
-Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | RestartTransfer
+Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | Quiesce | RestartTransfer
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -95,11 +95,15 @@ class AgentFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class AgentDropped(msgspec.Struct, frozen=True, tag=True):
-    """The sending agent is destroyed: no late byte of it can land."""
+    """The sending agent is destroyed: we send nothing more through it.
+
+    ``unconfirmed_bytes`` of it may still sit in the peer's socket buffers.
+    """
 
     at_s: float
     incarnation: str
     generation: int
+    unconfirmed_bytes: int = 0
 
 
 class PostMoved(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +130,13 @@ class PostFailed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Quiet(msgspec.Struct, frozen=True, tag=True):
+    """What had reached this host when ``Quiesce`` was ordered for the lease is over."""
+
+    at_s: float
+    lease: int
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time passed: repetitions, deadlines, heartbeats."""
 
@@ -147,5 +158,6 @@ Input = (
     | PostMoved
     | PostDone
     | PostFailed
+    | Quiet
     | Tick
 )

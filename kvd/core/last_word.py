@@ -64,6 +64,7 @@ class LastWord:
                     part.ended,
                     (part.aux or b"") if part.outcome is Outcome.DELIVERED else b"",
                     part.moved_bytes,
+                    part.in_doubt,
                 ),
             )
 

@@ -73,6 +73,7 @@ class Node:
             i.PostMoved: lambda got: self.prefiller.post_moved(got.post, got.moved_bytes),
             i.PostDone: lambda got: self.prefiller.post_done(got.post, got.moved_bytes),
             i.PostFailed: lambda got: self.prefiller.post_failed(got.post, got.why),
+            i.Quiet: lambda got: self.decoder.quiet(got.lease),
             i.Tick: self._tick,
         }
         self._from_peers: dict[type, Callable[[Any, Any], None]] = {
@@ -163,7 +164,7 @@ class Node:
             self.prefiller.agent_failed(got.incarnation, got.why)
 
     def _agent_dropped(self, got: i.AgentDropped) -> None:
-        self.prefiller.agent_dropped(got.incarnation, got.generation)
+        self.prefiller.agent_dropped(got.incarnation, got.generation, got.unconfirmed_bytes)
         self.peers.agent_dropped(got.incarnation, got.generation)
 
     # ---- time --------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class PrefillPart:
         "generation",
         "handoff",
         "id",
+        "in_doubt",
         "incarnation",
         "linger_s",
         "moved_bytes",
@@ -150,5 +151,7 @@ class PrefillPart:
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
         self.outcome = Outcome.FAILED
+        self.in_doubt = False
+        """A post ended with bytes sent and not confirmed."""
         self.ended: Refusal | None = None
         self.story = Story()

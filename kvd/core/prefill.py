@@ -219,17 +219,20 @@ class Prefiller:
             if part.state in WRITING:
                 self.give_up(part, self._post_failed(f"no sending agent: {why}"))
 
-    def agent_dropped(self, incarnation: str, generation: int) -> None:
-        """No byte of that agent can land any more: its posts are over."""
+    def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:
+        """We send nothing more through that agent: its posts are over."""
         for post in self.posts.through(incarnation, generation):
-            self.give_up(self.posts.parts[post], self._post_failed("its agent was destroyed"))
+            part = self.posts.parts[post]
+            part.in_doubt = part.in_doubt or unconfirmed_bytes > 0
+            self.give_up(part, self._post_failed("its agent was destroyed"))
             self._post_over(post, 0)
 
     def transfer_gone(self) -> None:
         """Our transfer process is reaped: every agent of it is destroyed."""
-        for post in list(self.posts.parts):
+        for post, part in list(self.posts.parts.items()):
+            part.in_doubt = True
             self.give_up(
-                self.posts.parts[post],
+                part,
                 self._post_failed("the transfer process of this node ended"),
             )
             self._post_over(post, 0)

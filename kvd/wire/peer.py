@@ -125,7 +125,11 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
-    """Prefill to decode, the writer's last word: I will never again write for this handoff."""
+    """Prefill to decode, the writer's last word: I will never again write for this handoff.
+
+    ``in_doubt``: the writer destroyed its agent with bytes sent and not confirmed. They may sit in
+    the decode side's own socket buffers, so that side frees the pages only when it is quiet.
+    """
 
     source: str
     target: str
@@ -134,6 +138,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     reason: Refusal | None = None
     aux: bytes = b""
     moved_bytes: int = 0
+    in_doubt: bool = False
 
 
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):

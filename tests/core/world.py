@@ -135,6 +135,8 @@ class World:
                 side.posts.append(post)
                 if not self.hold_posts:
                     self.land(side, post)
+            case effects.Quiesce(lease=lease):
+                self.later(side, inputs.Quiet(0.0, lease))
             case effects.RestartTransfer(why=why):
                 self.restart_transfer(side, why)
 
