@@ -41,13 +41,17 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it."""
+    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it.
+
+    ``max_frame_bytes``: the client socket drops the connection of whoever sends a longer frame.
+    """
 
     session: int
     token: bytes
     node: str
     incarnation: str
     pools: tuple[PoolMemory, ...]
+    max_frame_bytes: int = 16 * 1024 * 1024
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -1,0 +1,393 @@
+"""The attach socket: where engine processes get the pool's memory, and how their death is noticed.
+
+What lives here: a unix SOCK_SEQPACKET listener on the event loop, the sessions behind it, and the
+tokens that bind a ZMQ routing id to one. What must not: leases, handoffs, the ZMQ socket.
+
+Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
+told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent:
+the kernel closes it when the process dies, however it dies, and that hang-up is the news. ::
+
+    accepted --Attach/Join--> attached --hang-up--> gone
+       |                          | any byte
+       +--5 s, garbage, limits--> Rejected, closed
+
+A session has one or more attached connections; when the last is gone, ``on_gone`` is called, once.
+A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too.
+
+Invariants: every attached connection belongs to exactly one live session; a session without a
+connection does not exist; ``session_of`` answers for live sessions only; at most
+``max_processes`` connections are open, and one that has not attached lasts 5 s at most.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvd.daemon.seqpacket import listen, peer_pid
+from kvd.errors import Code, Refusal
+from kvd.wire.client import PROTOCOL, Attach, Attached, Join, Rejected
+from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+    from kvd.wire.memory import PoolMemory
+
+MAX_REQUEST_BYTES: Final = 4096
+"""An ``Attach`` is a name and a number."""
+
+MAX_NAME_BYTES: Final = 128
+"""Names are shown in every table an operator reads."""
+
+TOKEN_BYTES: Final = 16
+"""Random bytes of a token; unguessable, so that knowing it is being of the session."""
+
+_ACCEPTS_PER_WAKE: Final = 16
+_PAUSE_S: Final = 0.1
+"""Without free descriptors ``accept`` fails and the listener stays readable: look away shortly."""
+
+_REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
+"""Asked for each connection (Linux grants up to twice that): a reply is one packet that names
+every tensor of every layer, about 100 KB for a thousand layers; clients read up to 4 MiB."""
+
+
+class AttachLimits(msgspec.Struct, frozen=True):
+    """Who may connect, and how much one daemon carries.
+
+    ``mode`` and ``group`` are of the socket file; ``max_frame_bytes`` is announced to clients, so
+    that they refuse a frame that the client socket would drop them for.
+    """
+
+    mode: int = 0o660
+    group: str | None = None
+    max_sessions: int = 256
+    max_processes: int = 1024
+    request_within_s: float = 5.0
+    max_frame_bytes: int = 16 * 1024 * 1024
+
+
+DEFAULT_LIMITS: Final = AttachLimits()
+
+
+class _Session:
+    """One engine: its processes. Dies with its last connection."""
+
+    def __init__(self, number: int, token: bytes) -> None:
+        self.number = number
+        self.token = token
+        self.connections: set[_Connection] = set()
+
+
+class _Connection:
+    """One process. ``session`` is None until it has been attached."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.sock = sock
+        self.pid = pid
+        self.session: _Session | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class AttachServer:
+    """Listens on ``path`` from ``start`` to ``close``."""
+
+    def __init__(  # noqa: PLR0913 - the composition root names each of these once
+        self,
+        path: str,
+        *,
+        describe: Callable[[], tuple[PoolMemory, ...]],
+        fds: Sequence[int],
+        node: str,
+        incarnation: str,
+        on_opened: Callable[[int, str, int], None],
+        on_joined: Callable[[int, int], None],
+        on_gone: Callable[[int], None],
+        limits: AttachLimits = DEFAULT_LIMITS,
+    ) -> None:
+        """Prepare; nothing is opened before ``start``.
+
+        Args:
+            path: of the socket file.
+            describe: the pools as they are now.
+            fds: descriptors of the components that have bytes, in the order of ``describe``.
+            node: this daemon's name.
+            incarnation: this daemon's life.
+            on_opened: takes session, name, pid: a new session.
+            on_joined: takes session, pid: one more process of it.
+            on_gone: takes session: its last process hung up.
+            limits: modes and bounds.
+        """
+        self._path = path
+        self._describe = describe
+        self._fds = array.array("i", fds)
+        self._node = node
+        self._incarnation = incarnation
+        self._on_opened = on_opened
+        self._on_joined = on_joined
+        self._on_gone = on_gone
+        self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: socket.socket | None = None
+        self._resume: asyncio.TimerHandle | None = None
+        self._inode = 0
+        self._connections: set[_Connection] = set()
+        self._sessions: dict[bytes, _Session] = {}
+        self._last_session = 0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Listen.
+
+        Raises:
+            AddressInUse: another process listens on the path.
+            OSError: the directory is missing or not ours, or there is no such group.
+        """
+        self._loop = loop
+        self._listener = listen(self._path, mode=self._limits.mode, group=self._limits.group)
+        self._inode = os.stat(self._path).st_ino
+        loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Hang up on everybody and remove the socket file; calls nobody back; repeatable."""
+        loop, listener = self._loop, self._listener
+        if loop is None or listener is None:
+            return
+        self._listener = None
+        if self._resume is not None:
+            self._resume.cancel()
+        loop.remove_reader(listener.fileno())
+        listener.close()
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._sessions.clear()
+        try:
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+
+    def session_of(self, token: bytes) -> int | None:
+        """The live session that a ZMQ routing id belongs to."""
+        session = self._sessions.get(token)
+        return None if session is None else session.number
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Take the connections that wait; runs on the loop."""
+        for _ in range(_ACCEPTS_PER_WAKE):
+            if self._listener is None:
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if exc.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                    self._look_away()
+                    return
+                continue
+            self._welcome(sock)
+
+    def _look_away(self) -> None:
+        """No descriptors left: stop accepting for a moment, instead of spinning on the listener."""
+        if self._loop is None or self._listener is None:
+            return
+        listener, loop = self._listener, self._loop
+
+        def look_again() -> None:
+            self._resume = None
+            loop.add_reader(listener.fileno(), self._accept)
+
+        loop.remove_reader(listener.fileno())
+        self._resume = loop.call_later(_PAUSE_S, look_again)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        if self._loop is None:
+            return
+        sock.settimeout(0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
+        connection = _Connection(sock, pid=peer_pid(sock))
+        self._connections.add(connection)
+        self._loop.add_reader(sock.fileno(), self._read, connection)
+        if len(self._connections) > self._limits.max_processes:
+            self._reject(
+                connection,
+                Refusal(
+                    Code.NO_ROOM,
+                    f"{self._limits.max_processes} processes are attached to {self._node}, which "
+                    "is its limit: end some, or raise limits.max_clients",
+                    side=self._node,
+                    numbers={"limit": self._limits.max_processes},
+                ),
+            )
+            return
+        connection.timer = self._loop.call_later(
+            self._limits.request_within_s, self._too_late, connection
+        )
+
+    def _too_late(self, connection: _Connection) -> None:
+        within_s = self._limits.request_within_s
+        self._reject(
+            connection,
+            Refusal(
+                Code.DEADLINE,
+                f"pid {connection.pid} connected and said nothing for {within_s:g} s: send Attach "
+                "or Join at once",
+                side=self._node,
+                numbers={"within_s": within_s, "pid": connection.pid},
+            ),
+        )
+
+    def _read(self, connection: _Connection) -> None:
+        """Something came from a process, or it hung up; runs on the loop."""
+        try:
+            packet, _, flags, _ = connection.sock.recvmsg(MAX_REQUEST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, flags = b"", 0
+        if not packet:
+            self._hang_up(connection)
+            return
+        refusal = self._answer(connection, packet, flags)
+        if refusal is not None:
+            self._reject(connection, refusal)
+
+    def _answer(self, connection: _Connection, packet: bytes, flags: int) -> Refusal | None:
+        """Attach it, or say why not."""
+        if connection.timer is not None:
+            connection.timer.cancel()
+        if connection.session is not None:
+            return self._refuse(
+                Code.WRONG_STATE,
+                f"pid {connection.pid} is attached already and sent {len(packet)} more bytes: this "
+                "socket stays silent after Attached, requests go to the client socket",
+            )
+        if flags & socket.MSG_TRUNC:
+            return self._refuse(
+                Code.TOO_LARGE, f"the request is longer than {MAX_REQUEST_BYTES} bytes"
+            )
+        request = ATTACH_REQUESTS.decode(packet)
+        if isinstance(request, Refusal):
+            return request
+        if request.protocol != PROTOCOL:
+            return self._refuse(
+                Code.NOT_SUPPORTED,
+                f"the client speaks protocol {request.protocol}, {self._node} speaks {PROTOCOL}: "
+                "install the same version of kvd on both",
+            )
+        match request:
+            case Attach(name):
+                return self._attach(connection, name)
+            case Join(token):
+                return self._join(connection, token)
+
+    # ---- sessions --------------------------------------------------------------------------------
+
+    def _attach(self, connection: _Connection, name: str) -> Refusal | None:
+        if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
+            return self._refuse(
+                Code.BAD_REQUEST,
+                f"a session's name is 1 to {MAX_NAME_BYTES} printable bytes, this one has "
+                f"{len(name.encode())}: name the engine, for example decode-0",
+            )
+        if len(self._sessions) >= self._limits.max_sessions:
+            return self._refuse(
+                Code.NO_ROOM,
+                f"{len(self._sessions)} sessions are open on {self._node}, which is its limit: end "
+                "some, or raise limits.max_clients",
+            )
+        self._last_session += 1
+        session = _Session(self._last_session, b"S" + secrets.token_bytes(TOKEN_BYTES))
+        self._sessions[session.token] = session
+        self._belong(connection, session)
+        self._on_opened(session.number, name, connection.pid)
+        self._tell_attached(connection, session)
+        return None
+
+    def _join(self, connection: _Connection, token: bytes) -> Refusal | None:
+        session = self._sessions.get(token)
+        if session is None:
+            return self._refuse(
+                Code.UNKNOWN_SESSION,
+                f"{self._node} has no session of this token: it ended with its last process, or "
+                "the daemon was restarted; attach anew",
+            )
+        self._belong(connection, session)
+        self._on_joined(session.number, connection.pid)
+        self._tell_attached(connection, session)
+        return None
+
+    def _belong(self, connection: _Connection, session: _Session) -> None:
+        connection.session = session
+        session.connections.add(connection)
+
+    def _tell_attached(self, connection: _Connection, session: _Session) -> None:
+        """Answer with the memory; a process that is gone already is dropped like any other."""
+        reply = Attached(
+            session=session.number,
+            token=session.token,
+            node=self._node,
+            incarnation=self._incarnation,
+            pools=self._describe(),
+            max_frame_bytes=self._limits.max_frame_bytes,
+        )
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
+        packet = ATTACH_REPLIES.encode(reply)
+        try:
+            connection.sock.sendmsg([packet], passed)
+        except OSError as exc:
+            self._reject(
+                connection,
+                self._refuse(
+                    Code.INTERNAL,
+                    f"the description of the pools has {len(packet)} bytes and could not be sent "
+                    f"to pid {connection.pid}: {exc.strerror}",
+                ),
+            )
+
+    def _refuse(self, code: Code, message: str) -> Refusal:
+        return Refusal(code, message, side=self._node)
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def _reject(self, connection: _Connection, refusal: Refusal) -> None:
+        """Say why, then hang up. Unread packets would turn our last word into a reset: read them.
+
+        Best effort: a process that does not read, or is gone, does not hear it.
+        """
+        try:
+            connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal)))
+            for _ in range(_ACCEPTS_PER_WAKE):
+                if not connection.sock.recv(MAX_REQUEST_BYTES):
+                    break
+        except OSError:
+            pass
+        self._hang_up(connection)
+
+    def _hang_up(self, connection: _Connection) -> None:
+        """A process is gone, or is sent away; with the last one its session ends."""
+        self._drop(connection)
+        session = connection.session
+        if session is None:
+            return
+        session.connections.discard(connection)
+        if not session.connections:
+            del self._sessions[session.token]
+            self._on_gone(session.number)
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(connection.sock.fileno())
+        if connection.timer is not None:
+            connection.timer.cancel()
+        self._connections.discard(connection)
+        connection.sock.close()

@@ -1,0 +1,75 @@
+"""Unix SOCK_SEQPACKET sockets: opening one for business, and asking the kernel who came.
+
+Packets, not a stream: each message arrives whole or not at all, and a file descriptor travels with
+the message it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import struct
+
+
+class AddressInUse(Exception):
+    """Another process listens on this path, or something else lies there."""
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Who connected, as the kernel says; 0 for a process of another pid namespace."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
+
+
+def listen(path: str, *, mode: int, group: str | None) -> socket.socket:
+    """A listening socket at ``path``; a file that a dead daemon left there gives way.
+
+    Raises:
+        AddressInUse: another process listens on the path, or what lies there is no socket.
+        OSError: the directory is missing or not ours, or there is no such group.
+    """
+    _clear_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        if group is not None:
+            shutil.chown(path, group=group)
+        os.chmod(path, mode)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _clear_stale(path: str) -> None:
+    """Remove a socket file that nobody listens on.
+
+    Raises:
+        AddressInUse: somebody listens, or what lies there is no socket.
+    """
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise AddressInUse(f"{path} exists and is no socket: remove it, or set sockets.client")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass
+    raise AddressInUse(
+        f"a process listens on {path}: another kvd runs here; stop it, or give this one its own "
+        "sockets.client"
+    )

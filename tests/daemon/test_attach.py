@@ -1,0 +1,408 @@
+"""The attach socket, both ends: memory goes out, deaths come in, hostile packets change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+from kvd.client.attachment import Attachment, ask, dial, take_answer
+from kvd.core.spec import Component, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
+from kvd.errors import Code, KvdError, Refusal
+from kvd.pools.arena import Arena, reserve
+from kvd.pools.build import pool_memory
+from kvd.wire.client import Attach, Attached, AttachRequest, Join
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from kvd.wire.memory import PoolMemory
+
+POOL = pool_memory(
+    PoolSpec(
+        "main",
+        "mha",
+        Order.PAGE_FIRST,
+        (
+            Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),
+            Component("ghost", 1, Raw(64), 4, tier=Nowhere()),
+        ),
+        (8, 8),
+    )
+)
+
+PROCESS = """
+import select, sys
+from kvd.client.attachment import ask, dial, take_answer
+from kvd.wire.client import Attach, Join
+
+path, token = sys.argv[1:]
+sock = dial(path)
+ask(sock, Join(bytes.fromhex(token)) if token else Attach("worker"))
+select.select([sock], [], [])
+attachment = take_answer(sock)
+print(attachment.attached.token.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Daemon:
+    """A server on this loop, and everything it said to the reactor, in order."""
+
+    def __init__(self, path: Path, arena: Arena, limits: AttachLimits) -> None:
+        self.path = str(path)
+        self.said: list[tuple[object, ...]] = []
+        self.pools: tuple[PoolMemory, ...] = (POOL,)
+        self.server = AttachServer(
+            self.path,
+            describe=lambda: self.pools,
+            fds=[arena.fd],
+            node="node-a",
+            incarnation="1" * 32,
+            on_opened=lambda session, name, pid: self.said.append(("opened", session, name, pid)),
+            on_joined=lambda session, pid: self.said.append(("joined", session, pid)),
+            on_gone=lambda session: self.said.append(("gone", session)),
+            limits=limits,
+        )
+        self.server.start(asyncio.get_running_loop())
+
+    async def attach(self, request: AttachRequest) -> Attachment:
+        """Attach from this process."""
+        sock = self.dial()
+        ask(sock, request)
+        await readable(sock)
+        try:
+            attachment = take_answer(sock)
+        except KvdError:
+            sock.close()
+            raise
+        assert attachment is not None
+        return attachment
+
+    async def refused(self, request: AttachRequest) -> Refusal:
+        """Attach and be refused."""
+        with pytest.raises(KvdError) as caught:
+            await self.attach(request)
+        return caught.value.refusal
+
+    def dial(self) -> socket.socket:
+        sock = dial(self.path)
+        assert sock is not None
+        return sock
+
+
+def with_daemon(
+    limits: AttachLimits = DEFAULT_LIMITS,
+) -> Callable[[Callable[[Daemon], Awaitable[None]]], Callable[..., None]]:
+    """Run the test on asyncio and on uvloop, with a daemon; at the end no descriptor is left."""
+
+    def decorate(body: Callable[[Daemon], Awaitable[None]]) -> Callable[..., None]:
+        @pytest.mark.parametrize(
+            "loop_factory",
+            [asyncio.new_event_loop, uvloop.new_event_loop],
+            ids=["asyncio", "uvloop"],
+        )
+        def test(
+            loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, arena: Arena
+        ) -> None:
+            async def run() -> None:
+                before = set(os.listdir("/proc/self/fd"))
+                daemon = Daemon(tmp_path / "attach.sock", arena, limits)
+                await body(daemon)
+                daemon.server.close()
+                assert set(os.listdir("/proc/self/fd")) == before
+
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(run())
+            assert not (tmp_path / "attach.sock").exists()
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    own = reserve("kv", 1)
+    yield own
+    own.close()
+
+
+async def readable(sock: socket.socket, *, within_s: float = 5.0) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), ready.set)
+    try:
+        await asyncio.wait_for(ready.wait(), within_s)
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> float:
+    """Let the loop run until ``condition`` holds; how long that took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within_s, "it did not happen in time"
+        await asyncio.sleep(0.002)
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def process(daemon: Daemon, token: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Another process that attaches, or joins the session of ``token``, and stays."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROCESS, daemon.path, token],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+async def first_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return (await asyncio.to_thread(child.stdout.readline)).strip()
+
+
+# ---- the way in ----------------------------------------------------------------------------------
+
+
+@with_daemon()
+async def test_attach_passes_the_memory_and_a_token(daemon: Daemon) -> None:
+    attachment = await daemon.attach(Attach("decode-0"))
+
+    token = attachment.attached.token
+    assert attachment.attached == Attached(1, token, "node-a", "1" * 32, (POOL,))
+    assert (len(token), token[:1]) == (17, b"S")
+    assert daemon.said == [("opened", 1, "decode-0", os.getpid())]
+    assert (daemon.server.session_of(token), daemon.server.session_of(b"S")) == (1, None)
+    with mmap.mmap(attachment.memory_fd("main", "kv"), 4096) as memory:
+        assert memory[:4] == bytes(4)
+
+    attachment.close()
+    await until(lambda: daemon.said[1:] == [("gone", 1)])
+    assert daemon.server.session_of(token) is None
+
+
+@with_daemon()
+async def test_memory_fd_says_what_there_is_when_asked_for_something_else(daemon: Daemon) -> None:
+    attachment = await daemon.attach(Attach("decode-0"))
+
+    with pytest.raises(KvdError, match=r"main.ghost has no memory here; there is: main.kv$"):
+        attachment.memory_fd("main", "ghost")
+    attachment.close()
+
+
+@with_daemon()
+async def test_each_session_has_a_number_and_a_token_of_its_own(daemon: Daemon) -> None:
+    attachments = [await daemon.attach(Attach(f"engine-{n}")) for n in range(20)]
+
+    tokens = [one.attached.token for one in attachments]
+    assert [daemon.server.session_of(token) for token in tokens] == list(range(1, 21))
+    assert len(set(tokens)) == 20
+    for one in attachments:
+        one.close()
+    await until(lambda: len(daemon.said) == 40)
+    assert sorted(daemon.said[20:]) == [("gone", number) for number in range(1, 21)]
+
+
+# ---- deaths --------------------------------------------------------------------------------------
+
+
+@with_daemon()
+async def test_a_killed_process_is_noticed_within_a_second(daemon: Daemon) -> None:
+    """SIGKILL leaves nothing to say goodbye: the kernel's hang-up is the news."""
+    with process(daemon) as child:
+        token = bytes.fromhex(await first_line(child))
+        assert daemon.server.session_of(token) == 1
+
+        child.send_signal(signal.SIGKILL)
+        took_s = await until(lambda: daemon.server.session_of(token) is None)
+
+    assert took_s < 1
+    assert daemon.said == [("opened", 1, "worker", child.pid), ("gone", 1)]
+
+
+@with_daemon()
+async def test_a_session_lives_until_its_last_process_has_died(daemon: Daemon) -> None:
+    """A tensor-parallel worker that maps the pool may outlive the process that attached."""
+    with process(daemon) as first:
+        token = await first_line(first)
+        with process(daemon, token) as second:
+            assert await first_line(second) == token
+
+            first.kill()
+            await asyncio.to_thread(first.wait)
+            await until(lambda: len(daemon.server._connections) == 1)
+            assert daemon.server.session_of(bytes.fromhex(token)) == 1
+
+            second.kill()
+            assert await until(lambda: len(daemon.said) == 3) < 1
+
+    assert daemon.said == [
+        ("opened", 1, "worker", first.pid),
+        ("joined", 1, second.pid),
+        ("gone", 1),
+    ]
+
+
+@with_daemon()
+async def test_processes_hear_the_daemon_hang_up(daemon: Daemon) -> None:
+    attachment = await daemon.attach(Attach("decode-0"))
+    assert attachment.last_word() is None
+
+    daemon.server.close()
+    await asyncio.sleep(0)
+
+    word = attachment.last_word()
+    assert word is not None
+    assert (word.code, word.message[:16]) == (Code.UNREACHABLE, "node-a hung up: ")
+    assert daemon.said == [("opened", 1, "decode-0", os.getpid())]
+    attachment.close()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@with_daemon()
+async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> None:
+    refusal = await daemon.refused(Join(b"S" + bytes(16)))
+
+    assert refusal == Refusal(
+        Code.UNKNOWN_SESSION,
+        "node-a has no session of this token: it ended with its last process, or the daemon was "
+        "restarted; attach anew",
+        side="node-a",
+    )
+    assert daemon.said == []
+
+
+@with_daemon()
+async def test_another_protocol_is_refused_with_both_numbers(daemon: Daemon) -> None:
+    refusal = await daemon.refused(Attach("decode-0", protocol=7))
+
+    assert refusal.code is Code.NOT_SUPPORTED
+    assert "protocol 7, node-a speaks 1" in refusal.message
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "line\nbreak", "\x1b[31mred"])
+def test_a_name_that_no_table_could_show_is_refused(
+    name: str, tmp_path: Path, arena: Arena
+) -> None:
+    async def run() -> Refusal:
+        daemon = Daemon(tmp_path / "attach.sock", arena, AttachLimits())
+        refusal = await daemon.refused(Attach(name))
+        daemon.server.close()
+        return refusal
+
+    assert asyncio.run(run()).code is Code.BAD_REQUEST
+
+
+@with_daemon(AttachLimits(max_sessions=2))
+async def test_sessions_are_limited_and_a_freed_one_can_be_had(daemon: Daemon) -> None:
+    first, second = [await daemon.attach(Attach("engine")) for _ in range(2)]
+    refusal = await daemon.refused(Attach("engine"))
+    first.close()
+    await until(lambda: ("gone", 1) in daemon.said)
+    third = await daemon.attach(Attach("engine"))
+
+    assert (refusal.code, refusal.message) == (
+        Code.NO_ROOM,
+        "2 sessions are open on node-a, which is its limit: end some, or raise limits.max_clients",
+    )
+    assert third.attached.session == 3
+    second.close()
+    third.close()
+    await until(lambda: len(daemon.said) == 6)
+
+
+@with_daemon(AttachLimits(max_processes=1))
+async def test_processes_are_limited(daemon: Daemon) -> None:
+    first = await daemon.attach(Attach("engine"))
+    sock = daemon.dial()
+    await readable(sock)
+
+    with pytest.raises(KvdError, match=r"^no-room: 1 processes are attached to node-a"):
+        take_answer(sock)
+    sock.close()
+    first.close()
+    await until(lambda: len(daemon.said) == 2)
+
+
+@with_daemon(AttachLimits(request_within_s=0.05))
+async def test_a_silent_connection_is_closed_with_words(daemon: Daemon) -> None:
+    sock = daemon.dial()
+    await readable(sock)
+
+    with pytest.raises(KvdError, match=r"^deadline: pid \d+ connected and said nothing for 0.05 s"):
+        take_answer(sock)
+    sock.close()
+    assert daemon.said == []
+
+
+@pytest.mark.parametrize("length", [1, 40, 5_000])
+def test_garbage_gets_a_typed_answer_and_harms_nobody(
+    length: int, tmp_path: Path, arena: Arena
+) -> None:
+    async def run() -> None:
+        daemon = Daemon(tmp_path / "attach.sock", arena, AttachLimits())
+        honest = await daemon.attach(Attach("honest"))
+        sock = daemon.dial()
+        sock.sendmsg([b"\xc1" * length], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"\0\0\0\0")])
+        sock.send(b"and more")
+        await readable(sock)
+        with pytest.raises(KvdError) as caught:
+            take_answer(sock)
+        sock.close()
+
+        assert caught.value.code in {"bad-request", "too-large"}
+        assert daemon.said == [("opened", 1, "honest", os.getpid())]
+        honest.close()
+        daemon.server.close()
+
+    asyncio.run(run())
+
+
+@with_daemon()
+async def test_a_process_that_keeps_talking_is_sent_away(daemon: Daemon) -> None:
+    sock = daemon.dial()
+    ask(sock, Attach("chatty"))
+    await readable(sock)
+    attachment = take_answer(sock)
+    assert attachment is not None
+    ask(sock, Attach("chatty"))
+    await readable(sock)
+
+    word = attachment.last_word()
+    assert word is not None
+    assert word.code is Code.WRONG_STATE
+    assert daemon.said == [("opened", 1, "chatty", os.getpid()), ("gone", 1)]
+    attachment.close()
+
+
+@with_daemon()
+async def test_a_description_too_long_for_a_packet_is_an_error_with_its_size(
+    daemon: Daemon,
+) -> None:
+    daemon.pools = (POOL,) * 30_000
+
+    refusal = await daemon.refused(Attach("engine"))
+
+    assert refusal.code is Code.INTERNAL
+    assert "Message too long" in refusal.message
+    assert daemon.said == [("opened", 1, "engine", os.getpid()), ("gone", 1)]
