@@ -1,0 +1,114 @@
+"""What is said in the demo, as data: three conversations under one system prompt.
+
+- ``first`` grows turn by turn: each prompt is the previous prompt, its answer, and a new message.
+- ``second`` shares only the system prompt with it. Its first message ends on a page boundary.
+- ``retry`` asks the first question of ``second`` again: a full hit, nothing to send.
+
+Tokens are plain integers; there is no tokenizer. Nothing here knows about daemons or models.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+FIRST, SECOND, RETRY = "first", "second", "retry"
+SYSTEM_TOKENS = 300
+MESSAGE_TOKENS = 40
+ANSWER_TOKENS = 16
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message of a user in ``conversation``; ``number`` counts from 1 in it."""
+
+    conversation: str
+    number: int
+    message: tuple[int, ...]
+
+
+class Script(msgspec.Struct, frozen=True):
+    """Everything that users will say. The answers are the model's."""
+
+    system: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+    def cached_tokens_at_most(self) -> int:
+        """Tokens that one node's prefix cache holds at the end, were nothing shared."""
+        names = {turn.conversation for turn in self.turns}
+        said = sum(len(turn.message) + ANSWER_TOKENS for turn in self.turns)
+        return len(names) * len(self.system) + said
+
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        longest = 0
+        for name in {turn.conversation for turn in self.turns}:
+            own = [turn for turn in self.turns if turn.conversation == name]
+            said = sum(len(turn.message) + ANSWER_TOKENS for turn in own)
+            longest = max(longest, len(self.system) + said)
+        return longest
+
+
+def write_script(*, turns: int, vocabulary: int, page_size: int, seed: int) -> Script:
+    """The same script for the same arguments; ``first`` has ``turns`` turns."""
+    chance = random.Random(seed)
+
+    def say(count: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(vocabulary) for _ in range(count))
+
+    system = say(SYSTEM_TOKENS)
+    aligned = -(-(SYSTEM_TOKENS + MESSAGE_TOKENS) // page_size) * page_size
+    question = say(aligned - SYSTEM_TOKENS)
+    return Script(
+        system=system,
+        turns=(
+            *(Turn(FIRST, number, say(MESSAGE_TOKENS)) for number in range(1, turns + 1)),
+            Turn(SECOND, 1, question),
+            Turn(SECOND, 2, say(MESSAGE_TOKENS)),
+            Turn(RETRY, 1, question),
+        ),
+    )
+
+
+class Dialogues:
+    """What has been said so far, by conversation."""
+
+    def __init__(self, system: tuple[int, ...]) -> None:
+        self._system = system
+        self._said: dict[str, tuple[int, ...]] = {}
+
+    def prompt(self, turn: Turn) -> tuple[int, ...]:
+        """The whole prompt of ``turn``."""
+        return self._said.get(turn.conversation, self._system) + turn.message
+
+    def answered(self, turn: Turn, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
+        """The model's ``answer`` to ``prompt`` is part of the conversation now."""
+        self._said[turn.conversation] = prompt + answer
+
+
+class ExpectedCache:
+    """What a node's prefix cache must hold, worked out here alone, to check the daemon by.
+
+    Right while nothing is evicted: the demo's pools are sized so.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._sequences: list[tuple[int, ...]] = []
+
+    def prefix_tokens(self, prompt: tuple[int, ...]) -> int:
+        """Tokens of the longest cached prefix of ``prompt``, in whole pages."""
+        longest = max((_common(prompt, known) for known in self._sequences), default=0)
+        return longest - longest % self._page_size
+
+    def add(self, sequence: tuple[int, ...]) -> None:
+        """KV of ``sequence`` was committed; only its whole pages stay."""
+        self._sequences.append(sequence[: len(sequence) - len(sequence) % self._page_size])
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens both begin with."""
+    for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):
+        if ours != theirs:
+            return at
+    return min(len(one), len(other))

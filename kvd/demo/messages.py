@@ -1,0 +1,150 @@
+"""What the demo and its engine processes say to each other, and the frames it travels in.
+
+The demo is the parent: it writes to a child's standard input and reads from its standard output.
+One frame is four bytes of length, big-endian, and one msgpack message. A request gets exactly one
+answer; ``Failed`` is one to any of them. Logits are raw little-endian float64, (rows, vocabulary).
+"""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Build the model. Answer: ``Started``."""
+
+    model: str
+    seed: int
+    dtype: str
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Attach to the daemon at ``endpoint``. Answer: ``Connected``."""
+
+    endpoint: str
+    name: str
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """Compute the prompt and hand its KV over under ``room``. Answer: ``Prefilled``."""
+
+    room: int
+    tokens: tuple[int, ...]
+    chunk_tokens: int
+    deadline_s: float
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    """Receive the prompt's KV and go on from there. Answer: ``Decoded``.
+
+    With ``damage`` one page that crossed is overwritten first: the negative control.
+    """
+
+    room: int
+    tokens: tuple[int, ...]
+    source: str
+    answer_tokens: int
+    deadline_s: float
+    damage: bool = False
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Do it all in this process, without kvd. Answer: ``Generated``."""
+
+    tokens: tuple[int, ...]
+    answer_tokens: int
+
+
+Request = Start | Connect | Prefill | Decode | Generate
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The model is there; ``weights`` is the digest of its parameters."""
+
+    weights: str
+    torch: str
+    transformers: str
+
+
+class Connected(msgspec.Struct, frozen=True, tag="connected"):
+    """The pool is mapped."""
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    """The handoff is over. ``handoff_s``: from the first written page until the commit.
+
+    ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
+    always computed). The sent figures are the prefill daemon's.
+    """
+
+    prefix_tokens: int
+    computed_tokens: int
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+    handoff_s: float
+    logits: bytes
+
+
+class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
+    """The answer, its first token included, whose logits the prefill engine has.
+
+    ``first_token_at_s`` is the monotonic clock of this host, the same in all processes.
+    """
+
+    tokens: tuple[int, ...]
+    prefix_tokens: int
+    first_token_at_s: float
+    logits: bytes
+
+
+class Generated(msgspec.Struct, frozen=True, tag="generated"):
+    """The answer of a single process."""
+
+    tokens: tuple[int, ...]
+    logits: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request failed; ``error`` says why in one sentence."""
+
+    error: str
+
+
+Reply = Started | Connected | Prefilled | Decoded | Generated | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_REPLIES = msgspec.msgpack.Decoder(Reply)
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The aux of a handoff: what the prefill engine's last logits chose."""
+
+    token: int
+    logprob: float
+
+
+def frame(message: Request | Reply) -> bytes:
+    """One message with its length."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def read_request(stream: BinaryIO) -> Request | None:
+    """The next request; None at the end, when the parent is gone."""
+    header = stream.read(LENGTH_BYTES)
+    if len(header) < LENGTH_BYTES:
+        return None
+    request: Request = _REQUESTS.decode(stream.read(int.from_bytes(header, "big")))
+    return request
+
+
+def decode_reply(body: bytes) -> Reply:
+    """A reply from the body of its frame."""
+    reply: Reply = _REPLIES.decode(body)
+    return reply

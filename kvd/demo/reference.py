@@ -1,0 +1,21 @@
+"""The same model in one process, without kvd: what the two engines must reproduce."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import DynamicCache
+
+from kvd.demo.compute import answer, greedy, last_logits, pack_logits
+from kvd.demo.messages import Generate, Generated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def generate(model: PreTrainedModel, order: Generate) -> Generated:
+    """Prefill the whole prompt in one pass into the model's own cache, then decode greedily."""
+    cache = DynamicCache(config=model.config)
+    prompt = last_logits(model, order.tokens, cache)
+    said, logits = answer(model, cache, greedy(prompt), order.answer_tokens)
+    return Generated(tokens=tuple(said), logits=pack_logits([prompt, *logits]))

@@ -1,0 +1,69 @@
+"""The script of the demo, and the prefix cache it is checked by."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.demo.conversation import Dialogues, ExpectedCache, write_script
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_script_repeats_a_prompt_of_whole_pages(page_size: int) -> None:
+    """Scenario A4: the retry finds every token of its prompt cached."""
+    script = write_script(turns=5, vocabulary=2048, page_size=page_size, seed=1)
+    dialogues = Dialogues(script.system)
+    prompts = {(turn.conversation, turn.number): dialogues.prompt(turn) for turn in script.turns}
+
+    assert [(turn.conversation, turn.number) for turn in script.turns] == [
+        *(("first", number) for number in range(1, 6)),
+        ("second", 1),
+        ("second", 2),
+        ("retry", 1),
+    ]
+    assert prompts["retry", 1] == prompts["second", 1]
+    assert len(prompts["retry", 1]) % page_size == 0
+    assert script == write_script(turns=5, vocabulary=2048, page_size=page_size, seed=1)
+
+
+def test_prompt_is_the_previous_prompt_its_answer_and_a_new_message() -> None:
+    """Scenario A39: turn k's prompt is the previous prompt, the output and 40 tokens."""
+    script = write_script(turns=2, vocabulary=2048, page_size=16, seed=1)
+    dialogues = Dialogues(script.system)
+    first, second = script.turns[:2]
+    prompt = dialogues.prompt(first)
+
+    dialogues.answered(first, prompt, (7, 8))
+
+    assert prompt == script.system + first.message
+    assert dialogues.prompt(second) == (*prompt, 7, 8, *second.message)
+    assert len(second.message) == 40
+
+
+def test_script_bounds_what_it_needs() -> None:
+    script = write_script(turns=3, vocabulary=2048, page_size=16, seed=1)
+
+    assert script.longest_prompt_tokens() == 300 + 3 * (40 + 16)
+    assert script.cached_tokens_at_most() == 3 * 300 + 3 * 56 + (52 + 16) + 56 + (52 + 16)
+
+
+@pytest.mark.parametrize(
+    ("cached", "prompt", "prefix"),
+    [
+        ((), tuple(range(100)), 0),
+        (tuple(range(64)), tuple(range(100)), 64),
+        (tuple(range(70)), tuple(range(70)) + (999,) * 30, 64),
+        (tuple(range(96)), tuple(range(96)), 96),
+        (tuple(range(96)), tuple(range(97)), 96),
+        (tuple(range(15)), tuple(range(100)), 0),
+        (tuple(range(96)), tuple(range(40)) + (999,) * 60, 32),
+    ],
+)
+def test_expected_cache_finds_the_longest_prefix_in_whole_pages(
+    cached: tuple[int, ...], prompt: tuple[int, ...], prefix: int
+) -> None:
+    """Scenarios A1 to A5, as the demo works them out without a daemon."""
+    cache = ExpectedCache(16)
+    cache.add((5, 5, 5))
+    cache.add(cached)
+
+    assert cache.prefix_tokens(prompt) == prefix

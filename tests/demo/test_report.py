@@ -1,0 +1,144 @@
+"""What the demo calls a failure, and how it says so."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvd.demo.report import Environment, Report, Row, Totals, problems, table_of, verdict
+
+ROW = Row(
+    conversation="first",
+    turn=2,
+    room=2,
+    prompt_tokens=396,
+    prefill_prefix_len=336,
+    computed_tokens=60,
+    decode_prefix_len=352,
+    decode_prefix_expected=352,
+    pages_sent=3,
+    pages_expected=3,
+    bytes_sent=3 * 32768,
+    bytes_expected=3 * 32768,
+    bytes_saved=22 * 32768,
+    ttft_ms=41.5,
+    handoff_ms=30.25,
+    transfer_gbps=0.026,
+    answer_tokens=16,
+    tokens_equal=True,
+    max_logit_difference=1e-5,
+)
+TOTALS = Totals(
+    sent_bytes=3 * 32768,
+    received_bytes=3 * 32768,
+    handoffs_delivered=1,
+    pages_still_held=0,
+    pages_still_locked=0,
+)
+
+
+def change(row: Row, **fields: object) -> Row:
+    return msgspec.structs.replace(row, **fields)
+
+
+def report(*rows: Row, found: tuple[str, ...] = ()) -> Report:
+    environment = Environment(
+        kvd="0",
+        python="3",
+        torch="2",
+        transformers="5",
+        platform="x",
+        cpus=2,
+        transport="nixl",
+        model="llama",
+        weights="0",
+        seed=1,
+        dtype="float32",
+        page_size=16,
+        order="page_first",
+        page_bytes=32768,
+    )
+    return Report(not found, found, environment, rows, TOTALS, 12.3)
+
+
+def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
+    assert problems([ROW], TOTALS, dtype="float32") == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"tokens_equal": False, "max_logit_difference": 5.0},
+            (
+                "the tokens differ from a single process",
+                "the logits differ by 5, more than rounding explains",
+            ),
+        ),
+        (
+            {"tokens_equal": False},
+            (
+                "the tokens differ from a single process, though no logit by more than 1.0e-05: "
+                "two tokens were that close; --dtype float64 tells rounding from an error",
+            ),
+        ),
+        (
+            {"max_logit_difference": float("nan")},
+            ("the logits differ by nan, more than rounding explains",),
+        ),
+        ({"decode_prefix_len": 336}, ("decode_prefix_len is 336, not 352",)),
+        ({"pages_sent": 4}, ("pages sent: 4, not 3",)),
+        ({"bytes_expected": 98303}, ("bytes sent: 98304, not 98303",)),
+    ],
+)
+def test_problems_names_what_is_wrong_with_a_turn(
+    fields: dict[str, object], problem: tuple[str, ...]
+) -> None:
+    found = problems([change(ROW, **fields)], TOTALS, dtype="float32")
+
+    assert found == tuple(f"conversation first, turn 2: {text}" for text in problem)
+
+
+def test_problems_holds_the_turns_against_the_daemons_counters() -> None:
+    totals = Totals(
+        sent_bytes=1,
+        received_bytes=2,
+        handoffs_delivered=3,
+        pages_still_held=4,
+        pages_still_locked=5,
+    )
+
+    assert problems([ROW], totals, dtype="float32") == (
+        "prefill daemon counted 1 bytes, its handoffs 98304",
+        "decode daemon received 2 bytes of 98304 sent",
+        "3 handoffs delivered in 1 turns",
+        "4 pages held and 5 locked although every lease was released",
+    )
+
+
+def test_verdict_is_one_line() -> None:
+    assert verdict(report(ROW)) == (
+        "OK: 16 tokens of 1 turns equal a single process; 98304 bytes sent, exactly the pages that "
+        "decode lacked, 720896 saved (88%); 12 s"
+    )
+    assert verdict(report(ROW, found=("a", "b", "c"))) == "FAILED: a (and 2 more)"
+
+
+def test_table_shows_every_turn() -> None:
+    out = io.StringIO()
+    retry = change(ROW, conversation="retry", pages_sent=0, bytes_sent=0, transfer_gbps=None)
+
+    Console(file=out, width=100).print(table_of(report(ROW, retry)))
+
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert rows == [
+        ["conversation", "turn", "prompt", "prefix", "pages", "sent", "saved", "ttft", "Gbit/s",
+         "dlogit", "tokens"],
+        ["first", "2", "396", "352", "3", "96", "KiB", "704", "KiB", "42", "ms", "0.03", "1e-05",
+         "equal"],
+        ["retry", "2", "396", "352", "0", "0", "KiB", "704", "KiB", "42", "ms", "-", "1e-05",
+         "equal"],
+    ]  # fmt: skip
