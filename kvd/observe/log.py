@@ -1,0 +1,139 @@
+"""The log: one line per event, and the only place that writes one.
+
+Every event is a tagged struct; its tag is the line's ``event`` and its fields are the line's
+fields, so a new event needs nothing here unless its level is not ``info``. Lines go to the
+standard error, where journald or a terminal takes them: JSON for programs, columns for people.
+
+Invariants: a line that cannot be written is counted, never raised, because the log must not stop
+what it describes; an event below the level costs one look-up.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import TYPE_CHECKING, TextIO
+
+import msgspec
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor, WrappedLogger
+
+RANKS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+LEVELS = {
+    "lease-opened": "debug",
+    "lease-extended": "debug",
+    "lease-committed": "debug",
+    "lease-released": "debug",
+    "evicted": "debug",
+    "waiting": "debug",
+    "moved": "debug",
+    "agent-changed": "debug",
+    "quarantined": "warning",
+    "peer-suspect": "warning",
+    "peer-lost": "warning",
+    "peer-refused": "warning",
+    "message-refused": "warning",
+    "violation": "error",
+}
+"""Levels by tag: debug is what every request does, warning is what an operator may want to see."""
+
+
+class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
+    """A task of the daemon ended by an exception: a bug. ``exception`` is its traceback."""
+
+    task: str
+    error: str
+    exception: str
+
+
+class EventLog:
+    """Writes events. ``lost_lines`` counts those that the standard error did not take."""
+
+    def __init__(self, *, level: str) -> None:
+        self._threshold = RANKS[level]
+        self._ranks: dict[type[msgspec.Struct], int] = {}
+        self._logger = structlog.get_logger().bind()  # resolved once, not per line
+        self.lost_lines = 0
+
+    def write(self, event: msgspec.Struct) -> None:
+        """Write one event, unless its level is below the configured one."""
+        rank = self._ranks.get(type(event))
+        if rank is None:
+            rank = self._ranks.setdefault(type(event), RANKS[_level_of(event)])
+        if rank < self._threshold:
+            return
+        fields = msgspec.to_builtins(event)
+        name = fields.pop("type")
+        try:
+            self._logger.log(rank, name, **fields)
+        except (OSError, ValueError):  # the reader hung up, the disk is full, the file is closed
+            self.lost_lines += 1
+
+    def crashed(self, task: str, error: BaseException) -> None:
+        """Write the traceback of a task that should not have ended."""
+        trace = "".join(traceback.format_exception(error))
+        self.write(Crashed(task=task, error=repr(error), exception=trace))
+
+
+def configure(*, form: str, level: str, node: str, stream: TextIO | None = None) -> EventLog:
+    """Set up structlog for this process, once, and give the log.
+
+    Args:
+        form: ``console``, ``json``, or ``auto``: console if the stream is a terminal.
+        level: the least important level that is written.
+        node: this node's name, in every line.
+        stream: the standard error if left out.
+    """
+    stream = sys.stderr if stream is None else stream
+    is_console = form == "console" or (form == "auto" and stream.isatty())
+    renderers: list[Processor] = [_json_line]
+    if is_console:
+        columns = structlog.dev.ConsoleRenderer(colors=stream.isatty(), sort_keys=False)
+        renderers = [_printable, columns]
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _Node(node),
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(RANKS[level]),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=False,
+    )
+    return EventLog(level=level)
+
+
+def _level_of(event: msgspec.Struct) -> str:
+    """The level of an event's class; violations and crashes are errors, most are info."""
+    if isinstance(event, Crashed):
+        return "error"
+    return LEVELS.get(str(event.__struct_config__.tag), "info")
+
+
+class _Node:
+    """Puts the node's name into every line."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _logger: WrappedLogger, _method: str, fields: EventDict) -> EventDict:
+        fields["node"] = self._name
+        return fields
+
+
+def _printable(_logger: WrappedLogger, _method: str, fields: EventDict) -> EventDict:
+    """Escape what a peer may have put into a text to move the cursor of whoever reads it."""
+    for name, value in fields.items():
+        if isinstance(value, str) and not value.isprintable() and name != "exception":
+            fields[name] = value.encode("unicode_escape").decode()
+    return fields
+
+
+def _json_line(_logger: WrappedLogger, _method: str, fields: EventDict) -> str:
+    """One line of JSON that begins with when, how important and what."""
+    head = {key: fields.pop(key) for key in ("timestamp", "level", "event", "node")}
+    return msgspec.json.encode({**head, **fields}).decode()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import TYPE_CHECKING, Any, get_args
+
+import msgspec
+import pytest
+import structlog
+
+from kvd.observe.log import LEVELS, configure
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOST = events.PeerLost(seq=7, at_s=1.5, peer="prefill-0", incarnation="3f", silent_s=2.5)
+MOVED = events.Moved(8, 1.5, "decode", 3, 9117, "prefill-0", "queued", "offered", "admitted")
+
+
+@pytest.fixture(autouse=True)
+def _leave_structlog_as_it_was() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_log_writes_one_line_per_event_with_every_field() -> None:
+    stream = io.StringIO()
+    log = configure(form="json", level="debug", node="decode-0", stream=stream)
+
+    log.write(LOST)
+    log.write(MOVED)
+
+    [lost, moved] = lines(stream)
+    assert list(lost)[:4] == ["timestamp", "level", "event", "node"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", lost.pop("timestamp"))
+    assert lost == {
+        "level": "warning",
+        "event": "peer-lost",
+        "node": "decode-0",
+        "seq": 7,
+        "at_s": 1.5,
+        "peer": "prefill-0",
+        "incarnation": "3f",
+        "silent_s": 2.5,
+    }
+    assert (moved["level"], moved["event"], moved["room"], moved["why"]) == (
+        "debug",
+        "moved",
+        9117,
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "written"),
+    [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)],
+)
+def test_log_leaves_out_what_is_below_its_level(level: str, written: int) -> None:
+    stream = io.StringIO()
+    log = configure(form="json", level=level, node="n", stream=stream)
+
+    log.write(MOVED)
+    log.write(events.Flushed(1, 0.0, 2, 3))
+    log.write(LOST)
+    log.write(events.Violation(2, 0.0, "I1: 3 + 4 != 8"))
+
+    assert len(lines(stream)) == written
+
+
+def test_console_log_is_for_people_and_without_colours_off_a_terminal() -> None:
+    stream = io.StringIO()
+    log = configure(form="console", level="info", node="n", stream=stream)
+
+    log.write(LOST)
+
+    line = stream.getvalue()
+    assert "[warning  ] peer-lost" in line
+    assert "peer=prefill-0" in line
+    assert "\x1b" not in line
+
+
+def test_auto_is_json_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+
+    configure(form="auto", level="info", node="n", stream=stream).write(LOST)
+
+    assert lines(stream)[0]["event"] == "peer-lost"
+
+
+def test_a_line_cannot_be_split_by_what_a_peer_says() -> None:
+    stream = io.StringIO()
+    log = configure(form="json", level="info", node="n", stream=stream)
+
+    log.write(events.MessageRefused(1, 0.0, "peers", "a\nb\x1b[2J", "bad-request", "why"))
+
+    assert [line["sender"] for line in lines(stream)] == ["a\nb\x1b[2J"]
+
+    stream = io.StringIO()
+    log = configure(form="console", level="info", node="n", stream=stream)
+
+    log.write(events.MessageRefused(1, 0.0, "peers", "a\nb\x1b[2J", "bad-request", "why"))
+
+    assert stream.getvalue().count("\n") == 1
+    assert "sender=a\\nb\\x1b[2J" in stream.getvalue()
+
+
+def test_a_crash_is_written_with_its_traceback() -> None:
+    stream = io.StringIO()
+    log = configure(form="json", level="error", node="n", stream=stream)
+
+    log.crashed("reactor", RuntimeError("boom"))
+
+    [line] = lines(stream)
+    assert (line["level"], line["event"], line["task"]) == ("error", "crashed", "reactor")
+    assert line["error"] == "RuntimeError('boom')"
+    assert line["exception"].endswith("RuntimeError: boom\n")
+
+
+def test_a_log_that_cannot_be_written_counts_and_goes_on() -> None:
+    stream = io.StringIO()
+    log = configure(form="json", level="info", node="n", stream=stream)
+    stream.close()
+
+    log.write(LOST)
+    log.write(LOST)
+
+    assert log.lost_lines == 2
+
+
+def test_levels_name_existing_events_and_no_field_hides_the_head_of_a_line() -> None:
+    kinds = get_args(events.Event)
+
+    assert set(LEVELS) <= {kind.__struct_config__.tag for kind in kinds}
+    head = {"timestamp", "level", "event", "node", "type"}
+    assert [kind for kind in kinds if head & {f.name for f in msgspec.structs.fields(kind)}] == []
