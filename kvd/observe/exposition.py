@@ -1,0 +1,295 @@
+"""The Prometheus page: counters and gauges under their public names.
+
+prometheus_client takes about as long to import as the rest of the daemon takes to start, so it is
+imported by ``load`` or by the first scrape, never by importing this file. It formats; it keeps no
+state of ours, and its global registry stays empty.
+
+Invariant: a counter's series that was shown once is shown until the process ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+    from kvd.observe.gauges import Gauges
+    from kvd.observe.metrics import Counter, Histogram, Histograms, Labels, Metrics
+
+    Series = Iterable[tuple[Labels, float]]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Build(msgspec.Struct, frozen=True):
+    """What runs: the label values of ``kvd_build_info``."""
+
+    version: str
+    proto: str
+    nixl: str
+
+
+class Exposition:
+    """Renders one node's metrics. ``read_gauges`` is called once for each page."""
+
+    def __init__(self, metrics: Metrics, build: Build, read_gauges: Callable[[], Gauges]) -> None:
+        self._metrics = metrics
+        self._build = build
+        self._read_gauges = read_gauges
+        self._registry: CollectorRegistry | None = None
+
+    def load(self) -> None:
+        """Import the formatter. Call it in a thread once the daemon is ready."""
+        from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415
+
+        if self._registry is None:
+            registry = CollectorRegistry()
+            registry.register(self)
+            ProcessCollector(registry=registry)
+            self._registry = registry
+
+    def describe(self) -> list[Metric]:
+        """Nothing: lets the registry take this collector without a scrape."""
+        return []
+
+    def render(self) -> bytes:
+        """The page, in the text format 0.0.4."""
+        from prometheus_client import generate_latest  # noqa: PLC0415
+
+        self.load()
+        assert self._registry is not None
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, for prometheus_client."""
+        yield from _handoffs(self._metrics)
+        yield from _ledger(self._metrics)
+        yield from _loop(self._metrics)
+        yield from _state(self._read_gauges(), self._build)
+
+
+def _handoffs(metrics: Metrics) -> Iterator[Metric]:
+    """What handoffs did."""
+    yield _counter(
+        "kvd_handoffs",
+        "Handoffs that ended on this node.",
+        metrics.handoffs,
+        ("role", "outcome", "reason"),
+    )
+    yield _counter(
+        "kvd_handoff_bytes",
+        "KV bytes that handoffs moved.",
+        metrics.handoff_bytes,
+        ("dir",),
+        (("received",), ("sent",)),
+    )
+    yield _counter(
+        "kvd_handoff_bytes_saved",
+        "KV bytes that handoffs need not move, because the decode side had them.",
+        metrics.handoff_bytes_saved,
+        ("dir",),
+        (("received",), ("sent",)),
+    )
+    yield _histogram(
+        "kvd_decode_prefix_tokens",
+        "Tokens of a received prompt that were cached here already.",
+        metrics.decode_prefix_tokens,
+    )
+    yield _histograms(
+        "kvd_handoff_seconds",
+        "From the first request to the end.",
+        metrics.handoff_seconds,
+        ("role",),
+    )
+    yield _histograms(
+        "kvd_handoff_stage_seconds",
+        "Time a part of a handoff spent in one stage.",
+        metrics.stage_seconds,
+        ("role", "stage"),
+    )
+
+
+def _ledger(metrics: Metrics) -> Iterator[Metric]:
+    """What happened to pages and leases."""
+    yield _counter(
+        "kvd_evicted_pages",
+        "Cached pages that gave way.",
+        metrics.evicted_pages,
+        ("pool", "reason"),
+    )
+    yield _counter("kvd_leases_released", "Leases that ended.", metrics.leases_released, ("cause",))
+    yield _total(
+        "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
+    )
+    yield _counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
+    yield _total("kvd_events", "Events since the daemon began.", metrics.events)
+
+
+def _loop(metrics: Metrics) -> Iterator[Metric]:
+    """How requests and the event loop fare."""
+    yield _histograms("kvd_rpc_seconds", "From request to answer.", metrics.rpc_seconds, ("op",))
+    yield _counter("kvd_rpc_errors", "Requests refused.", metrics.rpc_errors, ("op", "code"))
+    yield _counter(
+        "kvd_messages_refused",
+        "Messages that could not be acted on.",
+        metrics.messages_refused,
+        ("socket", "code"),
+    )
+    yield _histogram(
+        "kvd_loop_lag_seconds", "How late timers of the event loop fire.", metrics.loop_lag_seconds
+    )
+
+
+def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
+    """The node as it is."""
+    from prometheus_client.core import InfoMetricFamily  # noqa: PLC0415
+
+    yield from _pools(gauges)
+    yield from _peers(gauges)
+    yield _gauge(
+        "kvd_leases", "Leases by reason and state.", ("reason", "state"), gauges.leases.items()
+    )
+    yield _gauge(
+        "kvd_lease_age_seconds",
+        "Age of the oldest lease.",
+        ("quantile",),
+        [(("max",), gauges.oldest_lease_s)],
+    )
+    yield _gauge(
+        "kvd_inflight_handoffs",
+        "Handoffs under way.",
+        ("role",),
+        [((role,), count) for role, count in gauges.inflight.items()],
+    )
+    yield _gauge("kvd_waiting_requests", "Requests that wait for room.", (), [((), gauges.waiting)])
+    yield _gauge("kvd_engine_clients", "Engine sessions.", (), [((), gauges.engine_clients)])
+    yield _gauge(
+        "kvd_transfer_generation",
+        "Generation of the transfer process; a step says that it was restarted.",
+        (),
+        [((), gauges.transfer_generation)],
+    )
+    yield _gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
+    yield _gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
+    yield InfoMetricFamily("kvd_build", "What runs here.", value=msgspec.structs.asdict(build))
+
+
+def _pools(gauges: Gauges) -> Iterator[Metric]:
+    """Pages and bytes of each component."""
+    names = ("pool", "component")
+    yield _gauge(
+        "kvd_pool_pages",
+        "Pages by state; the states add up to all pages.",
+        (*names, "state"),
+        [
+            ((pool.pool, pool.component, state), count)
+            for pool in gauges.pools
+            for state, count in pool.pages.items()
+        ],
+    )
+    yield _gauge(
+        "kvd_pool_bytes",
+        "Memory of the pool.",
+        names,
+        [
+            ((pool.pool, pool.component), pool.page_bytes * sum(pool.pages.values()))
+            for pool in gauges.pools
+        ],
+    )
+    yield _gauge(
+        "kvd_pool_evictable_pages",
+        "Cached pages that nobody locks.",
+        names,
+        [((pool.pool, pool.component), pool.evictable_pages) for pool in gauges.pools],
+    )
+    yield _gauge(
+        "kvd_pool_locked_pages",
+        "Cached pages that a lease locks.",
+        names,
+        [((pool.pool, pool.component), pool.locked_pages) for pool in gauges.pools],
+    )
+
+
+def _peers(gauges: Gauges) -> Iterator[Metric]:
+    """Other daemons."""
+    peers = gauges.peers
+    up = [((peer.peer,), int(peer.is_up)) for peer in peers]
+    yield _gauge(
+        "kvd_peer_up", "1 if the peer is heard, 0 if it is suspect or lost.", ("peer",), up
+    )
+    yield _gauge(
+        "kvd_peer_generation",
+        "Generation of the peer's transfer process.",
+        ("peer",),
+        [((peer.peer,), peer.generation) for peer in peers],
+    )
+    yield _gauge(
+        "kvd_rtt_seconds",
+        "Round trip of the last Ping.",
+        ("peer",),
+        [((peer.peer,), peer.round_trip_s) for peer in peers],
+    )
+
+
+def _counter(
+    name: str, doc: str, counter: Counter, labels: Labels, always: tuple[Labels, ...] = ()
+) -> Metric:
+    """A counter family; the series in ``always`` are shown even at 0."""
+    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
+
+    family = CounterMetricFamily(name, doc, labels=labels)
+    for values, total in (dict.fromkeys(always, 0) | counter.values).items():
+        family.add_metric(values, total)
+    return family
+
+
+def _total(name: str, doc: str, total: int) -> Metric:
+    """A counter without labels."""
+    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
+
+    return CounterMetricFamily(name, doc, value=total)
+
+
+def _gauge(name: str, doc: str, labels: Labels, values: Series) -> Metric:
+    """A gauge family."""
+    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
+
+    family = GaugeMetricFamily(name, doc, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, value)
+    return family
+
+
+def _histogram(name: str, doc: str, histogram: Histogram) -> Metric:
+    """A histogram without labels."""
+    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
+
+    return HistogramMetricFamily(
+        name, doc, buckets=_cumulated(histogram), sum_value=histogram.total
+    )
+
+
+def _histograms(name: str, doc: str, histograms: Histograms, labels: Labels) -> Metric:
+    """A histogram family."""
+    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
+
+    family = HistogramMetricFamily(name, doc, labels=labels)
+    for values, histogram in histograms.values.items():
+        family.add_metric(values, _cumulated(histogram), histogram.total)
+    return family
+
+
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    """Prometheus buckets: how many values lie at or below each bound."""
+    below = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), below))
+    return buckets

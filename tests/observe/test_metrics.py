@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
+from kvd.observe.gauges import Gauges, gauges_of
+from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogram, Metrics
+from kvd.wire import events
+from kvd.wire.snapshot import (
+    ClientState,
+    LeaseState,
+    PeerState,
+    PoolState,
+    RoomState,
+    Snapshot,
+    Totals,
+    WaitingState,
+)
+
+BUILD = Build(version="0.1.0", proto="1", nixl="1.5.1")
+
+
+def lease(ident: int, reason: str, state: str, age_s: float) -> LeaseState:
+    return LeaseState(
+        ident, state, "decode-0", 7, 1, reason, 9, "", age_s, 10, 0, 0, 1, 0, ("decode-0",), ""
+    )
+
+
+def room(side: str, part: int, state: str) -> RoomState:
+    return RoomState(
+        side, part, part, 9, state, "p", "3f", "e", 1, 10, 0, 0, 0, 1, 0, 1, 0, 1.0, 2.0, "", ()
+    )
+
+
+SNAPSHOT = Snapshot(
+    node="decode-0",
+    incarnation="a1",
+    version="0.1.0",
+    uptime_s=12.5,
+    state="ready",
+    transport="nixl",
+    generation=3,
+    last_event=41,
+    pools=(PoolState("main", "kv", 16, 1024, 100, 50, 20, 25, 4, 11, 14),),
+    leases=(
+        lease(1, "lease", "held", 2.0),
+        lease(2, "receive from prefill-0", "held", 5.5),
+        lease(3, "receive from prefill-0", "quarantined", 1.0),
+        lease(4, "receive from prefill-1", "held", 0.5),
+    ),
+    waiting=(WaitingState("lease", "e", 0, 0, 1.0, 2.0, 3, "full"),),
+    rooms=(
+        room("decode", 1, "receiving"),
+        room("decode", 2, "ready"),
+        room("prefill", 3, "settled"),
+    ),
+    peers=(
+        PeerState("prefill-0", "tcp://a:1", "up", "3f", 2, "loaded", 0.1, 0.25, "", 1, 0),
+        PeerState("prefill-1", "tcp://b:1", "lost", "", 0, "none", 9.0, 0.0, "", 0, 0),
+    ),
+    clients=(ClientState(1, "e", (7,), 9.0, 1, 1, 0, 0),),
+    totals=Totals(*([0] * 12)),
+)
+
+
+def ended(side: str, part: int, at_s: float, **fields: object) -> events.HandoffEnded:
+    values: dict[str, object] = {
+        "outcome": "committed",
+        "reason": "",
+        "prompt_tokens": 100,
+        "decode_prefix_len": 64,
+        "moved_bytes": 3000,
+        "saved_bytes": 4000,
+        "took_s": 0.3,
+    }
+    values |= fields
+    return events.HandoffEnded(
+        seq=1,
+        at_s=at_s,
+        side=side,
+        part=part,
+        room=9,
+        peer="p",
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def moved(side: str, part: int, at_s: float, before: str, after: str) -> events.Moved:
+    return events.Moved(1, at_s, side, part, 9, "p", before, after, "x")
+
+
+def page(metrics: Metrics, gauges: Gauges) -> dict[str, float]:
+    """Samples of the page by ``name{label="value"}``, labels sorted, the process left out."""
+    text = Exposition(metrics, BUILD, lambda: gauges).render().decode()
+    out = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+            out[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return {name: value for name, value in out.items() if name.startswith("kvd_")}
+
+
+def test_page_says_what_the_snapshot_says() -> None:
+    samples = page(Metrics("main"), gauges_of(SNAPSHOT))
+
+    pool = 'component="kv",pool="main"'
+    assert {name: value for name, value in samples.items() if "_bucket" not in name} == {
+        'kvd_build_info{nixl="1.5.1",proto="1",version="0.1.0"}': 1,
+        "kvd_decode_prefix_tokens_count": 0,
+        "kvd_decode_prefix_tokens_sum": 0,
+        "kvd_engine_clients": 1,
+        "kvd_events_total": 0,
+        'kvd_handoff_bytes_saved_total{dir="received"}': 0,
+        'kvd_handoff_bytes_saved_total{dir="sent"}': 0,
+        'kvd_handoff_bytes_total{dir="received"}': 0,
+        'kvd_handoff_bytes_total{dir="sent"}': 0,
+        'kvd_inflight_handoffs{role="decode"}': 1,
+        'kvd_inflight_handoffs{role="prefill"}': 0,
+        "kvd_last_event_seq": 41,
+        'kvd_lease_age_seconds{quantile="max"}': 5.5,
+        'kvd_leases{reason="lease",state="held"}': 1,
+        'kvd_leases{reason="receive",state="held"}': 2,
+        'kvd_leases{reason="receive",state="quarantined"}': 1,
+        "kvd_ledger_violations_total": 0,
+        "kvd_loop_lag_seconds_count": 0,
+        "kvd_loop_lag_seconds_sum": 0,
+        'kvd_peer_generation{peer="prefill-0"}': 2,
+        'kvd_peer_generation{peer="prefill-1"}': 0,
+        'kvd_peer_up{peer="prefill-0"}': 1,
+        'kvd_peer_up{peer="prefill-1"}': 0,
+        f"kvd_pool_bytes{{{pool}}}": 102400,
+        f"kvd_pool_evictable_pages{{{pool}}}": 11,
+        f"kvd_pool_locked_pages{{{pool}}}": 14,
+        f'kvd_pool_pages{{{pool},state="free"}}': 50,
+        f'kvd_pool_pages{{{pool},state="leased"}}': 20,
+        f'kvd_pool_pages{{{pool},state="cached"}}': 25,
+        f'kvd_pool_pages{{{pool},state="quarantined"}}': 4,
+        f'kvd_pool_pages{{{pool},state="reserved"}}': 1,
+        'kvd_rtt_seconds{peer="prefill-0"}': 0.00025,
+        'kvd_rtt_seconds{peer="prefill-1"}': 0,
+        "kvd_transfer_generation": 3,
+        "kvd_uptime_seconds": 12.5,
+        "kvd_waiting_requests": 1,
+    }
+
+
+def test_page_counts_what_events_and_requests_said() -> None:
+    metrics = Metrics("main")
+    metrics.take(moved("decode", 1, 10.0, "queued", "offered"))
+    metrics.take(moved("decode", 1, 10.1, "offered", "receiving"))
+    metrics.take(moved("decode", 1, 10.35, "receiving", "verifying"))
+    metrics.take(ended("decode", 1, 10.4, took_s=0.5))
+    metrics.take(moved("decode", 1, 20.0, "ready", "closed"))
+    metrics.take(ended("prefill", 2, 11.0, outcome="aborted", reason="deadline", saved_bytes=0))
+    metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
+    metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
+    metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))
+    metrics.take(events.PeerLost(1, 0.0, "prefill-0", "3f", 2.5))
+    metrics.take(events.Violation(1, 0.0, "I1"))
+    metrics.take(events.PeerUp(1, 0.0, "prefill-0", "3f", 1))
+    metrics.rpc("match", 0.0001)
+    metrics.rpc("match", 0.5)
+    metrics.rpc_failed("lease", "no-room")
+    metrics.loop_lag(0.002)
+
+    samples = page(metrics, gauges_of(SNAPSHOT))
+
+    zero = page(Metrics("main"), gauges_of(SNAPSHOT))
+    changed = {name: samples[name] for name in samples if samples[name] != zero.get(name)}
+    assert {name: round(v, 6) for name, v in changed.items() if "_bucket" not in name} == {
+        'kvd_handoffs_total{outcome="committed",reason="",role="decode"}': 1,
+        'kvd_handoffs_total{outcome="aborted",reason="deadline",role="prefill"}': 1,
+        'kvd_handoff_bytes_total{dir="received"}': 3000,
+        'kvd_handoff_bytes_total{dir="sent"}': 3000,
+        'kvd_handoff_bytes_saved_total{dir="received"}': 4000,
+        "kvd_decode_prefix_tokens_count": 1,
+        "kvd_decode_prefix_tokens_sum": 64,
+        'kvd_handoff_seconds_count{role="decode"}': 1,
+        'kvd_handoff_seconds_sum{role="decode"}': 0.5,
+        'kvd_handoff_seconds_count{role="prefill"}': 1,
+        'kvd_handoff_seconds_sum{role="prefill"}': 0.3,
+        'kvd_handoff_stage_seconds_count{role="decode",stage="wait"}': 1,
+        'kvd_handoff_stage_seconds_sum{role="decode",stage="wait"}': 0.1,
+        'kvd_handoff_stage_seconds_count{role="decode",stage="offer"}': 1,
+        'kvd_handoff_stage_seconds_sum{role="decode",stage="offer"}': 0.1,
+        'kvd_handoff_stage_seconds_count{role="decode",stage="transfer"}': 1,
+        'kvd_handoff_stage_seconds_sum{role="decode",stage="transfer"}': 0.25,
+        'kvd_evicted_pages_total{pool="main",reason="headroom"}': 12,
+        'kvd_leases_released_total{cause="owner-died"}': 1,
+        "kvd_ledger_violations_total": 1,
+        'kvd_peers_lost_total{peer="prefill-0"}': 1,
+        "kvd_events_total": 12,
+        'kvd_rpc_seconds_count{op="match"}': 2,
+        'kvd_rpc_seconds_sum{op="match"}': 0.5001,
+        'kvd_rpc_errors_total{code="no-room",op="lease"}': 1,
+        'kvd_messages_refused_total{code="bad-request",socket="peers"}': 1,
+        "kvd_loop_lag_seconds_count": 1,
+        "kvd_loop_lag_seconds_sum": 0.002,
+    }
+    assert samples['kvd_rpc_seconds_bucket{le="0.0001",op="match"}'] == 1
+    assert samples['kvd_rpc_seconds_bucket{le="0.25",op="match"}'] == 1
+    assert samples['kvd_rpc_seconds_bucket{le="1.0",op="match"}'] == 2
+    assert samples['kvd_rpc_seconds_bucket{le="+Inf",op="match"}'] == 2
+    assert metrics._stays == {}
+
+
+def test_page_is_stable_and_also_tells_of_the_process() -> None:
+    exposition = Exposition(Metrics("main"), BUILD, lambda: gauges_of(SNAPSHOT))
+
+    text = exposition.render().decode()
+
+    assert "process_resident_memory_bytes" in text
+    assert text.count("# TYPE kvd_handoffs_total counter") == 1
+    assert exposition.render().decode().count("# TYPE") == text.count("# TYPE")
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_labels_stay_few_whatever_comes_in() -> None:
+    counter = Counter()
+    for n in range(MAX_SERIES + 10):
+        counter.add(1, f"reason-{n}")
+    counter.add(1, 'a sentence with "quotes"\n')
+    counter.add(1, "reason-3")
+    counter.add(1, "")
+
+    assert len(counter.values) == MAX_SERIES + 1
+    assert counter.values["other",] == 12
+    assert counter.values["reason-3",] == 2
+
+
+def test_stays_of_parts_that_never_end_are_bounded() -> None:
+    metrics = Metrics("main")
+    for part in range(MAX_PARTS + 5):
+        metrics.take(moved("decode", part, 1.0, "queued", "offered"))
+
+    assert len(metrics._stays) == MAX_PARTS
+
+
+@given(st.lists(st.floats(min_value=0, max_value=20), max_size=40))
+def test_histogram_puts_each_value_below_its_bound(values: list[float]) -> None:
+    histogram = Histogram(FAST_S)
+    for value in values:
+        histogram.observe(value)
+
+    for index, bound in enumerate(FAST_S):
+        assert sum(histogram.counts[: index + 1]) == sum(value <= bound for value in values)
+    assert sum(histogram.counts) == len(values)
+
+
+def test_rpc_costs_little_beside_an_empty_call() -> None:
+    """On the hot path: the best of a few rounds, against a method that does nothing."""
+
+    class Nothing:
+        def rpc(self, op: str, seconds: float) -> None:
+            pass
+
+    def best_us(target: Metrics | Nothing) -> float:
+        rounds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(5_000):
+                target.rpc("match", 0.0003)
+            rounds.append((time.perf_counter() - began) / 5_000 * 1e6)
+        return min(rounds)
+
+    assert best_us(Metrics("main")) < 12 * best_us(Nothing())
+
+
+def test_prometheus_client_is_not_imported_before_the_first_page() -> None:
+    code = "import sys, kvd.observe.exposition, kvd.observe.metrics; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert not {"prometheus_client", "torch", "nixl", "asyncio"} & set(done.stdout.split())
