@@ -1,0 +1,243 @@
+"""A transport inside one process, for unit tests only: regions are mappings, posts are copies.
+
+It keeps the contract of ``kvd.transfer.base`` and the order of reports of the real one: posts take
+turns, one handle per turn of the loop, and reports come by ``call_soon``. A test can hold posts,
+fail the next one, or kill a transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, assert_never
+
+from kvd.transfer.base import TransportDown
+from kvd.transfer.descriptors import objection, writes
+from kvd.transfer.metadata import (
+    VERSION,
+    BadMetadata,
+    Metadata,
+    RegionNote,
+    extent_bytes,
+    pack,
+    unpack,
+)
+from kvd.transfer.orders import (
+    Begin,
+    Collapsed,
+    Drop,
+    Dropped,
+    Load,
+    Loaded,
+    LoadFailed,
+    Moved,
+    Path,
+    Post,
+    Posted,
+    PostFailed,
+    Quiesce,
+    Quiet,
+    Ready,
+    Stop,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvd.transfer.base import OnExit, OnReports, RegionFd
+    from kvd.transfer.descriptors import Writes
+    from kvd.transfer.orders import Order, Report
+
+_alive: dict[str, Loopback] = {}
+
+
+class _Copy:
+    """One post on its way."""
+
+    def __init__(self, order: Post, plan: Writes, peer: Loopback) -> None:
+        self.order = order
+        self.plan = plan
+        self.peer = peer
+        self.turns = 0
+        self.moved_bytes = 0
+
+
+class Loopback:
+    """One life of a transport that copies between mappings of this process."""
+
+    def __init__(self, name: str, regions: Sequence[RegionFd]) -> None:
+        self._name = name
+        self._regions = tuple(regions)
+        self._maps: dict[str, mmap.mmap] = {}
+        self._notes: dict[str, RegionNote] = {}
+        self._links: dict[tuple[str, int], Metadata] = {}
+        self._copies: deque[_Copy] = deque()
+        self._is_held = False
+        self._is_turning = False
+        self._failures: deque[str] = deque()
+
+    async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
+        """Map the regions and become reachable.
+
+        Raises:
+            TransportDown: a region's file is shorter than its pages.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_reports, self._on_exit = on_reports, on_exit
+        for region in self._regions:
+            self._map(region)
+        _alive[self._name] = self
+        notes = tuple(self._notes.values())
+        for note in notes:
+            self._say(Collapsed(note.name, 0, "loopback"))
+        return Ready(pack(Metadata(VERSION, self._name, b"", 0, 0, notes)), "loopback")
+
+    def order(self, order: Order) -> None:
+        """Obey at once; the reports come in the next turn of the loop."""
+        if not self.is_alive:
+            return
+        match order:
+            case Load():
+                self._load(order)
+            case Drop():
+                self._drop(order)
+            case Post():
+                self._post(order)
+            case Quiesce(ticket):
+                self._say(Quiet(ticket))
+            case Stop():
+                self.die("stopped")
+            case Begin():
+                pass
+            case _:
+                assert_never(order)
+
+    async def stop(self) -> None:
+        """End it; nothing is copied into or out of its regions any more."""
+        self._end()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return _alive.get(self._name) is self
+
+    def hold(self) -> None:
+        """Let posts wait before their next handle until ``release``."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Let held posts go on."""
+        self._is_held = False
+        self._turn_soon()
+
+    def fail_next(self, why: str) -> None:
+        """Make the next handle of any post fail with ``why``."""
+        self._failures.append(why)
+
+    def die(self, why: str) -> None:
+        """End as if killed: ``on_exit`` is called."""
+        self._end()
+        self._loop.call_soon(self._on_exit, why)
+
+    def _end(self) -> None:
+        if self.is_alive:
+            del _alive[self._name]
+        self._copies.clear()
+
+    def _map(self, region: RegionFd) -> None:
+        shape = region.geometry
+        mapped = mmap.mmap(region.fd, 0)
+        needed = extent_bytes(shape.pages, shape.rows)
+        if needed > len(mapped):
+            msg = (
+                f"region {region.name!r} has {shape.pages} pages ending at byte {needed}, "
+                f"its file has {len(mapped)} bytes"
+            )
+            raise TransportDown(msg)
+        self._maps[region.name] = mapped
+        self._notes[region.name] = RegionNote(
+            region.name, 0, len(mapped), shape.pages, shape.page_bytes, shape.rows
+        )
+
+    def _load(self, order: Load) -> None:
+        try:
+            peer = unpack(order.metadata)
+        except BadMetadata as exc:
+            self._say(LoadFailed(order.peer, order.generation, str(exc)))
+            return
+        if peer.agent not in _alive:
+            self._say(LoadFailed(order.peer, order.generation, f"{peer.agent} does not answer"))
+            return
+        self._links[order.peer, order.generation] = peer
+        self._say(Loaded(order.peer, order.generation, Path.SAME_HOST))
+
+    def _drop(self, order: Drop) -> None:
+        self._links.pop((order.peer, order.generation), None)
+        mine = [
+            copy
+            for copy in self._copies
+            if (copy.order.peer, copy.order.generation) == (order.peer, order.generation)
+        ]
+        for copy in mine:
+            self._copies.remove(copy)
+            why = f"sending agent for {order.peer} was dropped"
+            self._say(PostFailed(copy.order.post, why))
+        self._say(Dropped(order.peer, order.generation, 0))
+
+    def _post(self, order: Post) -> None:
+        peer = self._links.get((order.peer, order.generation))
+        ours = self._notes.get(order.region)
+        theirs = {note.name: note for note in peer.regions}.get(order.region) if peer else None
+        if peer is None:
+            why = f"no sending agent for peer {order.peer} generation {order.generation} is loaded"
+        elif ours is None or theirs is None:
+            why = f"region {order.region!r} is not on both sides"
+        else:
+            why = objection(order.source, order.destination, ours, theirs)
+        if why or peer is None or ours is None or theirs is None:
+            self._say(PostFailed(order.post, why))
+        elif not order.source:
+            self._say(Posted(order.post, 0, 0.0))
+        elif peer.agent not in _alive:
+            self._say(PostFailed(order.post, f"{peer.agent} is gone"))
+        else:
+            plan = writes(order.source, order.destination, ours, theirs)
+            self._copies.append(_Copy(order, plan, _alive[peer.agent]))
+            self._turn_soon()
+
+    def _turn_soon(self) -> None:
+        if self._copies and not self._is_turning:
+            self._is_turning = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Copy one handle of the post whose turn it is."""
+        self._is_turning = False
+        if self._is_held or not self._copies:
+            return
+        copy = self._copies.popleft()
+        if self._failures or not copy.peer.is_alive:
+            why = self._failures.popleft() if self._failures else f"{copy.order.peer} is gone"
+            self._on_reports([PostFailed(copy.order.post, why)])
+        else:
+            self._on_reports([self._advance(copy)])
+        self._turn_soon()
+
+    def _advance(self, copy: _Copy) -> Report:
+        plan, region = copy.plan, copy.order.region
+        source, destination = self._maps[region], copy.peer._maps[region]  # noqa: SLF001 - its own
+        for row in range(plan.bounds[copy.turns], plan.bounds[copy.turns + 1]):
+            at, size, _ = plan.source[row].tolist()
+            to = int(plan.destination[row, 0])
+            destination[to : to + size] = source[at : at + size]
+            copy.moved_bytes += size
+        copy.turns += 1
+        if copy.turns == plan.handles:
+            return Posted(copy.order.post, copy.moved_bytes, 0.0)
+        self._copies.append(copy)
+        return Moved(copy.order.post, copy.moved_bytes)
+
+    def _say(self, report: Report) -> None:
+        """Report in the next turn of the loop."""
+        self._loop.call_soon(self._on_reports, [report])

@@ -1,0 +1,218 @@
+"""Two transports facing each other over memfd regions, each with an ear for its reports."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from kvd.core.geometry import Geometry, Row
+from kvd.transfer.base import RegionFd
+from kvd.transfer.loopback import Loopback
+from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Post, Posted, PostFailed
+from kvd.transfer.process import TransferProcess
+from kvd.types import Pages, pack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvd.transfer.base import Transport
+    from kvd.transfer.orders import Ready, Report
+
+DEADLINE_S = 20.0
+HUGE = 2 * 2**20
+PAGES = 25
+
+PAGE_FIRST = Geometry(PAGES, HUGE, (Row(0, HUGE, HUGE),), ())
+LAYER_FIRST = Geometry(
+    PAGES,
+    2 * (4096 + 12288),
+    (
+        Row(0, 4096, 4096),
+        Row(PAGES * 4096, 12288, 12288),
+        Row(PAGES * 16384, 4096, 4096),
+        Row(PAGES * 20480, 12288, 12288),
+    ),
+    (),
+)
+SHAPES = {"kv": PAGE_FIRST, "layered": LAYER_FIRST}
+TCP = {"UCX_TLS": "tcp"}
+
+
+class Memory:
+    """A region of its own memfd, seen as bytes."""
+
+    def __init__(self, name: str, shape: Geometry) -> None:
+        size = -(-shape.total_bytes // HUGE) * HUGE
+        self.name, self.shape = name, shape
+        self.fd = os.memfd_create(name)
+        os.ftruncate(self.fd, size)
+        self.map = mmap.mmap(self.fd, size)
+        self.bytes = np.frombuffer(self.map, np.uint8)
+
+    def paint(self, seed: int) -> None:
+        """Fill it so that no two pages of any two regions look alike."""
+        words = self.bytes.view(np.uint32)
+        words[:] = np.arange(words.size, dtype=np.uint32) * 2654435761 + seed * 40503
+
+    def piece(self, row: Row, page: int) -> slice:
+        start = row.offset_bytes + page * row.stride_bytes
+        return slice(start, start + row.piece_bytes)
+
+
+class Node:
+    """A transport, its regions, and everything it has reported."""
+
+    def __init__(self, name: str, transport: Transport, memories: dict[str, Memory]) -> None:
+        self.name = name
+        self.transport = transport
+        self.memories = memories
+        self.reports: list[Report] = []
+        self.exits: list[str] = []
+        self.ready: Ready | None = None
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            self.ready = await self.transport.start(self._hear, self._gone)
+
+    def _hear(self, reports: list[Report]) -> None:
+        self.reports += reports
+        self._news.set()
+
+    def _gone(self, why: str) -> None:
+        self.exits.append(why)
+        self._news.set()
+
+    async def until(self, found):
+        """What ``found`` returns, as soon as that is something."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not (result := found()):
+                self._news.clear()
+                await self._news.wait()
+        return result
+
+    def heard(self, kind, **fields):
+        """The reports of this kind with these fields."""
+        return [
+            report
+            for report in self.reports
+            if isinstance(report, kind) and fields.items() <= msgspec.structs.asdict(report).items()
+        ]
+
+    async def hears(self, kind, **fields):
+        """The first report of this kind with these fields, once it has come."""
+        return (await self.until(lambda: self.heard(kind, **fields)))[0]
+
+    async def load(self, peer, generation=1):
+        """Load ``peer`` and expect that it works."""
+        self.transport.order(Load(peer.name, generation, peer.ready.metadata))
+        await self.until(
+            lambda: (
+                self.heard(Loaded, peer=peer.name, generation=generation)
+                or self.heard(LoadFailed, peer=peer.name, generation=generation)
+            )
+        )
+        assert not self.heard(LoadFailed, peer=peer.name, generation=generation)
+
+    async def drop(self, peer, generation=1):
+        """Drop ``peer`` and return the report."""
+        self.transport.order(Drop(peer.name, generation))
+        return await self.hears(Dropped, peer=peer.name, generation=generation)
+
+    def post(self, post, peer, source, destination, **other):
+        """Order a post; page ids as integers."""
+        fields = {"generation": 1, "region": "kv"} | other
+        self.transport.order(
+            Post(
+                post=post,
+                peer=peer.name,
+                source=Pages(pack_ids(source)),
+                destination=Pages(pack_ids(destination)),
+                **fields,
+            )
+        )
+
+    async def outcome(self, post):
+        """How a post ended."""
+        return (
+            await self.until(
+                lambda: self.heard(Posted, post=post) or self.heard(PostFailed, post=post)
+            )
+        )[0]
+
+
+class Rig:
+    """Makes nodes of one kind and stops them all in the end."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.nodes: list[Node] = []
+        self.made = 0
+
+    async def node(self, name: str, environment: dict[str, str] | None = None) -> Node:
+        memories = {region: Memory(region, shape) for region, shape in SHAPES.items()}
+        self.made += 1
+        for seed, memory in enumerate(memories.values()):
+            memory.paint(self.made * 10 + seed)
+        regions = [RegionFd(name, memory.fd, memory.shape) for name, memory in memories.items()]
+        unique = f"{name}-{os.getpid()}-{id(self)}-{self.made}"
+        transport = (
+            Loopback(unique, regions)
+            if self.kind == "loopback"
+            else TransferProcess(unique, regions, environment=environment or {})
+        )
+        node = Node(name, transport, memories)
+        self.nodes.append(node)
+        await node.start()
+        return node
+
+    async def pair(self, environment: dict[str, str] | None = None) -> tuple[Node, Node]:
+        """A sender that has loaded a receiver."""
+        sender, receiver = await asyncio.gather(
+            self.node("sender", environment), self.node("receiver", environment)
+        )
+        await sender.load(receiver)
+        return sender, receiver
+
+    async def end(self) -> None:
+        for node in self.nodes:
+            await node.transport.stop()
+            for memory in node.memories.values():
+                os.close(memory.fd)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["loopback", "nixl"])
+async def pair(request) -> AsyncIterator[tuple[Node, Node]]:
+    """A sender and a receiver that outlive the tests of a module: no test may end them."""
+    rig = Rig(request.param)
+    yield await rig.pair()
+    await rig.end()
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["loopback", "nixl"])
+async def rig(request) -> AsyncIterator[Rig]:
+    """Makes nodes that the test may end."""
+    made = Rig(request.param)
+    yield made
+    await made.end()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def real() -> AsyncIterator[Rig]:
+    """Makes nodes with a real transfer process."""
+    made = Rig("nixl")
+    yield made
+    await made.end()
+
+
+@pytest.fixture
+def tcp() -> dict[str, str]:
+    """Settings that make bytes on one host travel as they do between hosts."""
+    return TCP

@@ -1,0 +1,100 @@
+"""Descriptors cover the addressed pages exactly once; runs are joined, large pieces cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.core.geometry import Row
+from kvd.transfer.descriptors import CUT_BYTES, writes
+from kvd.transfer.metadata import RegionNote
+from kvd.types import Pages, pack_ids
+
+PAGES = 40
+
+
+def note(address: int, *, pieces: list[int], gap: int) -> RegionNote:
+    """A region whose rows leave ``gap`` bytes after each piece."""
+    rows, at = [], 0
+    for piece in pieces:
+        rows.append(Row(at, piece + gap, piece))
+        at += PAGES * (piece + gap)
+    return RegionNote("kv", address, at, PAGES, sum(pieces), tuple(rows))
+
+
+@given(
+    pages=st.lists(
+        st.tuples(st.integers(1, PAGES - 1), st.integers(1, PAGES - 1)),
+        unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
+        min_size=1,
+    ),
+    in_order=st.booleans(),
+    pieces=st.lists(st.sampled_from([64, 4096, CUT_BYTES, CUT_BYTES * 3 + 64]), min_size=1),
+    gaps=st.tuples(st.sampled_from([0, 64]), st.sampled_from([0, 64])),
+)
+def test_every_byte_of_every_page_is_written_once(pages, in_order, pieces, gaps):
+    source, destination = zip(*(sorted(pages) if in_order else pages), strict=True)
+    ours, theirs = (note(10**9 * (i + 1), pieces=pieces, gap=gap) for i, gap in enumerate(gaps))
+
+    plan = writes(Pages(pack_ids(list(source))), Pages(pack_ids(list(destination))), ours, theirs)
+
+    assert (plan.source[:, 1] == plan.destination[:, 1]).all()
+    assert plan.source[:, 1].max() <= CUT_BYTES
+    assert plan.bounds == sorted({0, *plan.bounds, len(plan.source)})
+    assert joined(
+        (at, to, size)
+        for (at, size, _), (to, _, _) in zip(
+            plan.source.tolist(), plan.destination.tolist(), strict=True
+        )
+    ) == joined(
+        (
+            ours.address + a.offset_bytes + p * a.stride_bytes,
+            theirs.address + b.offset_bytes + q * b.stride_bytes,
+            a.piece_bytes,
+        )
+        for a, b in zip(ours.rows, theirs.rows, strict=True)
+        for p, q in zip(source, destination, strict=True)
+    )
+
+
+def joined(moves):
+    """Moves (from, to, bytes) in their shortest form: neighbours on both sides are one."""
+    out: list[tuple[int, int, int]] = []
+    for at, to, size in sorted(moves):
+        first, second, before = out[-1] if out else (-1, -1, 0)
+        if (at, to) == (first + before, second + before):
+            out[-1] = (first, second, before + size)
+        else:
+            out.append((at, to, size))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "descriptors"),
+    [
+        ([1, 2, 3, 4], [5, 6, 7, 8], 1),
+        ([1, 2, 3, 4], [5, 6, 8, 9], 2),
+        ([1, 2, 3, 4], [8, 7, 6, 5], 4),
+        (list(range(1, 33)), list(range(1, 33)), 4),
+    ],
+)
+def test_neighbours_on_both_sides_are_joined_up_to_the_cut(source, destination, descriptors):
+    dense = note(0, pieces=[CUT_BYTES // 8], gap=0)
+
+    plan = writes(Pages(pack_ids(source)), Pages(pack_ids(destination)), dense, dense)
+
+    assert len(plan.source) == descriptors
+
+
+def test_handles_hold_eight_mebibytes_or_fewer_small_pieces():
+    huge = note(0, pieces=[4 * CUT_BYTES], gap=0)
+    tiny = note(0, pieces=[4096] * 80, gap=64)
+    ids = Pages(pack_ids(list(range(1, 33))))
+
+    by_handle = [
+        np.diff(writes(ids, ids, region, region).bounds).tolist() for region in (huge, tiny)
+    ]
+
+    assert by_handle == [[16] * 8, [423, 422, 423, 422, 422, 423, 25]]

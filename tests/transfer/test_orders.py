@@ -1,0 +1,60 @@
+"""Frames survive any cutting of the stream, and damage is noticed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.core.geometry import Row
+from kvd.transfer.orders import (
+    Begin,
+    Drop,
+    Frames,
+    Load,
+    Loaded,
+    Path,
+    Post,
+    Posted,
+    PostFailed,
+    Quiesce,
+    RegionPlan,
+    Stop,
+    frame_of,
+    order_of,
+    reports_of,
+)
+from kvd.types import Pages, pack_ids
+
+ORDERS = [
+    Begin("n-1", 5, (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
+    Load("peer", 2, b"\0\xff"),
+    Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
+    Drop("peer", 2),
+    Quiesce(1),
+    Stop(),
+]
+
+
+@given(st.lists(st.integers(1, 50)))
+def test_orders_arrive_whole_when_the_stream_is_cut_anywhere(cuts):
+    stream = b"".join(frame_of(order) for order in ORDERS)
+    frames = Frames()
+    heard = []
+    for size in [*cuts, len(stream)]:
+        heard += [order_of(body) for body in frames.feed(stream[:size])]
+        stream = stream[size:]
+    assert heard == ORDERS
+
+
+def test_reports_travel_in_batches():
+    reports = [Loaded("p", 1, Path.SAME_HOST), Posted(3, 4096, 0.5), PostFailed(4, "gone")]
+
+    (body,) = Frames().feed(frame_of(reports))
+
+    assert reports_of(body) == reports
+
+
+def test_a_length_beyond_all_reason_ends_the_stream():
+    with pytest.raises(ValueError, match="frame of 4294967295 bytes"):
+        list(Frames().feed(b"\xff\xff\xff\xff"))

@@ -1,0 +1,182 @@
+"""What only a real transfer process can show: its life, its death, its start, late bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import uvloop
+
+from kvd.core.geometry import Geometry, Row
+from kvd.transfer.base import RegionFd, TransportDown
+from kvd.transfer.orders import Collapsed, Path, Posted, PostFailed, Quiesce, Quiet
+from kvd.transfer.process import TransferProcess
+
+EVERYTHING = list(range(1, 25))
+
+
+async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quiet(real, tcp):
+    """A lagging receiver: what makes ``Dropped`` alone no proof between hosts."""
+    sender, receiver = await real.pair(tcp)
+    memory = receiver.memories["kv"]
+    for post in range(1, 60):
+        sender.post(post, receiver, EVERYTHING, EVERYTHING)
+    await sender.until(lambda: sender.heard(Posted))
+    os.kill(receiver.transport.pid, signal.SIGSTOP)
+
+    dropped = await sender.drop(receiver)
+    receiver.transport.order(Quiesce(1))
+    os.kill(receiver.transport.pid, signal.SIGCONT)
+    await receiver.hears(Quiet)
+    at_rest = memory.bytes.copy()
+
+    assert dropped.unacknowledged_bytes > 0
+    receiver.transport.order(Quiesce(2))
+    await receiver.hears(Quiet, ticket=2)
+    assert np.array_equal(memory.bytes, at_rest)
+
+
+async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
+    sender, receiver = await real.pair(tcp)
+
+    sender.post(1, receiver, EVERYTHING, EVERYTHING[::-1])
+    outcome = await sender.outcome(1)
+
+    assert isinstance(outcome, Posted)
+    assert [report.path for report in sender.reports[:1]] == [Path.NETWORK]
+    ours, theirs = (node.memories["kv"] for node in (sender, receiver))
+    row = theirs.shape.rows[0]
+    assert all(
+        np.array_equal(
+            theirs.bytes[theirs.piece(row, 25 - page)], ours.bytes[ours.piece(row, page)]
+        )
+        for page in EVERYTHING
+    )
+
+
+async def test_a_peer_that_dies_while_idle_fails_the_next_post_only(real):
+    sender, receiver = await real.pair()
+    await receiver.transport.stop()
+
+    sender.post(1, receiver, [1], [1])
+
+    assert isinstance(await sender.outcome(1), PostFailed)
+    assert sender.exits == []
+
+
+async def test_regions_are_collapsed_or_it_is_said_why_not(real):
+    node = await real.node("alone")
+
+    for name in ("kv", "layered"):
+        report = await node.hears(Collapsed, region=name)
+        size = node.memories[name].bytes.size
+        assert report.huge_bytes == size or report.why
+
+
+async def test_a_region_larger_than_its_file_stops_the_start():
+    row = Row(0, 4096, 4096)
+    fd = os.memfd_create("short")
+    os.ftruncate(fd, 8192)
+    region = RegionFd("kv", fd, Geometry(3, 4096, (row,), ()))
+    process = TransferProcess("short-1", [region], environment={})
+
+    with pytest.raises(TransportDown, match="3 pages ending at byte 12288, its file has 8192"):
+        await process.start(lambda _: None, lambda _: None)
+
+    os.close(fd)
+    assert _is_reaped(process.pid)
+
+
+async def test_a_process_that_cannot_start_nixl_says_why():
+    process = TransferProcess("bad-1", [], environment={"UCX_TLS": "nonsense"})
+
+    with pytest.raises(TransportDown, match="creating the receiving agent"):
+        await process.start(lambda _: None, lambda _: None)
+
+    assert _is_reaped(process.pid)
+
+
+async def test_a_cancelled_start_leaves_no_process():
+    process = TransferProcess("cancelled-1", [], environment={})
+    starting = asyncio.create_task(process.start(lambda _: None, lambda _: None))
+    await asyncio.sleep(0)
+    starting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+    assert _is_reaped(process.pid)
+
+
+def test_start_kill_and_stop_work_on_uvloop():
+    async def life() -> list[str]:
+        ended: asyncio.Queue[str] = asyncio.Queue()
+        crashing = TransferProcess("uv-1", [], environment={})
+        await crashing.start(lambda _: None, ended.put_nowait)
+        os.kill(crashing.pid, signal.SIGKILL)
+        since_s = time.monotonic()
+        why = await ended.get()
+        stopping = TransferProcess("uv-2", [], environment={})
+        await stopping.start(lambda _: None, ended.put_nowait)
+        await stopping.stop()
+        assert _is_reaped(crashing.pid)
+        assert _is_reaped(stopping.pid)
+        assert time.monotonic() - since_s < 5
+        return [why, *(ended.get_nowait() for _ in range(ended.qsize()))]
+
+    (why,) = uvloop.run(life())
+    assert why.endswith("was killed by SIGKILL")
+
+
+def test_the_process_dies_with_a_daemon_that_is_killed():
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", _DAEMON], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    child = os.pidfd_open(int(daemon.stdout.readline()))
+    daemon.kill()
+    daemon.wait()
+    daemon.stdout.close()
+
+    ended, _, _ = select.select([child], [], [], 5)
+    os.close(child)
+    assert ended
+
+
+def test_the_daemon_side_loads_neither_nixl_nor_torch():
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, kvd.transfer.process; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+
+    assert not [name for name in loaded if name.startswith(("nixl", "torch"))]
+
+
+_DAEMON = """
+import asyncio
+from kvd.transfer.process import TransferProcess
+
+async def serve():
+    process = TransferProcess("orphan-1", [], environment={})
+    await process.start(lambda _: None, lambda _: None)
+    print(process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
