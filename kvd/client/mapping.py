@@ -1,0 +1,163 @@
+"""The daemon's memory in this process: mapped once, seen as torch tensors, never copied.
+
+What lives here: the mapping and the views. What must not: sockets, sessions.
+
+Theory of operation. Huge pages need a mapping at a multiple of 2 MiB, and ``mmap.mmap`` cannot be
+told an address. So an ordinary private mapping reserves address space, 2 MiB more than needed, and
+the descriptor is mapped over the aligned part of it (MAP_FIXED)::
+
+    |<- slack ->|<------------- the descriptor, shared ------------->|<- slack ->|
+    ^ mmap.mmap  ^ multiple of 2 MiB
+
+The ``mmap.mmap`` object owns the whole range, so its bookkeeping guards it: a numpy array made from
+it blocks ``close``, a tensor made by ``torch.from_numpy`` keeps that array, and so no view can
+outlive its memory. (``torch.frombuffer`` would not block it, and the next access would crash.)
+
+Invariants: a view never reaches beyond ``total_bytes``; element addresses are multiples of the
+element size; bytes written through a view are the bytes every other process sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvd.errors import Code, KvdError, Refusal
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from kvd.wire.memory import TensorPlace
+
+ALIGNMENT_BYTES: Final = 2 * 1024 * 1024
+
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+
+
+class Mapping:
+    """``total_bytes`` of shared memory in this process, at a multiple of 2 MiB."""
+
+    def __init__(self, fd: int, total_bytes: int) -> None:
+        """Map the first ``total_bytes`` of ``fd``, whose ownership stays with the caller.
+
+        Raises:
+            KvdError: ``internal`` when the kernel refuses; the message says why.
+        """
+        self.total_bytes = total_bytes
+        size = -(-total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._range = mmap.mmap(
+            -1,
+            size + ALIGNMENT_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        start = _address(self._range)
+        self._skip = -start % ALIGNMENT_BYTES
+        _map_over(start + self._skip, size, fd)
+        self.bytes = self._see()
+
+    def tensor(self, place: TensorPlace, pages: int) -> torch.Tensor:
+        """The strided view ``(pages, *page_shape)`` that ``place`` describes.
+
+        Raises:
+            KvdError: ``internal`` when the description does not fit the memory: it would reach
+                beyond it, or its elements would not be aligned.
+        """
+        import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
+
+        dtypes = {
+            "float64": torch.float64,
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+            "float8_e4m3fn": torch.float8_e4m3fn,
+            "float8_e5m2": torch.float8_e5m2,
+            "uint8": torch.uint8,
+            "int8": torch.int8,
+        }
+        if place.dtype not in dtypes:
+            raise _misfit(f"dtype {place.dtype} is none this client knows: install the same kvd")
+        dtype = dtypes[place.dtype]
+        item = dtype.itemsize
+        _check_fit(place, pages=pages, item_bytes=item, total_bytes=self.total_bytes)
+        whole = self.total_bytes - self.total_bytes % item
+        flat = torch.from_numpy(self.bytes[:whole]).view(dtype)
+        inner = [math.prod(place.page_shape[axis + 1 :]) for axis in range(len(place.page_shape))]
+        return flat.as_strided(
+            (pages, *place.page_shape),
+            (place.page_stride_bytes // item, *inner),
+            place.offset_bytes // item,
+        )
+
+    def close(self) -> None:
+        """Unmap; repeatable.
+
+        Raises:
+            KvdError: ``wrong-state`` while a view of it is alive; it stays mapped.
+        """
+        self.bytes = np.empty(0, dtype=np.uint8)
+        try:
+            self._range.close()
+        except BufferError:
+            self.bytes = self._see()
+            raise KvdError(
+                Refusal(
+                    Code.WRONG_STATE,
+                    f"the {self.total_bytes} bytes of this pool are still seen by a tensor or an "
+                    "array of this process: drop every view of it first",
+                    side="client",
+                )
+            ) from None
+
+    def _see(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self._range, dtype=np.uint8, count=self.total_bytes, offset=self._skip)
+
+
+def _check_fit(place: TensorPlace, *, pages: int, item_bytes: int, total_bytes: int) -> None:
+    page = math.prod(place.page_shape) * item_bytes
+    end = place.offset_bytes + (pages - 1) * place.page_stride_bytes + page
+    if min(place.offset_bytes, place.page_stride_bytes, *place.page_shape) < 0 or (
+        end > total_bytes
+    ):
+        raise _misfit(
+            f"layer {place.layer} {place.part} ends at byte {end} of {total_bytes} that were passed"
+        )
+    if place.offset_bytes % item_bytes or place.page_stride_bytes % item_bytes:
+        raise _misfit(
+            f"layer {place.layer} {place.part} starts at byte {place.offset_bytes} with a stride "
+            f"of {place.page_stride_bytes}, no multiples of the {item_bytes} bytes of {place.dtype}"
+        )
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _map_over(address: int, size: int, fd: int) -> None:
+    """Map ``fd`` at ``address``, over whatever this process has there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    found = libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if found != address:
+        why = os.strerror(ctypes.get_errno())
+        raise _misfit(f"mapping {size} bytes of the pool failed: {why}")
+
+
+def _misfit(message: str) -> KvdError:
+    return KvdError(Refusal(Code.INTERNAL, message, side="client"))
