@@ -109,7 +109,6 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "sockets.mode": _mode,
     "sockets.group": _group,
     "peers.listen": _listen,
-    "peers.advertise": _reachable,
     "peers.allow": _name,
     "peers.connect": _reachable,
     "pool.name": _name,
@@ -186,25 +185,16 @@ def _leaves_host(config: Config) -> list[Finding]:
     return out
 
 
-def _advertised(config: Config) -> list[Finding]:
-    """An address that means every interface here means nothing to a peer."""
-    listen = tcp_address(config.peers.listen)
-    if listen is None or not listen.is_wildcard or config.peers.advertise is not None:
-        return []
-    rule = "stands for every interface, which is no address that a peer could use"
-    return [Finding("peers.listen", rule, "set peers.advertise to the address peers reach")]
-
-
 def _others(config: Config) -> list[Finding]:
     """Peers are other nodes, each once."""
     out = []
-    own = {config.peers.listen, config.peers.advertise}
+    own = config.peers.listen
     seen: dict[str, str] = {}
     for name, endpoint in config.peers.connect.items():
         if name == config.node.name:
             rule = "is the name of this node, which is no peer of itself"
             out.append(Finding("peers.connect", rule, "remove it, or set node.name", name))
-        elif endpoint in own:
+        elif endpoint == own:
             rule = "is the address of this node"
             out.append(Finding("peers.connect", rule, "give the address of the peer", name))
         elif endpoint in seen:
@@ -243,15 +233,6 @@ def _sockets_apart(config: Config) -> list[Finding]:
     return out
 
 
-def _descriptor_in_handle(config: Config) -> list[Finding]:
-    """A post holds whole descriptors."""
-    transfer = config.transfer
-    if transfer.max_descriptor_bytes <= transfer.handle_bytes:
-        return []
-    rule = f"must hold one descriptor of {transfer.max_descriptor_bytes} bytes"
-    return [Finding("transfer.handle_bytes", rule, f"give {transfer.max_descriptor_bytes}")]
-
-
 def _prompt_in_frame(config: Config) -> list[Finding]:
     """The tokens of a prompt travel as one frame of 4 bytes each."""
     needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
@@ -287,13 +268,9 @@ RULES = (
     Rule(_page_ids_fit, _POOL),
     Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
     Rule(_leaves_host, frozenset({"peers.listen", "peers.insecure"})),
-    Rule(_advertised, frozenset({"peers.listen", "peers.advertise"})),
-    Rule(_others, frozenset({"node.name", "peers.listen", "peers.advertise"})),
+    Rule(_others, frozenset({"node.name", "peers.listen"})),
     Rule(_allowed, frozenset({"peers.allow"})),
     Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
-    Rule(
-        _descriptor_in_handle, frozenset({"transfer.max_descriptor_bytes", "transfer.handle_bytes"})
-    ),
     Rule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
     Rule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
 )

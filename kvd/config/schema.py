@@ -81,18 +81,6 @@ class PeersSection(msgspec.Struct, frozen=True):
             extra={"rule": "tcp://IP:PORT, where IP is one address of this host or *"},
         ),
     ] = "tcp://127.0.0.1:7402"
-    advertise: (
-        Annotated[
-            str,
-            Meta(
-                description="Address that peers are told to use. Left out: the one bound by "
-                "peers.listen.",
-                extra={"rule": "tcp://HOST:PORT, neither * nor port 0"},
-                examples=["tcp://10.0.0.5:7402"],
-            ),
-        ]
-        | None
-    ) = None
     insecure: Annotated[
         bool,
         Meta(
@@ -262,25 +250,6 @@ class TransferSection(msgspec.Struct, frozen=True):
         Literal["nixl", "loopback"],
         Meta(description="How bytes travel between nodes.", extra={"rule": "nixl"}),
     ] = "nixl"
-    max_descriptor_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=64 * 2**20,
-            description="Longest piece in one descriptor; above 512 KiB copies get slower.",
-        ),
-    ] = 512 * 1024
-    handle_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=2**30,
-            description="Bytes posted at once to one peer, so that other rooms get their turn.",
-        ),
-    ] = 8 * 2**20
-    in_flight: Annotated[
-        int, Meta(ge=1, le=64, description="Posts under way to one peer at a time.")
-    ] = 4
     ucx: Annotated[
         dict[str, str],
         Meta(

@@ -258,7 +258,7 @@ class Decoder:
         self._move(part, T.GIVEN_UP, why.message)
         self._out.answer(part.session, client.Failed(call, why))
         del self.parts[part.id]
-        self._tell_ended(part, Outcome.REFUSED, why.message)
+        self._tell_ended(part, Outcome.REFUSED, why)
 
     def _verified(self, part: DecodePart) -> None:
         """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""
@@ -315,7 +315,7 @@ class Decoder:
             self.delivered += 1
         else:
             self.failed += 1
-        self._tell_ended(part, outcome, reason.message if reason else "")
+        self._tell_ended(part, outcome, reason)
         self._admission.pump()
 
     def _fail(self, part: DecodePart, refusal: Refusal) -> None:
@@ -343,7 +343,7 @@ class Decoder:
         else:
             self.quiet(lease.id)
 
-    def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: str) -> None:
+    def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
         out = self._out
         is_committed = outcome is Outcome.COMMITTED
         out.emit(
@@ -355,7 +355,8 @@ class Decoder:
                 part.room,
                 part.peer,
                 outcome.value,
-                reason,
+                reason.code.value if reason else "",
+                reason.message if reason else "",
                 part.prompt_tokens,
                 part.prefix_tokens,
                 part.moved_bytes,

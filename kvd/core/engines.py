@@ -13,6 +13,7 @@ from kvd.core.admission import Waiter
 from kvd.core.lease import ENGINE, Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
 from kvd.core.prompt import prompt_digest
+from kvd.core.report import snapshot
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
 from kvd.wire import client, events
@@ -58,6 +59,7 @@ class Engines:
             client.Finish: self._finish,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
+            client.GetSnapshot: self._snapshot,
         }
 
     # ---- sessions ----------------------------------------------------------------------------
@@ -370,6 +372,10 @@ class Engines:
                 node.leases.headroom_pages,
             ),
         )
+        return None
+
+    def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
+        self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))
         return None
 
     # ---- refusals ----------------------------------------------------------------------------

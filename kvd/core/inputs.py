@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire.admin import AdminRequest
 from kvd.wire.client import Request
@@ -41,6 +42,15 @@ class FromOperator(msgspec.Struct, frozen=True, tag=True):
     at_s: float
     operator: bytes
     message: AdminRequest
+
+
+class Unreadable(msgspec.Struct, frozen=True, tag=True):
+    """Something came in on a socket that is no message of it; its sender was told."""
+
+    at_s: float
+    socket: str
+    sender: str
+    refusal: Refusal
 
 
 class LinkDialed(msgspec.Struct, frozen=True, tag=True):
@@ -148,6 +158,7 @@ Input = (
     | ClientHungUp
     | FromClient
     | FromOperator
+    | Unreadable
     | LinkDialed
     | FromPeer
     | TransferReady

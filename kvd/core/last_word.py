@@ -172,6 +172,7 @@ class LastWord:
                 part.room,
                 part.peer,
                 (Outcome.COMMITTED if refusal is None else part.outcome).value,
+                refusal.code.value if refusal else "",
                 refusal.message if refusal else "",
                 part.prompt_tokens,
                 part.decode_prefix_len,

@@ -64,6 +64,7 @@ class Node:
             i.ClientHungUp: self.engines.hung_up,
             i.FromOperator: self.operators.request,
             i.FromPeer: self._from_peer,
+            i.Unreadable: self._unreadable,
             i.LinkDialed: lambda got: self.peers.dial(got.link, got.name, got.address),
             i.TransferReady: self._transfer_ready,
             i.TransferGone: self._transfer_gone,
@@ -93,6 +94,20 @@ class Node:
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
         return self.out.drain()
+
+    def _unreadable(self, got: i.Unreadable) -> None:
+        self.refused += 1
+        out = self.out
+        out.emit(
+            events.MessageRefused(
+                out.next_seq(),
+                out.at_s,
+                got.socket,
+                got.sender,
+                got.refusal.code.value,
+                got.refusal.message,
+            )
+        )
 
     # ---- peers -------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ class Metrics:
             waited_s = stay.first_s - (event.at_s - event.took_s)
             self.stage_seconds.of(event.side, "wait").observe(max(0.0, waited_s))
         direction = "received" if event.side == "decode" else "sent"
-        self.handoffs.add(1, event.side, event.outcome, event.reason)
+        self.handoffs.add(1, event.side, event.outcome, event.code)
         self.handoff_bytes.add(event.moved_bytes, direction)
         self.handoff_bytes_saved.add(event.saved_bytes, direction)
         self.handoff_seconds.of(event.side).observe(event.took_s)

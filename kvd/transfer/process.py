@@ -52,12 +52,19 @@ class TransferProcess:
         name: unique among all transfer processes that ever meet: incarnation and generation.
         regions: what to map and register; their descriptors stay the caller's.
         environment: added to the daemon's own, for NIXL and UCX settings.
+        keep_open: descriptors that the process holds until it ends: the daemon's lock.
     """
 
     def __init__(
-        self, name: str, regions: Sequence[RegionFd], *, environment: Mapping[str, str]
+        self,
+        name: str,
+        regions: Sequence[RegionFd],
+        *,
+        environment: Mapping[str, str],
+        keep_open: Sequence[int] = (),
     ) -> None:
         self._name = name
+        self._keep_open = tuple(keep_open)
         self._regions = tuple(regions)
         self._environment = dict(environment)
         self._state = _State.NEW
@@ -116,7 +123,12 @@ class TransferProcess:
         plans = tuple(region.plan() for region in self._regions)
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(), self._witness, *(plan.descriptor for plan in plans)),
+            pass_fds=(
+                theirs.fileno(),
+                self._witness,
+                *(plan.descriptor for plan in plans),
+                *self._keep_open,
+            ),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **self._environment},
         )

@@ -143,6 +143,7 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
     room: int
     peer: str
     outcome: str
+    code: str
     reason: str
     prompt_tokens: int
     decode_prefix_len: int

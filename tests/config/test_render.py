@@ -70,7 +70,6 @@ def test_effective_gives_the_same_configuration_again(tmp_path: Path) -> None:
         None,
         "peers.connect.a.b=tcp://10.0.0.1:1",
         "peers.insecure=true",
-        "peers.advertise=tcp://10.0.0.2:1",
         "peers.allow=a.b,c",
         'transfer.ucx.UCX_TLS=t"c\\p é',
         "pool.pages=5",

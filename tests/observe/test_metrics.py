@@ -72,6 +72,7 @@ SNAPSHOT = Snapshot(
 def ended(side: str, part: int, at_s: float, **fields: object) -> events.HandoffEnded:
     values: dict[str, object] = {
         "outcome": "committed",
+        "code": "",
         "reason": "",
         "prompt_tokens": 100,
         "decode_prefix_len": 64,
@@ -157,7 +158,7 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(moved("decode", 1, 10.35, "receiving", "verifying"))
     metrics.take(ended("decode", 1, 10.4, took_s=0.5))
     metrics.take(moved("decode", 1, 20.0, "ready", "closed"))
-    metrics.take(ended("prefill", 2, 11.0, outcome="aborted", reason="deadline", saved_bytes=0))
+    metrics.take(ended("prefill", 2, 11.0, outcome="aborted", code="deadline", saved_bytes=0))
     metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
     metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
     metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))

@@ -1,0 +1,83 @@
+"""The admin socket: requests of operators in, one answer each out.
+
+Most go to the core. Events are served from the bus here, because they are a stream, not a state:
+``ListEvents`` with ``wait_s`` is answered with the next event, or empty when the time is over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.inputs import FromOperator, Unreadable
+from kvd.errors import Code, Refusal
+from kvd.sockets import LoopSocket
+from kvd.wire import admin
+from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import zmq
+
+    from kvd.core import effects
+    from kvd.daemon.reactor import Reactor
+    from kvd.observe.bus import Bus
+
+MAX_WAIT_S = 30.0
+PAGE_EVENTS = 1000
+"""Events in one answer; the reader asks again from the last."""
+
+
+class AdminPort:
+    """Requests of all operators on one ROUTER."""
+
+    def __init__(self, reactor: Reactor, bus: Bus) -> None:
+        self._reactor = reactor
+        self._bus = bus
+
+    def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        """Serve ``socket``, a bound ROUTER."""
+        self._loop = loop
+        self._socket = LoopSocket(socket, self._take, loop=loop)
+
+    def close(self) -> None:
+        """Stop serving; what was answered still goes out."""
+        self._socket.close(linger_s=0.5)
+
+    def report(self, effect: effects.Report) -> None:
+        """Carry out ``Report``."""
+        self._send(effect.operator, effect.message)
+
+    def _take(self, frames: list[bytes]) -> None:
+        operator = frames[0]
+        message: admin.AdminRequest | Refusal
+        if len(frames) == 2:
+            message = ADMIN_REQUESTS.decode(frames[1])
+        else:
+            message = Refusal(Code.BAD_REQUEST, f"{len(frames) - 1} frames, a request has one")
+        if isinstance(message, Refusal):
+            self._send(operator, admin.AdminFailed(-1, message))
+            self._reactor.feed(Unreadable(self._reactor.clock(), "admin", operator.hex(), message))
+        elif isinstance(message, admin.ListEvents):
+            self._list_events(operator, message)
+        else:
+            self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
+
+    def _list_events(self, operator: bytes, asked: admin.ListEvents) -> None:
+        lost, events = self._bus.after(asked.after_seq)
+        if events or asked.wait_s <= 0:
+            page = admin.EventPage(asked.call, lost, events[:PAGE_EVENTS])
+            self._send(operator, page)
+            return
+
+        def answer() -> None:
+            timer.cancel()
+            self._bus.stop_waking(answer)
+            missed, found = self._bus.after(asked.after_seq)
+            self._send(operator, admin.EventPage(asked.call, missed, found[:PAGE_EVENTS]))
+
+        timer = self._loop.call_later(min(asked.wait_s, MAX_WAIT_S), answer)
+        self._bus.wake_on_next(answer)
+
+    def _send(self, operator: bytes, message: admin.AdminReply) -> None:
+        self._socket.send([operator, ADMIN_REPLIES.encode(message)])

@@ -1,0 +1,264 @@
+"""The composition root: builds every part of a daemon, runs it, and takes it down again.
+
+Order up: lock, pool memory, node, sockets, transfer process, HTTP. READY means that the pool is
+registered with the transport and every socket is bound. Order down is the reverse; what was
+answered still goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+import zmq
+
+from kvd import __version__
+from kvd.config import pool_spec
+from kvd.config.address import IPC, attach_path, host_port
+from kvd.core import effects
+from kvd.core.eviction import Policy
+from kvd.core.inputs import ClientHungUp, ClientJoined, Tick
+from kvd.core.node import Node
+from kvd.core.settings import Settings
+from kvd.daemon import lock
+from kvd.daemon.admins import AdminPort
+from kvd.daemon.attach import AttachLimits, AttachServer
+from kvd.daemon.clients import ClientPort
+from kvd.daemon.mover import Mover
+from kvd.daemon.pages import http_pages
+from kvd.daemon.peerlinks import PeerLinks
+from kvd.daemon.reactor import Reactor
+from kvd.daemon.seqpacket import AddressInUse
+from kvd.observe.bus import Bus
+from kvd.observe.http import HttpServer
+from kvd.observe.log import configure
+from kvd.observe.metrics import Metrics
+from kvd.pools.arena import NotReserved
+from kvd.pools.build import build_pool, pool_memory
+from kvd.sockets import open_router
+from kvd.transfer.base import RegionFd, TransportDown
+from kvd.transfer.process import TransferProcess
+from kvd.types import Incarnation, NodeName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.config import Config
+    from kvd.observe.log import EventLog
+    from kvd.transfer.base import Transport
+
+TICK_S = 0.05
+"""Resolution of deadlines and repetitions; costs 0.1 % of a core."""
+
+
+class Daemon:
+    """One node. ``start`` and ``stop`` it once; ``stopped`` is set by a signal or by a test."""
+
+    def __init__(self, config: Config, log: EventLog) -> None:
+        self.config = config
+        self.stopped = asyncio.Event()
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._up = contextlib.AsyncExitStack()
+        self._tick: asyncio.TimerHandle | None = None
+        self._clock: Callable[[], float] = time.monotonic
+
+    async def start(self) -> None:
+        """Come up to READY.
+
+        Raises:
+            NotReserved, AlreadyRunning, AddressInUse, TransportDown, OSError: it cannot serve.
+        """
+        config = self.config
+        lock_fd = self._take_lock()
+        spec = pool_spec(config)
+        placed = build_pool(spec)
+        for place in placed:
+            self._up.callback(place.arena.close)
+        regions = [RegionFd(p.name, p.arena.fd, p.geometry) for p in placed]
+        self.node = Node(_settings(config), self._clock())
+        self.bus = Bus()
+        self.metrics = Metrics(spec.name)
+        self.bus.subscribe(self.metrics.take)
+        self.bus.subscribe(self._log.write)
+        self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
+        self.mover = Mover(self.reactor, lambda generation: self._transport(generation, regions))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._up.callback(context.term)
+        self._open_engines(context, tuple(place.arena.fd for place in placed))
+        self._open_admin(context)
+        self._open_peers(context)
+        self._wire()
+        self._lock_fd = lock_fd
+        self._up.push_async_callback(self.mover.stop)
+        await self.mover.start("start")
+        self.links.dial(config.peers.connect, config.limits.max_frame_bytes, self._loop)
+        await self._serve_http()
+        self._beat(self._clock())
+
+    async def stop(self) -> None:
+        """Take everything down, last first."""
+        if self._tick is not None:
+            self._tick.cancel()
+        await self._up.aclose()
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _take_lock(self) -> int:
+        sockets = self.config.sockets
+        for endpoint in (sockets.client, sockets.admin):
+            Path(endpoint.removeprefix(IPC)).parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        descriptor = lock.take(sockets.client.removeprefix(IPC) + ".lock")
+        self._up.callback(os.close, descriptor)
+        return descriptor
+
+    def _transport(self, generation: int, regions: list[RegionFd]) -> Transport:
+        return TransferProcess(
+            f"{self.node.settings.incarnation}-{generation}",
+            regions,
+            environment=self.config.transfer.ucx,
+            keep_open=(self._lock_fd,),
+        )
+
+    def _open_engines(
+        self, context: zmq.Context[zmq.Socket[bytes]], descriptors: tuple[int, ...]
+    ) -> None:
+        config = self.config
+        memory = (pool_memory(self.node.settings.spec),)
+        self.attach = AttachServer(
+            attach_path(config.sockets.client),
+            describe=lambda: memory,
+            fds=descriptors,
+            node=config.node.name,
+            incarnation=self.node.settings.incarnation,
+            on_opened=lambda session, name, pid: self.reactor.feed(
+                ClientJoined(self._clock(), session, name, pid)
+            ),
+            on_joined=lambda session, pid: self.reactor.feed(
+                ClientJoined(self._clock(), session, "", pid)
+            ),
+            on_gone=self._client_gone,
+            limits=AttachLimits(
+                mode=int(config.sockets.mode, 8),
+                group=config.sockets.group,
+                max_sessions=config.limits.max_clients,
+                max_frame_bytes=config.limits.max_frame_bytes,
+            ),
+        )
+        self.clients = ClientPort(self.reactor, self.attach.session_of, self.metrics)
+        self.clients.start(self._bind(context, config.sockets.client), self._loop)
+        self._up.callback(self.clients.close)
+        self.attach.start(self._loop)
+        self._up.callback(self.attach.close)
+        self.bus.subscribe(self.clients.tell)
+
+    def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.admins = AdminPort(self.reactor, self.bus)
+        self.admins.start(self._bind(context, self.config.sockets.admin), self._loop)
+        self._up.callback(self.admins.close)
+
+    def _open_peers(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.links = PeerLinks(self.reactor, context)
+        self.links.listen(self._bind(context, self.config.peers.listen), self._loop)
+        self._up.callback(self.links.close)
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+        socket = open_router(context, max_frame_bytes=self.config.limits.max_frame_bytes)
+        if ":[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
+        if endpoint.startswith(IPC):
+            os.chmod(endpoint.removeprefix(IPC), int(self.config.sockets.mode, 8))
+        return socket
+
+    def _wire(self) -> None:
+        self.reactor.perform = {
+            effects.Answer: self.clients.answer,
+            effects.Report: self.admins.report,
+            effects.Send: self.links.send,
+            effects.LoadAgent: self.mover.load,
+            effects.DropAgent: self.mover.drop,
+            effects.Post: self.mover.post,
+            effects.Quiesce: self.mover.quiesce,
+            effects.RestartTransfer: self.mover.restart,
+        }
+
+    async def _serve_http(self) -> None:
+        address = host_port(self.config.http.listen)
+        if address is None:
+            return
+        server = HttpServer(http_pages(self), self._log.crashed)
+        self.http_port = await server.start(address.host, address.port)
+        self._up.push_async_callback(server.stop)
+
+    # ---- what happens ------------------------------------------------------------------------
+
+    def _client_gone(self, session: int) -> None:
+        self.reactor.feed(ClientHungUp(self._clock(), session))
+        self.clients.gone(session)
+
+    def _beat(self, due_s: float) -> None:
+        now_s = self._clock()
+        self.metrics.loop_lag(max(0.0, now_s - due_s))
+        self.reactor.feed(Tick(now_s))
+        self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(
+        name=NodeName(config.node.name),
+        incarnation=Incarnation(secrets.token_hex(16)),
+        spec=pool_spec(config),
+        policy=Policy(config.radix.policy),
+        allow=config.peers.allow,
+        heartbeat_s=config.peers.heartbeat_s,
+        suspect_s=config.peers.suspect_s,
+        lost_s=config.peers.lost_s,
+        max_deadline_s=config.admission.max_deadline_s,
+        max_queue=config.admission.max_queue,
+        max_prompt_tokens=config.limits.max_prompt_tokens,
+        max_aux_bytes=config.limits.max_aux_bytes,
+    )
+
+
+async def serve(config: Config, log: EventLog) -> int:
+    """Run one daemon until a signal; returns the exit status."""
+    daemon = Daemon(config, log)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _asked_to_stop, daemon)
+    try:
+        await daemon.start()
+        print(f"kvd {__version__} {config.node.name} ready", file=sys.stderr, flush=True)  # noqa: T201
+        await daemon.stopped.wait()
+    except (NotReserved, lock.AlreadyRunning, AddressInUse, TransportDown, OSError) as error:
+        print(f"kvd: cannot serve: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return 1
+    finally:
+        await daemon.stop()
+    return 0
+
+
+def _asked_to_stop(daemon: Daemon) -> None:
+    """The first signal stops; a second one exits at once."""
+    if daemon.stopped.is_set():
+        os._exit(1)
+    daemon.stopped.set()
+
+
+def main(config: Config) -> int:
+    """Run the daemon of ``config`` in the foreground; returns the exit status."""
+    log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
+    return uvloop.run(serve(config, log))

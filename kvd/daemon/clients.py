@@ -1,0 +1,146 @@
+"""The client socket: requests of engines in, answers and pushes out.
+
+The routing id is the session's token, issued on the attach socket: who knows it is of the session.
+A message that cannot be read, or is of no session, is answered with ``Failed`` and costs nobody
+else anything.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from kvd.core.inputs import FromClient, Unreadable
+from kvd.errors import Code, Refusal
+from kvd.sockets import LoopSocket, Sent
+from kvd.types import NO_TOKENS, Tokens
+from kvd.wire import client
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, check_tokens
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    import zmq
+
+    from kvd.core import effects
+    from kvd.daemon.reactor import Reactor
+    from kvd.observe.metrics import Metrics
+    from kvd.wire.events import Event
+
+UNREADABLE_CALL = -1
+"""The ``call`` of an answer to a request whose own could not be read."""
+
+
+class ClientPort:
+    """Requests of all sessions on one ROUTER."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        session_of: Callable[[bytes], int | None],
+        metrics: Metrics,
+    ) -> None:
+        self._reactor = reactor
+        self._session_of = session_of
+        self._metrics = metrics
+        self._token_of: dict[int, bytes] = {}
+        self._max_tokens = reactor.node.settings.max_prompt_tokens
+        self._subscribers: dict[int, int] = {}
+        """Session to number of events lost since the last that was taken."""
+        self._fresh: list[Event] = []
+
+    def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        """Serve ``socket``, a bound ROUTER."""
+        self._loop = loop
+        self._socket = LoopSocket(socket, self._take, loop=loop)
+
+    def close(self) -> None:
+        """Stop serving; what was answered still goes out."""
+        self._socket.close(linger_s=0.5)
+
+    def gone(self, session: int) -> None:
+        """The session is over."""
+        self._token_of.pop(session, None)
+        self._subscribers.pop(session, None)
+
+    def answer(self, effect: effects.Answer) -> None:
+        """Carry out ``Answer``; a session that has gone hears nothing."""
+        token = self._token_of.get(effect.session)
+        if token is None:
+            return
+        message = effect.message
+        if isinstance(message, client.Failed):
+            self._metrics.rpc_failed("client", message.refusal.code.value)
+        self._socket.send([token, CLIENT_REPLIES.encode(message)])
+
+    def tell(self, event: Event) -> None:
+        """Push an event to the subscribers, batched per turn of the loop."""
+        if not self._subscribers:
+            return
+        if not self._fresh:
+            self._loop.call_soon(self._push)
+        self._fresh.append(event)
+
+    def _take(self, frames: list[bytes]) -> None:
+        token = frames[0]
+        session = self._session_of(token)
+        if session is None:
+            refusal = Refusal(
+                Code.UNKNOWN_SESSION,
+                "this routing id belongs to no session: attach first, and again after a restart",
+                side=self._reactor.node.settings.name,
+            )
+            self._refuse(token, refusal, frames)
+            return
+        self._token_of[session] = token
+        message = CLIENT_REQUESTS.decode(frames[1]) if len(frames) > 1 else _no_header()
+        if isinstance(message, Refusal):
+            self._refuse(token, message, frames)
+            return
+        tokens = self._tokens(message, frames)
+        if isinstance(tokens, Refusal):
+            self._refuse(token, tokens, frames, call=message.call)
+            return
+        self._serve(session, message, tokens)
+
+    def _serve(self, session: int, message: client.Request, tokens: Tokens) -> None:
+        if isinstance(message, client.Subscribe):
+            self._subscribers[session] = 0
+            self._socket.send(
+                [self._token_of[session], CLIENT_REPLIES.encode(client.Done(message.call))]
+            )
+            return
+        began_s = perf_counter()
+        self._reactor.feed(FromClient(self._reactor.clock(), session, message, tokens))
+        self._metrics.rpc(type(message).__name__, perf_counter() - began_s)
+
+    def _tokens(self, message: client.Request, frames: list[bytes]) -> Tokens | Refusal:
+        takes = isinstance(message, client.TAKES_TOKENS)
+        if len(frames) != (3 if takes else 2):
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"{type(message).__name__} came in {len(frames) - 1} frames, it has "
+                f"{2 if takes else 1}",
+                numbers={"frames": len(frames) - 1},
+            )
+        return check_tokens(frames[2], max_tokens=self._max_tokens) if takes else NO_TOKENS
+
+    def _refuse(
+        self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = UNREADABLE_CALL
+    ) -> None:
+        self._socket.send([token, CLIENT_REPLIES.encode(client.Failed(call, refusal))])
+        sender = f"{token[:4].hex()}, {sum(map(len, frames[1:]))} bytes"
+        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+
+    def _push(self) -> None:
+        events, self._fresh = tuple(self._fresh), []
+        for session, lost in list(self._subscribers.items()):
+            token = self._token_of[session]
+            message = CLIENT_REPLIES.encode(client.Events(lost, events))
+            is_taken = self._socket.send([token, message]) is Sent.TAKEN
+            self._subscribers[session] = 0 if is_taken else lost + len(events)
+
+
+def _no_header() -> Refusal:
+    return Refusal(Code.BAD_REQUEST, "an empty message: send [header] or [header, tokens]")

@@ -1,0 +1,50 @@
+"""One daemon per runtime directory, and the proof that the one before is over.
+
+The lock is held by the daemon *and* by its transfer process, which inherits the descriptor. So who
+gets the lock knows that no older transfer process of this node can write any more, and may announce
+a new incarnation.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+WAIT_S = 3.0
+"""A killed daemon's transfer process ends within milliseconds; three seconds is somebody alive."""
+
+LOOK_S = 0.02
+
+
+class AlreadyRunning(Exception):
+    """Another daemon serves from this runtime directory."""
+
+
+def take(path: str) -> int:
+    """Lock ``path``; returns the descriptor that holds the lock while it, or a copy, is open.
+
+    Raises:
+        AlreadyRunning: somebody else holds it, and still does after ``WAIT_S``.
+        OSError: the directory cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    end_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end_s:
+                time.sleep(LOOK_S)
+                continue
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            msg = (
+                f"{path} is locked by pid {owner}: another kvd serves from this directory; "
+                "stop it, or set sockets.client and sockets.admin to another one"
+            )
+            raise AlreadyRunning(msg) from None
+        break
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor

@@ -1,0 +1,168 @@
+"""The life of the transfer process: start it, order, translate its reports, restart it.
+
+Generations count from 1. The next one starts only when the old process is reaped and its memory map
+is gone, which is what makes a restart a fence. A process that keeps dying is started again after a
+pause that doubles, and the node says meanwhile that it is restarting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvd.core import inputs
+from kvd.transfer import orders
+from kvd.transfer.base import TransportDown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core import effects
+    from kvd.daemon.reactor import Reactor
+    from kvd.transfer.base import Transport
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+STEADY_S = 10.0
+"""A process that lived so long has not failed to start: its successor comes at once."""
+
+
+class Mover:
+    """One transfer process after the other."""
+
+    def __init__(self, reactor: Reactor, make: Callable[[int], Transport]) -> None:
+        self._reactor = reactor
+        self._make = make
+        self._generation = 0
+        self._transport: Transport | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._started_s = 0.0
+        self.huge_bytes: dict[str, int] = {}
+
+    async def start(self, why: str) -> None:
+        """Start the next generation.
+
+        Raises:
+            TransportDown: it cannot serve; the message says why.
+        """
+        self._generation += 1
+        transport = self._make(self._generation)
+        ready = await transport.start(self._on_reports, self._on_exit)
+        self._transport = transport
+        self._started_s = self._reactor.clock()
+        self._reactor.feed(
+            inputs.TransferReady(
+                self._started_s, self._generation, ready.metadata, ready.transport, why
+            )
+        )
+
+    async def stop(self) -> None:
+        """Kill and reap."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.stop()
+
+    def restart(self, effect: effects.RestartTransfer) -> None:
+        """Carry out ``RestartTransfer``: a fence."""
+        if self._restarting is None:
+            self._restarting = asyncio.get_running_loop().create_task(self._replace(effect.why))
+
+    # ---- orders ------------------------------------------------------------------------------
+
+    def load(self, effect: effects.LoadAgent) -> None:
+        """Carry out ``LoadAgent``."""
+        self._order(orders.Load(effect.incarnation, effect.generation, effect.metadata))
+
+    def drop(self, effect: effects.DropAgent) -> None:
+        """Carry out ``DropAgent``."""
+        self._order(orders.Drop(effect.incarnation, effect.generation))
+
+    def post(self, effect: effects.Post) -> None:
+        """Carry out ``Post``."""
+        self._order(
+            orders.Post(
+                effect.post,
+                effect.incarnation,
+                effect.generation,
+                effect.component,
+                effect.source,
+                effect.destination,
+            )
+        )
+
+    def quiesce(self, effect: effects.Quiesce) -> None:
+        """Carry out ``Quiesce``."""
+        self._order(orders.Quiesce(effect.lease))
+
+    def _order(self, order: orders.Order) -> None:
+        if self._transport is not None:
+            self._transport.order(order)
+
+    # ---- reports -----------------------------------------------------------------------------
+
+    def _on_reports(self, reports: list[orders.Report]) -> None:
+        now_s = self._reactor.clock()
+        for report in reports:
+            happened = _input_of(report, now_s)
+            if happened is not None:
+                self._reactor.feed(happened)
+            elif isinstance(report, orders.Collapsed):
+                self.huge_bytes[report.region] = report.huge_bytes
+
+    def _on_exit(self, why: str) -> None:
+        """It ended by itself, and is reaped."""
+        self._transport = None
+        self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
+        if self._restarting is None:
+            self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
+
+    async def _replace(self, why: str) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.stop()
+            self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
+        await self._revive(why)
+
+    async def _revive(self, why: str) -> None:
+        """Start again until it serves; wait longer each time it does not."""
+        if self._reactor.clock() - self._started_s >= STEADY_S:
+            self._pause_s = FIRST_PAUSE_S
+        else:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        while True:
+            try:
+                await self.start(why)
+            except TransportDown as down:
+                why = str(down)
+                await asyncio.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            else:
+                break
+        self._restarting = None
+
+
+def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
+    """A report as an input of the core; None for one that is not its business."""
+    happened: inputs.Input | None = None
+    match report:
+        case orders.Loaded(peer, generation):
+            happened = inputs.AgentLoaded(now_s, peer, generation)
+        case orders.LoadFailed(peer, generation, why):
+            happened = inputs.AgentFailed(now_s, peer, generation, why)
+        case orders.Dropped(peer, generation, unacknowledged_bytes):
+            happened = inputs.AgentDropped(now_s, peer, generation, unacknowledged_bytes)
+        case orders.Moved(post, moved_bytes):
+            happened = inputs.PostMoved(now_s, post, moved_bytes)
+        case orders.Posted(post, moved_bytes):
+            happened = inputs.PostDone(now_s, post, moved_bytes)
+        case orders.PostFailed(post, why):
+            happened = inputs.PostFailed(now_s, post, why)
+        case orders.Quiet(ticket):
+            happened = inputs.Quiet(now_s, ticket)
+        case _:
+            pass
+    return happened

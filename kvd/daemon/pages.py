@@ -1,0 +1,68 @@
+"""The five HTTP pages of a daemon: probes, metrics, and what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd import __version__
+from kvd.core.report import snapshot
+from kvd.core.spec import PoolSpec
+from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
+from kvd.observe.gauges import gauges_of
+from kvd.observe.http import PLAIN, Pages, Response
+from kvd.wire import client, peer
+
+if TYPE_CHECKING:
+    from kvd.daemon.app import Daemon
+
+JSON = "application/json"
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What a router or an operator needs to know before talking to this node."""
+
+    node: str
+    incarnation: str
+    version: str
+    client_protocol: int
+    peer_protocol: int
+    client: str
+    peers: str
+    pool: PoolSpec
+
+
+def http_pages(daemon: Daemon) -> Pages:
+    """The pages of ``daemon``; each is answered from the state between two steps."""
+    node = daemon.node
+    exposition = Exposition(
+        daemon.metrics,
+        Build(version=__version__, proto=str(peer.PROTOCOL), nixl=node.transport),
+        lambda: gauges_of(snapshot(node)),
+    )
+    config = daemon.config
+    info = Info(
+        node=config.node.name,
+        incarnation=node.settings.incarnation,
+        version=__version__,
+        client_protocol=client.PROTOCOL,
+        peer_protocol=peer.PROTOCOL,
+        client=config.sockets.client,
+        peers=config.peers.listen,
+        pool=node.settings.spec,
+    )
+    info_page = Response(200, JSON, msgspec.json.encode(info))
+
+    def readyz() -> Response:
+        if node.peers.generation:
+            return Response(200, PLAIN, b"ready\n")
+        return Response(503, PLAIN, b"the transfer process is restarting\n")
+
+    return Pages(
+        livez=lambda: Response(200, PLAIN, b"alive\n"),
+        readyz=readyz,
+        metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),
+        info=lambda: info_page,
+        status=lambda: Response(200, JSON, msgspec.json.encode(snapshot(node))),
+    )

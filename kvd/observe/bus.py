@@ -1,0 +1,59 @@
+"""One stream of events to whoever watches: takers at once, a bounded ring for those who ask later.
+
+A taker is called for every event, in order, on the loop; it must be quick. A reader of the ring
+that has fallen behind is told how many events it lost, never nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.wire.events import Event
+
+RING_EVENTS = 4096
+"""About a minute of a busy node; an event is some 200 bytes."""
+
+
+class Bus:
+    """Fans events out. Invariant: the ring holds the last events, with contiguous numbers (I8)."""
+
+    def __init__(self) -> None:
+        self._takers: list[Callable[[Event], None]] = []
+        self._ring: deque[Event] = deque(maxlen=RING_EVENTS)
+        self._waiting: list[Callable[[], None]] = []
+
+    def subscribe(self, take: Callable[[Event], None]) -> None:
+        """Call ``take`` with every event from now on."""
+        self._takers.append(take)
+
+    def publish(self, event: Event) -> None:
+        """One event, to everybody."""
+        self._ring.append(event)
+        for take in self._takers:
+            take(event)
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for wake in waiting:
+                wake()
+
+    def after(self, seq: int) -> tuple[int, tuple[Event, ...]]:
+        """How many events after number ``seq`` have left the ring, and those that have not."""
+        if not self._ring or self._ring[-1].seq <= seq:
+            return 0, ()
+        first = self._ring[0].seq
+        skipped = max(0, seq + 1 - first)
+        events = list(self._ring)[skipped:]
+        return max(0, first - seq - 1), tuple(events)
+
+    def wake_on_next(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` once, with the next event."""
+        self._waiting.append(wake)
+
+    def stop_waking(self, wake: Callable[[], None]) -> None:
+        """Take that back."""
+        if wake in self._waiting:
+            self._waiting.remove(wake)
