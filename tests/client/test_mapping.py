@@ -12,7 +12,7 @@ import torch
 
 from kvd.client.mapping import ALIGNMENT_BYTES, Mapping
 from kvd.core.geometry import geometry
-from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, Raw
+from kvd.core.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, Raw
 from kvd.errors import KvdError
 from kvd.pools.arena import Arena, reserve
 from kvd.wire.memory import TensorPlace
@@ -77,7 +77,9 @@ def test_what_another_process_writes_through_its_views_is_seen_here() -> None:
             for row in shape.rows
             for start in [row.offset_bytes + 7 * row.stride_bytes]
         )
-        assert seventh == b"".join(view[7].contiguous().view(torch.uint8).numpy() for view in views)
+        assert seventh == b"".join(
+            view[7].contiguous().view(torch.uint8).numpy().tobytes() for view in views
+        )
     for arena in arenas:
         arena.close()
 
@@ -95,26 +97,24 @@ def test_a_mapping_is_aligned_for_huge_pages(arena: Arena) -> None:
 def test_views_have_the_shapes_of_their_family_in_every_dtype(
     dtype: str, order: Order, arena: Arena
 ) -> None:
-    parts = [Mha(2, 8, 4, dtype), Mla(16, 8, dtype)]
-
-    shapes = []
-    for layout in parts:
-        places = geometry(Component("kv", 2, layout, 4), pages=3, order=order)
-        mapping = Mapping(arena.fd, places.total_bytes)
-        views = [mapping.tensor(place, 3) for place in places.tensors]
+    found = []
+    layouts: list[Layout] = [Mha(2, 8, 4, dtype), Mla(16, 8, dtype)]
+    for layout in layouts:
+        shape = geometry(Component("kv", 2, layout, 4), pages=3, order=order)
+        mapping = Mapping(arena.fd, shape.total_bytes)
+        views = [mapping.tensor(place, 3) for place in shape.tensors]
         for number, view in enumerate(views):
             view.copy_(torch.full(view.shape, number + 1.0))
-        assert [view.float().unique().tolist() for view in views] == [
-            [number + 1.0] for number in range(len(views))
-        ]
-        pairs = zip(places.tensors, views, strict=True)
-        shapes += [(place.part, tuple(view.shape)) for place, view in pairs]
+        for number, view in enumerate(views):
+            assert torch.equal(view.float(), torch.full(view.shape, number + 1.0))
+            assert view.dtype == getattr(torch, dtype)
+        pairs = zip(shape.tensors, views, strict=True)
+        found += [(place.part, tuple(view.shape)) for place, view in pairs]
 
-    assert shapes == [
+    assert found == [
         *[("k", (3, 4, 2, 8)), ("v", (3, 4, 2, 4))] * 2,
         *[("latent", (3, 4, 1, 24))] * 2,
     ]
-    assert views[0].dtype == getattr(torch, dtype)
 
 
 def test_raw_pages_are_bytes(arena: Arena) -> None:
