@@ -19,6 +19,7 @@ from kvd.core.lease import LeaseTable
 from kvd.core.operators import Operators
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
+from kvd.core.transfers import Transfers
 from kvd.wire import events
 from kvd.wire.peer import (
     Abort,
@@ -55,6 +56,7 @@ class Node:
         self.peers = Peers(settings, self.out)
         self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
+        self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.engines = Engines(self)
         self.operators = Operators(self)
         # One handler per input type: Any, because each takes its own type of input.
@@ -71,9 +73,9 @@ class Node:
             i.AgentLoaded: self._agent_loaded,
             i.AgentFailed: self._agent_failed,
             i.AgentDropped: self._agent_dropped,
-            i.PostMoved: lambda got: self.prefiller.post_moved(got.post, got.moved_bytes),
-            i.PostDone: lambda got: self.prefiller.post_done(got.post, got.moved_bytes),
-            i.PostFailed: lambda got: self.prefiller.post_failed(got.post, got.why),
+            i.PostMoved: lambda got: self.transfers.post_moved(got.post, got.moved_bytes),
+            i.PostDone: lambda got: self.transfers.post_done(got.post, got.moved_bytes),
+            i.PostFailed: lambda got: self.transfers.post_failed(got.post, got.why),
             i.Quiet: lambda got: self.decoder.quiet(got.lease),
             i.Tick: self._tick,
         }
@@ -134,7 +136,7 @@ class Node:
             self.decoder.writer_gone(gone)
             self.prefiller.outlived(gone)
         elif peer.generation > generation > 0:
-            self.prefiller.generation_changed(peer)
+            self.transfers.generation_changed(peer)
         self.admission.wake()
 
     def _pinged(self, peer: Any, message: Ping) -> None:
@@ -162,25 +164,29 @@ class Node:
         out.emit(events.TransferStarted(out.next_seq(), out.at_s, got.generation, got.why))
         self.peers.announce(got.generation, got.metadata)
         for peer in self.peers.by_name.values():
-            self.peers.load(peer)
+            self.peers.agents.load(peer)
         self.admission.wake()
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
         self.peers.transfer_gone()
-        self.prefiller.transfer_gone()
+        self.transfers.gone()
         self.decoder.fenced()
 
     def _agent_loaded(self, got: i.AgentLoaded) -> None:
-        if self.peers.agent_loaded(got.incarnation, got.generation) is not None:
-            self.prefiller.agent_loaded(got.incarnation)
+        peer = self.peers.current(got.incarnation, got.generation)
+        if peer is not None and self.peers.agents.loaded(peer):
+            self.transfers.agent_loaded(got.incarnation)
 
     def _agent_failed(self, got: i.AgentFailed) -> None:
-        if self.peers.agent_failed(got.incarnation, got.generation, got.why) is not None:
-            self.prefiller.agent_failed(got.incarnation, got.why)
+        peer = self.peers.current(got.incarnation, got.generation)
+        if peer is not None and self.peers.agents.failed(peer, got.why):
+            self.transfers.agent_failed(got.incarnation, got.why)
 
     def _agent_dropped(self, got: i.AgentDropped) -> None:
-        self.prefiller.agent_dropped(got.incarnation, got.generation, got.unconfirmed_bytes)
-        self.peers.agent_dropped(got.incarnation, got.generation)
+        self.transfers.agent_dropped(got.incarnation, got.generation, got.unconfirmed_bytes)
+        peer = self.peers.current(got.incarnation, got.generation)
+        if peer is not None:
+            self.peers.agents.dropped(peer)
 
     # ---- time --------------------------------------------------------------------------------
 

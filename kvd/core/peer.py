@@ -1,4 +1,4 @@
-"""Other daemons: who they are now, whether they live, and the sending agent towards each.
+"""Other daemons: who they are now, and whether they live.
 
 A peer is known by its node name; its incarnation is one process lifetime of it. Nothing is held
 for a peer before its Hello. A Hello with a new incarnation is the proof that the old one will never
@@ -8,9 +8,7 @@ incarnation is then superseded, and whatever still arrives from it is refused.
 Silence makes a peer suspect, then lost. That is a guess, not a proof: its rooms are drained, and
 their pages stay in quarantine until it settles, is replaced, or is fenced.
 
-The sending agent: NONE -> LOADING -> LOADED or FAILED; DROPPING while it is being destroyed, which
-is the only way to be sure that a failed post has written its last byte. It is made anew when the
-peer's incarnation or generation changes, and after it was destroyed.
+What must not live here: the sending agent towards a peer (``agents``), and handoffs.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from kvd.core import effects
+from kvd.core.agents import Agent, Agents
 from kvd.core.spec import fingerprint, layout_difference
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 from kvd.wire.peer import PROTOCOL, Hello, Message, Ping, Reject
 
 if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
     from kvd.core.settings import Settings
 
 SUPERSEDED_KEPT = 64
@@ -37,16 +36,6 @@ class Life(enum.Enum):
     UP = "up"
     SUSPECT = "suspect"
     LOST = "lost"
-
-
-class Agent(enum.Enum):
-    """The sending agent towards a peer's current incarnation and generation."""
-
-    NONE = "none"
-    LOADING = "loading"
-    LOADED = "loaded"
-    FAILED = "failed"
-    DROPPING = "dropping"
 
 
 class Peer:
@@ -108,7 +97,8 @@ class Dialed:
 class Peers:
     """All peers, by name and by incarnation."""
 
-    def __init__(self, settings: Settings, out: effects.Outbox) -> None:
+    def __init__(self, settings: Settings, out: Outbox) -> None:
+        self.agents = Agents(out)
         self.by_name: dict[str, Peer] = {}
         self.by_incarnation: dict[str, Peer] = {}
         self.dialed: dict[str, Dialed] = {}
@@ -131,12 +121,20 @@ class Peers:
         """Our transfer process serves: tell everybody, as a new generation."""
         self.generation = generation
         self.metadata = metadata
+        self.agents.is_serving = True
         for link in self.dialed:
             known = next((p for p in self.by_name.values() if p.link == link), None)
             self._say_hello(link, known.incarnation if known else "")
         for peer in self.by_name.values():
             if peer.link not in self.dialed:
                 self._say_hello(peer.link, peer.incarnation)
+
+    def transfer_gone(self) -> None:
+        """Our transfer process is reaped, and all agents with it."""
+        self.generation = 0
+        self.agents.is_serving = False
+        for peer in self.by_name.values():
+            peer.agent = Agent.NONE
 
     def sender(self, link: str, message: Message) -> Peer | None:
         """The peer that speaks, if it may: the right incarnation, to the right incarnation.
@@ -232,13 +230,11 @@ class Peers:
         if gone:
             peer.superseded = [*peer.superseded[1 - SUPERSEDED_KEPT :], gone]
             self.by_incarnation.pop(gone, None)
-            if peer.agent in {Agent.LOADING, Agent.LOADED}:
-                self._drop(peer)
+            self.agents.leave(peer)
             out = self._out
             out.emit(events.PeerReplaced(out.next_seq(), out.at_s, peer.name, gone, message.source))
         peer.incarnation = message.source
         peer.generation = 0
-        peer.agent = Agent.NONE
         peer.offer_floor = peer.settled_floor = 0
         peer.round_trip_s = 0.0
         self.by_incarnation[message.source] = peer
@@ -247,8 +243,7 @@ class Peers:
     def _take_generation(self, peer: Peer, message: Hello) -> None:
         if message.generation <= peer.generation:
             return
-        if peer.agent in {Agent.LOADING, Agent.LOADED}:
-            self._drop(peer)
+        self.agents.leave(peer)
         peer.generation = message.generation
         peer.metadata = message.metadata
         peer.max_prompt_tokens = message.max_prompt_tokens
@@ -268,8 +263,7 @@ class Peers:
                     out.next_seq(), out.at_s, peer.name, Code.LAYOUT_MISMATCH.value, difference
                 )
             )
-        peer.agent = Agent.NONE
-        self.load(peer)
+        self.agents.load(peer)
 
     def _tell_up(self, peer: Peer) -> None:
         out = self._out
@@ -305,73 +299,18 @@ class Peers:
             )
         )
 
-    # ---- the sending agent -------------------------------------------------------------------
+    def drop_agent(self, incarnation: str, generation: int, why: str) -> None:
+        """Destroy this agent; one of an older generation is being destroyed already."""
+        peer = self.current(incarnation, generation)
+        if peer is not None:
+            self.agents.drop(peer, why)
 
-    def load(self, peer: Peer) -> None:
-        """Make a sending agent where there is none and the layouts agree."""
-        if peer.agent is Agent.NONE and peer.refusal is None and self.generation:
-            self._set_agent(peer, Agent.LOADING, "")
-            self._out.effects.append(
-                effects.LoadAgent(peer.incarnation, peer.generation, peer.metadata)
-            )
+    # ---- finding one -------------------------------------------------------------------------
 
-    def drop(self, peer: Peer, why: str) -> None:
-        """Destroy the sending agent: every post through it fails, and no byte lands later."""
-        if peer.agent is Agent.LOADED:
-            self._set_agent(peer, Agent.DROPPING, why)
-            self._drop(peer)
-
-    def agent_loaded(self, incarnation: str, generation: int) -> Peer | None:
-        """The agent can post; returns its peer if that is still the one."""
-        peer = self._current(incarnation, generation)
-        if peer is not None and peer.agent is Agent.LOADING:
-            self._set_agent(peer, Agent.LOADED, "")
-            return peer
-        return None
-
-    def agent_failed(self, incarnation: str, generation: int, why: str) -> Peer | None:
-        """The agent could not be made."""
-        peer = self._current(incarnation, generation)
-        if peer is not None and peer.agent is Agent.LOADING:
-            self._set_agent(peer, Agent.FAILED, why)
-            return peer
-        return None
-
-    def agent_dropped(self, incarnation: str, generation: int) -> None:
-        """The agent is destroyed; a living peer gets a new one."""
-        peer = self._current(incarnation, generation)
-        if peer is not None and peer.agent is Agent.DROPPING:
-            self._set_agent(peer, Agent.NONE, "")
-            self.load(peer)
-
-    def transfer_gone(self) -> None:
-        """Our transfer process is reaped, and all agents with it."""
-        self.generation = 0
-        for peer in self.by_name.values():
-            peer.agent = Agent.NONE
-
-    def _current(self, incarnation: str, generation: int) -> Peer | None:
+    def current(self, incarnation: str, generation: int) -> Peer | None:
+        """The peer, if this incarnation and generation of it are the ones that serve."""
         peer = self.by_incarnation.get(incarnation)
         return peer if peer is not None and peer.generation == generation else None
-
-    def _drop(self, peer: Peer) -> None:
-        self._out.effects.append(effects.DropAgent(peer.incarnation, peer.generation))
-
-    def _set_agent(self, peer: Peer, agent: Agent, why: str) -> None:
-        peer.agent = agent
-        peer.agent_why = why
-        out = self._out
-        out.emit(
-            events.AgentChanged(
-                out.next_seq(),
-                out.at_s,
-                peer.name,
-                peer.incarnation,
-                peer.generation,
-                agent.value,
-                why,
-            )
-        )
 
     def find(self, source: str) -> str | None:
         """The node name behind a configured name or address, or of a peer that came to us."""

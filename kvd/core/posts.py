@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.peer import Agent
+from kvd.core.agents import Agent
 from kvd.core.tables import Prefill
 from kvd.types import ID_BYTES, Pages
 

@@ -2,8 +2,8 @@
 
 One ``PrefillPart`` joins two halves that come in any order: the engine's ``send`` and the decode
 side's Offer. Its states and triggers are ``tables.PREFILL``; this file is what happens on the
-edges, with ``posts`` for the pages under way and ``last_word`` for the end. The rules that keep
-memory safe:
+edges, with ``posts`` for the pages under way, ``transfers`` for what becomes of them and
+``last_word`` for the end. The rules that keep memory safe:
 
 - pages go only through the transport generation that the Offer names;
 - Settled is said when no post is outstanding. A failed post stays outstanding until its sending
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.agents import Agent
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
 from kvd.core.offer import bad_offer, disagreement
 from kvd.core.parts import Engine, PrefillPart
-from kvd.core.peer import Agent
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress
+from kvd.wire.peer import Abort, Accept, Offer, Outcome
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -124,7 +124,7 @@ class Prefiller:
         part.aux = aux
         part.cursor_tokens = part.prompt_tokens
         self._move(part, T.FINISHED, "")
-        self._push(part)
+        self.push(part)
         return None
 
     def abandon(self, part: PrefillPart, refusal: Refusal) -> None:
@@ -188,7 +188,7 @@ class Prefiller:
             f"the decode daemon restarted (incarnation {incarnation[:8]} is gone)",
             side=self._settings.name,
         )
-        for part in self._of(incarnation):
+        for part in self.parts_of(incarnation):
             self.give_up(part, refusal)
         for part in list(self.last_word.settled.values()):
             if part.incarnation == incarnation:
@@ -202,69 +202,26 @@ class Prefiller:
             f"{peer.name} has been silent for {self._out.at_s - peer.heard_s:.1f} s",
             side=self._settings.name,
         )
-        for part in self._of(peer.incarnation):
+        for part in self.parts_of(peer.incarnation):
             self.give_up(part, refusal)
 
-    # ---- the transport -----------------------------------------------------------------------
+    # ---- the transfer process ----------------------------------------------------------------
 
-    def agent_loaded(self, incarnation: str) -> None:
-        """Post what waited for the agent."""
-        for part in self._of(incarnation):
-            if part.state in WRITING:
-                self._push(part)
+    def parts_of(self, incarnation: str) -> list[PrefillPart]:
+        """The live parts that were offered by this incarnation."""
+        return [part for part in self.by_room.values() if part.incarnation == incarnation]
 
-    def agent_failed(self, incarnation: str, why: str) -> None:
-        """Nothing can be posted to this peer."""
-        for part in self._of(incarnation):
-            if part.state in WRITING:
-                self.give_up(part, self._post_failed(f"no sending agent: {why}"))
+    def push(self, part: PrefillPart) -> None:
+        """Post what can be posted now, and settle if nothing is left."""
+        self.posts.push(part)
+        self._flush(part)
 
-    def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:
-        """We send nothing more through that agent: its posts are over."""
-        for post in self.posts.through(incarnation, generation):
-            part = self.posts.parts[post]
-            part.in_doubt = part.in_doubt or unconfirmed_bytes > 0
-            self.give_up(part, self._post_failed("its agent was destroyed"))
-            self._post_over(post, 0)
-
-    def transfer_gone(self) -> None:
-        """Our transfer process is reaped: every agent of it is destroyed."""
-        for post, part in list(self.posts.parts.items()):
-            part.in_doubt = True
-            self.give_up(
-                part,
-                self._post_failed("the transfer process of this node ended"),
-            )
-            self._post_over(post, 0)
-
-    def generation_changed(self, peer: Peer) -> None:
-        """The decode side's receiving process was replaced: granted pages are out of reach."""
-        for part in self._of(peer.incarnation):
-            if part.generation < peer.generation:
-                self.give_up(
-                    part,
-                    self._post_failed(
-                        f"{peer.name} restarted its transfer process: generation "
-                        f"{part.generation} is over, {peer.generation} serves"
-                    ),
-                )
-
-    def post_moved(self, post: int, moved_bytes: int) -> None:
-        """A running post has moved so much."""
-        part = self.posts.parts.get(post)
-        if part is not None and part.state in WRITING:
-            self._tell_progress(part, part.moved_bytes + moved_bytes)
-
-    def post_done(self, post: int, moved_bytes: int) -> None:
-        """Every byte of the post has landed."""
-        self._post_over(post, moved_bytes)
-
-    def post_failed(self, post: int, why: str) -> None:
-        """Its bytes are in doubt: only the end of its sending agent makes them certain."""
-        part = self.posts.parts.get(post)
-        if part is not None:
-            self.give_up(part, self._post_failed(why))
-            self._drop_agent(part, why)
+    def post_over(self, part: PrefillPart) -> None:
+        """One of its posts can write no more."""
+        if part.state is P.DRAINING:
+            self._drain(part)
+        else:
+            self._flush(part)
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -275,7 +232,9 @@ class Prefiller:
         for part in list(self.by_room.values()):
             if part.state is P.DRAINING:
                 if part.drain_s <= now_s:
-                    self._drop_agent(part, "still posting at the drain deadline")
+                    self._peers.drop_agent(
+                        part.incarnation, part.generation, "still posting at the drain deadline"
+                    )
             elif part.deadline_s <= now_s:
                 part.outcome = Outcome.TIMED_OUT
                 self.give_up(part, self._too_late(part))
@@ -295,11 +254,7 @@ class Prefiller:
             return
         if part.aux is not None:
             self._move(part, T.FINISHED, "")
-        self._push(part)
-
-    def _push(self, part: PrefillPart) -> None:
-        self.posts.push(part)
-        self._flush(part)
+        self.push(part)
 
     def _flush(self, part: PrefillPart) -> None:
         """FLUSHING -> SETTLED when everything is posted and nothing outstanding."""
@@ -309,16 +264,6 @@ class Prefiller:
             self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
             del self.by_send[part.id]
             self._settle(part, None)
-
-    def _post_over(self, post: int, moved_bytes: int) -> None:
-        part = self.posts.over(post, moved_bytes)
-        if part is None:
-            return
-        if part.state is P.DRAINING:
-            self._drain(part)
-        else:
-            self._tell_progress(part, part.moved_bytes)
-            self._flush(part)
 
     def _stop(self, part: PrefillPart, refusal: Refusal) -> None:
         """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
@@ -411,19 +356,6 @@ class Prefiller:
             self._accept(peer, part)
         elif part.state in {P.SETTLED, P.CLOSED}:
             self.last_word.say(part)
-
-    def _tell_progress(self, part: PrefillPart, moved_bytes: int) -> None:
-        peer = self._peers.by_incarnation.get(part.incarnation)
-        if peer is not None:
-            self._out.send(
-                peer.link,
-                Progress(self._settings.incarnation, part.incarnation, part.handoff, moved_bytes),
-            )
-
-    def _drop_agent(self, part: PrefillPart, why: str) -> None:
-        peer = self._peers.by_incarnation.get(part.incarnation)
-        if peer is not None and peer.generation == part.generation:
-            self._peers.drop(peer, why)
 
     def _deadline(self, deadline_s: float) -> float:
         return self._out.at_s + min(deadline_s, self._settings.max_deadline_s)

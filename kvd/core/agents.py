@@ -1,0 +1,102 @@
+"""The sending agent towards each peer: made, used, destroyed, made again.
+
+An agent belongs to one incarnation and one transport generation of its peer. Destroying it is the
+only true abort: it proves that no byte leaves for that peer any more, which neither the end of a
+post nor a timer does. So a failed post destroys its agent, and the posts beside it fail with it.
+
+    NONE -> LOADING -> LOADED -> DROPPING -> NONE, and again while the peer lives
+               '-> FAILED, until the next generation
+
+When the peer is replaced, or starts another generation, its agent is destroyed without waiting for
+the end: nobody posts through it any more, and the new one has another name.
+
+What must not live here: posts and parts (``posts``, ``prefill``); whether a peer lives (``peer``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvd.core import effects
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from kvd.core.peer import Peer
+
+
+class Agent(enum.Enum):
+    """The sending agent towards a peer's current incarnation and generation."""
+
+    NONE = "none"
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+    DROPPING = "dropping"
+
+
+class Agents:
+    """Moves the ``agent`` of every peer. ``is_serving``: our own transfer process can make one."""
+
+    def __init__(self, out: effects.Outbox) -> None:
+        self.is_serving = False
+        self._out = out
+
+    def load(self, peer: Peer) -> None:
+        """Make a sending agent where there is none and the layouts agree."""
+        if peer.agent is Agent.NONE and peer.refusal is None and self.is_serving:
+            self._set(peer, Agent.LOADING, "")
+            self._out.effects.append(
+                effects.LoadAgent(peer.incarnation, peer.generation, peer.metadata)
+            )
+
+    def drop(self, peer: Peer, why: str) -> None:
+        """Destroy the sending agent: every post through it fails, and no byte leaves later."""
+        if peer.agent is Agent.LOADED:
+            self._set(peer, Agent.DROPPING, why)
+            self._destroy(peer)
+
+    def leave(self, peer: Peer) -> None:
+        """The incarnation or generation is over: destroy its agent, and be ready for another."""
+        if peer.agent in {Agent.LOADING, Agent.LOADED}:
+            self._destroy(peer)
+        peer.agent = Agent.NONE
+
+    def loaded(self, peer: Peer) -> bool:
+        """The agent can post; False where nobody waits for it."""
+        return self._end_loading(peer, Agent.LOADED, "")
+
+    def failed(self, peer: Peer, why: str) -> bool:
+        """The agent could not be made; False where nobody waits for it."""
+        return self._end_loading(peer, Agent.FAILED, why)
+
+    def dropped(self, peer: Peer) -> None:
+        """The agent is destroyed; a living peer gets a new one."""
+        if peer.agent is Agent.DROPPING:
+            self._set(peer, Agent.NONE, "")
+            self.load(peer)
+
+    def _end_loading(self, peer: Peer, agent: Agent, why: str) -> bool:
+        if peer.agent is not Agent.LOADING:
+            return False
+        self._set(peer, agent, why)
+        return True
+
+    def _destroy(self, peer: Peer) -> None:
+        self._out.effects.append(effects.DropAgent(peer.incarnation, peer.generation))
+
+    def _set(self, peer: Peer, agent: Agent, why: str) -> None:
+        peer.agent = agent
+        peer.agent_why = why
+        out = self._out
+        out.emit(
+            events.AgentChanged(
+                out.next_seq(),
+                out.at_s,
+                peer.name,
+                peer.incarnation,
+                peer.generation,
+                agent.value,
+                why,
+            )
+        )

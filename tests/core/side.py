@@ -1,0 +1,346 @@
+"""One real node with a simulated transfer process, its engines' inbox, and what its pages hold.
+
+A post copies page contents between two dictionaries, all at once or page by page. Checked after
+every step: I1 to I8, and that no request is answered twice. Checked at every page that lands: it is
+a page that the receiving node keeps for exactly this handoff. This is the safety of the whole
+protocol: no page changes hands while a remote write to it may still land.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import xxhash
+
+from kvd.core import effects, inputs
+from kvd.core.invariants import violations
+from kvd.core.node import Node
+from kvd.core.settings import Settings
+from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.types import ID_BYTES, NO_TOKENS, Incarnation, NodeName, Tokens, count, pack_ids, page_ids
+from kvd.wire import admin, client
+from kvd.wire.peer import Message, Offer
+
+if TYPE_CHECKING:
+    from kvd.wire.events import Event
+    from tests.core.world import World
+
+PAGE = 16
+
+ANSWERS = (
+    client.Failed | client.Leased | client.Row | client.Done | client.Receiving | client.Sending
+    | client.Finished | client.Matched | client.Snapshotted
+)  # fmt: skip
+"""Replies that answer a call; the others are pushes."""
+
+
+def tokens(*ranges: tuple[int, int]) -> Tokens:
+    """Tokens of each (first, count) range, one after the other."""
+    ids = [first + k for first, n in ranges for k in range(n)]
+    return Tokens(pack_ids(ids))
+
+
+def spec(pages: int, page_size: int = PAGE, dtype: str = "float32") -> PoolSpec:
+    component = Component("kv", 1, Mha(1, 1, 1, dtype), page_size)
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+
+
+def settings(name: str, pages: int, **more: object) -> Settings:
+    made = Settings(NodeName(name), incarnation(name, 1), spec(pages))
+    return msgspec.structs.replace(made, **more)
+
+
+def incarnation(name: str, life: int) -> Incarnation:
+    """Of the ``life``-th process of a node, readable in a failure."""
+    return Incarnation(f"{name}{life}".ljust(32, "0"))
+
+
+def content(toks: Tokens, namespace: str, upto_tokens: int) -> str:
+    """What an engine writes to the page that ends at ``upto_tokens`` of this sequence."""
+    digest = xxhash.xxh32_hexdigest(namespace.encode() + toks[: upto_tokens * ID_BYTES])
+    return f"{upto_tokens}:{digest}"
+
+
+class Grant(NamedTuple):
+    """Whose pages an Offer named: of which process, for which handoff, under which lease."""
+
+    incarnation: str
+    generation: int
+    handoff: int
+    lease: int
+
+
+class Flight:
+    """Pages on their way from one pool into another."""
+
+    def __init__(self, post: effects.Post, grant: Grant) -> None:
+        self.post = post
+        self.grant = grant
+        self.pairs = deque(zip(page_ids(post.source), page_ids(post.destination), strict=True))
+        self.pages = len(self.pairs)
+
+
+class Letter(NamedTuple):
+    """A message on the wire."""
+
+    sender: Side
+    to: Side
+    link: str
+    message: Message
+
+
+class Side:
+    """One node with its transfer process, its engines' inboxes, and what its pages hold."""
+
+    def __init__(self, world: World, config: Settings) -> None:
+        self.world = world
+        self.name = config.name
+        self.config = config
+        self.dials: list[Side] = []
+        self.life = 1
+        self.calls = 0
+        self.sessions = 0
+        self.memory: dict[int, str] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process: nothing is known, nothing is held."""
+        self.node = Node(self.config, self.world.now_s)
+        self.log: list[inputs.Input] = []
+        self.inbox: deque[inputs.Input] = deque()
+        self.answers: list[client.Reply] = []
+        self.answered: set[int] = set()
+        self.reports: list[admin.AdminReply] = []
+        self.events: list[Event] = []
+        self.memory.clear()
+        self.flights: dict[int, Flight] = {}
+        """Posts of ours that are under way."""
+        self.late: list[Flight] = []
+        """Pages in our own socket buffers, whose sender is over."""
+        self.grants: dict[int, Grant] = {}
+        self.generation = 0
+
+    @property
+    def incarnation(self) -> str:
+        return self.node.settings.incarnation
+
+    # ---- the node ----------------------------------------------------------------------------
+
+    def feed(self, happened: inputs.Input) -> list[effects.Effect]:
+        """One input; its effects are carried out, and returned for the curious."""
+        self.log.append(happened)
+        step = self.node.step(happened)
+        for event in step.events:
+            assert event.seq == len(self.events) + 1, "I8"
+            self.events.append(event)
+        problems = violations(self.node)
+        assert not problems, (happened, problems)
+        for effect in step.effects:
+            self.perform(effect)
+        return step.effects
+
+    def perform(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Answer(message=message):
+                self.hear(message)
+            case effects.Report(message=message):
+                self.reports.append(message)
+            case effects.Send(link=link, message=message):
+                self.mail(link, message)
+            case effects.LoadAgent(incarnation=incarnation, generation=generation):
+                self.inbox.append(inputs.AgentLoaded(0.0, incarnation, generation))
+            case effects.DropAgent() as drop:
+                self.drop_agent(drop)
+            case effects.Post() as post:
+                self.post(post)
+            case effects.Quiesce(lease=lease):
+                if not self.world.hold_quiet:
+                    self.be_quiet(lease)
+            case effects.RestartTransfer(why=why):
+                self.restart_transfer(why)
+
+    def hear(self, message: client.Reply) -> None:
+        call = message.call if isinstance(message, ANSWERS) else None
+        if call is not None:
+            assert call not in self.answered, f"answered twice: {message}"
+            self.answered.add(call)
+        self.answers.append(message)
+
+    def mail(self, link: str, message: Message) -> None:
+        if isinstance(message, Offer):
+            part = next(p for p in self.node.decoder.parts.values() if p.handoff == message.handoff)
+            assert part.lease is not None
+            self.grants[message.handoff] = Grant(
+                self.incarnation, message.generation, message.handoff, part.lease.id
+            )
+        kind, _, name = link.partition(":")
+        back = f"{'in' if kind == 'out' else 'out'}:{self.name}"
+        self.world.post_letter(Letter(self, self.world.sides[name], back, message))
+
+    # ---- engines and operators ---------------------------------------------------------------
+
+    def attach(self, name: str = "engine") -> int:
+        """Open a session."""
+        self.sessions += 1
+        self.feed(inputs.ClientJoined(self.world.now_s, self.sessions, name, 1000 + self.sessions))
+        return self.sessions
+
+    def hang_up(self, session: int = 1) -> None:
+        """The last process of the session is dead."""
+        self.feed(inputs.ClientHungUp(self.world.now_s, session))
+        self.world.run()
+
+    def call(
+        self,
+        kind: type[client.Request],
+        toks: Tokens = NO_TOKENS,
+        *,
+        session: int = 1,
+        **fields: object,
+    ) -> client.Reply | None:
+        """Make one request and deliver what follows from it; the answer, if it has come."""
+        self.calls += 1
+        call = self.calls
+        message = kind(call=call, **fields)  # type: ignore[call-arg]
+        self.feed(inputs.FromClient(self.world.now_s, session, message, toks))
+        self.world.run()
+        return self.answer(call)
+
+    def answer(self, call: int) -> client.Reply | None:
+        """The answer to a call, if it has come."""
+        for reply in reversed(self.answers):
+            if isinstance(reply, ANSWERS) and reply.call == call:
+                return reply
+        return None
+
+    def take(self) -> list[client.Reply]:
+        """Everything engines heard since the last look."""
+        heard, self.answers = self.answers, []
+        return heard
+
+    def lease(self, toks: Tokens, **fields: object) -> client.Leased:
+        """Open a lease that has room at once."""
+        reply = self.call(client.OpenLease, toks, **fields)  # type: ignore[arg-type]
+        assert isinstance(reply, client.Leased), reply
+        return reply
+
+    def ask(self, kind: type[admin.AdminRequest], **fields: object) -> admin.AdminReply:
+        """One request of an operator."""
+        self.feed(inputs.FromOperator(self.world.now_s, b"op", kind(call=1, **fields)))  # type: ignore[call-arg]
+        self.world.run()
+        return self.reports[-1]
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def write(
+        self, pages: bytes, toks: Tokens, namespace: str = "", *, start: int = 0, end: int = -1
+    ) -> None:
+        """An engine writes the KV of tokens ``[start, end)`` to the pages of its row."""
+        end = count(toks) if end < 0 else end
+        for k, page in enumerate(page_ids(pages)):
+            if k * PAGE < end and (k + 1) * PAGE > start:
+                self.memory[page] = content(toks, namespace, min((k + 1) * PAGE, end))
+
+    def holds(self, pages: bytes, toks: Tokens, namespace: str = "") -> bool:
+        """Whether the row holds exactly this prompt, in order."""
+        n = count(toks)
+        wanted = [content(toks, namespace, min(end + PAGE, n)) for end in range(0, n, PAGE)]
+        return [self.memory.get(page, "?") for page in page_ids(pages)][: len(wanted)] == wanted
+
+    # ---- the transfer process ----------------------------------------------------------------
+
+    def start_transfer(self, why: str = "start") -> None:
+        self.generation += 1
+        self.feed(
+            inputs.TransferReady(
+                self.world.now_s, self.generation, f"meta:{self.name}".encode(), "simulated", why
+            )
+        )
+
+    def stop_transfer(self, why: str) -> None:
+        """Killed and reaped: our own sockets are gone with it."""
+        self.stop_processes()
+        self.feed(inputs.TransferGone(self.world.now_s, why))
+
+    def stop_processes(self) -> None:
+        """What was sent may still be in the receivers' sockets; nothing is reported any more."""
+        self.inbox.clear()
+        for flight in self.flights.values():
+            self.world.side_of(flight.grant.incarnation).late.append(flight)
+        self.flights.clear()
+        self.late.clear()
+
+    def restart_transfer(self, why: str) -> None:
+        """Carried out once the effects of the running step are."""
+        self.world.restarts.append((self, why))
+
+    def post(self, post: effects.Post) -> None:
+        part = self.node.prefiller.posts.parts.get(post.post)
+        if part is None:
+            return  # the same step has already ended it
+        grant = Grant(part.incarnation, part.generation, part.handoff, 0)
+        there = self.world.side_of(part.incarnation)
+        if there.incarnation == part.incarnation:
+            grant = there.grants[part.handoff]
+        flight = self.flights[post.post] = Flight(post, grant)
+        if not self.world.hold_posts:
+            self.land(flight)
+
+    def land(self, flight: Flight, n_pages: int | None = None) -> None:
+        """The next pages of a post arrive; at the last one its end is reported."""
+        there = self.world.side_of(flight.grant.incarnation)
+        if not there.is_reachable(flight.grant):
+            self.fail(flight, "the receiving process is gone")
+            return
+        taken = self.node.leases.pool.free_ids()
+        for _ in range(len(flight.pairs) if n_pages is None else n_pages):
+            if flight.pairs:
+                source, destination = flight.pairs.popleft()
+                assert source not in page_ids(taken), f"read page {source} after it was freed"
+                there.receive_page(flight.grant, destination, self.memory.get(source, "?"))
+        if not flight.pairs:
+            del self.flights[flight.post.post]
+            moved = flight.pages * self.node.leases.page_bytes
+            self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved))
+
+    def fail(self, flight: Flight, why: str) -> None:
+        """The post fails; its agent still exists, so more of it may land."""
+        self.inbox.append(inputs.PostFailed(0.0, flight.post.post, why))
+
+    def is_reachable(self, grant: Grant) -> bool:
+        return (self.incarnation, self.node.peers.generation) == grant[:2]
+
+    def receive_page(self, grant: Grant, page: int, what: str) -> None:
+        """Bytes land in our pool: they must land where this handoff still owns the page."""
+        lease = self.node.leases.leases.get(grant.lease)
+        assert lease is not None, f"page {page} of {grant} was written after its lease was freed"
+        assert page in page_ids(lease.held), f"page {page} is no longer held by lease {lease.id}"
+        assert lease.id not in self.node.decoder.ready, f"{grant} is committed, and written again"
+        self.memory[page] = what
+
+    def drop_agent(self, drop: effects.DropAgent) -> None:
+        """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
+        over = [
+            flight
+            for flight in self.flights.values()
+            if (flight.post.incarnation, flight.post.generation)
+            == (drop.incarnation, drop.generation)
+        ]
+        for flight in over:
+            del self.flights[flight.post.post]
+            self.inbox.append(inputs.PostFailed(0.0, flight.post.post, "agent destroyed"))
+            if self.world.doubts:
+                self.world.side_of(flight.grant.incarnation).late.append(flight)
+        doubt = len(over) if self.world.doubts else 0
+        self.inbox.append(inputs.AgentDropped(0.0, drop.incarnation, drop.generation, doubt))
+
+    def be_quiet(self, lease: int) -> None:
+        """Whatever had reached this host lands, and then nothing more does."""
+        for flight in self.late:
+            if self.is_reachable(flight.grant):
+                for _, destination in flight.pairs:
+                    self.receive_page(flight.grant, destination, "late")
+        self.late.clear()
+        self.inbox.append(inputs.Quiet(0.0, lease))
