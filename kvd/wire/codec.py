@@ -37,7 +37,7 @@ class Codec(Generic[M]):
             )
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, RecursionError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             return Refusal(
                 Code.BAD_REQUEST,
                 f"{len(frame)} bytes are not a message of this socket: {exc}",

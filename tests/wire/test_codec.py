@@ -1,0 +1,140 @@
+"""The codec: messages survive the wire, old bytes stay readable, hostile bytes never raise."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import Code, Refusal
+from kvd.wire import admin, client, peer
+from kvd.wire.codec import (
+    ADMIN_REPLIES,
+    ADMIN_REQUESTS,
+    ATTACH_REPLIES,
+    ATTACH_REQUESTS,
+    CLIENT_REPLIES,
+    CLIENT_REQUESTS,
+    MAX_HEADER_BYTES,
+    PEER_MESSAGES,
+    check_tokens,
+)
+
+CODECS = {
+    "client requests": CLIENT_REQUESTS,
+    "client replies": CLIENT_REPLIES,
+    "attach requests": ATTACH_REQUESTS,
+    "attach replies": ATTACH_REPLIES,
+    "peer messages": PEER_MESSAGES,
+    "admin requests": ADMIN_REQUESTS,
+    "admin replies": ADMIN_REPLIES,
+}
+
+REFUSAL = Refusal(Code.NO_ROOM, "3 pages are needed", side="d", numbers={"needed_pages": 3})
+
+KEPT = [
+    (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
+    (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
+    (
+        PEER_MESSAGES,
+        peer.Abort("1", "2", 7, 9, "deadline"),
+        "96a561626f7274a131a1320709a8646561646c696e65",
+    ),
+    (CLIENT_REQUESTS, client.MatchPrefix(1, "ns"), "93a56d6174636801a26e73"),
+    (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
+    (
+        CLIENT_REQUESTS,
+        client.OpenLease(1, "", 8, 0, 30.0, cache=False),
+        "97a56c6561736501a00800cb403e000000000000c2",
+    ),
+    (CLIENT_REPLIES, client.Leased(1, 2, 16, b"\x01\0\0\0"), "95a66c65617365640102 10c40401000000"),
+]
+"""Messages with the bytes they had in protocol 1: a change here breaks running peers."""
+
+
+@pytest.mark.parametrize(("codec", "message", "frame"), KEPT, ids=lambda one: type(one).__name__)
+def test_codec_reads_and_writes_the_bytes_of_protocol_1(codec, message, frame: str) -> None:
+    kept = bytes.fromhex(frame.replace(" ", ""))
+
+    assert codec.encode(message) == kept
+    assert codec.decode(kept) == message
+
+
+def test_codec_reads_a_message_of_a_newer_minor_version() -> None:
+    """Fields added at the end are skipped by an older reader."""
+    newer = msgspec.msgpack.encode(["accept", "1", "2", 7, "a field of tomorrow"])
+
+    assert PEER_MESSAGES.decode(newer) == peer.Accept("1", "2", 7)
+
+
+def test_codec_fills_the_defaults_of_a_shorter_message() -> None:
+    older = msgspec.msgpack.encode(["lease", 5])
+
+    assert CLIENT_REQUESTS.decode(older) == client.OpenLease(5)
+
+
+def test_codec_keeps_refusals_with_their_numbers() -> None:
+    message = client.Failed(3, REFUSAL)
+
+    assert CLIENT_REPLIES.decode(CLIENT_REPLIES.encode(message)) == message
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(frame=st.binary(max_size=64))
+def test_codec_never_raises_on_random_bytes(name: str, frame: bytes) -> None:
+    """Scenario G1, G2: foreign bytes are a value, not an exception."""
+    CODECS[name].decode(frame)
+
+
+@pytest.mark.parametrize("name", ["client requests", "peer messages", "admin requests"])
+def test_codec_never_raises_on_damaged_messages(name: str) -> None:
+    """Every kept message, cut at every length and with random bytes flipped."""
+    rng = random.Random(20261121)
+    for _, _, text in KEPT:
+        frame = bytes.fromhex(text.replace(" ", ""))
+        for cut in range(len(frame)):
+            CODECS[name].decode(frame[:cut])
+        for _ in range(200):
+            damaged = bytearray(frame)
+            damaged[rng.randrange(len(frame))] = rng.randrange(256)
+            CODECS[name].decode(bytes(damaged))
+
+
+def test_codec_refuses_an_oversized_frame_with_both_numbers() -> None:
+    refusal = PEER_MESSAGES.decode(b"\0" * (MAX_HEADER_BYTES + 1))
+
+    assert isinstance(refusal, Refusal)
+    assert refusal.numbers == {"bytes": MAX_HEADER_BYTES + 1, "limit": MAX_HEADER_BYTES}
+
+
+def test_codec_refuses_nesting_without_end() -> None:
+    refusal = ADMIN_REQUESTS.decode(b"\x91" * 100_000)
+
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is Code.BAD_REQUEST
+
+
+def test_codec_refuses_a_message_of_another_socket() -> None:
+    frame = ADMIN_REQUESTS.encode(admin.Audit(1))
+
+    assert isinstance(CLIENT_REQUESTS.decode(frame), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [(b"\1\0\0", Code.BAD_TOKENS), (bytes(4 * 11), Code.TOO_LARGE)],
+    ids=["not whole", "too many"],
+)
+def test_check_tokens_refuses(frame: bytes, code: Code) -> None:
+    """Scenario G2: a length that is not a multiple of 4, and more tokens than the limit."""
+    refusal = check_tokens(frame, max_tokens=10)
+
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is code
+
+
+def test_check_tokens_takes_whole_tokens() -> None:
+    assert check_tokens(bytes(40), max_tokens=10) == bytes(40)
