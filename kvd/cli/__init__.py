@@ -1,0 +1,52 @@
+"""The ``kvd`` command: which verbs there are, and where each one lives.
+
+Nothing is imported before a verb runs, so that ``kvd --help`` answers at once and a broken
+optional package breaks only the verb that needs it. One file a group of verbs; what they share is
+``link`` (finding and asking the daemon), ``render`` (tables) and ``exits`` (exit statuses).
+"""
+
+from __future__ import annotations
+
+import click
+
+from kvd import __version__
+from kvd.cli.lazy import LazyGroup, Verb
+
+RUN, LOOK, CHANGE, CHECK = "Run", "Look", "Change", "Check and measure"
+
+VERBS = {
+    "serve": Verb("kvd.cli.serve:serve_command", "The daemon, in the foreground.", RUN),
+    "demo": Verb("kvd.demo.command:demo_command", "The main job end to end, here and now.", RUN),
+    "status": Verb("kvd.cli.look:status_command", "The whole node on one screen.", LOOK),
+    "pools": Verb("kvd.cli.look:pools_command", "Pages by state, and whether they add up.", LOOK),
+    "tree": Verb("kvd.cli.look:tree_command", "The radix tree, and who locks it.", LOOK),
+    "locks": Verb("kvd.cli.look:locks_command", "Leases: who holds what, why, how long.", LOOK),
+    "rooms": Verb("kvd.cli.look:rooms_command", "Handoffs under way on this side.", LOOK),
+    "peers": Verb("kvd.cli.look:peers_command", "Other daemons as this one knows them.", LOOK),
+    "why": Verb("kvd.cli.look:why_command", "Who holds a page, node, room or lease.", LOOK),
+    "events": Verb("kvd.cli.events:events_command", "What happened, and what happens.", LOOK),
+    "flush": Verb("kvd.cli.change:flush_command", "Drop cached pages that nobody locks.", CHANGE),
+    "evict": Verb("kvd.cli.change:evict_command", "Evict a number of cached pages.", CHANGE),
+    "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
+    "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),
+    "audit": Verb("kvd.cli.change:audit_command", "Check every invariant now.", CHECK),
+    "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings.", CHECK),
+    "doctor": Verb("kvd.cli.doctor:doctor_command", "Is this host fit for kvd?", CHECK),
+    "bench": Verb("kvd.cli.bench:bench_group", "Measure, beside a reference.", CHECK),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    verbs=VERBS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, 1 failed, 2 usage, 3 daemon not reachable, 78 configuration.",
+)
+@click.version_option(__version__, message="kvd %(version)s")
+def kvd() -> None:
+    """The KV transfer daemon: prefill-to-decode handoffs, with a named owner for every page."""
+
+
+def main() -> None:
+    """Entry point of the ``kvd`` command."""
+    kvd.main(prog_name="kvd")

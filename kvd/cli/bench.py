@@ -1,0 +1,23 @@
+"""``kvd bench``: measurements, each beside a reference taken in the same run."""
+
+from __future__ import annotations
+
+import click
+
+from kvd.cli.lazy import LazyGroup, Verb
+
+BENCHES = {
+    "radix": Verb("kvd.bench.radix:command", "The prefix tree on a trace.", "Benchmarks"),
+    "stream": Verb("kvd.bench.stream:command", "Goodput of one handoff.", "Benchmarks"),
+    "control": Verb("kvd.bench.control:command", "Round trips of the verbs.", "Benchmarks"),
+    "multiturn": Verb(
+        "kvd.bench.multiturn:command",
+        "Conversations with the decode tree on and off.",
+        "Benchmarks",
+    ),
+}
+
+
+@click.group(cls=LazyGroup, verbs=BENCHES)
+def bench_group() -> None:
+    """Measure kvd, beside a reference measured in the same run."""

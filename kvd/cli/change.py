@@ -1,0 +1,99 @@
+"""The verbs that change something, and the audit: each says what changed and what it refused.
+
+A refusal ends with 1 unless skipping is what the verb is for: ``flush`` without ``--strict``.
+"""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from kvd.cli import render
+from kvd.cli.exits import Failed
+from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.wire.admin import AbortRoom, AdminRequest, Audit, Evict, Fence, Flush, Report
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a changing verb prints with ``--format json``."""
+
+    changed: dict[str, int]
+    refused: tuple[str, ...]
+
+
+def carry_out(target: Target, request: AdminRequest, form: str) -> Report:
+    """Ask for a change and print what came of it."""
+    report = ask(target, request, Report)
+    if form == "json":
+        render.print_json(Outcome(report.changed, report.refused))
+    else:
+        render.show(render.report(report))
+    return report
+
+
+def must_not_refuse(report: Report, advice: str) -> None:
+    """End the verb with 1 if anything was refused."""
+    if report.refused:
+        count = len(report.refused)
+        raise Failed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
+
+
+@click.command()
+@click.option("--strict", is_flag=True, help="Change nothing at all if any cached page is locked.")
+@with_target
+@with_format
+def flush_command(target: Target, form: str, strict: bool) -> None:
+    """Drop every cached page that nobody locks; says who holds the others."""
+    report = carry_out(target, Flush(CALL, "strict" if strict else "unlocked"), form)
+    if strict:
+        must_not_refuse(report, "wait for the holders (kvd locks), or flush without --strict")
+
+
+@click.command()
+@click.argument("pages", type=click.IntRange(1, 2**31 - 1))
+@with_target
+@with_format
+def evict_command(target: Target, form: str, pages: int) -> None:
+    """Evict at least PAGES cached pages, in the order in which they would go anyway."""
+    report = carry_out(target, Evict(CALL, pages), form)
+    must_not_refuse(report, "what is left is locked or held: kvd locks names the holders")
+
+
+@click.command()
+@click.argument("room", type=click.IntRange(1, 2**63 - 1))
+@click.option("--reason", default="operator", show_default=True, help="What the engine is told.")
+@with_target
+@with_format
+def abort_command(target: Target, form: str, room: int, reason: str) -> None:
+    """Give up every part of ROOM on this node; its pages go when the writer is proven gone."""
+    report = carry_out(target, AbortRoom(CALL, room, reason), form)
+    must_not_refuse(report, "kvd rooms lists what is under way")
+
+
+@click.command()
+@with_target
+@with_format
+def fence_command(target: Target, form: str) -> None:
+    """Restart the transfer process, so that no peer can write through the old one.
+
+    Handoffs in flight fail; quarantined pages become free.
+    """
+    report = carry_out(target, Fence(CALL), form)
+    must_not_refuse(report, "see kvd events for what the transfer process reported")
+
+
+@click.command()
+@with_target
+@with_format
+def audit_command(target: Target, form: str) -> None:
+    """Check every invariant now; ends with 1 if one is broken."""
+    report = ask(target, Audit(CALL), Report)
+    if form == "json":
+        render.print_json(Outcome(report.changed, report.refused))
+    else:
+        render.show(render.audit(report))
+    if report.refused:
+        raise Failed(
+            f"{len(report.refused)} invariants are broken, which is a bug of kvd: "
+            "keep what kvd status --format json and kvd events --format json print, and report it"
+        )

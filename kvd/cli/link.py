@@ -1,0 +1,134 @@
+"""Finding the daemon and asking it: what every verb that talks to one shares.
+
+The daemon is found by ``--connect``, else from the configuration that it would read itself. An
+answer comes back typed or the verb ends with a sentence and its exit status; nothing hangs.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import click
+import msgspec
+
+from kvd.cli.exits import Failed, Unreachable
+from kvd.cli.text import clean
+from kvd.client.admin import AdminClient
+from kvd.errors import Code, KvdError, Refusal
+from kvd.wire.admin import AdminFailed, AdminReply, AdminRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+A = TypeVar("A", bound=AdminReply)
+
+CALL = 1
+"""The call number of every request here: one is under way at a time."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The daemon to ask, and how long to wait for it."""
+
+    endpoint: str
+    timeout_s: float
+
+
+def with_target(command: Callable[Concatenate[Target, P], None]) -> Callable[P, None]:
+    """Give a verb ``--connect``, ``--config`` and ``--timeout``, as one ``Target``."""
+
+    @click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon (ipc://...).")
+    @click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        help="Find the daemon through this file instead of /etc/kvd/kvd.toml.",
+    )
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0.01),
+        default=5.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait for the daemon.",
+    )
+    @functools.wraps(command)
+    def targeted(
+        connect: str | None,
+        config_file: Path | None,
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        command(Target(endpoint(connect, config_file), timeout_s), *args, **kwargs)
+
+    return targeted  # type: ignore[return-value]  # click fills what the wrapper adds
+
+
+def with_format(command: Callable[P, None]) -> Callable[P, None]:
+    """Give a verb ``--format``, as the argument ``form``."""
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(["table", "json"]),
+        default="table",
+        show_default=True,
+        help="json goes to the standard output alone.",
+    )(command)
+
+
+def endpoint(connect: str | None, config_file: Path | None) -> str:
+    """Where the daemon's admin socket is."""
+    if connect is None:
+        from kvd.cli.config import valid_config  # noqa: PLC0415 - not needed with --connect
+
+        return valid_config(config_file, ()).sockets.admin
+    if not connect.startswith(("ipc://", "tcp://")):
+        raise click.BadParameter(
+            f"{connect!r} is no endpoint; write ipc:///run/kvd/admin.sock or tcp://127.0.0.1:PORT",
+            param_hint="--connect",
+        )
+    return connect
+
+
+def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float = 0.0) -> A:
+    """Send one request and return its answer.
+
+    Args:
+        target: the daemon.
+        request: what to ask it.
+        answer: the type of the answer that belongs to the request.
+        wait_s: how long the daemon itself may take its time, beyond the timeout.
+
+    Raises:
+        Unreachable: nobody answered.
+        Failed: the daemon refused, or answered something else.
+    """
+    try:
+        with AdminClient(target.endpoint) as client:
+            reply = client.request(request, timeout_s=target.timeout_s + wait_s)
+    except KvdError as exc:
+        raise _ended(exc.refusal, target) from exc
+    if isinstance(reply, answer):
+        return reply
+    if isinstance(reply, AdminFailed):
+        raise _ended(reply.refusal, target)
+    raise Failed(
+        f"the daemon at {target.endpoint} answered {type(reply).__name__} where "
+        f"{answer.__name__} was due; its version and this command's differ: install one of both"
+    )
+
+
+def _ended(refusal: Refusal, target: Target) -> click.ClickException:
+    """The refusal as the end of the verb."""
+    side = f"{refusal.side}: " if refusal.side else ""
+    sentence = clean(f"{side}{refusal.message} ({refusal.code.value})")
+    if refusal.code is not Code.UNREACHABLE:
+        return Failed(sentence)
+    return Unreachable(
+        f"no daemon answers at {clean(target.endpoint)}: {clean(refusal.message)}; "
+        "start it with kvd serve, or name its admin socket with --connect"
+    )

@@ -1,0 +1,132 @@
+"""The verbs that read: status, pools, tree, locks, rooms, peers, why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from kvd.cli import render
+from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.wire.admin import Because, ShowStatus, ShowTree, Status, Tree, TreeNode, Why
+from kvd.wire.snapshot import LeaseState, WaitingState
+
+if TYPE_CHECKING:
+    from kvd.wire.snapshot import Snapshot
+
+
+class Locks(msgspec.Struct, frozen=True):
+    """What ``kvd locks --format json`` prints."""
+
+    leases: tuple[LeaseState, ...]
+    waiting: tuple[WaitingState, ...]
+
+
+class Nodes(msgspec.Struct, frozen=True):
+    """What ``kvd tree --format json`` prints."""
+
+    nodes: tuple[TreeNode, ...]
+    total: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What ``kvd why --format json`` prints."""
+
+    sentence: str
+    facts: tuple[str, ...]
+
+
+def snapshot(target: Target) -> Snapshot:
+    """The daemon's state now."""
+    return ask(target, ShowStatus(CALL), Status).snapshot
+
+
+@click.command()
+@with_target
+@with_format
+def status_command(target: Target, form: str) -> None:
+    """Show the whole node on one screen: pools, leases, rooms, peers, and what is wrong."""
+    shot = snapshot(target)
+    if form == "json":
+        render.print_json(shot)
+    else:
+        render.show(render.status(shot))
+
+
+@click.command()
+@with_target
+@with_format
+def pools_command(target: Target, form: str) -> None:
+    """Show pages by state, and whether they add up to the total."""
+    pools = snapshot(target).pools
+    if form == "json":
+        render.print_json(pools)
+    else:
+        render.show(render.pools(pools))
+
+
+@click.command()
+@click.option("--limit", type=click.IntRange(1, 20_000), default=200, show_default=True)
+@with_target
+@with_format
+def tree_command(target: Target, form: str, limit: int) -> None:
+    """Show the radix tree: tokens, pages, hits, and the leases that lock each node."""
+    tree = ask(target, ShowTree(CALL, limit), Tree)
+    if form == "json":
+        render.print_json(Nodes(tree.nodes, tree.total))
+    else:
+        render.show(render.tree(tree))
+
+
+@click.command()
+@with_target
+@with_format
+def locks_command(target: Target, form: str) -> None:
+    """Show every lease: owner, reason, room, pages, age; and who waits for room."""
+    shot = snapshot(target)
+    if form == "json":
+        render.print_json(Locks(shot.leases, shot.waiting))
+        return
+    queue = (render.waiting(shot.waiting),) if shot.waiting else ()
+    render.show(render.leases(shot.leases), *queue)
+
+
+@click.command()
+@click.option("-v", "--verbose", is_flag=True, help="Also show the story of each room.")
+@with_target
+@with_format
+def rooms_command(target: Target, form: str, verbose: bool) -> None:
+    """Show the handoffs under way: state, progress, deadline, and what each waits for."""
+    rooms = snapshot(target).rooms
+    if form == "json":
+        render.print_json(rooms)
+        return
+    story = (render.stories(rooms),) if verbose and rooms else ()
+    render.show(render.rooms(rooms), *story)
+
+
+@click.command()
+@with_target
+@with_format
+def peers_command(target: Target, form: str) -> None:
+    """Show the other daemons as this one knows them."""
+    peers = snapshot(target).peers
+    if form == "json":
+        render.print_json(peers)
+    else:
+        render.show(render.peers(peers))
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["page", "node", "room", "lease"]))
+@click.argument("number", metavar="ID", type=click.IntRange(0, 2**63 - 1))
+@with_target
+@with_format
+def why_command(target: Target, form: str, kind: str, number: int) -> None:
+    """Say who holds a page, node, room or lease, why, and since when."""
+    because = ask(target, Why(CALL, kind, number), Because)
+    if form == "json":
+        render.print_json(Answer(because.sentence, because.facts))
+    else:
+        render.show(render.because(because))

@@ -1,0 +1,367 @@
+"""What the daemon answered, as tables for people. JSON is printed by ``print_json`` instead.
+
+Every text of the daemon goes through ``clean`` and becomes a ``Text``: never markup, never a
+control character. Off a terminal there are no colours and no line is folded. State is never carried
+by colour alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvd.cli.text import amount, bar, clean, duration, room, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.wire.admin import Because, Report, Tree, TreeNode
+    from kvd.wire.snapshot import (
+        LeaseState,
+        PeerState,
+        PoolState,
+        RoomState,
+        Snapshot,
+        WaitingState,
+    )
+
+PLAIN_WIDTH = 4096
+"""Columns where the output is no terminal: no table is wider, so nothing is folded."""
+
+_STYLES = {
+    "serving": "green",
+    "ready": "green",
+    "up": "green",
+    "suspect": "yellow",
+    "lingering": "yellow",
+    "DRAINING": "yellow",
+    "quarantined": "yellow",
+    "lost": "bold red",
+    "refused": "bold red",
+}
+
+
+def show(*blocks: RenderableType) -> None:
+    """Print blocks, one below the other."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    console = Console(markup=False, highlight=False, emoji=False, width=width)
+    with console.capture() as printed:
+        for block in blocks:
+            console.print(block)
+    for line in printed.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def print_json(value: object, *, indent: int = 2) -> None:
+    """Print a value as JSON, alone on the standard output."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=indent))
+
+
+def said(text: str, style: str = "") -> Text:
+    """A text of the daemon, made safe."""
+    return Text(clean(text), style=style)
+
+
+def state(name: str) -> Text:
+    """A state, coloured where it deserves attention."""
+    return said(name, _STYLES.get(name, ""))
+
+
+class Sheet:
+    """Rows below headings, each with a line of prose under it where there is more to say.
+
+    A column is as wide as its widest cell, so nothing is folded or cut into an ellipsis; what does
+    not fit 80 columns belongs into the prose. Headings that end in ``>`` stand over figures.
+    """
+
+    def __init__(self, *headings: str) -> None:
+        self._is_figure = [heading.endswith(">") for heading in headings]
+        self._rows = [[Text(heading.rstrip(">"), "bold") for heading in headings]]
+        self._prose = [""]
+
+    def row(self, *cells: str | Text, prose: str = "") -> None:
+        """Add a row; texts are made safe here."""
+        self._rows.append([cell if isinstance(cell, Text) else said(cell) for cell in cells])
+        self._prose.append(clean(prose))
+
+    def __rich__(self) -> Group:
+        """The lines."""
+        widths = [max(cell.cell_len for cell in column) for column in zip(*self._rows, strict=True)]
+        lines: list[Text] = []
+        for row, prose in zip(self._rows, self._prose, strict=True):
+            line = Text()
+            for cell, width, is_figure in zip(row, widths, self._is_figure, strict=True):
+                blank = " " * (width - cell.cell_len)
+                line.append_text(Text(blank) + cell if is_figure else cell + Text(blank))
+                line.append("  ")
+            line.rstrip()
+            lines.append(line)
+            if prose:
+                lines.append(Text(f"    {prose}", "dim"))
+        return Group(*lines)
+
+
+def nothing(what: str) -> Text:
+    """The line that stands where a table would be empty."""
+    return Text(f"no {what}", style="dim")
+
+
+# ---- status --------------------------------------------------------------------------------------
+
+
+def status(shot: Snapshot) -> RenderableType:
+    """The node on one screen: who, how full, what is under way, and what is wrong."""
+    head = Text.assemble(
+        said(shot.node, "bold"),
+        "  ",
+        state(shot.state),
+        f"  kvd {clean(shot.version)}  up {duration(shot.uptime_s)}",
+        f"  incarnation {clean(shot.incarnation[:8])}",
+        f"\ntransport {clean(shot.transport)}, generation {shot.generation}",
+        f"; {shot.totals.steps} steps, {shot.last_event} events",
+    )
+    held = sum(lease.held_pages for lease in shot.leases)
+    engines = ", ".join(clean(f"{one.name} {list(one.pids)}") for one in shot.clients)
+    rows = Table.grid(padding=(0, 2))
+    for name, text in (
+        ("engines", f"{len(shot.clients)}  {engines}"),
+        ("leases", f"{len(shot.leases)}  holding {held} pages; {len(shot.waiting)} wait for room"),
+        ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
+        ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
+        ("handoffs", _handoffs(shot)),
+    ):
+        rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
+    return Group(head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
+
+
+def _handoffs(shot: Snapshot) -> str:
+    """Since the start: how many, and how many bytes were sent, received and not needed."""
+    totals = shot.totals
+    return (
+        f"{totals.handoffs_delivered} delivered, {totals.handoffs_failed} failed; "
+        f"sent {amount(totals.sent_bytes)}, received {amount(totals.received_bytes)}, "
+        f"saved {amount(totals.saved_bytes)}"
+    )
+
+
+def _tally(names: Iterable[str]) -> str:
+    """``decode 2, prefill 1``."""
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{clean(name)} {counts[name]}" for name in sorted(counts))
+
+
+def _troubles(shot: Snapshot) -> list[Text]:
+    """What an operator should look at, each with the verb that says more."""
+    found = [
+        f"{clean(peer.name)} is {clean(peer.state)}, silent {duration(peer.silent_s)}: kvd peers"
+        for peer in shot.peers
+        if peer.state in {"suspect", "lost"}
+    ]
+    quarantined = sum(pool.quarantined_pages for pool in shot.pools)
+    if quarantined:
+        found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
+    if shot.waiting:
+        longest_s = max(one.waited_s for one in shot.waiting)
+        found.append(f"a request has waited {duration(longest_s)} for room: kvd locks")
+    if shot.totals.violations:
+        found.append(f"{shot.totals.violations} invariants were found broken: kvd audit")
+    return [Text(f"! {line}", style="yellow") for line in found]
+
+
+# ---- pools ---------------------------------------------------------------------------------------
+
+
+def pools(states: tuple[PoolState, ...]) -> RenderableType:
+    """Pages by state; the last column says whether they add up to the total (I1)."""
+    out = Sheet(
+        *("POOL", "TOTAL>", "FREE>", "HELD>", "CACHED>", "LOCKED>", "EVICTABLE>", "QUAR>", "SUM"),
+    )
+    for one in states:
+        counts = (
+            one.total_pages,
+            one.free_pages,
+            one.held_pages,
+            one.cached_pages,
+            one.locked_pages,
+            one.evictable_pages,
+            one.quarantined_pages,
+        )
+        cells = bar(
+            held=one.held_pages,
+            cached=one.cached_pages,
+            quarantined=one.quarantined_pages,
+            total=one.total_pages,
+            width=32,
+        )
+        out.row(
+            f"{one.pool}/{one.component}",
+            *(str(count) for count in counts),
+            sum_check(one),
+            prose=f"[{cells}] {one.page_size} tokens, {amount(one.page_bytes)} a page",
+        )
+    return out if states else nothing("pools")
+
+
+def sum_check(one: PoolState) -> Text:
+    """Whether null, free, held, cached and quarantined pages make the total."""
+    found = 1 + one.free_pages + one.held_pages + one.cached_pages + one.quarantined_pages
+    if found == one.total_pages:
+        return Text("ok", style="green")
+    return Text(f"WRONG: {found} of {one.total_pages}; kvd audit", style="bold red")
+
+
+# ---- leases and the queue ------------------------------------------------------------------------
+
+
+def leases(states: tuple[LeaseState, ...]) -> RenderableType:
+    """Who holds what, why, since when."""
+    out = Sheet("LEASE>", "STATE", "OWNER", "REASON", "ROOM", "PREFIX>", "HELD>", "QUAR>", "AGE>")
+    for one in states:
+        facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
+        facts += [f"namespace {one.namespace}"] if one.namespace else []
+        facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
+        out.row(
+            str(one.id),
+            state(one.state),
+            f"{one.owner}[{one.pid}]",
+            one.reason,
+            room(one.room),
+            f"{one.prefix_tokens}/{one.prompt_tokens}",
+            str(one.held_pages),
+            str(one.quarantined_pages),
+            duration(one.age_s),
+            prose="; ".join(facts),
+        )
+    return out if states else nothing("leases")
+
+
+def waiting(states: tuple[WaitingState, ...]) -> RenderableType:
+    """The admission queue, in the order in which it is served."""
+    out = Sheet("WAITING", "OWNER", "ROOM", "PRIORITY>", "WAITED>", "ENDS IN>", "PAGES>")
+    for one in states:
+        out.row(
+            one.kind,
+            one.owner,
+            room(one.room),
+            str(one.priority),
+            duration(one.waited_s),
+            duration(one.deadline_in_s),
+            str(one.needed_pages),
+            prose=one.why,
+        )
+    return out if states else nothing("requests waiting for room")
+
+
+# ---- rooms and peers -----------------------------------------------------------------------------
+
+
+def rooms(states: tuple[RoomState, ...]) -> RenderableType:
+    """Handoffs on this side: state, progress, and what each waits for."""
+    out = Sheet("ROOM", "SIDE", "STATE", "PEER", "PREFIX>", "PAGES>", "AGE>", "ENDS IN>")
+    for one in states:
+        facts = [f"part {one.part} of {one.owner}" if one.owner else f"part {one.part}"]
+        facts.append(f"{amount(one.moved_bytes)} of {amount(one.total_bytes)}")
+        facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
+        out.row(
+            room(one.room),
+            one.side,
+            state(one.state),
+            one.peer,
+            f"{one.decode_prefix_len}/{one.prompt_tokens}",
+            share(one.posted_pages, one.total_pages),
+            duration(one.age_s),
+            duration(one.deadline_in_s),
+            prose="; ".join(facts),
+        )
+    return out if states else nothing("rooms")
+
+
+def stories(states: tuple[RoomState, ...]) -> RenderableType:
+    """The last transitions of each room, oldest first."""
+    lines: list[Text] = []
+    for one in states:
+        head = f"\nroom {one.room} {clean(one.side)} part {one.part}, handoff {one.handoff}, "
+        tail = f"lease {one.lease}, {one.outstanding_posts} posts outstanding"
+        lines.append(Text(head + tail, style="bold"))
+        lines += [said(f"  {step}") for step in one.story]
+    return Group(*lines)
+
+
+def peers(states: tuple[PeerState, ...]) -> RenderableType:
+    """Other daemons: link, sending agent, and how long they have been silent."""
+    out = Sheet("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
+    for one in states:
+        out.row(
+            one.name,
+            state(one.state),
+            duration(one.silent_s),
+            f"{one.round_trip_ms:.2f} ms",
+            str(one.open_receives),
+            str(one.open_sends),
+            one.agent,
+            prose=(
+                f"{one.address}, incarnation {one.incarnation[:8]}, generation {one.generation}, "
+                f"layout {one.layout[:12]}"
+            ),
+        )
+    return out if states else nothing("peers: name them in peers.connect")
+
+
+# ---- tree, why, reports --------------------------------------------------------------------------
+
+
+def tree(answer: Tree) -> RenderableType:
+    """Nodes indented below their parents."""
+    out = Sheet("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", "BEGINS WITH")
+    depths: dict[int, int] = {}
+    for node in answer.nodes:
+        depth = depths.get(node.parent, -1) + 1
+        depths[node.id] = depth
+        out.row(
+            _node_name(node, depth),
+            f"{node.start_tokens}..{node.end_tokens}",
+            str(node.pages),
+            str(node.hits),
+            str(node.lock_ref),
+            " ".join(str(token) for token in node.first_tokens),
+            prose=f"locked by {', '.join(node.holders)}" if node.holders else "",
+        )
+    if not answer.nodes:
+        return nothing("cached pages")
+    rest = answer.total - len(answer.nodes)
+    more = [Text(f"... and {rest} nodes more: --limit {answer.total}", style="dim")] if rest else []
+    return Group(out, *more)
+
+
+def _node_name(node: TreeNode, depth: int) -> str:
+    """The node's id, indented; the namespace at the top only, where it begins."""
+    namespace = f" [{node.namespace}]" if node.namespace and depth <= 1 else ""
+    return f"{'  ' * depth}{node.id}{namespace}"
+
+
+def because(answer: Because) -> RenderableType:
+    """The sentence that answers, then the facts behind it."""
+    facts = [said(f"  {fact}") for fact in answer.facts]
+    return Group(said(answer.sentence, "bold"), *facts)
+
+
+def report(answer: Report) -> RenderableType:
+    """What changed, then what was refused and why."""
+    changed = [said(f"{name.replace('_', ' ')}: {n}") for name, n in answer.changed.items()]
+    refused = [said(f"refused: {why}", "yellow") for why in answer.refused]
+    return Group(*(changed or [Text("nothing changed")]), *refused)
+
+
+def audit(answer: Report) -> RenderableType:
+    """What was checked, then each invariant that does not hold."""
+    checked = [said(f"{name.replace('_', ' ')}: {n}") for name, n in answer.changed.items()]
+    findings = [said(f"broken: {what}", "bold red") for what in answer.refused]
+    return Group(*checked, *(findings or [Text("every invariant holds", style="green")]))

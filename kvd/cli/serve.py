@@ -1,0 +1,31 @@
+"""``kvd serve``: the daemon in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvd.cli.config import valid_config
+
+
+@click.command()
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="Read this file instead of /etc/kvd/kvd.toml.",
+)
+@click.option(
+    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value."
+)
+@click.pass_context
+def serve_command(ctx: click.Context, config_file: Path | None, sets: tuple[str, ...]) -> None:
+    """Run the daemon in the foreground until SIGTERM or SIGINT.
+
+    With no configuration at all it serves a small CPU pool on loopback.
+    """
+    config = valid_config(config_file, sets)
+    from kvd.daemon.app import main  # noqa: PLC0415 - a wrong configuration needs no daemon
+
+    ctx.exit(main(config))

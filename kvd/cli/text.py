@@ -1,0 +1,94 @@
+"""Figures and strings for people. Pure: nothing here prints.
+
+Strings that came from a daemon are hostile: names of clients and peers are chosen by others.
+Whoever prints one passes it through ``clean`` first.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+import msgspec
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BAR = (("held", "H"), ("cached", "C"), ("quarantined", "Q"))
+
+
+def clean(text: str) -> str:
+    """``text`` with everything that could steer a terminal written out as its escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    """A character that takes up space, or its escape: controls, formats, surrogates, breaks."""
+    if char == " " or unicodedata.category(char)[0] not in "CZ":
+        return char
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def amount(size_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    value = float(size_bytes)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit takes everything")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as an operator reads them: 0.34s, 12.0s, 3m05s, 2h07m, 4d03h."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 10:
+        return f"{seconds:.2f}s"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest_s:02}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02}h"
+
+
+def room(number: int) -> str:
+    """A room, or nothing where there is none."""
+    return str(number) if number else "-"
+
+
+def share(part: int, whole: int) -> str:
+    """``part`` of ``whole``, with a percentage where that means something."""
+    return f"{part}/{whole} {100 * part / whole:.0f}%" if whole else f"{part}/{whole}"
+
+
+def bar(*, held: int, cached: int, quarantined: int, total: int, width: int = 24) -> str:
+    """Pages as letters: H held, C cached, Q quarantined, . free. What exists shows."""
+    parts = {"held": held, "cached": cached, "quarantined": quarantined}
+    cells = ""
+    for name, letter in _BAR:
+        count = parts[name]
+        if count and total:
+            cells += letter * max(1, round(width * count / total))
+    return cells[:width].ljust(width, ".")
+
+
+def event_line(event: msgspec.Struct) -> str:
+    """One event on one line: number, clock, name, then its fields."""
+    fields = msgspec.structs.asdict(event)
+    number, at_s = fields.pop("seq"), fields.pop("at_s")
+    tag = type(event).__struct_config__.tag
+    rest = " ".join(f"{name}={_value(value)}" for name, value in fields.items() if value != "")
+    return f"{number:>8} {at_s:>12.3f}  {tag:<18} {rest}"
+
+
+def _value(value: object) -> str:
+    """One field; text with blanks is quoted so that the line can be taken apart again."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = clean(str(value))
+    return f'"{text}"' if " " in text else text

@@ -1,0 +1,149 @@
+"""``kvd doctor``: each check on this host, and on hosts that have what it looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli import host_checks, kvd, transport_checks
+from kvd.cli.finding import Severity, Subject
+from kvd.config import load
+
+GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
+
+
+def subject(*sets: str, **environ: str) -> Subject:
+    """The defaults, with some values and variables of a test's own."""
+    config = load(Path(os.devnull), {}, sets)
+    assert not isinstance(config, list), config
+    return Subject(config, environ)
+
+
+def severities(findings):
+    return {finding.check: finding.severity for finding in findings}
+
+
+def test_every_finding_that_is_not_good_has_a_fix(tmp_path):
+    done = CliRunner().invoke(kvd, ["doctor", "--quick", "--format", "json"])
+
+    diagnosis = json.loads(done.stdout)
+    assert diagnosis["fit"] == (done.exit_code == 0)
+    assert [
+        one for one in diagnosis["findings"] if one["severity"] != "good" and not one["fix"]
+    ] == []
+    assert {"python", "packages", "memory", "nixl", "UCX_*"} <= {
+        one["check"] for one in diagnosis["findings"]
+    }
+
+
+def test_a_wrong_configuration_is_a_finding_and_the_rest_is_checked(tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text("[pool]\nlayers = 0\n")
+
+    done = CliRunner().invoke(kvd, ["doctor", "--quick", "--config", str(file)])
+
+    assert done.exit_code == 1
+    assert f"configuration {file}:2" in done.stdout
+    assert "nixl" in done.stdout
+
+
+def test_a_pool_larger_than_memory_is_wrong():
+    [finding] = host_checks.memory(subject("pool.size=50TiB"))
+
+    assert finding.severity is WRONG
+    assert finding.what.startswith("the pool takes 50.0 TiB, this host has ")
+
+
+def test_a_directory_that_anyone_may_write_to_is_wrong(tmp_path):
+    tmp_path.chmod(0o777)
+
+    [finding] = host_checks.runtime_directory(
+        subject(f"sockets.admin=ipc://{tmp_path}/a", f"sockets.client=ipc://{tmp_path}/c")
+    )
+
+    assert (finding.severity, finding.fix) == (WRONG, f"chmod o-w {tmp_path}")
+
+
+def test_a_directory_that_the_daemon_can_make_is_good(tmp_path):
+    place = tmp_path / "run"
+
+    [finding] = host_checks.runtime_directory(
+        subject(f"sockets.admin=ipc://{place}/a", f"sockets.client=ipc://{place}/c")
+    )
+
+    assert (finding.severity, finding.what) == (GOOD, "will be made by the daemon")
+
+
+def test_a_taken_port_is_wrong_and_a_free_one_good():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = host_checks.addresses(
+            subject(f"peers.listen=tcp://127.0.0.1:{port}", "http.listen=127.0.0.1:0")
+        )
+    free = host_checks.addresses(subject(f"peers.listen=tcp://127.0.0.1:{port}", "http.listen=off"))
+
+    assert severities(taken) == {"peers.listen": WRONG}
+    assert severities(free) == {"peers.listen": GOOD}
+
+
+def test_a_daemon_that_answers_is_named_and_owns_its_ports(daemon):
+    with socket.create_server(("127.0.0.1", 0)) as its:
+        found = host_checks.addresses(
+            subject(
+                f"sockets.admin={daemon.endpoint}",
+                f"peers.listen=tcp://127.0.0.1:{its.getsockname()[1]}",
+                "http.listen=off",
+            )
+        )
+
+    assert severities(found) == {"daemon": GOOD, "peers.listen": GOOD}
+    assert found[0].what.startswith("decode-node answers at ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UCX_TCP_CONN_NB", "n"),
+        ("UCX_KEEPALIVE_INTERVAL", "2s"),
+        ("UCX_MEM_MMAP_HOOK_MODE", "bistro"),
+        ("UCX_TLS", "sm,self"),
+        ("UCX_NET_DEVICES", "eth77"),
+        ("UCX_LOG_LEVEL", "trace"),
+        ("UCX_ERROR_HANDLING", "none"),
+    ],
+)
+def test_a_variable_that_hurts_is_found_wherever_it_is_set(name, value):
+    from_environ = transport_checks.ucx_environment(subject(**{name: value}))
+    from_config = transport_checks.ucx_environment(subject(f"transfer.ucx.{name}={value}"))
+
+    assert severities(from_environ) == {name: POOR}
+    assert from_config == from_environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UCX_TLS", "all"),
+        ("UCX_TLS", "tcp,cma"),
+        ("UCX_TLS", "^ib"),
+        ("UCX_NET_DEVICES", "lo"),
+        ("UCX_LOG_LEVEL", "warn"),
+    ],
+)
+def test_a_variable_that_is_harmless_is_only_listed(name, value):
+    [finding] = transport_checks.ucx_environment(subject(**{name: value}))
+
+    assert (finding.severity, finding.what) == (GOOD, name)
+
+
+@pytest.mark.slow
+def test_self_transfer_moves_the_bytes_of_two_real_processes():
+    [finding] = transport_checks.self_transfer(subject())
+
+    assert finding.severity is not WRONG, finding.what
+    assert "64.0 MiB at " in finding.what

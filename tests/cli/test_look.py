@@ -1,0 +1,226 @@
+"""The reading verbs: what they ask, what they print, how they end."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli import kvd
+from kvd.errors import Code, Refusal
+from kvd.wire.admin import AdminFailed, Because, ShowStatus, ShowTree, Tree, TreeNode, Why
+
+NODES = (
+    TreeNode(1, 0, "lora-a", 0, 64, 4, 1, 9, ("lease 7 of decode-0",), (101, 102, 103)),
+    TreeNode(2, 1, "lora-a", 64, 96, 2, 0, 3, (), (7, 8, 9)),
+)
+READING = ("status", "pools", "locks", "rooms", "peers")
+
+
+def test_status_is_one_screen(run):
+    done = run("status")
+
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0
+    assert lines[0] == "decode-node  serving  kvd 0.1.0  up 1h02m  incarnation bbbbbbbb"
+    assert lines[-3:] == [
+        "! prefill-0 is suspect, silent 1.30s: kvd peers",
+        "! 2 pages are quarantined, a remote may still write: kvd locks",
+        "! a request has waited 1.50s for room: kvd locks",
+    ]
+    assert len(lines) < 24
+
+
+@pytest.mark.parametrize("verb", READING)
+def test_reading_verbs_ask_once_and_print_nothing_to_stderr(run, daemon, verb):
+    done = run(verb)
+
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert daemon.asked == [ShowStatus(0)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "part"),
+    [("status", None), ("pools", "pools"), ("rooms", "rooms"), ("peers", "peers")],
+)
+def test_json_is_the_wire_value_alone_on_stdout(run, snapshot, verb, part):
+    done = run(verb, "--format", "json")
+
+    whole = msgspec.to_builtins(snapshot)
+    assert json.loads(done.stdout) == json.loads(json.dumps(whole if part is None else whole[part]))
+
+
+def test_locks_json_has_leases_and_the_queue(run, snapshot):
+    done = run("locks", "--format", "json")
+
+    expected = {"leases": snapshot.leases, "waiting": snapshot.waiting}
+    assert json.loads(done.stdout) == json.loads(json.dumps(msgspec.to_builtins(expected)))
+
+
+def test_pools_say_that_the_pages_add_up(run):
+    done = run("pools")
+
+    assert done.stdout.splitlines() == [
+        "POOL     TOTAL  FREE  HELD  CACHED  LOCKED  EVICTABLE  QUAR  SUM",
+        "main/kv    128    87    10      28       8         20     2  ok",
+        "    [HHCCCCCCCQ......................] 16 tokens, 2.0 MiB a page",
+    ]
+
+
+def test_pools_say_that_a_page_is_missing(run, daemon, snapshot):
+    short = msgspec.structs.replace(snapshot.pools[0], free_pages=86)
+    broken = msgspec.structs.replace(snapshot, pools=(short,))
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=broken)
+
+    done = run("pools")
+
+    assert done.stdout.splitlines()[1].endswith("WRONG: 127 of 128; kvd audit")
+
+
+def test_locks_name_owner_process_reason_room_pages_and_age(run, hostile):
+    """Scenario A40: whoever holds a lock is named."""
+    done = run("locks")
+
+    lines = done.stdout.splitlines()
+    assert lines[1].split() == [
+        *("7", "held", f"{hostile[1]}[4711]", "receive", "9117", "64/160", "6", "0", "1m35s"),
+    ]
+    assert lines[2] == "    held by engine decode-0, handoff 41"
+    assert lines[3].startswith("WAITING")
+    assert lines[5] == "    needs 200 pages, 115 are free or evictable"
+
+
+def test_names_chosen_by_others_cannot_steer_the_terminal(run, hostile):
+    done = run("locks")
+
+    assert hostile[1] in done.stdout
+    assert all(char.isprintable() or char == "\n" for char in done.stdout)
+
+
+def test_rooms_show_progress_and_with_v_the_story(run):
+    plain, told = run("rooms"), run("rooms", "-v")
+
+    assert plain.stdout.splitlines()[1:] == [
+        "9117  decode  RECEIVING  prefill-0  64/160  3/6 50%  0.25s    29.8s",
+        "    part 1 of decode-0; 6.0 MiB of 12.0 MiB; waits for prefill-0 to write 3 more pages",
+    ]
+    assert told.stdout.splitlines()[-3:] == [
+        "room 9117 decode part 1, handoff 41, lease 7, 1 posts outstanding",
+        "  QUEUED -> OFFERED: admitted",
+        "  OFFERED -> RECEIVING: accept",
+    ]
+
+
+def test_peers_show_the_link(run):
+    assert run("peers").stdout.splitlines() == [
+        "PEER       STATE    SILENT      RTT  RECEIVES  SENDS  AGENT",
+        "prefill-0  suspect   1.30s  0.41 ms         1      0  loaded",
+        "    tcp://127.0.0.1:7402, incarnation aaaaaaaa, generation 2, layout ffffffffffff",
+    ]
+
+
+def test_tree_is_indented_and_says_what_it_left_out(run, daemon):
+    daemon.answer = lambda _request: Tree(0, NODES, 5)
+
+    done = run("tree", "--limit", "2")
+
+    assert daemon.asked == [ShowTree(0, 2)]
+    assert done.stdout.splitlines() == [
+        "NODE          TOKENS  PAGES  HITS  LOCKS  BEGINS WITH",
+        "1 [lora-a]    0..64       4     9      1  101 102 103",
+        "    locked by lease 7 of decode-0",
+        "  2 [lora-a]  64..96      2     3      0  7 8 9",
+        "... and 3 nodes more: --limit 5",
+    ]
+
+
+def test_tree_json_counts_all_nodes(run, daemon):
+    daemon.answer = lambda _request: Tree(0, NODES, 5)
+
+    done = run("tree", "--format", "json")
+
+    assert json.loads(done.stdout)["total"] == 5
+    assert [node["id"] for node in json.loads(done.stdout)["nodes"]] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["page", "node", "room", "lease"])
+def test_why_gives_the_sentence_then_the_facts(run, daemon, kind):
+    daemon.answer = lambda _request: Because(0, "decode-0 holds it.", ("since 3 s", "room 9117"))
+
+    table, asjson = run("why", kind, "17"), run("why", kind, "17", "--format", "json")
+
+    assert daemon.asked == [Why(0, kind, 17)] * 2
+    assert table.stdout == "decode-0 holds it.\n  since 3 s\n  room 9117\n"
+    assert json.loads(asjson.stdout) == {
+        "sentence": "decode-0 holds it.",
+        "facts": ["since 3 s", "room 9117"],
+    }
+
+
+def test_an_empty_node_says_so(run, daemon, snapshot):
+    empty = msgspec.structs.replace(
+        snapshot, leases=(), waiting=(), rooms=(), peers=(), clients=(), pools=()
+    )
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=empty)
+
+    assert run("locks").stdout == "no leases\n"
+    assert run("rooms").stdout == "no rooms\n"
+    assert run("pools").stdout == "no pools\n"
+    assert run("peers").stdout == "no peers: name them in peers.connect\n"
+    assert run("status").exit_code == 0
+
+
+@pytest.mark.parametrize("verb", [*READING, "tree", "events", "audit", "flush", "fence"])
+def test_no_daemon_ends_with_3(tmp_path, verb):
+    nobody = f"ipc://{tmp_path}/nobody.sock"
+
+    done = CliRunner().invoke(kvd, [verb, "--connect", nobody, "--timeout", "0.1"])
+
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert nobody in done.stderr
+    assert "kvd serve" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_refusal_ends_with_1_and_one_sentence(run, daemon, form):
+    refusal = Refusal(Code.BAD_REQUEST, "there is no page 99, pages are 1 to 63", side="node-a")
+    daemon.answer = lambda _request: AdminFailed(0, refusal)
+
+    done = run("why", "page", "99", "--format", form)
+
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == ("Error: node-a: there is no page 99, pages are 1 to 63 (bad-request)\n")
+
+
+def test_an_answer_to_another_question_ends_with_1(run, daemon):
+    daemon.answer = lambda _request: Because(0, "", ())
+
+    done = run("status")
+
+    assert done.exit_code == 1
+    assert "answered Because where Status was due" in done.stderr
+
+
+def test_the_daemon_is_found_through_its_own_configuration(daemon, tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'[sockets]\nadmin = "{daemon.endpoint}"\n')
+
+    done = CliRunner().invoke(kvd, ["status", "--config", str(file)])
+
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_wrong_configuration_ends_with_78_and_every_error(tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text("[pool]\npages = 1\nlayers = 0\n")
+
+    done = CliRunner().invoke(kvd, ["status", "--config", str(file)])
+
+    assert (done.exit_code, done.stdout) == (78, "")
+    assert "pool.pages" in done.stderr
+    assert "pool.layers" in done.stderr
