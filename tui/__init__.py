@@ -1,1 +1,1 @@
-"""tui."""
+"""``kvd-tui``, the console: ``model`` is pure, ``link`` asks the daemon, ``app`` shows it."""
