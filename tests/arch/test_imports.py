@@ -1,0 +1,178 @@
+"""Dependencies point one way, and heavy or impure modules stay where they belong.
+
+    types, errors <- wire <- core <- {config, pools, transfer, observe} <- daemon <- cli
+    types, errors <- wire <- client <- tui
+
+Imports for type checkers count: a layer that must name another's types depends on it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+BOTTOM = {"kvd.types", "kvd.errors"}
+WIRE = BOTTOM | {"kvd.wire"}
+CORE = WIRE | {"kvd.core"}
+MIDDLE = CORE | {"kvd.sockets"}
+ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.client"}
+NODE = MIDDLE | {"kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe"}
+WHOLE = NODE | {"kvd.daemon", "kvd.client"}
+
+MAY_IMPORT = {
+    "kvd.types": set(),
+    "kvd.errors": set(),
+    "kvd.sockets": BOTTOM,
+    "kvd.wire": WIRE,
+    "kvd.core": CORE,
+    "kvd.config": MIDDLE | {"kvd.config"},
+    "kvd.pools": MIDDLE | {"kvd.pools"},
+    "kvd.device": MIDDLE | {"kvd.pools", "kvd.device"},
+    "kvd.transfer": MIDDLE | {"kvd.transfer"},
+    "kvd.observe": MIDDLE | {"kvd.observe"},
+    "kvd.daemon": NODE | {"kvd.daemon"},
+    "kvd.client": ENGINE_SIDE,
+    "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},
+    "kvd.cli": WHOLE | {"kvd.cli"},
+    "kvd.demo": WHOLE | {"kvd.cli", "kvd.demo"},
+    "kvd.bench": WHOLE | {"kvd.cli", "kvd.demo", "kvd.bench"},
+    "kvd.sim": WHOLE | {"kvd.cli", "kvd.bench", "kvd.sim"},
+    "kvd.__main__": {"kvd.cli"},
+    "kvd": set(),
+    "tui": ENGINE_SIDE | {"tui"},
+}
+"""What each package may import of the project."""
+
+EXCEPTIONS = {
+    ("tui/app.py", "kvd.config"): "finds the daemon where the daemon's own configuration puts it",
+    ("tui/model.py", "kvd.cli.text"): "one spelling of figures and one way to make a text safe",
+}
+"""(file, module) that the table would forbid, and why it is right all the same."""
+
+NOT_IN_THE_CORE = {
+    "asyncio": "a core function returns effects; the shell awaits",
+    "datetime": "every input carries its time",
+    "logging": "what deserves a line is an event",
+    "nixl": "the core knows page ids, never memory",
+    "random": "a recorded input log must replay to the same state",
+    "secrets": "a recorded input log must replay to the same state",
+    "socket": "the shell does the input and output",
+    "structlog": "what deserves a line is an event",
+    "subprocess": "the shell does the input and output",
+    "threading": "one mutator, no locks",
+    "time": "every input carries its time",
+    "torch": "the core knows page ids, never memory",
+    "uuid": "a recorded input log must replay to the same state",
+    "zmq": "the shell does the input and output",
+}
+
+HOMES = {
+    "torch": ("kvd/pools/", "kvd/device/", "kvd/client/mapping.py", "kvd/demo/", "kvd/bench/"),
+    "transformers": ("kvd/demo/", "kvd/bench/"),
+    "nixl": ("kvd/transfer/nixl.py",),
+    "nixl_cu12": ("kvd/transfer/nixl.py",),
+    "nixl_cu13": ("kvd/transfer/nixl.py",),
+    "textual": ("tui/",),
+    "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
+    "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
+    "structlog": ("kvd/observe/",),
+    "prometheus_client": ("kvd/observe/",),
+    "h11": ("kvd/observe/",),
+}
+"""The only places where a module may be imported, other than for type checkers."""
+
+LAZY_TORCH = ("kvd/client/mapping.py",)
+
+
+def package_of(module: str) -> str:
+    """The package that the table has a row for."""
+    parts = module.split(".")
+    if parts[0] == "tui" or len(parts) == 1:
+        return parts[0]
+    return ".".join(parts[:2])
+
+
+def is_excepted(name: str, module: str) -> bool:
+    """Whether the file may import this module although the table forbids it."""
+    return any(
+        name == file and f"{module}.".startswith(f"{allowed}.") for file, allowed in EXCEPTIONS
+    )
+
+
+def test_packages_import_only_what_lies_below_them(sources):
+    known = {package_of(source.module) for source in sources}
+    wrong = []
+    for source in sources:
+        mine = package_of(source.module)
+        for one in source.imports:
+            theirs = package_of(one.module)
+            if theirs not in known or theirs in MAY_IMPORT[mine] or theirs == "kvd":
+                continue
+            if not is_excepted(source.name, one.module):
+                wrong.append(
+                    f"{source.name}:{one.line} imports {one.module}: {mine} may know "
+                    f"{', '.join(sorted(MAY_IMPORT[mine])) or 'nothing'}; pass the value in, or "
+                    "move what both need to a lower layer"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_has_a_row_in_the_table(sources):
+    missing = {package_of(source.module) for source in sources} - set(MAY_IMPORT)
+    assert not missing, f"say in MAY_IMPORT what these may import: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("place", ["kvd/core/", "kvd/wire/", "kvd/types.py", "kvd/errors.py"])
+def test_the_core_is_pure(sources, place):
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module}: "
+        f"{NOT_IN_THE_CORE[one.module.partition('.')[0]]}"
+        for source in sources
+        if source.name.startswith(place)
+        for one in source.imports
+        if one.module.partition(".")[0] in NOT_IN_THE_CORE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", sorted(HOMES))
+def test_a_heavy_module_is_imported_at_home_only(sources, module):
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module}: only {', '.join(HOMES[module])} may; "
+        "whoever imports this file would load it too"
+        for source in sources
+        if not source.name.startswith(HOMES[module])
+        for one in source.imports
+        if one.module.partition(".")[0] == module and one.when != "types"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_client_loads_torch_only_when_memory_is_mapped(sources):
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module} when it is itself imported: engines need "
+        "torch only to map memory; import it inside the function that makes a view"
+        for source in sources
+        if source.name in LAZY_TORCH
+        for one in source.imports
+        if one.module.partition(".")[0] == "torch" and one.when == "import"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kvd/core/planted.py", "import kvd.daemon"),
+        ("kvd/client/planted.py", "def f():\n    from kvd.core.pages import PagePool"),
+        ("kvd/wire/planted.py", "from kvd import core"),
+    ],
+)
+def test_an_upward_import_is_found(sources, planted, name, text):
+    with pytest.raises(AssertionError, match=f"{name}:[12] imports"):
+        test_packages_import_only_what_lies_below_them([*sources, *planted(name, text)])
+
+
+@pytest.mark.parametrize("text", ["import time", "from time import monotonic"])
+def test_a_clock_in_the_core_is_found(planted, text):
+    with pytest.raises(AssertionError, match="every input carries its time"):
+        test_the_core_is_pure(planted("kvd/core/planted.py", text), "kvd/core/")

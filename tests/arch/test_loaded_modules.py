@@ -1,0 +1,66 @@
+"""What is really loaded, seen from inside a fresh interpreter: the static rules cannot lie."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "textual", "transformers")
+WATCH = """
+import sys
+try:
+    {doing}
+except SystemExit:
+    pass
+print([name for name in {heavy} if name in sys.modules], file=sys.stderr)
+"""
+HELP = "import kvd.cli; sys.argv = ['kvd', '--help']; kvd.cli.main()"
+HELP_LIMIT_S = 0.25
+ATTEMPTS = 5
+
+
+def loaded(doing: str, *heavy: str) -> str:
+    """Which of ``heavy`` a fresh interpreter has loaded after ``doing``."""
+    script = WATCH.format(doing=doing, heavy=heavy)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_importing_the_client_loads_nothing_heavy():
+    assert loaded("import kvd.client", *HEAVY) == "[]"
+
+
+def test_kvd_help_loads_nothing_heavy():
+    assert loaded(HELP, *HEAVY, "numpy", "zmq", "asyncio", "rich") == "[]"
+
+
+@pytest.mark.parametrize(
+    "module", ["kvd.daemon.app", "kvd.transfer.process", "kvd.core", "kvd.cli.look"]
+)
+def test_the_daemon_and_the_verbs_load_neither_torch_nor_nixl(module):
+    if importlib.util.find_spec(module) is None:
+        pytest.fail(f"{module} does not exist; name here what the daemon is started by")
+    assert loaded(f"import {module}", *HEAVY) == "[]"
+
+
+def test_kvd_help_answers_at_once():
+    """In processor time, the best of a few runs: a busy machine only ever adds."""
+    best_s = min(_help_cpu_s() for _ in range(ATTEMPTS))
+    assert best_s < HELP_LIMIT_S, (
+        f"kvd --help took {best_s:.2f} s of a core: find what it loads with "
+        "python -X importtime -m kvd --help, and import that inside the verb that needs it"
+    )
+
+
+def _help_cpu_s() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "kvd", "--help"], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
