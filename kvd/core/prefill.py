@@ -269,6 +269,8 @@ class Prefiller:
         """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
         part.drain_s = self._out.at_s + self._settings.drain_s
         self.last_word.tell_engine(part, refusal)
+        if part.aux is not None:
+            self.by_send.pop(part.id, None)  # its finish is answered: no call will name it again
         if part.state is P.DRAINING:
             self._drain(part)
         elif part.state is P.SETTLED:
