@@ -1,0 +1,270 @@
+"""Real daemons for measurements and tests: started, asked, stopped.
+
+What lives here: one ``kvd serve`` as a child process, and pairs of them that know each other. What
+must not: what is measured or asserted.
+
+A daemon gets a directory for its sockets and its log, free ports on loopback unless it is placed
+elsewhere, and a session of its own, so that Ctrl-C reaches only whoever started it. Nothing but
+processes started here is ever stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+from kvd.client.admin import AdminClient
+from kvd.wire import admin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from kvd.wire.snapshot import Snapshot
+
+R = TypeVar("R", bound=admin.AdminReply)
+
+START_S: Final = 30.0
+STOP_S: Final = 10.0
+ASK_S: Final = 10.0
+LOOK_EVERY_S: Final = 0.005
+LOG_LINES: Final = 20
+
+LLAMA_8B: Final = {"pool.layers": "32", "pool.heads": "8", "pool.head_dim": "128"}
+"""32 layers, 8 KV heads of 128, bfloat16: a page of 16 tokens has 2 MiB."""
+
+_PR_SET_THP_DISABLE: Final = 41
+
+
+class DaemonFailed(Exception):
+    """A daemon did not do what it should; the message quotes the end of its log."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a daemon lives on the network: the start of its command line, and its addresses."""
+
+    prefix: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port for peers; 0 takes a free one."""
+
+
+HERE: Final = Place()
+
+
+class Daemon:
+    """One ``kvd serve``: start it once, stop it once."""
+
+    def __init__(
+        self, name: str, directory: Path, settings: Mapping[str, str], place: Place = HERE
+    ) -> None:
+        self.name = name
+        self.directory = directory / name
+        self.directory.mkdir()
+        self.client = f"ipc://{self.directory}/client.sock"
+        self.admin = f"ipc://{self.directory}/admin.sock"
+        self.attach = f"{self.directory}/attach.sock"
+        self.peers = f"tcp://{place.host}:{place.port or free_port()}"
+        self.http_port = free_port()
+        self._place = place
+        self._settings = {
+            "node.name": name,
+            "sockets.client": self.client,
+            "sockets.admin": self.admin,
+            "peers.listen": self.peers,
+            "http.listen": f"127.0.0.1:{self.http_port}",
+            "log.level": "warning",
+            **settings,
+        }
+        self._log = self.directory / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the daemon itself."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def knows(self, other: Daemon) -> None:
+        """Configure ``other`` as a peer; before the start."""
+        self._settings[f"peers.connect.{other.name}"] = other.peers
+
+    def start(self) -> None:
+        """Start it; ``wait_ready`` says when it serves."""
+        sets = [
+            word for key, value in self._settings.items() for word in ("--set", f"{key}={value}")
+        ]
+        command = [*self._place.prefix, sys.executable, "-m", "kvd", "serve", *sets]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
+        with self._log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, within_s: float = START_S) -> None:
+        """Return when it says that it serves.
+
+        Raises:
+            DaemonFailed: it ended, or took longer.
+        """
+        self.wait_for(lambda: b" ready\n" in self._log.read_bytes(), "is not ready", within_s)
+
+    def wait_for(self, is_so: Callable[[], bool], otherwise: str, within_s: float) -> None:
+        """Look until ``is_so``.
+
+        Raises:
+            DaemonFailed: it ended, or it took longer; ``otherwise`` says what is missing.
+        """
+        deadline_s = time.monotonic() + within_s
+        while not is_so():
+            if not self.is_running:
+                raise self.failed("has ended")
+            if time.monotonic() > deadline_s:
+                raise self.failed(f"{otherwise} after {within_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+
+    def failed(self, what: str) -> DaemonFailed:
+        """``what`` happened to this daemon, with the end of its log."""
+        return DaemonFailed(f"{self.name} {what}\n{self.quoted_log()}")
+
+    def quoted_log(self) -> str:
+        """The end of its log, each line under its name."""
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join(f"  {self.name}| {line}" for line in lines)
+
+    def ask(self, request: admin.AdminRequest, answer: type[R]) -> R:
+        """One admin request and its answer.
+
+        Raises:
+            DaemonFailed: it was refused.
+            KvdError: nobody answered.
+        """
+        with AdminClient(self.admin) as client:
+            reply = client.request(request, timeout_s=ASK_S)
+        if not isinstance(reply, answer):
+            raise self.failed(f"answered {request} with {reply}")
+        return reply
+
+    def snapshot(self) -> Snapshot:
+        """Its whole state."""
+        return self.ask(admin.ShowStatus(1), admin.Status).snapshot
+
+    def transfer_pid(self) -> int:
+        """Of its transfer process."""
+        with open(f"/proc/{self.pid}/task/{self.pid}/children", encoding="ascii") as children:
+            return int(children.read().split()[0])
+
+    def stop(self) -> None:
+        """Ask it to end; enforce it after a while. Repeatable, and legal before the start."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Two daemons, each with the other as a peer."""
+
+    prefill: Daemon
+    decode: Daemon
+
+    def other(self, one: Daemon) -> Daemon:
+        """The one of the two that ``one`` is not."""
+        return self.decode if one is self.prefill else self.prefill
+
+
+@contextlib.contextmanager
+def one_daemon(
+    directory: Path, settings: Mapping[str, str], *, name: str = "solo", place: Place = HERE
+) -> Iterator[Daemon]:
+    """A daemon that serves, for as long as the block lasts."""
+    daemon = Daemon(name, directory, settings, place)
+    try:
+        daemon.start()
+        daemon.wait_ready()
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+@contextlib.contextmanager
+def two_daemons(
+    directory: Path,
+    settings: Mapping[str, str],
+    *,
+    places: tuple[Place, Place] = (HERE, HERE),
+) -> Iterator[Pair]:
+    """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts."""
+    pair = Pair(
+        Daemon("p", directory, settings, places[0]), Daemon("d", directory, settings, places[1])
+    )
+    both = (pair.prefill, pair.decode)
+    for one in both:
+        one.knows(pair.other(one))
+    try:
+        for one in both:
+            one.start()
+        for one in both:
+            one.wait_ready()
+        for one in both:
+            one.wait_for(lambda one=one: _is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
+        yield pair
+    finally:
+        for one in both:
+            one.stop()
+
+
+def _is_linked(daemon: Daemon) -> bool:
+    return any(p.state == "up" and p.agent == "loaded" for p in daemon.snapshot().peers)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def no_huge_pages() -> Iterator[None]:
+    """Processes started inside the block get memory in 4 KiB pages only, and so do theirs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def disable(flag: int) -> None:
+        if libc.prctl(_PR_SET_THP_DISABLE, flag, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "huge pages cannot be turned off for a process")
+
+    disable(1)
+    try:
+        yield
+    finally:
+        disable(0)

@@ -1,0 +1,110 @@
+"""Two network namespaces joined by a cable: two hosts on one, where root may make them.
+
+Processes are placed in one by a prefix of their command line. ``ip netns exec`` is more than a
+setns: it shows the namespace's own interfaces under /sys, where UCX looks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HOSTS: Final = ("10.231.77.1", "10.231.77.2")
+DEVICE: Final = "kvd0"
+
+_CLONE_NEWNET: Final = 0x40000000
+
+
+class NoNamespaces(Exception):
+    """They cannot be made here; the message says why."""
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """One of the two: its name, and its address on the cable."""
+
+    name: str
+    host: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What to put before a command line to run it inside."""
+        return ("ip", "netns", "exec", self.name)
+
+    def connect(self, host: str, port: int) -> socket.socket:
+        """A TCP connection made inside, usable here.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        made: list[socket.socket | OSError] = []
+
+        def dial() -> None:
+            try:
+                _enter(self.name)
+                made.append(socket.create_connection((host, port), timeout=10))
+            except OSError as exc:
+                made.append(exc)
+
+        thread = threading.Thread(target=dial)  # it alone changes its namespace, and then ends
+        thread.start()
+        thread.join()
+        match made:
+            case [socket.socket() as connection]:
+                return connection
+            case [OSError() as exc]:
+                raise exc
+            case _:
+                raise OSError("the connecting thread died")
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
+    """Two namespaces joined by a veth pair, for as long as the block lasts.
+
+    Raises:
+        NoNamespaces: not root, no ``ip`` command, or the kernel forbids it.
+    """
+    if os.geteuid() != 0:
+        raise NoNamespaces("network namespaces need root")
+    if shutil.which("ip") is None:
+        raise NoNamespaces("there is no ip command (install iproute2)")
+    names = [f"kvd-bench-{os.getpid()}-{side}" for side in "pd"]
+    with contextlib.ExitStack() as made:
+        for name in names:
+            _ip("netns", "add", name)
+            made.callback(_ip, "netns", "delete", name)
+        cable = ["type", "veth", "peer", "name", DEVICE, "netns", names[1]]
+        _ip("link", "add", DEVICE, "netns", names[0], *cable)
+        for name, host in zip(names, HOSTS, strict=True):
+            _ip("-n", name, "address", "add", f"{host}/30", "dev", DEVICE)
+            _ip("-n", name, "link", "set", DEVICE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        first, second = (Namespace(*each) for each in zip(names, HOSTS, strict=True))
+        yield first, second
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoNamespaces(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+
+
+def _enter(name: str) -> None:
+    """Move the calling thread into a namespace."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"entering the network namespace {name}")
+    finally:
+        os.close(descriptor)
