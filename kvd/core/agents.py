@@ -5,7 +5,7 @@ only true abort: it proves that no byte leaves for that peer any more, which nei
 post nor a timer does. So a failed post destroys its agent, and the posts beside it fail with it.
 
     NONE -> LOADING -> LOADED -> DROPPING -> NONE, and again while the peer lives
-               '-> FAILED, until the next generation
+               '-> FAILED -> NONE, and again after a while
 
 When the peer is replaced, or starts another generation, its agent is destroyed without waiting for
 the end: nobody posts through it any more, and the new one has another name.
@@ -23,6 +23,10 @@ from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.peer import Peer
+
+
+RETRY_S = 2.0
+"""A failed agent is tried again after this; a send that comes earlier fails at once."""
 
 
 class Agent(enum.Enum):
@@ -76,6 +80,12 @@ class Agents:
             self._set(peer, Agent.NONE, "")
             self.load(peer)
 
+    def retry(self, peer: Peer) -> None:
+        """Make an agent that failed once more, when it has rested."""
+        if peer.agent is Agent.FAILED and self._out.at_s - peer.agent_since_s >= RETRY_S:
+            peer.agent = Agent.NONE
+            self.load(peer)
+
     def _end_loading(self, peer: Peer, agent: Agent, why: str) -> bool:
         if peer.agent is not Agent.LOADING:
             return False
@@ -88,6 +98,7 @@ class Agents:
     def _set(self, peer: Peer, agent: Agent, why: str) -> None:
         peer.agent = agent
         peer.agent_why = why
+        peer.agent_since_s = self._out.at_s
         out = self._out
         out.emit(
             events.AgentChanged(

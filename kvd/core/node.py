@@ -199,6 +199,7 @@ class Node:
         self.prefiller.tick()
         if self.peers.is_beat_due():
             for peer in self.peers.by_name.values():
+                self.peers.agents.retry(peer)
                 self.peers.beat(
                     peer,
                     self.decoder.offer_floor(peer.incarnation),

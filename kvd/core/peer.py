@@ -43,6 +43,7 @@ class Peer:
 
     __slots__ = (
         "agent",
+        "agent_since_s",
         "agent_why",
         "generation",
         "heard_s",
@@ -74,6 +75,7 @@ class Peer:
         self.heard_s = 0.0
         self.refusal: Refusal | None = None
         self.agent = Agent.NONE
+        self.agent_since_s = 0.0
         self.agent_why = ""
         self.offer_floor = 0
         self.settled_floor = 0
@@ -135,6 +137,10 @@ class Peers:
         self.agents.is_serving = False
         for peer in self.by_name.values():
             peer.agent = Agent.NONE
+
+    def ask_hello(self, peer: Peer) -> None:
+        """It speaks of a generation that we have not heard of: its Hello was lost."""
+        self._say_hello(peer.link, "")
 
     def sender(self, link: str, message: Message) -> Peer | None:
         """The peer that speaks, if it may: the right incarnation, to the right incarnation.

@@ -149,7 +149,8 @@ class Prefiller:
             self._answer_again(peer, known)
             return
         if message.generation > peer.generation:
-            return  # its Hello is still on the way; the Offer will be repeated
+            self._peers.ask_hello(peer)  # the Offer will be repeated
+            return
         part = self.by_room.get(message.room)
         refusal = self._unacceptable(peer, message, part)
         if refusal is not None or part is None:
