@@ -1,0 +1,280 @@
+"""``kvd bench control``: round trips of the verbs beside a bare ZMQ echo with the same frames.
+
+Each figure and its reference are measured in turns within one run, because the machine's speed
+drifts. The client is ``kvd.client`` as an engine uses it; the echo has no codec and no API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+import numpy as np
+import uvloop
+import zmq
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import kvd.client
+from kvd.bench.daemons import Pair, two_daemons
+from kvd.bench.echo import EchoClient, echo_server
+
+if TYPE_CHECKING:
+    from kvd.client.api import Node
+
+ROUNDS = 5
+PAGE_SIZE = 16
+CYCLE_TOKENS = 13_000
+MATCH_TOKENS = (2_048, 32_768)
+IN_FLIGHT = (1, 16, 64)
+HEADER_BYTES = 16
+SETTINGS = {
+    "pool.layers": "1",
+    "pool.heads": "1",
+    "pool.head_dim": "1",
+    "pool.dtype": "uint8",
+    "pool.page_size": str(PAGE_SIZE),
+    "pool.pages": "131073",
+    "peers.heartbeat_s": "0.5",
+}
+"""A pool of 2 M tokens with one byte of KV per token: the control plane is what is measured."""
+
+Call = Callable[[int], Awaitable[None]]
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One row: kvd beside the echo, microseconds and calls a second."""
+
+    what: str
+    in_flight: int
+    p50_us: float
+    p99_us: float
+    per_s: float
+    echo_p50_us: float
+    echo_per_s: float
+    ratio: float
+    goal: str
+    met: bool | None
+
+
+class Sample:
+    """Latencies and throughput of one kind of call."""
+
+    def __init__(self) -> None:
+        self.latencies_s: list[float] = []
+        self.rates: list[float] = []
+
+    async def run(self, call: Call, calls: int, in_flight: int) -> None:
+        """``calls`` calls, ``in_flight`` at a time."""
+        numbers = iter(range(calls))
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                began_s = time.perf_counter()
+                await call(number)
+                self.latencies_s.append(time.perf_counter() - began_s)
+
+        began_s = time.perf_counter()
+        await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
+        self.rates.append(calls / (time.perf_counter() - began_s))
+
+    def quantile_us(self, q: float) -> float:
+        """A quantile over all rounds."""
+        return float(np.percentile(self.latencies_s, q)) * 1e6
+
+    @property
+    def per_s(self) -> float:
+        """The median rate of the rounds."""
+        return float(np.median(self.rates))
+
+
+async def in_turns(ours: Call, echo: Call, *, calls: int, in_flight: int) -> tuple[Sample, Sample]:
+    """Measure both, one round after the other, after a warm-up of each."""
+    mine, reference = Sample(), Sample()
+    for sample, call in ((Sample(), ours), (Sample(), echo)):
+        await sample.run(call, max(in_flight, calls // 10), in_flight)
+    for _ in range(ROUNDS):
+        await mine.run(ours, calls, in_flight)
+        await reference.run(echo, calls, in_flight)
+    return mine, reference
+
+
+def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
+    """Random prompts, no two alike."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 128_256, n_tokens, dtype=np.int32) for _ in range(count)]
+
+
+async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> Figure:
+    """``match`` of a cached prompt, one at a time."""
+    prompt = prompts(1, n_tokens, seed=n_tokens)[0]
+    lease = await node.lease(prompt)
+    await lease.release(())
+    frame = prompt.tobytes()
+
+    async def match(_: int) -> None:
+        await node.match(prompt)
+
+    async def bare(_: int) -> None:
+        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
+
+    mine, reference = await in_turns(match, bare, calls=400, in_flight=1)
+    ratio = mine.quantile_us(50) / reference.quantile_us(50)
+    return _figure(
+        f"match {n_tokens} tokens", 1, (mine, reference), ratio, ("p50 <= 1.5x echo", ratio <= 1.5)
+    )
+
+
+async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> Figure:
+    """``lease`` + ``release(tokens)`` of fresh 13k-token prompts, evicting as the pool is full."""
+    fresh = prompts(256, CYCLE_TOKENS, seed=in_flight)
+    frames = [prompt.tobytes() for prompt in fresh]
+    pages_bytes = 4 * (CYCLE_TOKENS // PAGE_SIZE + 1)
+
+    async def cycle(number: int) -> None:
+        lease = await node.lease(fresh[number % len(fresh)])
+        await lease.release(())
+
+    async def bare(number: int) -> None:
+        await echo.call(HEADER_BYTES + pages_bytes, bytes(HEADER_BYTES), frames[number % 256])
+        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), b"")
+
+    mine, reference = await in_turns(cycle, bare, calls=600, in_flight=in_flight)
+    ratio = mine.per_s / reference.per_s
+    goal = ("cycles/s >= 0.5x echo", ratio >= 0.5) if in_flight == max(IN_FLIGHT) else ("", None)
+    return _figure(
+        f"lease + release, {CYCLE_TOKENS} tokens", in_flight, (mine, reference), ratio, goal
+    )
+
+
+async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: int) -> Figure:
+    """A whole handoff of a prompt that the decode side has: zero pages, the aux delivered."""
+    prefill, decode = ends
+    prompt = prompts(1, 4096, seed=4096)[0]
+    for node in ends:
+        lease = await node.lease(prompt)
+        await lease.release(())
+    source = await prefill.lease(prompt)
+    frame = prompt.tobytes()
+    rooms = iter(range(1 + in_flight * 1_000_000, 2**62))
+
+    async def handoff(_: int) -> None:
+        room = next(rooms)
+        receiving = asyncio.ensure_future(decode.receive(room, prompt, source="p"))
+        sending = await prefill.send(room, prompt, lease=source)
+        finishing = asyncio.ensure_future(sending.finish(aux=b"first"))
+        received = await receiving
+        await received.done()
+        await finishing
+        await received.lease.release()
+
+    async def bare(_: int) -> None:
+        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
+
+    mine, reference = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
+    await source.release()
+    p50_us = mine.quantile_us(50)
+    goal = ("p50 < 1500 us", p50_us < 1500) if in_flight == 1 else ("", None)
+    ratio = p50_us / reference.quantile_us(50)
+    return _figure("full-hit handoff, 4096 tokens", in_flight, (mine, reference), ratio, goal)
+
+
+def _figure(
+    what: str,
+    in_flight: int,
+    samples: tuple[Sample, Sample],
+    ratio: float,
+    goal: tuple[str, bool | None],
+) -> Figure:
+    mine, echo = samples
+    return Figure(
+        what=what,
+        in_flight=in_flight,
+        p50_us=round(mine.quantile_us(50), 1),
+        p99_us=round(mine.quantile_us(99), 1),
+        per_s=round(mine.per_s),
+        echo_p50_us=round(echo.quantile_us(50), 1),
+        echo_per_s=round(echo.per_s),
+        ratio=round(ratio, 2),
+        goal=goal[0],
+        met=goal[1],
+    )
+
+
+async def measure(pair: Pair, endpoint: str, progress: Progress) -> list[Figure]:
+    """Every figure, in order."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    echo = EchoClient(context, endpoint)
+    steps = len(MATCH_TOKENS) + 2 * len(IN_FLIGHT)
+    task = progress.add_task("control plane", total=steps)
+    figures = []
+    async with (
+        kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
+        kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
+    ):
+        for n_tokens in MATCH_TOKENS:
+            figures.append(await match_figure(prefill, echo, n_tokens))
+            progress.advance(task)
+        for in_flight in IN_FLIGHT:
+            figures.append(await cycle_figure(prefill, echo, in_flight))
+            progress.advance(task)
+        for in_flight in IN_FLIGHT:
+            figures.append(await full_hit_figure((prefill, decode), echo, in_flight))
+            progress.advance(task)
+    echo.close()
+    context.term()
+    return figures
+
+
+def show(figures: list[Figure]) -> Table:
+    """The figures as a table."""
+    table = Table(title="control plane (microseconds; echo: bare ZMQ with the same frames)")
+    for name in (
+        "what",
+        "in flight",
+        "p50",
+        "p99",
+        "per s",
+        "echo p50",
+        "echo per s",
+        "ratio",
+        "goal",
+    ):
+        table.add_column(name, justify="left" if name in {"what", "goal"} else "right")
+    for one in figures:
+        verdict = {None: "", True: " met", False: " MISSED"}[one.met]
+        table.add_row(
+            one.what,
+            str(one.in_flight),
+            f"{one.p50_us:.0f}",
+            f"{one.p99_us:.0f}",
+            f"{one.per_s:.0f}",
+            f"{one.echo_p50_us:.0f}",
+            f"{one.echo_per_s:.0f}",
+            f"{one.ratio:.2f}",
+            one.goal + verdict,
+        )
+    return table
+
+
+@click.command()
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write figures here.")
+def command(json_file: Path | None) -> None:
+    """Round trips of match, lease cycles and full-hit handoffs, beside a bare ZMQ echo."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
+        Progress(console=Console(stderr=True)) as progress,
+        two_daemons(Path(name), SETTINGS) as pair,
+        echo_server(Path(name)) as endpoint,
+    ):
+        figures = uvloop.run(measure(pair, endpoint, progress))
+    Console().print(show(figures))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
