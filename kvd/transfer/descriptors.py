@@ -40,14 +40,15 @@ HANDLE_COST_BYTES = 16 * (CUT_BYTES + DESCRIPTOR_COST_BYTES)
 
 
 class Writes(msgspec.Struct, frozen=True):
-    """The descriptors of one post: rows of (address, bytes, device 0), and the handles' bounds.
+    """The descriptors of one post: rows of (address, bytes, device 0), and how handles divide them.
 
-    Handle ``h`` is rows ``[bounds[h], bounds[h + 1])`` of both sides.
+    Handle ``h`` is rows ``[bounds[h], bounds[h + 1])`` of both sides, ``sizes[h]`` bytes.
     """
 
     source: Words
     destination: Words
     bounds: list[int]
+    sizes: list[int]
 
     @property
     def handles(self) -> int:
@@ -92,19 +93,26 @@ def writes(source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNo
     at = np.concatenate([part[0] for part in parts])
     to = np.concatenate([part[1] for part in parts])
     length = np.concatenate([part[2] for part in parts])
-    pieces = (length + np.uint64(CUT_BYTES - 1)) // np.uint64(CUT_BYTES)
-    whole = np.repeat(np.arange(length.size), pieces.astype(np.int64))
-    nth = np.arange(whole.size, dtype=np.uint64) - np.repeat(
-        np.cumsum(pieces) - pieces, pieces.astype(np.int64)
-    )
-    skip = nth * np.uint64(CUT_BYTES)
+    pieces = ((length + np.uint64(CUT_BYTES - 1)) // np.uint64(CUT_BYTES)).astype(np.int64)
+    ends = pieces.cumsum()
+    whole = np.arange(pieces.size).repeat(pieces)
+    skip = (np.arange(whole.size) - (ends - pieces)[whole]).astype(np.uint64) * np.uint64(CUT_BYTES)
     size = np.minimum(np.uint64(CUT_BYTES), length[whole] - skip)
-    zero = np.zeros_like(size)
+    bounds = _bounds(size)
     return Writes(
-        source=np.column_stack((at[whole] + skip, size, zero)),
-        destination=np.column_stack((to[whole] + skip, size, zero)),
-        bounds=_bounds(size),
+        source=_rows(at[whole] + skip, size),
+        destination=_rows(to[whole] + skip, size),
+        bounds=bounds,
+        sizes=np.add.reduceat(size, bounds[:-1]).tolist() if size.size else [],
     )
+
+
+def _rows(address: Words, size: Words) -> Words:
+    """(address, bytes, device 0) for each descriptor."""
+    rows = np.zeros((size.size, 3), np.uint64)
+    rows[:, 0] = address
+    rows[:, 1] = size
+    return rows
 
 
 def _by_density(

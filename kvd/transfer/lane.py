@@ -117,8 +117,7 @@ class Lane:
         except NixlUnusable as exc:
             self._fail(running, str(exc))
             return
-        size = int(plan.source[low:high, 1].sum())
-        self._flights.append(_Flight(handle, running, size))
+        self._flights.append(_Flight(handle, running, plan.sizes[running.turns - 1]))
         if running.turns < plan.handles:
             self._turns.append(running)
 

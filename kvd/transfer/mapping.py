@@ -78,6 +78,11 @@ def map_region(plan: RegionPlan) -> RegionNote:
     return RegionNote(plan.name, address, there, plan.pages, plan.page_bytes, plan.rows)
 
 
+def hold(descriptor: int, size: int) -> None:
+    """Map a file that nobody will touch, for the life of the process."""
+    _map(0, size, mmap.MAP_SHARED, descriptor)
+
+
 def map_scratch(size: int) -> int:
     """The address of fresh private memory, kept for the life of the process."""
     address = _map(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)

@@ -40,10 +40,10 @@ DEFAULT_ENVIRONMENT: Final = {
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
     "UCX_DEBUG_SIGNO": "0",
-    "UCX_LOG_LEVEL": "fatal",
+    "UCX_LOG_LEVEL": "error",
     "UCX_LOG_FILE": "/dev/stderr",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "NIXL_LOG_LEVEL": "FATAL",
+    "NIXL_LOG_LEVEL": "ERROR",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -173,7 +173,7 @@ class Sender:
             NixlUnusable: the peer is gone or refuses; nothing of this handle is in flight.
         """
         api = self._api
-        with self._binding.translating(f"writing to {self._peer!r}"):
+        try:
             handle: int = self._agent.createXferReq(
                 api.NIXL_WRITE,
                 api.nixlXferDList(api.DRAM_SEG, source),
@@ -181,6 +181,8 @@ class Sender:
                 self._peer,
             )
             self._agent.postXferReq(handle)
+        except self._binding.errors as exc:
+            raise self._failed(exc) from exc
         return handle
 
     def step(self, handle: int) -> Step:
@@ -189,11 +191,13 @@ class Sender:
         Raises:
             NixlUnusable: it failed.
         """
-        with self._binding.translating(f"writing to {self._peer!r}"):
+        try:
             status = self._agent.getXferStatus(handle)
             if status == self._api.NIXL_IN_PROG:
                 return Step.RUNNING
             self._agent.releaseXferReq(handle)
+        except self._binding.errors as exc:
+            raise self._failed(exc) from exc
         if status != self._api.NIXL_SUCCESS:
             msg = f"writing to {self._peer!r}: {status}"
             raise NixlUnusable(msg)
@@ -211,6 +215,9 @@ class Sender:
             with contextlib.suppress(OSError):
                 total += _tcp_info(descriptor, _BYTES_SENT_AT)
         return total
+
+    def _failed(self, exc: Exception) -> NixlUnusable:
+        return NixlUnusable(f"writing to {self._peer!r}: {type(exc).__name__} {exc}".strip())
 
     def destroy(self) -> None:
         """Abort everything in flight: after this no byte leaves this process through it.

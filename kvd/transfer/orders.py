@@ -51,11 +51,11 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who this process is and what it maps.
 
     ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
-    generation. ``witness`` is the descriptor to keep mapped (see ``kvd.transfer.witness``).
+    generation. ``kept`` are descriptors to keep mapped to the end (see ``kvd.transfer.witness``).
     """
 
     name: str
-    witness: int
+    kept: tuple[int, ...]
     regions: tuple[RegionPlan, ...]
 
 

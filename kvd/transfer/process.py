@@ -52,7 +52,7 @@ class TransferProcess:
         name: unique among all transfer processes that ever meet: incarnation and generation.
         regions: what to map and register; their descriptors stay the caller's.
         environment: added to the daemon's own, for NIXL and UCX settings.
-        keep_open: descriptors that the process holds until it ends: the daemon's lock.
+        keep_open: descriptors that are held until its memory map is gone: the daemon's lock.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TransferProcess:
         self._state = _State.STARTING
         self._loop.add_reader(self._pidfd, self._died)
         self._loop.add_reader(ours, self._readable)
-        self.order(Begin(self._name, self._witness, plans))
+        self.order(Begin(self._name, (self._witness, *self._keep_open), plans))
 
     def _readable(self) -> None:
         """Take what there is; at the end of the stream the pidfd tells the rest."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from typing import Final
 
+from kvd.transfer.mapping import hold
+
 _SIZE: Final = 4096
-_kept: list[mmap.mmap] = []
 
 
 def create() -> int:
@@ -29,8 +29,12 @@ def create() -> int:
 
 
 def keep(descriptor: int) -> None:
-    """Map the witness until this process's memory map goes."""
-    _kept.append(mmap.mmap(descriptor, _SIZE))
+    """Map a witness, or a lock file, until this process's memory map goes.
+
+    A mapping keeps the open file alive, and a lock that was taken through it: so whoever gets the
+    lock next has the same proof. It is never touched, so the file may be empty.
+    """
+    hold(descriptor, _SIZE)
 
 
 def is_gone(descriptor: int) -> bool:

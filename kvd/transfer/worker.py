@@ -94,7 +94,8 @@ class Worker:
             RegionUnusable: a region cannot be mapped.
         """
         begin, later = self._first_order()
-        witness.keep(begin.witness)
+        for descriptor in begin.kept:
+            witness.keep(descriptor)
         regions = {plan.name: map_region(plan) for plan in begin.regions}
         for plan in begin.regions:
             os.close(plan.descriptor)
@@ -128,8 +129,8 @@ class Worker:
                     self._take()
                 else:
                     self._links.woken(descriptor)
-            self._links.step()
             self._links.post_round()
+            self._links.step()  # last: what one host copies is done when it is posted
             if self._asked:
                 self._answer()
             if self._reports or self._unsent:
@@ -244,7 +245,8 @@ def main() -> None:
     """Serve the socket whose descriptor is the first argument."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when this process ends
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which
+        signal.signal(name, signal.SIG_IGN)  # decides when this process ends
     worker = Worker(socket.socket(fileno=descriptor))
     try:
         worker.begin()

@@ -29,7 +29,7 @@ DEADLINE_S = 20.0
 HUGE = 2 * 2**20
 PAGES = 25
 
-PAGE_FIRST = Geometry(PAGES, HUGE, (Row(0, HUGE, HUGE),), ())
+PAGE_FIRST = Geometry(PAGES, HUGE // 2, (Row(0, HUGE // 2, HUGE // 2),), ())
 LAYER_FIRST = Geometry(
     PAGES,
     2 * (4096 + 12288),

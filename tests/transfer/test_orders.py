@@ -27,7 +27,7 @@ from kvd.transfer.orders import (
 from kvd.types import Pages, pack_ids
 
 ORDERS = [
-    Begin("n-1", 5, (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
+    Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
     Load("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Drop("peer", 2),

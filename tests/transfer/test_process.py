@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import uvloop
 
 from kvd.core.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd, TransportDown
-from kvd.transfer.orders import Collapsed, Path, Posted, PostFailed, Quiesce, Quiet
+from kvd.transfer.orders import Collapsed, Loaded, Path, Posted, PostFailed, Quiesce, Quiet
 from kvd.transfer.process import TransferProcess
 
 EVERYTHING = list(range(1, 25))
@@ -50,7 +51,7 @@ async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
     outcome = await sender.outcome(1)
 
     assert isinstance(outcome, Posted)
-    assert [report.path for report in sender.reports[:1]] == [Path.NETWORK]
+    assert [report.path for report in sender.heard(Loaded)] == [Path.NETWORK]
     ours, theirs = (node.memories["kv"] for node in (sender, receiver))
     row = theirs.shape.rows[0]
     assert all(
@@ -113,6 +114,22 @@ async def test_a_cancelled_start_leaves_no_process():
         await starting
 
     assert _is_reaped(process.pid)
+
+
+async def test_a_lock_is_held_until_the_process_is_gone(tmp_path):
+    holder = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    process = TransferProcess("locked-1", [], environment={}, keep_open=[holder])
+    await process.start(lambda _: None, lambda _: None)
+    os.close(holder)
+    other = os.open(tmp_path / "lock", os.O_RDWR)
+
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    await process.stop()
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    os.close(other)
 
 
 def test_start_kill_and_stop_work_on_uvloop():
