@@ -139,6 +139,10 @@ class Admission:
             self.queue.remove(waiter)
             self.wake()
 
+    def withdraw_session(self, session: int) -> None:
+        """A session is over: none of its requests is ever admitted. The caller wakes the rest."""
+        self.queue = [waiter for waiter in self.queue if waiter.claim.session != session]
+
     def expire(self) -> None:
         """Refuse what has waited until its deadline."""
         now_s = self._out.at_s

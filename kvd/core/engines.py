@@ -84,6 +84,8 @@ class Engines:
             f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
             side=self._name,
         )
+        # All of them before anything else: each page given back below may admit somebody.
+        node.admission.withdraw_session(session.id)
         receives = [p for p in node.decoder.parts.values() if p.session == session.id]
         sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
         for receive in receives:
@@ -95,9 +97,6 @@ class Engines:
             for lease in node.leases.leases.values()
             if lease.session == session.id and ENGINE in lease.holders
         ]
-        withdrawn = [w for w in node.admission.queue if w.claim.session == session.id]
-        for waiter in withdrawn:
-            node.admission.withdraw(waiter)
         for lease in leases:
             self._end_lease(lease, Code.CLIENT_GONE.value)
         out = self._out
@@ -111,7 +110,7 @@ class Engines:
                 len(receives) + len(sends),
             )
         )
-        node.admission.pump()
+        node.admission.wake()
 
     def request(self, got: FromClient) -> None:
         """One request of an engine: one answer, now or when there is room."""
