@@ -1,1 +1,34 @@
-"""client."""
+"""How engines reach kvd: sessions, leases and handoffs, asynchronous and blocking.
+
+Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the first tensor view.
+"""
+
+from kvd.client.api import Connecting, Node, connect
+from kvd.client.handoff import Outcome, Receive, Send
+from kvd.client.lease import Lease
+from kvd.client.pool import Pool, Worker, join
+from kvd.client.state import EventsLost
+from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
+from kvd.errors import Code, HandoffError, KvdError
+
+__all__ = [
+    "Code",
+    "Connecting",
+    "EventsLost",
+    "HandoffError",
+    "KvdError",
+    "Lease",
+    "Node",
+    "Outcome",
+    "Pool",
+    "Receive",
+    "Send",
+    "SyncLease",
+    "SyncNode",
+    "SyncReceive",
+    "SyncSend",
+    "Worker",
+    "connect",
+    "connect_sync",
+    "join",
+]

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from typing import Final
 
 from kvd.errors import Code, KvdError, Refusal
@@ -41,8 +42,11 @@ class Attachment:
         """The descriptor of one component's memory; it stays ours.
 
         Raises:
-            KvdError: ``bad-request`` when there is no such component, or it has no bytes.
+            KvdError: ``bad-request`` when there is no such component, or it has no bytes;
+                ``wrong-state`` after ``close``.
         """
+        if self._sock.fileno() < 0:
+            raise _failure(Code.WRONG_STATE, "this session was closed: map its memory before")
         names = [
             (one.name, part.name)
             for one in self.attached.pools
@@ -83,15 +87,28 @@ class Attachment:
         self._fds = []
 
 
-def dial(path: str) -> socket.socket | None:
-    """A socket connected to the daemon at ``path``; None when it is busy: try again shortly.
+def dial(path: str, *, wait_s: float = 0.0) -> socket.socket | None:
+    """A non-blocking socket connected to the daemon at ``path``.
+
+    Args:
+        path: of the attach socket.
+        wait_s: blocks so long at most when the daemon's queue of connections is full.
+
+    Returns:
+        None when that queue is still full.
 
     Raises:
         KvdError: ``unreachable``; the message says what is wrong and what to do.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        if wait_s:
+            timeval = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        else:
+            sock.settimeout(0)
         sock.connect(path)
+        sock.settimeout(0)
     except BlockingIOError:
         sock.close()
         return None

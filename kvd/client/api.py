@@ -1,0 +1,280 @@
+"""The asynchronous client: what an engine holds in its hands.
+
+    async with kvd.client.connect(name="decode-0") as node:
+        lease = await node.lease(tokens)
+        ...
+        await lease.release()
+
+Every call ends in a reply or a ``KvdError``; a cancelled call leaves nothing behind. The blocking
+client runs these very verbs, see ``port``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+from kvd.client.connection import Connection
+from kvd.client.endpoint import client_endpoint
+from kvd.client.handoff import Receive, Send
+from kvd.client.lease import Lease
+from kvd.client.loop import LoopChannel, attach
+from kvd.client.pool import Pool, Pools
+from kvd.client.port import Port, confused, within
+from kvd.client.state import EventQueue, EventsLost, LeaseState
+from kvd.client.tokens import token_frame
+from kvd.errors import Code, KvdError, Refusal
+from kvd.types import MAX_ROOM
+from kvd.wire import client as wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator, Sequence
+    from types import TracebackType
+
+    from kvd.client.attachment import Attachment
+    from kvd.client.port import Channel
+    from kvd.client.tokens import TokenIds
+    from kvd.wire.events import Event
+    from kvd.wire.snapshot import Snapshot
+
+NEVER_S = 3600.0
+"""One wait for events; waiting goes on after it."""
+
+
+class Node:
+    """One session with the daemon of this node."""
+
+    def __init__(self, attachment: Attachment, connection: Connection, channel: Channel) -> None:
+        """Use ``connect``, ``connect_sync`` or ``open_node``."""
+        attached = attachment.attached
+        self.name = attached.node
+        self.incarnation = attached.incarnation
+        self.session = attached.session
+        self.token = attached.token
+        self._port = Port(connection, channel)
+        self._pools = Pools(attachment)
+        self._is_subscribed = False
+
+    def pool(self, name: str) -> Pool:
+        """The pool of that name: what a page holds, and its memory.
+
+        Raises:
+            KvdError: ``bad-request`` when there is none.
+        """
+        return self._pools.pool(name)
+
+    async def lease(  # noqa: PLR0913 - the request, field by field
+        self,
+        tokens: TokenIds,
+        *,
+        namespace: str = "",
+        reserve_tokens: int = 0,
+        priority: int = 0,
+        deadline_s: float = 30.0,
+        cache: bool = True,
+    ) -> Lease:
+        """Lock the cached prefix of ``tokens`` and hold pages for the rest; waits for room.
+
+        Args:
+            tokens: the prompt.
+            namespace: what isolates equal token ids: model, LoRA, cache salt.
+            reserve_tokens: pages for so many more are held at once.
+            priority: higher is admitted earlier.
+            deadline_s: longest wait for room.
+            cache: whether a commit puts its pages into the prefix cache.
+
+        Raises:
+            KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders.
+        """
+        request = wire.OpenLease(
+            self._port.connection.next_call(),
+            namespace,
+            operator.index(reserve_tokens),
+            operator.index(priority),
+            deadline_s,
+            cache,
+        )
+        leased = await self._port.ask(
+            request, wire.Leased, tokens=token_frame(tokens), within_s=within(deadline_s)
+        )
+        state = LeaseState(leased.lease, prefix_tokens=leased.prefix_tokens, pages=leased.pages)
+        return Lease(self._port, self._pools, state)
+
+    async def receive(  # noqa: PLR0913 - the request, field by field
+        self,
+        room: int,
+        tokens: TokenIds,
+        source: str | Sequence[str],
+        *,
+        namespace: str = "",
+        reserve_tokens: int = 0,
+        priority: int = 0,
+        tier: str | None = None,
+        deadline_s: float = 30.0,
+        cache: bool = True,
+    ) -> Receive:
+        """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
+
+        Args:
+            room: the rendezvous number that the router chose.
+            tokens: the prompt; only what is not cached here is sent.
+            source: a configured peer's name or address; several prefill ranks: one each.
+            namespace: as in ``lease``.
+            reserve_tokens: as in ``lease``.
+            priority: as in ``lease``.
+            tier: where the pages shall lie, where the pool has a choice.
+            deadline_s: of the whole handoff.
+            cache: as in ``lease``.
+
+        Raises:
+            KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
+        """
+        request = wire.Receive(
+            self._port.connection.next_call(),
+            _room(room),
+            (source,) if isinstance(source, str) else tuple(source),
+            namespace,
+            operator.index(reserve_tokens),
+            operator.index(priority),
+            deadline_s,
+            cache,
+            tier,
+        )
+        call = await self._port.perform(
+            request, tokens=token_frame(tokens), within_s=within(deadline_s)
+        )
+        if call.receive is None:
+            raise confused(request, call.answer.value)
+        return Receive(self._port, self._pools, call.receive, within(deadline_s))
+
+    async def send(
+        self,
+        room: int,
+        tokens: TokenIds,
+        *,
+        lease: Lease,
+        namespace: str = "",
+        deadline_s: float = 30.0,
+    ) -> Send:
+        """Prefill side: hand the KV of ``tokens`` to whoever receives in ``room``; at once.
+
+        Args:
+            room: the rendezvous number that the router chose.
+            tokens: the prompt whose KV is or will be written into the pages of ``lease``.
+            lease: its pages are read until the handoff has ended, even when it is released.
+            namespace: as in ``lease``.
+            deadline_s: of the whole handoff.
+
+        Raises:
+            KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
+        """
+        request = wire.Send(
+            self._port.connection.next_call(), _room(room), lease.id, namespace, deadline_s
+        )
+        call = await self._port.perform(request, tokens=token_frame(tokens))
+        if call.send is None:
+            raise confused(request, call.answer.value)
+        return Send(self._port, call.send, within(deadline_s))
+
+    async def match(self, tokens: TokenIds, *, namespace: str = "") -> wire.Matched:
+        """How much of ``tokens`` is cached here, how loaded the node is, what is free; read-only.
+
+        Returns:
+            ``tokens`` cached, ``load`` (open handoffs and waiting requests), ``free`` pages.
+        """
+        request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
+        return await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
+
+    async def snapshot(self) -> Snapshot:
+        """The daemon's whole state: what ``kvd status --format json`` prints."""
+        request = wire.GetSnapshot(self._port.connection.next_call())
+        return (await self._port.ask(request, wire.Snapshotted)).snapshot
+
+    async def events(self) -> AsyncGenerator[Event | EventsLost, None]:
+        """Everything that happens from now on, in order; a gap is an ``EventsLost``.
+
+        Raises:
+            KvdError: ``unreachable`` when the daemon is gone.
+        """
+        connection = self._port.connection
+        queue = connection.open_events()
+        try:
+            if not self._is_subscribed:
+                await self._port.ask(wire.Subscribe(connection.next_call()), wire.Done)
+                self._is_subscribed = True
+            while True:
+                yield await self._next_event(queue)
+        finally:
+            connection.close_events(queue)
+
+    async def close(self) -> None:
+        """Leave the session: the daemon releases what it held. Live views stay valid."""
+        self._port.close()
+        self._pools.close()
+
+    async def _next_event(self, queue: EventQueue) -> Event | EventsLost:
+        while True:
+            event = queue.take()
+            if event is not None:
+                return event
+            if queue.end is not None:
+                raise KvdError(queue.end)
+            await self._port.idle(queue.news, NEVER_S)
+
+
+class Connecting:
+    """What ``connect`` returns: ``async with`` it, or ``await`` it and ``close`` the node."""
+
+    def __init__(self, endpoint: str | None, name: str) -> None:
+        self._endpoint = endpoint
+        self._name = name
+        self._node: Node | None = None
+
+    def __await__(self) -> Generator[object, None, Node]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Node:
+        self._node = await self._open()
+        return self._node
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._node is not None:
+            await self._node.close()
+
+    async def _open(self) -> Node:
+        endpoint = client_endpoint(self._endpoint)
+        attachment = await attach(endpoint, wire.Attach(self._name))
+        connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
+        return Node(attachment, connection, LoopChannel(endpoint, attachment, connection))
+
+
+def connect(endpoint: str | None = None, *, name: str) -> Connecting:
+    """Open a session with the daemon of this node.
+
+    Args:
+        endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
+        name: what leases, events and tables call this engine, for example ``decode-0``.
+
+    Raises:
+        KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
+    """
+    return Connecting(endpoint, name)
+
+
+def _room(room: int) -> int:
+    number = operator.index(room)
+    if not 1 <= number <= MAX_ROOM:
+        raise KvdError(
+            Refusal(
+                Code.BAD_ROOM,
+                f"room {number} is none: rooms are 1 to {MAX_ROOM}, chosen by the router",
+                side="client",
+                numbers={"room": str(number)},
+            )
+        )
+    return number

@@ -1,0 +1,319 @@
+"""The client's half of the protocol, without a socket: calls out, answers and pushes in.
+
+Shared by the asynchronous and the blocking client. Nothing here waits or reads a clock: whoever
+owns the socket gives every arriving message to ``feed`` and sends what ``take_outgoing`` returns.
+
+Theory of operation. ``begin`` numbers a request and keeps a ``Call`` until its answer has come. The
+answer opens the record of a handle; pushes fill it, whether or not anyone waits there yet. A caller
+may go away at any moment (cancelled, out of time): ``abandon`` then undoes what the call did or is
+going to do::
+
+    the answer is          undone by
+    Leased                 ReleaseLease
+    Receiving              CancelReceive, and ReleaseLease if Received comes all the same
+    Sending                AbortSend
+    anything else          nothing: its effect on a handle's record is applied as usual
+
+When the daemon is gone, ``fail_all`` ends every call and every handle with the same refusal, and
+no further call begins.
+
+Invariants: each call is answered or failed at most once; a lease that the daemon granted is either
+in the hands of the caller, or its release is on the way; call numbers never repeat.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+
+from kvd.client.state import EventQueue, LeaseState, ReceiveState, SendState, Slot
+from kvd.errors import Code, KvdError, Refusal
+from kvd.wire import client as wire
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from kvd.types import Tokens
+
+Answer = (
+    wire.Leased
+    | wire.Row
+    | wire.Done
+    | wire.Receiving
+    | wire.Sending
+    | wire.Finished
+    | wire.Matched
+    | wire.Snapshotted
+)
+
+UNDONE = "the engine no longer waits for it"
+"""Why an abandoned send was aborted, for whoever reads its story."""
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """A message to send, and the call that fails if it cannot be."""
+
+    call: int
+    frames: list[bytes]
+
+
+class Call:
+    """One request under way. ``lease`` is the record that its answer changes, if any.
+
+    ``receive`` and ``send`` are the records that its answer opened.
+    """
+
+    def __init__(self, request: wire.Request, lease: LeaseState | None) -> None:
+        self.request = request
+        self.lease = lease
+        self.receive: ReceiveState | None = None
+        self.send: SendState | None = None
+        self.answer: Slot[Answer | Refusal] = Slot()
+        self.is_abandoned = False
+
+
+class Connection:
+    """One session's calls and handles."""
+
+    def __init__(self, *, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._last_call = 0
+        self._calls: dict[int, Call] = {}
+        self._receives: dict[int, ReceiveState] = {}
+        self._sends: dict[int, SendState] = {}
+        self._readers: list[EventQueue] = []
+        self._outgoing: list[Outgoing] = []
+        self._end: Refusal | None = None
+        self.unreadable_messages = 0
+
+    @property
+    def end(self) -> Refusal | None:
+        """Why no call can begin any more; None while one can."""
+        return self._end
+
+    def next_call(self) -> int:
+        """A number for the next request."""
+        self._last_call += 1
+        return self._last_call
+
+    def begin(
+        self, request: wire.Request, tokens: Tokens | None = None, lease: LeaseState | None = None
+    ) -> Call:
+        """Queue a request for sending.
+
+        Args:
+            request: its ``call`` comes from ``next_call``.
+            tokens: the tokens frame of a request that has one.
+            lease: the record that a ``Row`` or the end of the lease changes.
+
+        Raises:
+            KvdError: the daemon is gone; or the request has a field of the wrong type, or is too
+                long, which is found here because the daemon could not say whose it was.
+        """
+        if self._end is not None:
+            raise KvdError(self._end)
+        header = _header(request)
+        frames = [header] if tokens is None else [header, tokens]
+        for frame, limit in zip(frames, (MAX_HEADER_BYTES, self._max_frame_bytes), strict=False):
+            if len(frame) > min(limit, self._max_frame_bytes):
+                raise _too_long(request, len(frame), min(limit, self._max_frame_bytes))
+        call = Call(request, lease)
+        self._calls[request.call] = call
+        self._outgoing.append(Outgoing(request.call, frames))
+        return call
+
+    def abandon(self, call: Call) -> None:
+        """Nobody wants the answer any more: undo it, now or when it comes."""
+        call.is_abandoned = True
+        if call.answer.value is not None:
+            self._undo(call, call.answer.value)
+
+    def take_outgoing(self) -> list[Outgoing]:
+        """What is to be sent, in order; the caller sends it."""
+        out, self._outgoing = self._outgoing, []
+        return out
+
+    def not_sent(self, outgoing: Outgoing, refusal: Refusal) -> None:
+        """That message could not be sent: its call fails."""
+        self._settle(outgoing.call, refusal)
+
+    def open_events(self) -> EventQueue:
+        """A queue that gets every event pushed from now on."""
+        queue = EventQueue()
+        self._readers.append(queue)
+        return queue
+
+    def close_events(self, queue: EventQueue) -> None:
+        """That reader is done."""
+        self._readers.remove(queue)
+
+    def fail_all(self, refusal: Refusal) -> None:
+        """The daemon is gone: every call and every handle ends with this; repeatable."""
+        if self._end is not None:
+            return
+        self._end = refusal
+        self._outgoing.clear()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.answer.put(refusal)
+        for receive in self._receives.values():
+            receive.outcome.put(refusal)
+        for send in self._sends.values():
+            send.fail(refusal)
+        for queue in self._readers:
+            queue.close(refusal)
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    def feed(self, frames: list[bytes]) -> None:
+        """One message from the daemon; one that cannot be read is counted and changes nothing."""
+        message = CLIENT_REPLIES.decode(frames[0])
+        match message:
+            case Refusal():
+                self.unreadable_messages += 1
+            case wire.Failed(call, refusal):
+                self._failed(call, refusal)
+            case wire.Received() | wire.ReceiveFailed():
+                self._received(message)
+            case wire.Accepted(number, decode_prefix_len):
+                if number in self._sends:
+                    self._sends[number].accepted.put(decode_prefix_len)
+            case wire.SendFailed(number, refusal):
+                if number in self._sends:
+                    self._sends.pop(number).fail(refusal)
+            case wire.Events(lost, events):
+                for queue in self._readers:
+                    queue.push(lost, events)
+            case _:
+                self._settle(message.call, message)
+
+    def _failed(self, number: int, refusal: Refusal) -> None:
+        """A refused call; -1 says that nothing of this session can be read, so all of it ends."""
+        if number >= 0:
+            self._settle(number, refusal)
+            return
+        for pending in list(self._calls):
+            self._settle(pending, refusal)
+
+    def _settle(self, number: int, answer: Answer | Refusal) -> None:
+        """The answer of a call: apply it to the records, then hand it over or undo it."""
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        self._apply(call, answer)
+        call.answer.put(answer)
+        if call.is_abandoned:
+            self._undo(call, answer)
+
+    def _apply(self, call: Call, answer: Answer | Refusal) -> None:
+        match answer:
+            case wire.Row(_, first, pages) if call.lease is not None:
+                call.lease.replace(first, pages)
+            case wire.Receiving(_, number, prefix_tokens):
+                call.receive = ReceiveState(number, prefix_tokens)
+                self._receives[number] = call.receive
+            case wire.Sending(_, number):
+                call.send = SendState(number)
+                self._sends[number] = call.send
+            case wire.Finished() | wire.Done():
+                self._ended(call)
+            case _:
+                pass
+
+    def _ended(self, call: Call) -> None:
+        """What the request was about is over: its record is no longer fed."""
+        match call.request:
+            case wire.Finish(send=number) | wire.AbortSend(send=number):
+                self._sends.pop(number, None)
+            case wire.ReleaseLease() | wire.CommitAndRelease() if call.lease is not None:
+                call.lease.is_released = True
+            case _:
+                pass
+
+    def _received(self, push: wire.Received | wire.ReceiveFailed) -> None:
+        """A receive ended. A lease that nobody asked for any more goes back at once."""
+        state = self._receives.pop(push.receive, None)
+        match push:
+            case wire.Received(lease=lease):
+                if state is not None and not state.is_unwanted:
+                    state.outcome.put(push)
+                    return
+                self._tell(wire.ReleaseLease(self.next_call(), lease))
+                if state is not None:
+                    state.outcome.put(_given_back(state.number))
+            case wire.ReceiveFailed(refusal=refusal):
+                if state is not None:
+                    state.outcome.put(refusal)
+            case _:
+                assert_never(push)
+
+    # ---- undoing ---------------------------------------------------------------------------------
+
+    def _undo(self, call: Call, answer: Answer | Refusal) -> None:
+        match answer:
+            case wire.Leased(lease=lease):
+                self._tell(wire.ReleaseLease(self.next_call(), lease))
+            case wire.Receiving() if call.receive is not None:
+                self._undo_receive(call.receive)
+            case wire.Sending(send=number):
+                self._sends.pop(number, None)
+                self._tell(wire.AbortSend(self.next_call(), number, UNDONE))
+            case _:
+                pass
+
+    def _undo_receive(self, state: ReceiveState) -> None:
+        match state.outcome.value:
+            case wire.Received(lease=lease):
+                self._tell(wire.ReleaseLease(self.next_call(), lease))
+            case None:
+                state.is_unwanted = True
+                self._tell(wire.CancelReceive(self.next_call(), state.number))
+            case Refusal():
+                pass
+
+    def _tell(self, request: wire.Request) -> None:
+        """Queue a request whose answer nobody needs."""
+        if self._end is None:
+            self._outgoing.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))
+
+
+def _header(request: wire.Request) -> bytes:
+    """The request as a frame, read back once: a field of the wrong type is the caller's to know."""
+    try:
+        header = CLIENT_REQUESTS.encode(request)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise _bad(request, str(exc)) from exc
+    read = CLIENT_REQUESTS.decode(header)
+    if isinstance(read, Refusal):
+        raise _bad(request, read.message)
+    return header
+
+
+def _given_back(number: int) -> Refusal:
+    return Refusal(
+        Code.CANCELLED,
+        f"receive {number} was delivered after it was cancelled; its lease was given back",
+        side="client",
+    )
+
+
+def _bad(request: wire.Request, why: str) -> KvdError:
+    return KvdError(
+        Refusal(
+            Code.BAD_REQUEST,
+            f"{type(request).__name__} cannot be sent: {why}",
+            side="client",
+        )
+    )
+
+
+def _too_long(request: wire.Request, found: int, limit: int) -> KvdError:
+    return KvdError(
+        Refusal(
+            Code.TOO_LARGE,
+            f"a frame of {type(request).__name__} has {found} bytes, the daemon reads at most "
+            f"{limit}: shorten it, or raise limits.max_frame_bytes",
+            side="client",
+            numbers={"bytes": found, "limit": limit},
+        )
+    )

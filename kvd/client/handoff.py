@@ -1,0 +1,218 @@
+"""Both sides of a handoff in the engine's hands."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.client.lease import Lease
+from kvd.client.port import Port, confused
+from kvd.client.state import LeaseState, ReceiveState, SendState
+from kvd.errors import Code, HandoffError, KvdError, Refusal
+from kvd.wire import client as wire
+
+if TYPE_CHECKING:
+    from kvd.client.pool import Pools
+
+
+class Receive:
+    """The decode side: pages are held, KV is on its way."""
+
+    def __init__(self, port: Port, pools: Pools, state: ReceiveState, within_s: float) -> None:
+        self._port = port
+        self._pools = pools
+        self._state = state
+        self._within_s = within_s
+        self._delivered: wire.Received | None = None
+        self._lease: Lease | None = None
+
+    @property
+    def id(self) -> int:
+        """The receive's number within the daemon."""
+        return self._state.number
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens that were cached here already and are not sent; page aligned."""
+        return self._state.prefix_tokens
+
+    @property
+    def lease(self) -> Lease:
+        """The prompt's pages, committed; yours to release. After ``done``.
+
+        Raises:
+            KvdError: ``wrong-state`` before.
+        """
+        if self._lease is None:
+            raise _not_yet(f"receive {self.id} has no lease yet: await done() first")
+        return self._lease
+
+    @property
+    def aux(self) -> bytes:
+        """What the prefill engine gave to ``finish``. After ``done``.
+
+        Raises:
+            KvdError: ``wrong-state`` before.
+        """
+        if self._delivered is None:
+            raise _not_yet(f"receive {self.id} has no aux yet: await done() first")
+        return self._delivered.aux
+
+    async def done(self) -> None:
+        """Wait until the prompt's KV is here and committed; repeatable.
+
+        Raises:
+            HandoffError: it ended otherwise; nothing is held for it any more.
+        """
+        what = f"receive {self.id}"
+        outcome = await self._port.arrived(self._state.outcome, self._within_s, what)
+        match outcome:
+            case Refusal():
+                raise HandoffError(outcome)
+            case wire.Received():
+                self._take(outcome)
+
+    async def cancel(self) -> None:
+        """Give it up; repeatable. When this returns nothing is held for it.
+
+        Raises:
+            KvdError: ``wrong-state`` after ``done``: release its lease instead.
+        """
+        if self._lease is not None:
+            if self._lease.is_released:
+                return
+            raise _not_yet(f"receive {self.id} was delivered: release its lease")
+        match self._state.outcome.value:
+            case None:
+                await self._give_up()
+            case wire.Received() as delivered:
+                self._take(delivered)
+                await self.lease.release()
+            case Refusal():
+                pass
+
+    async def _give_up(self) -> None:
+        self._state.is_unwanted = True
+        request = wire.CancelReceive(self._port.connection.next_call(), self.id)
+        try:
+            await self._port.ask(request, wire.Done)
+        except KvdError:
+            # Delivered or ended while we asked: the record says so, and nothing is held.
+            if self._state.outcome.value is None:
+                raise
+
+    def _take(self, delivered: wire.Received) -> None:
+        if self._lease is None:
+            self._delivered = delivered
+            state = LeaseState(
+                delivered.lease, prefix_tokens=self.prefix_len, pages=delivered.pages
+            )
+            self._lease = Lease(self._port, self._pools, state)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What the decode side said of a finished send: ``reason`` is None when it committed."""
+
+    committed: bool
+    reason: Refusal | None
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+
+
+class Send:
+    """The prefill side: what is written may be sent, as soon as both sides have met."""
+
+    def __init__(self, port: Port, state: SendState, within_s: float) -> None:
+        self._port = port
+        self._state = state
+        self._within_s = within_s
+
+    @property
+    def id(self) -> int:
+        """The send's number within the daemon."""
+        return self._state.number
+
+    @property
+    def decode_prefix_len(self) -> int:
+        """Tokens that the decode side has cached and is not sent. After ``accepted``.
+
+        Raises:
+            KvdError: ``wrong-state`` before.
+        """
+        accepted = self._state.accepted.value
+        if isinstance(accepted, int):
+            return accepted
+        raise _not_yet(f"send {self.id} has not been accepted yet: await accepted() first")
+
+    async def accepted(self) -> None:
+        """Wait until the decode side's offer has come; optional, repeatable.
+
+        Raises:
+            HandoffError: the handoff ended before.
+        """
+        what = f"the offer for send {self.id}"
+        outcome = await self._port.arrived(self._state.accepted, self._within_s, what)
+        if isinstance(outcome, Refusal):
+            raise HandoffError(outcome)
+
+    async def advance(self, upto_tokens: int) -> None:
+        """The KV of all tokens below ``upto_tokens`` is written; legal before the offer has come.
+
+        Raises:
+            HandoffError: the handoff has ended: there is no need to compute the rest for it.
+            KvdError: ``bad-request`` when it is more than the prompt, or less than before.
+        """
+        self._raise_if_ended()
+        call = self._port.connection.next_call()
+        request = wire.Advance(call, self.id, operator.index(upto_tokens))
+        try:
+            await self._port.ask(request, wire.Done)
+        except KvdError:
+            self._raise_if_ended()
+            raise
+
+    async def finish(self, aux: bytes = b"") -> Outcome:
+        """All KV of the prompt is written. Returns when the decode side has spoken.
+
+        Args:
+            aux: opaque bytes for the decode engine: first token, logprobs ...
+
+        Returns:
+            whether it committed, or why not; a handoff that failed is no exception here.
+        """
+        request = wire.Finish(self._port.connection.next_call(), self.id, bytes(aux))
+        try:
+            call = await self._port.perform(request, within_s=self._within_s)
+        except KvdError:
+            failure = self._state.failure
+            if failure is None or failure.code is Code.UNREACHABLE:
+                raise
+            return Outcome(False, failure, 0, 0, 0)  # noqa: FBT003 - field by field
+        answer = call.answer.value
+        if not isinstance(answer, wire.Finished):
+            raise confused(request, answer)
+        return Outcome(
+            committed=answer.failure is None,
+            reason=answer.failure,
+            decode_prefix_len=answer.decode_prefix_len,
+            sent_pages=answer.sent_pages,
+            sent_bytes=answer.sent_bytes,
+        )
+
+    async def abort(self, reason: str) -> None:
+        """This engine failed or gave up: the decode side is told, nothing more is sent."""
+        if self._state.failure is not None:
+            return
+        request = wire.AbortSend(self._port.connection.next_call(), self.id, reason)
+        await self._port.ask(request, wire.Done)
+
+    def _raise_if_ended(self) -> None:
+        if self._state.failure is not None:
+            raise HandoffError(self._state.failure)
+
+
+def _not_yet(message: str) -> KvdError:
+    return KvdError(Refusal(Code.WRONG_STATE, message, side="client"))

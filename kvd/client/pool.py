@@ -1,0 +1,174 @@
+"""The daemon's pools as this process sees them: described, mapped on first use, viewed as tensors.
+
+torch is loaded by the first view, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from kvd.client import blocking
+from kvd.client.endpoint import client_endpoint
+from kvd.client.mapping import Mapping
+from kvd.errors import Code, KvdError, Refusal
+from kvd.wire.client import Join
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from kvd.client.attachment import Attachment
+    from kvd.wire.memory import ComponentMemory, PoolMemory
+
+
+class Pool:
+    """One pool. ``memory`` says what a page holds and where; views are the memory itself."""
+
+    def __init__(self, memory: PoolMemory, attachment: Attachment) -> None:
+        self.memory = memory
+        self._attachment = attachment
+        self._mappings: dict[str, Mapping] = {}
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        return self.memory.name
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the first component."""
+        return self.memory.components[0].page_size
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one layer of the first component: ``(k, v)``, or the one there is.
+
+        Each has the shape (pages, page_size, kv_heads, head_dim) and shares its bytes with the
+        daemon and with every other process of this pool.
+
+        Raises:
+            KvdError: ``bad-request`` when there is no such layer, or it has no bytes.
+        """
+        return self.view(self.memory.components[0].name, layer=layer)
+
+    def view(self, component: str, *, layer: int, shard: int = 0) -> tuple[torch.Tensor, ...]:
+        """The tensors of one layer of any component, in the order in which they lie in memory.
+
+        Raises:
+            KvdError: ``bad-request`` when there is no such component, layer or shard, or it has
+                no bytes.
+        """
+        part = self._component(component)
+        if shard != 0:
+            raise _none(f"{self.name}.{component} has one shard, number 0; not {shard}")
+        places = [place for place in part.tensors if place.layer == layer]
+        if not places:
+            layers = {place.layer for place in part.tensors}
+            raise _none(
+                f"{self.name}.{component} has {len(layers)} layers with bytes here, from 0; there "
+                f"is no layer {layer}"
+            )
+        mapping = self._mapping(part)
+        return tuple(mapping.tensor(place, part.pages) for place in places)
+
+    def close(self) -> None:
+        """Unmap; repeatable. A later view maps again while the session lasts.
+
+        Raises:
+            KvdError: ``wrong-state`` while a view is alive; that component stays mapped.
+        """
+        for name, mapping in list(self._mappings.items()):
+            mapping.close()
+            del self._mappings[name]
+
+    def _component(self, name: str) -> ComponentMemory:
+        for part in self.memory.components:
+            if part.name == name:
+                return part
+        known = ", ".join(part.name for part in self.memory.components)
+        raise _none(f"pool {self.name} has no component {name!r}; it has {known}")
+
+    def _mapping(self, part: ComponentMemory) -> Mapping:
+        if part.name not in self._mappings:
+            fd = self._attachment.memory_fd(self.name, part.name)
+            self._mappings[part.name] = Mapping(fd, part.total_bytes)
+        return self._mappings[part.name]
+
+
+class Pools:
+    """Every pool of one attachment."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._pools = {one.name: Pool(one, attachment) for one in attachment.attached.pools}
+
+    def pool(self, name: str) -> Pool:
+        """The pool of that name.
+
+        Raises:
+            KvdError: ``bad-request`` when there is none.
+        """
+        if name not in self._pools:
+            raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
+        return self._pools[name]
+
+    def check_leased(self, component: str) -> None:
+        """Refuse a component whose pages leases do not name.
+
+        Raises:
+            KvdError: ``bad-request``.
+        """
+        leased = [pool.memory.components[0].name for pool in self._pools.values()]
+        if component not in leased:
+            raise _none(f"leases hold pages of {', '.join(leased)}; not of {component!r}")
+
+    def close(self) -> None:
+        """Unmap what nobody looks at; memory under a live view stays until the view goes."""
+        for pool in self._pools.values():
+            with contextlib.suppress(KvdError):
+                pool.close()
+
+
+class Worker:
+    """Another process of a session: it maps the pools, and keeps the session while it lives."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._pools = Pools(attachment)
+
+    def pool(self, name: str) -> Pool:
+        """The pool of that name."""
+        return self._pools.pool(name)
+
+    def close(self) -> None:
+        """Leave the session; repeatable."""
+        self._pools.close()
+        self._attachment.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def join(endpoint: str | None = None, *, token: bytes) -> Worker:
+    """Map the pools in one more process of a session, for example a tensor-parallel worker.
+
+    Args:
+        endpoint: as for ``connect``.
+        token: ``node.token`` of the process that connected; whoever knows it is of the session.
+
+    Raises:
+        KvdError: ``unreachable``, or ``unknown-session`` when that session has ended.
+    """
+    return Worker(blocking.attach(client_endpoint(endpoint), Join(token)))
+
+
+def _none(message: str) -> KvdError:
+    return KvdError(Refusal(Code.BAD_REQUEST, message, side="client"))

@@ -1,0 +1,177 @@
+"""Asking the daemon and waiting for what it says, the same for the loop and for a blocking thread.
+
+The verbs in ``api`` are coroutines over a ``Port``. On an event loop its channel suspends them; in
+the blocking client the channel waits inside ``wait``, they never suspend, and one step runs them to
+their end. So there is one copy of every verb.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kvd.errors import Code, KvdError, Refusal
+
+if TYPE_CHECKING:
+    from kvd.client.connection import Answer, Call, Connection
+    from kvd.client.state import LeaseState, Slot
+    from kvd.types import Tokens
+    from kvd.wire import client as wire
+
+A = TypeVar("A", bound="Answer")
+T = TypeVar("T")
+
+ANSWER_WITHIN_S = 10.0
+"""For calls that never wait for room or for a peer: by then the daemon is stuck or gone."""
+
+MARGIN_S = 5.0
+"""Added to a request's own deadline: the daemon answers at that deadline, and says more than we."""
+
+MAX_DEADLINE_S = 24 * 3600.0
+
+
+class Channel(Protocol):
+    """The sockets of one session, and a way to wait for what they bring."""
+
+    def flush(self) -> None:
+        """Send what the connection has queued; never blocks."""
+        ...
+
+    async def wait(self, slot: Slot[Any], within_s: float) -> None:
+        """Return when ``slot`` is filled or the time is up, whichever is first."""
+        ...
+
+    def close(self) -> None:
+        """Leave the session; repeatable."""
+        ...
+
+
+class Port:
+    """One session: its connection and the channel under it."""
+
+    def __init__(self, connection: Connection, channel: Channel) -> None:
+        self.connection = connection
+        self._channel = channel
+
+    async def perform(
+        self,
+        request: wire.Request,
+        *,
+        tokens: Tokens | None = None,
+        lease: LeaseState | None = None,
+        within_s: float = ANSWER_WITHIN_S,
+    ) -> Call:
+        """Send a request and wait for its answer; when the caller goes away, it is undone.
+
+        Raises:
+            KvdError: the daemon refused, is gone, or has not answered ``within_s``.
+        """
+        call = self.connection.begin(request, tokens, lease)
+        try:
+            self._channel.flush()
+            await self._channel.wait(call.answer, within_s)
+        except BaseException:
+            self._abandon(call)
+            raise
+        match call.answer.value:
+            case None:
+                self._abandon(call)
+                raise _silent(type(request).__name__, within_s)
+            case Refusal() as refusal:
+                raise KvdError(refusal)
+            case _:
+                return call
+
+    async def ask(
+        self,
+        request: wire.Request,
+        kind: type[A],
+        *,
+        tokens: Tokens | None = None,
+        lease: LeaseState | None = None,
+        within_s: float = ANSWER_WITHIN_S,
+    ) -> A:
+        """``perform``, and the answer, which must be of ``kind``."""
+        call = await self.perform(request, tokens=tokens, lease=lease, within_s=within_s)
+        answer = call.answer.value
+        if isinstance(answer, kind):
+            return answer
+        self._abandon(call)
+        raise confused(request, answer)
+
+    async def arrived(self, slot: Slot[T], within_s: float, what: str) -> T:
+        """The value of ``slot``, once it is there.
+
+        Raises:
+            KvdError: ``deadline`` when it is not there in time; ``what`` says what was awaited.
+        """
+        if slot.value is None:
+            await self._channel.wait(slot, within_s)
+        if slot.value is None:
+            raise _silent(what, within_s)
+        return slot.value
+
+    async def idle(self, slot: Slot[Any], within_s: float) -> None:
+        """Wait for ``slot`` without minding the time."""
+        if slot.value is None:
+            await self._channel.wait(slot, within_s)
+
+    def close(self) -> None:
+        """Leave the session: the daemon releases what this process held, if it was the last."""
+        self.connection.fail_all(
+            Refusal(Code.UNREACHABLE, "this node was closed: connect again", side="client")
+        )
+        self._channel.close()
+
+    def _abandon(self, call: Call) -> None:
+        self.connection.abandon(call)
+        self._channel.flush()
+
+
+def within(deadline_s: float) -> float:
+    """How long to wait for a request with a deadline of its own.
+
+    Raises:
+        KvdError: ``bad-request`` when it is negative or no number.
+    """
+    if not deadline_s >= 0:
+        raise KvdError(
+            Refusal(
+                Code.BAD_REQUEST,
+                f"deadline_s is {deadline_s}: it is the longest wait in seconds, 0 or more",
+                side="client",
+            )
+        )
+    return min(deadline_s, MAX_DEADLINE_S) + MARGIN_S
+
+
+def confused(request: wire.Request, answer: object) -> KvdError:
+    """The daemon answered something else than the protocol says."""
+    return KvdError(
+        Refusal(
+            Code.INTERNAL,
+            f"the daemon answered {type(request).__name__} with {type(answer).__name__}: install "
+            "the same version of kvd on both sides",
+            side="client",
+        )
+    )
+
+
+def unread() -> Refusal:
+    """Why a message could not be sent: thousands of earlier ones are still unread."""
+    return Refusal(
+        Code.UNREACHABLE,
+        "the daemon does not read: thousands of requests wait in its socket; look at `kvd status`",
+        side="client",
+    )
+
+
+def _silent(what: str, within_s: float) -> KvdError:
+    return KvdError(
+        Refusal(
+            Code.DEADLINE,
+            f"no answer from the daemon within {within_s:.1f} s ({what}): it is alive, but stuck "
+            "or overloaded; look at `kvd status`",
+            side="client",
+            numbers={"within_s": within_s},
+        )
+    )

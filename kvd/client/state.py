@@ -1,0 +1,152 @@
+"""What a client remembers between two messages: slots, and one record per handle.
+
+No socket, no loop, no clock: ``connection`` fills these in, the handles in ``api`` read them.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvd.types import ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from numpy.typing import NDArray
+
+    from kvd.errors import Refusal
+    from kvd.wire.client import Received
+    from kvd.wire.events import Event
+
+T = TypeVar("T")
+
+MAX_EVENTS: Final = 65_536
+"""Events kept for a reader that lags; what does not fit is reported as lost."""
+
+
+class Slot(Generic[T]):
+    """A value that comes once. It is kept when it comes before anyone waits for it."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+        self._wakes: list[Callable[[], None]] = []
+
+    def put(self, value: T) -> None:
+        """Fill the slot and wake who waits; the first value stays."""
+        if self.value is not None:
+            return
+        self.value = value
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            wake()
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` when the slot is filled."""
+        self._wakes.append(wake)
+
+    def forget(self, wake: Callable[[], None]) -> None:
+        """Nobody waits there any more; legal at any time."""
+        if wake in self._wakes:
+            self._wakes.remove(wake)
+
+
+class LeaseState:
+    """The pages of one lease, as the daemon last said."""
+
+    def __init__(self, number: int, *, prefix_tokens: int, pages: bytes) -> None:
+        self.number = number
+        self.prefix_tokens = prefix_tokens
+        self.is_released = False
+        self._pages = pages
+
+    def replace(self, first: int, pages: bytes) -> None:
+        """The daemon's row from page index ``first`` on."""
+        self._pages = self._pages[: first * ID_BYTES] + pages
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """The page ids, read-only; a later change makes a new array."""
+        return np.frombuffer(self._pages, dtype="<i4")
+
+
+class ReceiveState:
+    """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back."""
+
+    def __init__(self, number: int, prefix_tokens: int) -> None:
+        self.number = number
+        self.prefix_tokens = prefix_tokens
+        self.outcome: Slot[Received | Refusal] = Slot()
+        self.is_unwanted = False
+
+
+class SendState:
+    """One send, from its ``Sending`` on. ``accepted``: the decode side's prefix, or the failure."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.accepted: Slot[int | Refusal] = Slot()
+        self.failure: Refusal | None = None
+
+    def fail(self, refusal: Refusal) -> None:
+        """The handoff ended before ``finish``; the first reason stays."""
+        if self.failure is None:
+            self.failure = refusal
+        self.accepted.put(refusal)
+
+
+class EventsLost(msgspec.Struct, frozen=True):
+    """A gap: ``count`` events before the next one were not delivered, because someone lagged."""
+
+    count: int
+
+
+class News(enum.Enum):
+    """What fills the slot of an event queue: look into it."""
+
+    CAME = "came"
+
+
+class EventQueue:
+    """Events for one reader, in order, gaps named.
+
+    Invariant: between two delivered events with a hole in their numbers stands an ``EventsLost``.
+    """
+
+    def __init__(self) -> None:
+        self.news: Slot[News] = Slot()
+        self.end: Refusal | None = None
+        self._events: collections.deque[Event] = collections.deque()
+        self._next_seq = 0
+
+    def push(self, lost: int, events: Iterable[Event]) -> None:
+        """Take what the daemon pushed; ``lost`` of them it had to skip before these."""
+        for event in events:
+            if not self._next_seq:
+                self._next_seq = event.seq - lost
+            if len(self._events) < MAX_EVENTS:
+                self._events.append(event)
+        self.news.put(News.CAME)
+
+    def close(self, refusal: Refusal) -> None:
+        """Nothing will come any more."""
+        self.end = refusal
+        self.news.put(News.CAME)
+
+    def take(self) -> Event | EventsLost | None:
+        """The next one, or the gap before it; None when there is none now."""
+        if not self._events:
+            if self.news.value is not None:
+                self.news = Slot()
+            return None
+        missing = self._events[0].seq - self._next_seq
+        if missing > 0:
+            self._next_seq += missing
+            return EventsLost(missing)
+        event = self._events.popleft()
+        self._next_seq = event.seq + 1
+        return event

@@ -1,0 +1,275 @@
+"""The blocking client: the verbs of ``api``, each run to its end in the calling thread.
+
+One thread at a time may use a node and its handles. Nothing is read between two calls: a death of
+the daemon or an event is noticed by the next one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvd.client.api import Node
+from kvd.client.blocking import BlockingChannel, attach
+from kvd.client.connection import Connection
+from kvd.client.endpoint import client_endpoint
+from kvd.wire import client as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Sequence
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvd.client.handoff import Outcome, Receive, Send
+    from kvd.client.lease import Lease
+    from kvd.client.pool import Pool
+    from kvd.client.state import EventsLost
+    from kvd.client.tokens import TokenIds
+    from kvd.wire.events import Event
+    from kvd.wire.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+def run(verb: Coroutine[Any, Any, T]) -> T:
+    """The result of a verb over a channel that blocks: it never suspends, so one step is all."""
+    try:
+        verb.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    verb.close()
+    raise RuntimeError("a verb of the blocking client was suspended: its channel must block")
+
+
+class SyncLease:
+    """``Lease``, blocking."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.wrapped = lease
+
+    @property
+    def id(self) -> int:
+        """As ``Lease.id``."""
+        return self.wrapped.id
+
+    @property
+    def prefix_len(self) -> int:
+        """As ``Lease.prefix_len``."""
+        return self.wrapped.prefix_len
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """As ``Lease.pages``."""
+        return self.wrapped.pages
+
+    def pages_of(self, component: str) -> NDArray[np.int32]:
+        """As ``Lease.pages_of``."""
+        return self.wrapped.pages_of(component)
+
+    def extend(self, n_tokens: int) -> None:
+        """As ``Lease.extend``."""
+        run(self.wrapped.extend(n_tokens))
+
+    def commit(self, new_tokens: TokenIds = ()) -> None:
+        """As ``Lease.commit``."""
+        run(self.wrapped.commit(new_tokens))
+
+    def release(self, new_tokens: TokenIds | None = None) -> None:
+        """As ``Lease.release``."""
+        run(self.wrapped.release(new_tokens))
+
+
+class SyncReceive:
+    """``Receive``, blocking."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.wrapped = receive
+
+    @property
+    def id(self) -> int:
+        """As ``Receive.id``."""
+        return self.wrapped.id
+
+    @property
+    def prefix_len(self) -> int:
+        """As ``Receive.prefix_len``."""
+        return self.wrapped.prefix_len
+
+    @property
+    def lease(self) -> SyncLease:
+        """As ``Receive.lease``."""
+        return SyncLease(self.wrapped.lease)
+
+    @property
+    def aux(self) -> bytes:
+        """As ``Receive.aux``."""
+        return self.wrapped.aux
+
+    def done(self) -> None:
+        """As ``Receive.done``."""
+        run(self.wrapped.done())
+
+    def cancel(self) -> None:
+        """As ``Receive.cancel``."""
+        run(self.wrapped.cancel())
+
+
+class SyncSend:
+    """``Send``, blocking."""
+
+    def __init__(self, send: Send) -> None:
+        self.wrapped = send
+
+    @property
+    def id(self) -> int:
+        """As ``Send.id``."""
+        return self.wrapped.id
+
+    @property
+    def decode_prefix_len(self) -> int:
+        """As ``Send.decode_prefix_len``."""
+        return self.wrapped.decode_prefix_len
+
+    def accepted(self) -> None:
+        """As ``Send.accepted``."""
+        run(self.wrapped.accepted())
+
+    def advance(self, upto_tokens: int) -> None:
+        """As ``Send.advance``."""
+        run(self.wrapped.advance(upto_tokens))
+
+    def finish(self, aux: bytes = b"") -> Outcome:
+        """As ``Send.finish``."""
+        return run(self.wrapped.finish(aux))
+
+    def abort(self, reason: str) -> None:
+        """As ``Send.abort``."""
+        run(self.wrapped.abort(reason))
+
+
+class SyncNode:
+    """``Node``, blocking; a context manager that leaves the session."""
+
+    def __init__(self, node: Node) -> None:
+        self.wrapped = node
+        self.name = node.name
+        self.incarnation = node.incarnation
+        self.session = node.session
+        self.token = node.token
+
+    def __enter__(self) -> SyncNode:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def pool(self, name: str) -> Pool:
+        """As ``Node.pool``."""
+        return self.wrapped.pool(name)
+
+    def lease(  # noqa: PLR0913 - as Node.lease
+        self,
+        tokens: TokenIds,
+        *,
+        namespace: str = "",
+        reserve_tokens: int = 0,
+        priority: int = 0,
+        deadline_s: float = 30.0,
+        cache: bool = True,
+    ) -> SyncLease:
+        """As ``Node.lease``."""
+        verb = self.wrapped.lease(
+            tokens,
+            namespace=namespace,
+            reserve_tokens=reserve_tokens,
+            priority=priority,
+            deadline_s=deadline_s,
+            cache=cache,
+        )
+        return SyncLease(run(verb))
+
+    def receive(  # noqa: PLR0913 - as Node.receive
+        self,
+        room: int,
+        tokens: TokenIds,
+        source: str | Sequence[str],
+        *,
+        namespace: str = "",
+        reserve_tokens: int = 0,
+        priority: int = 0,
+        tier: str | None = None,
+        deadline_s: float = 30.0,
+        cache: bool = True,
+    ) -> SyncReceive:
+        """As ``Node.receive``."""
+        verb = self.wrapped.receive(
+            room,
+            tokens,
+            source,
+            namespace=namespace,
+            reserve_tokens=reserve_tokens,
+            priority=priority,
+            tier=tier,
+            deadline_s=deadline_s,
+            cache=cache,
+        )
+        return SyncReceive(run(verb))
+
+    def send(
+        self,
+        room: int,
+        tokens: TokenIds,
+        *,
+        lease: SyncLease,
+        namespace: str = "",
+        deadline_s: float = 30.0,
+    ) -> SyncSend:
+        """As ``Node.send``."""
+        verb = self.wrapped.send(
+            room, tokens, lease=lease.wrapped, namespace=namespace, deadline_s=deadline_s
+        )
+        return SyncSend(run(verb))
+
+    def match(self, tokens: TokenIds, *, namespace: str = "") -> wire.Matched:
+        """As ``Node.match``."""
+        return run(self.wrapped.match(tokens, namespace=namespace))
+
+    def snapshot(self) -> Snapshot:
+        """As ``Node.snapshot``."""
+        return run(self.wrapped.snapshot())
+
+    def events(self) -> Iterator[Event | EventsLost]:
+        """As ``Node.events``."""
+        events = self.wrapped.events()
+        try:
+            while True:
+                yield run(events.__anext__())
+        finally:
+            run(events.aclose())
+
+    def close(self) -> None:
+        """As ``Node.close``."""
+        run(self.wrapped.close())
+
+
+def connect_sync(endpoint: str | None = None, *, name: str) -> SyncNode:
+    """Open a session with the daemon of this node; ``connect``, blocking.
+
+    Args:
+        endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
+        name: what leases, events and tables call this engine, for example ``prefill-0``.
+
+    Raises:
+        KvdError: ``unreachable`` with what to do, or the daemon's refusal.
+    """
+    address = client_endpoint(endpoint)
+    attachment = attach(address, wire.Attach(name))
+    connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
+    return SyncNode(Node(attachment, connection, BlockingChannel(address, attachment, connection)))

@@ -1,0 +1,131 @@
+"""A scripted daemon behind real sockets: it answers what the test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.daemon.attach import AttachLimits, AttachServer
+from kvd.pools.arena import Arena, reserve
+from kvd.pools.build import pool_memory
+from kvd.sockets import Frames, LoopSocket, open_router
+from kvd.wire import client as wire
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+POOL = pool_memory(
+    PoolSpec(
+        "main",
+        "mha",
+        Order.PAGE_FIRST,
+        (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),),
+        (8,),
+    )
+)
+
+Script = Callable[[wire.Request, bytes], list[wire.Reply]]
+
+
+class Daemon:
+    """Sessions are real; answers are ``script``'s; what came is in ``got``, in order."""
+
+    def __init__(self, directory: Path, arena: Arena) -> None:
+        self.endpoint = f"ipc://{directory}/client.sock"
+        self.got: list[wire.Request] = []
+        self.tokens: list[bytes] = []
+        self.gone: list[int] = []
+        self.script: Script = lambda request, tokens: []
+        self._arena = arena
+        self._token = b""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def start(self) -> None:
+        """Serve in a thread of its own."""
+        self._thread.start()
+        self._call(self._open)
+
+    def push(self, *messages: wire.Reply) -> None:
+        """Send messages to the last client that asked something."""
+        self._call(lambda: self._send(list(messages)))
+
+    def hang_up(self) -> None:
+        """What a client sees of a daemon's death."""
+        self._call(self._attach.close)
+
+    def stop(self) -> None:
+        """End it; repeatable."""
+        if self._thread.is_alive():
+            self._call(self._shut)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def asked(self, *kinds: type) -> list[wire.Request]:
+        """The requests of these kinds so far."""
+        return [request for request in self.got if isinstance(request, kinds)]
+
+    def _call(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on the daemon's loop, and wait for it."""
+
+        async def run() -> None:
+            action()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+    def _open(self) -> None:
+        path = self.endpoint.removeprefix("ipc://")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = open_router(self._context)
+        router.bind(self.endpoint)
+        self._router = LoopSocket(router, self._take, loop=self._loop)
+        self._attach = AttachServer(
+            os.path.join(os.path.dirname(path), "attach.sock"),
+            describe=lambda: (POOL,),
+            fds=[self._arena.fd],
+            node="node-a",
+            incarnation="1" * 32,
+            on_opened=lambda session, name, pid: None,
+            on_joined=lambda session, pid: None,
+            on_gone=self.gone.append,
+            limits=AttachLimits(max_frame_bytes=1 << 20),
+        )
+        self._attach.start(self._loop)
+
+    def _shut(self) -> None:
+        self._attach.close()
+        self._router.close()
+        self._context.term()
+
+    def _take(self, frames: Frames) -> None:
+        self._token = frames[0]
+        request = CLIENT_REQUESTS.decode(frames[1])
+        assert isinstance(request, wire.Request)
+        tokens = frames[2] if len(frames) > 2 else b""
+        self.got.append(request)
+        self.tokens.append(tokens)
+        self._send(self.script(request, tokens))
+
+    def _send(self, messages: list[wire.Reply]) -> None:
+        for message in messages:
+            self._router.send([self._token, CLIENT_REPLIES.encode(message)])
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    arena = reserve("kv", POOL.components[0].total_bytes)
+    own = Daemon(tmp_path, arena)
+    own.start()
+    yield own
+    own.stop()
+    arena.close()

@@ -1,0 +1,345 @@
+"""The protocol without sockets: frames made by the codec go in, frames come out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.client.connection import UNDONE, Call, Connection
+from kvd.client.state import EventsLost, LeaseState
+from kvd.errors import Code, KvdError, Refusal
+from kvd.types import Tokens, pack_ids
+from kvd.wire import client as wire
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
+from kvd.wire.events import Evicted
+
+REFUSED = Refusal(Code.NO_ROOM, "8 pages needed, 3 free", side="node-a")
+GONE = Refusal(Code.UNREACHABLE, "the daemon is gone", side="client")
+
+
+def connection() -> Connection:
+    return Connection(max_frame_bytes=1024)
+
+
+def begin(own: Connection, request: wire.Request, lease: LeaseState | None = None) -> Call:
+    """Begin and send."""
+    call = own.begin(request, Tokens(b"") if type(request) in wire.TAKES_TOKENS else None, lease)
+    own.take_outgoing()
+    return call
+
+
+def feed(own: Connection, *messages: wire.Reply) -> None:
+    for message in messages:
+        own.feed([CLIENT_REPLIES.encode(message)])
+
+
+def sent(own: Connection) -> list[object]:
+    """What goes out now, decoded."""
+    return [CLIENT_REQUESTS.decode(out.frames[0]) for out in own.take_outgoing()]
+
+
+def lease_of(pages: list[int]) -> LeaseState:
+    return LeaseState(7, prefix_tokens=0, pages=pack_ids(pages))
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_answers_find_their_calls_in_any_order() -> None:
+    own = connection()
+    calls = [begin(own, wire.MatchPrefix(own.next_call())) for _ in range(3)]
+
+    feed(own, wire.Matched(3, 30, 0, 0), wire.Failed(1, REFUSED), wire.Matched(2, 20, 0, 0))
+
+    assert [call.answer.value for call in calls] == [
+        REFUSED,
+        wire.Matched(2, 20, 0, 0),
+        wire.Matched(3, 30, 0, 0),
+    ]
+
+
+def test_a_request_goes_out_as_header_and_tokens() -> None:
+    own = connection()
+    request = wire.OpenLease(own.next_call(), "ns", 3, 1, 5.0, cache=False)
+
+    own.begin(request, Tokens(pack_ids([1, 2])))
+
+    (out,) = own.take_outgoing()
+    assert (out.call, CLIENT_REQUESTS.decode(out.frames[0]), out.frames[1]) == (
+        1,
+        request,
+        pack_ids([1, 2]),
+    )
+    assert own.take_outgoing() == []
+
+
+def test_a_field_of_the_wrong_type_is_found_before_it_is_sent() -> None:
+    """The daemon could not say whose request it was."""
+    own = connection()
+
+    with pytest.raises(KvdError, match=r"ExtendLease cannot be sent: .*Expected `int`, got `str`"):
+        own.begin(wire.ExtendLease(own.next_call(), 1, "two"))  # type: ignore[arg-type]
+    with pytest.raises(KvdError, match=r"Send cannot be sent"):
+        own.begin(wire.Send(own.next_call(), 2**70, 1), Tokens(b""))
+
+    assert own.take_outgoing() == []
+
+
+def test_a_frame_that_the_daemon_would_not_read_is_refused_with_numbers() -> None:
+    own = connection()
+
+    with pytest.raises(KvdError) as tokens:
+        own.begin(wire.MatchPrefix(own.next_call()), Tokens(bytes(1028)))
+    with pytest.raises(KvdError) as header:
+        own.begin(wire.Finish(own.next_call(), 1, bytes(2000)))
+
+    assert tokens.value.code == "too-large"
+    assert tokens.value.numbers == {"bytes": 1028, "limit": 1024}
+    assert (header.value.code, header.value.numbers["limit"]) == ("too-large", 1024)
+
+
+def test_a_call_fails_when_its_message_cannot_be_sent() -> None:
+    own = connection()
+    call = own.begin(wire.MatchPrefix(own.next_call()), Tokens(b""))
+
+    own.not_sent(own.take_outgoing()[0], GONE)
+
+    assert call.answer.value == GONE
+
+
+def test_every_call_ends_when_the_daemon_can_read_nothing_of_us() -> None:
+    """An unknown session, or another version: no call number comes back."""
+    own = connection()
+    calls = [begin(own, wire.MatchPrefix(own.next_call())) for _ in range(2)]
+
+    feed(own, wire.Failed(-1, REFUSED))
+
+    assert [call.answer.value for call in calls] == [REFUSED, REFUSED]
+
+
+def test_garbage_and_unknown_numbers_change_nothing() -> None:
+    own = connection()
+    call = begin(own, wire.MatchPrefix(own.next_call()))
+
+    own.feed([b"\xc1 garbage"])
+    feed(own, wire.Done(99), wire.Accepted(99, 0), wire.SendFailed(99, REFUSED))
+    feed(own, wire.ReceiveFailed(99, REFUSED))
+
+    assert (call.answer.value, own.unreadable_messages, sent(own)) == (None, 1, [])
+
+
+def test_a_row_replaces_the_pages_from_its_first_on() -> None:
+    own = connection()
+    lease = lease_of([1, 2, 3, 4])
+    before = lease.pages
+    begin(own, wire.CommitLease(own.next_call(), 7), lease)
+    begin(own, wire.ExtendLease(own.next_call(), 7, 4), lease)
+
+    feed(own, wire.Row(1, 1, pack_ids([8, 9, 4])), wire.Row(2, 4, pack_ids([5])))
+
+    assert lease.pages.tolist() == [1, 8, 9, 4, 5]
+    assert before.tolist() == [1, 2, 3, 4]
+    assert not lease.pages.flags.writeable
+
+
+@pytest.mark.parametrize("kind", [wire.ReleaseLease, wire.CommitAndRelease])
+def test_a_lease_is_over_once_its_release_is_answered(
+    kind: type[wire.ReleaseLease | wire.CommitAndRelease],
+) -> None:
+    own = connection()
+    lease = lease_of([1])
+    begin(own, kind(own.next_call(), 7), lease)
+    begin(own, kind(own.next_call(), 7), lease)
+
+    feed(own, wire.Failed(1, REFUSED))
+    assert not lease.is_released
+    feed(own, wire.Done(2))
+    assert lease.is_released
+
+
+# ---- handles -------------------------------------------------------------------------------------
+
+
+def test_pushes_are_kept_when_they_come_before_anyone_waits() -> None:
+    own = connection()
+    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.Send(own.next_call(), 5, 7))
+    received = wire.Received(11, 70, pack_ids([4]), b"aux")
+
+    feed(own, wire.Receiving(1, 11, 8), received, wire.Sending(2, 12), wire.Accepted(12, 64))
+
+    assert receive.receive is not None
+    assert send.send is not None
+    assert (receive.receive.prefix_tokens, receive.receive.outcome.value) == (8, received)
+    assert send.send.accepted.value == 64
+
+
+def test_a_failed_send_says_so_to_whoever_waits_and_to_whoever_comes_later() -> None:
+    own = connection()
+    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    feed(own, wire.Sending(1, 12))
+    state = call.send
+    assert state is not None
+    woken: list[str] = []
+    state.accepted.wake_with(lambda: woken.append("woken"))
+
+    feed(own, wire.SendFailed(12, REFUSED), wire.SendFailed(12, GONE))
+
+    assert (woken, state.accepted.value, state.failure) == (["woken"], REFUSED, REFUSED)
+
+
+def test_everything_ends_when_the_daemon_is_gone() -> None:
+    own = connection()
+    queue = own.open_events()
+    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.Send(own.next_call(), 5, 7))
+    feed(own, wire.Receiving(1, 11, 8), wire.Sending(2, 12))
+    pending = begin(own, wire.Finish(own.next_call(), 12))
+
+    own.fail_all(GONE)
+    own.fail_all(REFUSED)
+
+    assert pending.answer.value == GONE
+    assert receive.receive is not None
+    assert send.send is not None
+    assert receive.receive.outcome.value == GONE
+    assert (send.send.accepted.value, send.send.failure) == (GONE, GONE)
+    assert queue.end == GONE
+    with pytest.raises(KvdError, match="the daemon is gone"):
+        own.begin(wire.GetSnapshot(own.next_call()))
+
+
+# ---- callers that went away ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("abandoned_first", [True, False], ids=["before", "after"])
+def test_a_lease_nobody_waits_for_is_released(abandoned_first: bool) -> None:
+    """Scenario: the task is cancelled just before, or just after, the answer is read."""
+    own = connection()
+    call = begin(own, wire.OpenLease(own.next_call()))
+
+    if abandoned_first:
+        own.abandon(call)
+        assert sent(own) == []
+        feed(own, wire.Leased(1, 70, 0, b""))
+    else:
+        feed(own, wire.Leased(1, 70, 0, b""))
+        own.abandon(call)
+
+    assert sent(own) == [wire.ReleaseLease(2, 70)]
+    feed(own, wire.Done(2))
+    assert sent(own) == []
+
+
+def test_an_abandoned_call_that_is_refused_leaves_nothing_to_undo() -> None:
+    own = connection()
+    call = begin(own, wire.OpenLease(own.next_call()))
+    own.abandon(call)
+
+    feed(own, wire.Failed(1, REFUSED))
+
+    assert sent(own) == []
+
+
+def test_an_abandoned_receive_is_cancelled_and_a_lease_that_came_all_the_same_goes_back() -> None:
+    own = connection()
+    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    own.abandon(call)
+
+    feed(own, wire.Receiving(1, 11, 8))
+    assert sent(own) == [wire.CancelReceive(2, 11)]
+    feed(own, wire.Received(11, 70, b"", b""), wire.Failed(2, REFUSED))
+    assert sent(own) == [wire.ReleaseLease(3, 70)]
+
+
+def test_an_abandoned_receive_that_was_delivered_already_gives_its_lease_back() -> None:
+    """Both messages were read in one go, and then the waiting task was cancelled."""
+    own = connection()
+    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    feed(own, wire.Receiving(1, 11, 8), wire.Received(11, 70, b"", b""))
+
+    own.abandon(call)
+
+    assert sent(own) == [wire.ReleaseLease(2, 70)]
+
+
+def test_an_abandoned_receive_that_failed_already_needs_nothing() -> None:
+    own = connection()
+    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    feed(own, wire.Receiving(1, 11, 8), wire.ReceiveFailed(11, REFUSED))
+
+    own.abandon(call)
+
+    assert sent(own) == []
+
+
+def test_an_abandoned_send_is_aborted() -> None:
+    own = connection()
+    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    own.abandon(call)
+
+    feed(own, wire.Sending(1, 12))
+
+    assert sent(own) == [wire.AbortSend(2, 12, UNDONE)]
+
+
+def test_an_abandoned_commit_still_moves_the_pages() -> None:
+    """The daemon swapped them: an engine that kept the old ones would write into others' pages."""
+    own = connection()
+    lease = lease_of([1, 2])
+    call = begin(own, wire.CommitLease(own.next_call(), 7), lease)
+    own.abandon(call)
+
+    feed(own, wire.Row(1, 0, pack_ids([8, 2])))
+
+    assert (lease.pages.tolist(), sent(own)) == ([8, 2], [])
+
+
+def test_nothing_is_undone_with_a_daemon_that_is_gone() -> None:
+    own = connection()
+    call = begin(own, wire.OpenLease(own.next_call()))
+    feed(own, wire.Leased(1, 70, 0, b""))
+    own.fail_all(GONE)
+
+    own.abandon(call)
+
+    assert sent(own) == []
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+def event(seq: int) -> Evicted:
+    return Evicted(seq, 0.0, 1, 1, "room")
+
+
+def test_events_come_in_order_with_their_gaps_named() -> None:
+    own = connection()
+    queue = own.open_events()
+
+    feed(own, wire.Events(3, (event(10), event(11))), wire.Events(2, (event(14),)))
+
+    taken = [queue.take() for _ in range(6)]
+    assert taken == [EventsLost(3), event(10), event(11), EventsLost(2), event(14), None]
+
+
+def test_a_reader_that_lags_is_told_how_many_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.client.state.MAX_EVENTS", 2)
+    own = connection()
+    queue = own.open_events()
+
+    feed(own, wire.Events(0, tuple(event(seq) for seq in range(1, 6))))
+    first = [queue.take() for _ in range(3)]
+    feed(own, wire.Events(0, (event(6),)))
+
+    assert first == [event(1), event(2), None]
+    assert [queue.take() for _ in range(3)] == [EventsLost(3), event(6), None]
+
+
+def test_each_reader_has_its_own_queue_and_a_closed_one_gets_nothing() -> None:
+    own = connection()
+    first, second = own.open_events(), own.open_events()
+    own.close_events(first)
+
+    feed(own, wire.Events(0, (event(1),)))
+
+    assert (first.take(), second.take()) == (None, event(1))
