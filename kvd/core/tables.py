@@ -158,7 +158,12 @@ PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
     (P.SETTLED, PT.CLOSED): P.CLOSED,
     (P.SETTLED, PT.OUTLIVED): P.CLOSED,
 }
-"""Prefill side. ``CLOSED`` is a tombstone; ``FORGOTTEN`` never had an id and leaves nothing."""
+"""Prefill side. ``CLOSED`` is a tombstone; ``FORGOTTEN`` never had an id and leaves nothing.
+
+No rows by intent: the engine outruns its part, so ``advance`` and ``finish`` for one that is past
+``FLUSHING`` are answered and fire nothing; an Offer that is refused in a room that awaits one
+settles its own id, as a record apart (``AWAIT_ENGINE``, ``REFUSED``), and the room awaits on.
+"""
 
 
 class IllegalTransition(Exception):
@@ -170,7 +175,9 @@ def decode_next(state: Decode, trigger: DecodeTrigger) -> Decode:
     try:
         return DECODE[state, trigger]
     except KeyError:
-        raise IllegalTransition(f"decode side: no row for {trigger.value} in {state.value}") from None
+        raise IllegalTransition(
+            f"decode side: no row for {trigger.value} in {state.value}"
+        ) from None
 
 
 def prefill_next(state: Prefill, trigger: PrefillTrigger) -> Prefill:

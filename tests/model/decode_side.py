@@ -47,6 +47,8 @@ class DecodeSide(NamedTuple):
     """Newest prefill incarnation greeted, NOBODY after a restart."""
     peer_floor: int = 0
     """The prefill side keeps no outcome below it."""
+    superseded: frozenset[int] = frozenset()
+    """Only for the variant that remembers the superseded instead of ordering incarnations."""
 
 
 DecodeStep = Step[DecodeSide]
@@ -133,8 +135,12 @@ def settled(
 def greet(side: DecodeSide, message: Message, rules: Rules) -> DecodeStep:
     """Hello of a prefill incarnation: a newer one proves that the older writer is gone."""
     words = f"{message} arrives"
-    is_newer = message.src > side.sees
-    if message.src == side.sees or (rules.ignores_stale_hello and not is_newer):
+    if rules.orders_incarnations:
+        is_news = message.src > side.sees
+    else:
+        is_news = message.src != side.sees and message.src not in side.superseded
+        side = side._replace(superseded=side.superseded | ({side.sees} if is_news else set()))
+    if not is_news:
         return DecodeStep(Cause.PROGRESS, f"{words} and says nothing new", side)
     parts = tuple(writer_gone(part) for part in side.parts)
     after = side._replace(sees=message.src, peer_floor=0, parts=parts)
@@ -190,7 +196,8 @@ def steps(side: DecodeSide, rules: Rules) -> list[DecodeStep]:
             case D.QUEUED:
                 found += queued_steps(side, index)
             case D.OFFERED | D.RECEIVING:
-                if rules.repeats_offer:
+                was_accepted = part.state is D.RECEIVING
+                if rules.repeats_offer_when_accepted if was_accepted else rules.repeats_offer:
                     offer = say(part, index, Kind.OFFER, part.generation)
                     words = f"decode repeats Offer({index})"
                     found.append(DecodeStep(Cause.PROGRESS, words, side, (offer,)))
@@ -290,7 +297,9 @@ def fence(side: DecodeSide, rules: Rules) -> DecodeStep:
 def crash(side: DecodeSide, rules: Rules) -> DecodeStep:
     """The daemon dies. Its receiving process lives on until its successor reaps it."""
     parts = tuple(part if part.state is D.QUEUED else forgotten(part) for part in side.parts)
-    after = side._replace(is_up=False, sees=NOBODY, peer_floor=0, parts=parts)
+    after = side._replace(
+        is_up=False, sees=NOBODY, peer_floor=0, superseded=frozenset(), parts=parts
+    )
     if not rules.decode_reaps_before_hello:
         # The broken variant frees the journaled grants and greets while the process still lives.
         parts = tuple(free_grant(part) for part in parts)

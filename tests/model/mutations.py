@@ -33,6 +33,7 @@ MUTATIONS = (
     Mutation("quarantine_ignores_the_clock", FREE),
     Mutation("lost_peer_may_still_write", FREE),
     Mutation("repeats_offer", STUCK, (C.LOSS,)),
+    Mutation("repeats_offer_when_accepted", STUCK, (C.LOSS,)),
     Mutation("repeats_abort", STUCK, (C.LOSS,)),
     Mutation("takes_aux_once", "aux of handoff 0 is delivered 2 times"),
     Mutation("answers_settled_when_closed", STUCK, (C.LOSS,)),
@@ -54,7 +55,7 @@ MUTATIONS = (
     Mutation("prefill_reaps_before_hello", FREE, (C.PREFILL_CRASH,)),
     Mutation("checks_addressee", FREE, (C.PREFILL_CRASH,)),
     Mutation("checks_sender", STUCK, (C.DECODE_CRASH,)),
-    Mutation("ignores_stale_hello", FREE, (C.DECODE_CRASH, C.PREFILL_CRASH)),
+    Mutation("orders_incarnations", FREE, (C.DECODE_CRASH, C.PREFILL_CRASH)),
 )
 
 COURTESIES = (
@@ -62,6 +63,7 @@ COURTESIES = (
     Rules(one_handoff_per_room=False),
     Rules(refuses_older_generation=False),
     Rules(closed_ends_unsettled=False),
+    Rules(orders_generations=False),
     Rules(fence_is_remembered=True),
 )
 """Variants that are as safe: the sentence saves time or answers sooner, and guards nothing."""

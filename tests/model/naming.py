@@ -37,8 +37,11 @@ def in_sides(decode: DecodeSide, prefill: PrefillSide) -> Names:
     born = {p.born for p in decode.parts} | {p.born for p in prefill.parts}
     named = {p.generation for p in decode.parts} | {p.generation for p in prefill.parts}
     return Names(
-        frozenset({decode.incarnation, prefill.sees} | born) - {NOBODY},
-        frozenset({prefill.incarnation, decode.sees} | {p.peer for p in decode.parts}) - {NOBODY},
+        frozenset({decode.incarnation, prefill.sees} | prefill.superseded | born) - {NOBODY},
+        frozenset(
+            {prefill.incarnation, decode.sees} | decode.superseded | {p.peer for p in decode.parts}
+        )
+        - {NOBODY},
         frozenset({decode.generation, prefill.sees_generation} | named) - {NOBODY},
     )
 
@@ -75,6 +78,7 @@ class Renaming:
             incarnation=self.decodes[side.incarnation],
             generation=self.generations[side.generation],
             sees=self.prefills[side.sees],
+            superseded=frozenset(self.prefills[name] for name in side.superseded),
             parts=tuple(
                 part._replace(
                     born=self.decodes[part.born],
@@ -89,6 +93,7 @@ class Renaming:
         return side._replace(
             incarnation=self.prefills[side.incarnation],
             sees=self.decodes[side.sees],
+            superseded=frozenset(self.decodes[name] for name in side.superseded),
             sees_generation=self.generations[side.sees_generation],
             parts=tuple(
                 part._replace(

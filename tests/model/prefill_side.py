@@ -77,6 +77,8 @@ class PrefillSide(NamedTuple):
     sees_generation: int = 0
     peer_floor: int = 0
     """The decode side has nothing open below it."""
+    superseded: frozenset[int] = frozenset()
+    """Only for the variant that remembers the superseded instead of ordering incarnations."""
 
 
 PrefillStep = Step[PrefillSide]
@@ -326,10 +328,15 @@ def closed(side: PrefillSide, message: Message, rules: Rules) -> PrefillStep:
 def greet(side: PrefillSide, message: Message, rules: Rules) -> PrefillStep:
     """Hello: a newer incarnation ends what the older one offered; a newer generation is noted."""
     words = f"{message} arrives"
-    is_news = (message.src, message.word) > (side.sees, side.sees_generation)
-    if not is_news and rules.ignores_stale_hello:
+    if rules.orders_incarnations:
+        is_stale, is_new_peer = message.src < side.sees, message.src > side.sees
+    else:
+        is_stale, is_new_peer = message.src in side.superseded, message.src != side.sees
+        if is_new_peer and not is_stale:
+            side = side._replace(superseded=side.superseded | {side.sees})
+    is_older = message.word < side.sees_generation and rules.orders_generations
+    if is_stale or (not is_new_peer and (is_older or message.word == side.sees_generation)):
         return PrefillStep(Cause.PROGRESS, f"{words} and says nothing new", side)
-    is_new_peer = message.src != side.sees
     side = side._replace(sees=message.src, sees_generation=message.word)
     sends: list[Message] = []
     if is_new_peer:

@@ -178,7 +178,13 @@ def crash(side: PrefillSide, rules: Rules) -> PrefillStep:
         call if call.phase is Phase.NOT_OPENED else Call(Phase.OVER) for call in side.calls
     )
     after = side._replace(
-        is_up=False, sees=NOBODY, sees_generation=NOBODY, peer_floor=0, parts=parts, calls=calls
+        is_up=False,
+        superseded=frozenset(),
+        sees=NOBODY,
+        sees_generation=NOBODY,
+        peer_floor=0,
+        parts=parts,
+        calls=calls,
     )
     if not rules.prefill_reaps_before_hello:
         after = after._replace(is_up=True, incarnation=side.incarnation + 1)

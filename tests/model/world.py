@@ -120,6 +120,8 @@ class World:
         self._flight_names: dict[int, int] = {}
         self._renamings: dict[tuple[int, int], Renaming | None] = {}
         self._renamed: dict[int, int] = {}
+        self._renames = bool(scope.faults & {Cause.DECODE_CRASH, Cause.PREFILL_CRASH, Cause.FENCE})
+        """Whether any name is ever left behind."""
         self._to_decode = 0
         """The messages that go to the decode side."""
 
@@ -195,6 +197,8 @@ class World:
 
     def canonical(self, world: int) -> int:
         """The same state with the lowest numbers for its incarnations and generations."""
+        if not self._renames:
+            return world
         pair, flight = world & PAIR, world >> 2 * BITS
         here, there = self._pair_names.get(pair), self._flight_names.get(flight)
         if here is None:
