@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.admission import Admission, Waiter
-from kvd.core.lease import ENGINE, Claim, Lease, LeaseTable, Quarantine
+from kvd.core.lease import ARRIVAL, Claim, Lease, LeaseTable, Quarantine
 from kvd.core.machine import move_decode
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart
@@ -85,6 +85,7 @@ class Decoder:
             message.reserve_tokens,
             message.priority,
             message.cache,
+            ARRIVAL,
         )
         call = message.call
         part.waiter = Waiter(
@@ -266,7 +267,7 @@ class Decoder:
         if lease is None:
             return
         self._move(part, T.VERIFIED, "")
-        lease.reason = f"received from {part.peer}"
+        self._leases.hand_over(lease, f"received from {part.peer}")
         self._leases.commit(lease, NO_TOKENS)
         self.ready[lease.id] = part
         self.received_bytes += part.moved_bytes
@@ -333,7 +334,7 @@ class Decoder:
             )
             self._settle_down(lease)
         else:
-            self._leases.release(lease, ENGINE, cause)
+            self._leases.release(lease, ARRIVAL, cause)
 
     def _settle_down(self, lease: Lease) -> None:
         """The writer is gone, but what it sent may still be in our own socket buffers."""

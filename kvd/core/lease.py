@@ -39,9 +39,15 @@ if TYPE_CHECKING:
 ENGINE = "engine"
 """The holder that is the session itself; a send is held by ``send N``."""
 
+ARRIVAL = "arrival"
+"""The holder while a remote writes the pages: no request of an engine may touch them."""
+
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a lease is asked for. ``reason`` is ``lease`` or ``receive from PEER``."""
+    """What a lease is asked for, and for whom.
+
+    ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
+    """
 
     session: int
     reason: str
@@ -51,6 +57,7 @@ class Claim(msgspec.Struct, frozen=True):
     reserve_tokens: int
     priority: int
     cache: bool
+    holder: str = ENGINE
 
     @property
     def room_tokens(self) -> int:
@@ -113,7 +120,7 @@ class Lease:
         self.owned = 0
         self.prefix_tokens = anchor.end_tokens
         self.since_s = 0.0
-        self.holders = {ENGINE}
+        self.holders = {claim.holder}
         self.reads = 0
         self.deferred = NO_PAGES
         self.quarantine: Quarantine | None = None
@@ -281,6 +288,11 @@ class LeaseTable:
     def hold(self, lease: Lease, holder: str) -> None:
         """One more holder: the lease ends when the last one lets go."""
         lease.holders.add(holder)
+
+    def hand_over(self, lease: Lease, reason: str) -> None:
+        """The prompt is here: from now on the lease is the engine's."""
+        lease.holders = {ENGINE}
+        lease.reason = reason
 
     def begin_read(self, lease: Lease) -> None:
         """A post reads the row's pages from now on."""

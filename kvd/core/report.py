@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
+from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.types import count
 from kvd.wire.snapshot import (
     ClientState,
@@ -106,7 +107,9 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
             f"{lease.quarantine.peer} (incarnation {lease.quarantine.incarnation[:8]}) to settle, "
             "to restart, or a fence"
         )
-    elif "engine" not in lease.holders:
+    elif ARRIVAL in lease.holders:
+        waiting_for = "the prompt's KV to arrive"
+    elif ENGINE not in lease.holders:
         state = "lingering"
         waiting_for = "the last post that reads its pages"
     return LeaseState(
