@@ -51,7 +51,7 @@ class Operators:
         self._out.effects.append(effects.Report(got.operator, answer))
 
     def _tree(self, got: admin.ShowTree) -> admin.Tree:
-        edges = sorted(self._node.leases.tree.nodes(), key=lambda one: one.id)
+        edges = why.in_display_order(self._node.leases.tree)
         shown = tuple(why.tree_node(self._node, edge) for edge in edges[: max(0, got.limit)])
         return admin.Tree(got.call, shown, len(edges))
 
@@ -76,10 +76,9 @@ class Operators:
         node.admission.pump()
         refused: tuple[str, ...] = ()
         if freed < wanted:
-            refused = (
-                f"{wanted - freed} of {wanted} pages: the rest of the cache is locked "
-                f"({node.leases.tree.protected_pages} pages)",
-            )
+            locked = node.leases.tree.protected_pages
+            rest = f"is locked ({locked} pages)" if locked else "is empty"
+            refused = (f"{wanted - freed} of {wanted} pages: the rest of the cache {rest}",)
         return admin.Report(got.call, {"evicted_pages": freed}, refused)
 
     def _abort(self, got: admin.AbortRoom) -> admin.Report | Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvd.wire.admin import Because, TreeNode
 if TYPE_CHECKING:
     from kvd.core.lease import Lease
     from kvd.core.node import Node
+    from kvd.core.radix import RadixTree
     from kvd.core.radix_node import Node as TreeEdge
 
 FIRST_TOKENS_SHOWN = 8
@@ -50,6 +52,24 @@ def describe_holder(node: Node, lease: Lease) -> str:
     room = f" room {lease.room}" if lease.room else ""
     age_s = node.out.at_s - lease.since_s
     return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+
+
+def in_display_order(tree: RadixTree) -> list[TreeEdge]:
+    """All nodes, parents first, and among siblings the biggest subtree first."""
+    edges = list(tree.nodes())
+    below: Counter[int] = Counter()
+    for edge in reversed(edges):
+        below[edge.id] += len(edge.pages)
+        if edge.parent is not None:
+            below[edge.parent.id] += below[edge.id]
+    tops = [edge for edge in edges if edge.parent is not None and edge.parent.parent is None]
+    shown = []
+    stack = sorted(tops, key=lambda edge: below[edge.id])
+    while stack:
+        edge = stack.pop()
+        shown.append(edge)
+        stack.extend(sorted(edge.children.values(), key=lambda child: below[child.id]))
+    return shown
 
 
 def tree_node(node: Node, edge: TreeEdge) -> TreeNode:

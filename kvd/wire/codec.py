@@ -13,13 +13,17 @@ from kvd.wire import admin, client, peer
 M = TypeVar("M")
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-"""A header holds page ids at most: 4 MiB is a million pages, far above any pool of today."""
+"""A request or a peer's message holds page ids at most: 4 MiB is a million pages."""
+
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+"""A daemon's answer may be a whole snapshot or tree."""
 
 
 class Codec(Generic[M]):
     """One message union."""
 
-    def __init__(self, union: object) -> None:
+    def __init__(self, union: object, *, max_bytes: int = MAX_HEADER_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -29,11 +33,11 @@ class Codec(Generic[M]):
 
     def decode(self, frame: bytes) -> M | Refusal:
         """The message, or why it is none; never raises."""
-        if len(frame) > MAX_HEADER_BYTES:
+        if len(frame) > self._max_bytes:
             return Refusal(
                 Code.BAD_REQUEST,
-                f"the message has {len(frame)} bytes, at most {MAX_HEADER_BYTES} are read",
-                numbers={"bytes": len(frame), "limit": MAX_HEADER_BYTES},
+                f"the message has {len(frame)} bytes, at most {self._max_bytes} are read",
+                numbers={"bytes": len(frame), "limit": self._max_bytes},
             )
         try:
             return self._decoder.decode(frame)
@@ -46,12 +50,12 @@ class Codec(Generic[M]):
 
 
 CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
-CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply)
+CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
 ATTACH_REQUESTS: Codec[client.AttachRequest] = Codec(client.AttachRequest)
 ATTACH_REPLIES: Codec[client.AttachReply] = Codec(client.AttachReply)
 PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message)
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
-ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply)
+ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
 
 
 def check_tokens(frame: bytes, *, max_tokens: int) -> Tokens | Refusal:
