@@ -77,6 +77,7 @@ class Connection:
 
     def __init__(self, *, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
+        self._max_header_bytes = min(max_frame_bytes, MAX_HEADER_BYTES)
         self._last_call = 0
         self._calls: dict[int, Call] = {}
         self._receives: dict[int, ReceiveState] = {}
@@ -114,9 +115,10 @@ class Connection:
             raise KvdError(self._end)
         header = _header(request)
         frames = [header] if tokens is None else [header, tokens]
-        for frame, limit in zip(frames, (MAX_HEADER_BYTES, self._max_frame_bytes), strict=False):
-            if len(frame) > min(limit, self._max_frame_bytes):
-                raise _too_long(request, len(frame), min(limit, self._max_frame_bytes))
+        if len(header) > self._max_header_bytes:
+            raise _too_long(request, len(header), self._max_header_bytes)
+        if tokens is not None and len(tokens) > self._max_frame_bytes:
+            raise _too_long(request, len(tokens), self._max_frame_bytes)
         call = Call(request, lease)
         self._calls[request.call] = call
         self._outgoing.append(Outgoing(request.call, frames))

@@ -15,7 +15,7 @@ from kvd.client.endpoint import client_endpoint
 from kvd.wire import client as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Coroutine, Generator, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -245,7 +245,7 @@ class SyncNode:
         """As ``Node.snapshot``."""
         return run(self.wrapped.snapshot())
 
-    def events(self) -> Iterator[Event | EventsLost]:
+    def events(self) -> Generator[Event | EventsLost, None, None]:
         """As ``Node.events``."""
         events = self.wrapped.events()
         try:

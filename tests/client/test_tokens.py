@@ -35,7 +35,7 @@ GOOD_FORMS: list[Callable[[list[int]], Any]] = [
     lambda ids: torch.tensor(ids, dtype=torch.int64).repeat_interleave(2)[::2],
 ]
 
-token_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=50)
+token_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=100)
 
 
 @given(token_lists)

@@ -1,0 +1,166 @@
+"""The blocking client: the same verbs over the same protocol."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import kvd.client
+from kvd.client import EventsLost, HandoffError, KvdError, Outcome
+from kvd.errors import Code, Refusal
+from kvd.types import pack_ids
+from kvd.wire import client as wire
+from kvd.wire.events import Evicted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Daemon = Any
+    """``conftest.Daemon``; a test module cannot import it."""
+
+ABORTED = Refusal(Code.ABORTED, "the prefill engine failed", side="node-b")
+
+ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
+    wire.OpenLease: lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5]))],
+    wire.ExtendLease: lambda r: [wire.Row(r.call, 2, pack_ids([6]))],
+    wire.CommitLease: lambda r: [wire.Row(r.call, 0, pack_ids([3, 5, 6]))],
+    wire.Receive: lambda r: [
+        wire.Receiving(r.call, 11, 8),
+        wire.Received(11, 71, pack_ids([9]), b"aux"),
+    ],
+    wire.Send: lambda r: [wire.Sending(r.call, 12), wire.Accepted(12, 8)],
+    wire.Finish: lambda r: [wire.Finished(r.call, ABORTED, 8, 3, 300)],
+    wire.MatchPrefix: lambda r: [wire.Matched(r.call, 8, 1, 2)],
+    wire.Subscribe: lambda r: [
+        wire.Done(r.call),
+        wire.Events(0, (Evicted(1, 0.0, 1, 1, "room"), Evicted(3, 0.0, 1, 1, "room"))),
+    ],
+}
+
+
+def script(request: wire.Request, _: bytes) -> list[wire.Reply]:
+    if type(request) in ANSWERS:
+        return ANSWERS[type(request)](request)
+    return [wire.Done(request.call)]
+
+
+def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
+    daemon.script = script
+
+    with kvd.client.connect_sync(daemon.endpoint, name="prefill-0") as node:
+        assert (node.name, node.session, len(node.token)) == ("node-a", 1, 17)
+        lease = node.lease([1, 2], reserve_tokens=1)
+        assert (lease.id, lease.prefix_len, lease.pages.tolist()) == (70, 8, [4, 5])
+        lease.extend(4)
+        assert lease.pages_of("kv").tolist() == [4, 5, 6]
+        lease.commit([3])
+        assert lease.pages.tolist() == [3, 5, 6]
+
+        send = node.send(5, [1, 2], lease=lease)
+        send.advance(2)
+        send.accepted()
+        assert (send.id, send.decode_prefix_len) == (12, 8)
+        assert send.finish(b"aux") == Outcome(False, ABORTED, 8, 3, 300)
+        node.send(6, [1, 2], lease=lease).abort("because")
+        lease.release(())
+
+        handoff = node.receive(7, [1, 2], "prefill-1")
+        assert (handoff.id, handoff.prefix_len) == (11, 8)
+        handoff.done()
+        assert (handoff.aux, handoff.lease.id, handoff.lease.pages.tolist()) == (b"aux", 71, [9])
+        handoff.lease.release()
+        node.receive(8, [1], "prefill-1").cancel()
+        assert node.match([1]).tokens == 8
+        k, _ = node.pool("main").layer(0)
+        assert tuple(k.shape) == (8, 4, 2, 8)
+
+    assert [type(one).__name__ for one in daemon.got] == [
+        *("OpenLease", "ExtendLease", "CommitLease", "Send", "Advance", "Finish", "Send"),
+        *("AbortSend", "CommitAndRelease", "Receive", "ReleaseLease", "Receive"),
+        *(type(one).__name__ for one in daemon.got[12:]),
+    ]
+    assert {type(one).__name__ for one in daemon.got[12:]} <= {
+        *("CancelReceive", "ReleaseLease", "MatchPrefix"),
+    }
+
+
+def test_events_are_an_iterator(daemon: Daemon) -> None:
+    daemon.script = script
+
+    with kvd.client.connect_sync(daemon.endpoint, name="console") as node:
+        events = node.events()
+        taken = [next(events) for _ in range(3)]
+        events.close()
+
+    assert taken == [Evicted(1, 0.0, 1, 1, "room"), EventsLost(1), Evicted(3, 0.0, 1, 1, "room")]
+
+
+def test_a_blocked_call_ends_when_the_daemon_dies(daemon: Daemon) -> None:
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        killer = threading.Timer(0.1, daemon.hang_up)
+        killer.start()
+        began_s = time.monotonic()
+        with pytest.raises(KvdError, match="node-a hung up") as caught:
+            node.lease([1], deadline_s=30)
+        killer.join()
+
+    assert time.monotonic() - began_s < 1.1
+    assert caught.value.code == "unreachable"
+
+
+def test_a_blocked_call_ends_at_its_deadline_and_is_undone_later(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.client.port.MARGIN_S", 0.05)
+
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        with pytest.raises(KvdError, match="deadline: no answer"):
+            node.lease([1], deadline_s=0)
+        daemon.script = script
+        daemon.push(wire.Leased(1, 70, 0, b""))
+        node.match([1])
+        node.match([1])
+
+    assert wire.ReleaseLease(3, 70) in daemon.got or wire.ReleaseLease(2, 70) in daemon.got
+
+
+def test_a_failed_handoff_raises(daemon: Daemon) -> None:
+    daemon.script = lambda request, _: [
+        wire.Receiving(request.call, 11, 8),
+        wire.ReceiveFailed(11, ABORTED),
+    ]
+
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        handoff = node.receive(7, [1], "prefill-1")
+        with pytest.raises(HandoffError, match="the prefill engine failed"):
+            handoff.done()
+
+
+def test_connect_says_what_to_do_when_there_is_no_daemon(tmp_path: Any) -> None:
+    with pytest.raises(KvdError, match=r"no daemon at .*attach.sock: start it"):
+        kvd.client.connect_sync(f"ipc://{tmp_path}/client.sock", name="decode-0")
+
+
+def test_torch_is_loaded_by_the_first_view_and_by_nothing_before(daemon: Daemon) -> None:
+    """A router or a scheduler process talks to kvd without paying seconds for torch."""
+    daemon.script = script
+    program = """
+import sys
+import kvd.client
+heavy = {"torch", "nixl", "textual", "structlog", "uvloop", "click"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+with kvd.client.connect_sync(sys.argv[1], name="router") as node:
+    lease = node.lease([1, 2])
+    lease.pages.tolist()
+    lease.release()
+    node.pool("main").memory
+    assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    node.pool("main").layer(0)
+    assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, daemon.endpoint], check=True, timeout=60)
