@@ -75,25 +75,28 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """memcpy my pages over my pages. Answer: ``Did``."""
+    """memcpy my pages over my pages, at most ``piece_bytes`` per call. Answer: ``Did``."""
 
     source: bytes
     destination: bytes
+    piece_bytes: int
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """Receive a TCP stream into my region. Answers: ``Listening``, then ``Did``."""
+    """Accept one TCP connection and exchange bytes. Answers: ``Listening``, then ``Did``."""
 
     host: str
-    size_bytes: int
+    receive_bytes: int
+    send_bytes: int
 
 
 class Give(msgspec.Struct, frozen=True, tag=True):
-    """Send my region's first bytes over one TCP connection. Answer: ``Did``."""
+    """Make one TCP connection and exchange bytes, both directions at once. Answer: ``Did``."""
 
     host: str
     port: int
-    size_bytes: int
+    receive_bytes: int
+    send_bytes: int
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -228,12 +231,13 @@ class _Bare:
                 return self._connect(metadata)
             case Write():
                 return self._write(command)
-            case Copy(source, destination):
-                return self._copy(Pages(source), Pages(destination))
-            case Take(host, size_bytes):
-                return self._take(host, size_bytes, say)
-            case Give(host, port, size_bytes):
-                return self._give(host, port, size_bytes)
+            case Copy():
+                return self._copy(command)
+            case Take():
+                return self._take(command, say)
+            case Give():
+                with socket.create_connection((command.host, command.port)) as connection:
+                    return self._exchange(connection, command)
             case _:
                 assert_never(command)
 
@@ -277,44 +281,49 @@ class _Bare:
                 del flying[0]
         return Did(began_s, time.monotonic())
 
-    def _copy(self, source: Pages, destination: Pages) -> Did:
-        size = self._page_bytes
+    def _copy(self, command: Copy) -> Did:
+        size, most = self._page_bytes, command.piece_bytes
         pieces = []
-        for at, to in _shared_runs(source, destination):
-            length = at.stop - at.start
-            pieces.append(
-                (
-                    self._bytes[to.start * size : (to.start + length) * size],
-                    self._bytes[at.start * size : at.stop * size],
-                )
-            )
+        for at, to in _shared_runs(Pages(command.source), Pages(command.destination)):
+            whole = (at.stop - at.start) * size
+            for low in range(0, whole, most):
+                high = min(low + most, whole)
+                here = self._bytes[at.start * size + low : at.start * size + high]
+                there = self._bytes[to.start * size + low : to.start * size + high]
+                pieces.append((there, here))
         began_s = time.monotonic()
         for there, here in pieces:
             np.copyto(there, here)
         return Did(began_s, time.monotonic())
 
-    def _take(self, host: str, size_bytes: int, say: IO[bytes]) -> Did:
-        view = self._bytes.data
-        with socket.create_server((host, 0)) as listener:
+    def _take(self, command: Take, say: IO[bytes]) -> Did:
+        with socket.create_server((command.host, 0)) as listener:
             _put(say, Listening(listener.getsockname()[1]))
             connection, _ = listener.accept()
             with connection:
-                began_s = time.monotonic()
-                got = 0
-                while got < size_bytes:
-                    count = connection.recv_into(view[got:size_bytes], STREAM_STEP_BYTES)
-                    if not count:
-                        raise ConnectionError(f"the stream ended after {got} of {size_bytes} bytes")
-                    got += count
-                return Did(began_s, time.monotonic())
+                return self._exchange(connection, command)
 
-    def _give(self, host: str, port: int, size_bytes: int) -> Did:
+    def _exchange(self, connection: socket.socket, command: Take | Give) -> Did:
+        """Send the start of the region while its end is received over."""
         view = self._bytes.data
-        with socket.create_connection((host, port)) as connection:
-            began_s = time.monotonic()
-            for low in range(0, size_bytes, STREAM_STEP_BYTES):
-                connection.sendall(view[low : min(low + STREAM_STEP_BYTES, size_bytes)])
-            return Did(began_s, time.monotonic())
+        sending = view[: command.send_bytes]
+
+        def send() -> None:
+            for low in range(0, len(sending), STREAM_STEP_BYTES):
+                connection.sendall(sending[low : low + STREAM_STEP_BYTES])
+
+        receiving = view[len(view) - command.receive_bytes :]
+        began_s = time.monotonic()
+        sender = threading.Thread(target=send)
+        sender.start()
+        got = 0
+        while got < len(receiving):
+            count = connection.recv_into(receiving[got : got + STREAM_STEP_BYTES])
+            if not count:
+                raise ConnectionError(f"the stream ended after {got} of {len(receiving)} bytes")
+            got += count
+        sender.join()
+        return Did(began_s, time.monotonic())
 
 
 def _shared_runs(source: Pages, destination: Pages) -> list[tuple[range, range]]:

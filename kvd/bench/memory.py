@@ -1,0 +1,70 @@
+"""What the kernel says of a process's memory: huge pages of pools, and what is resident."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from kvd.bench.daemons import Pair
+
+COLLAPSE_S: Final = 60.0
+LOOK_EVERY_S: Final = 0.1
+KIB: Final = 1024
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """Resident bytes of one process, by what is behind them.
+
+    ``shared`` is shared memory, which here is the pool; ``private`` is anonymous memory and files
+    (the interpreter and libraries, part of which other processes share).
+    """
+
+    anonymous_bytes: int
+    file_bytes: int
+    shared_bytes: int
+
+    @property
+    def beyond_pool_bytes(self) -> int:
+        """RssAnon and RssFile together."""
+        return self.anonymous_bytes + self.file_bytes
+
+
+def resident(pid: int) -> Resident:
+    """What a process has in memory now."""
+    fields = _fields(f"/proc/{pid}/status")
+    return Resident(fields["RssAnon"], fields["RssFile"], fields["RssShmem"])
+
+
+def proportional_bytes(pid: int) -> int:
+    """Its memory without the pool, where a page that n processes share counts as 1/n."""
+    fields = _fields(f"/proc/{pid}/smaps_rollup")
+    return fields["Pss_Anon"] + fields["Pss_File"]
+
+
+def huge_bytes(pid: int) -> int:
+    """Bytes of shared memory that the process has mapped as 2 MiB pages."""
+    return _fields(f"/proc/{pid}/smaps_rollup")["ShmemPmdMapped"]
+
+
+def when_collapsed(pair: Pair, pool_bytes: int) -> None:
+    """Return when both transfer processes see their whole pool in huge pages, or will not."""
+    deadline_s = time.monotonic() + COLLAPSE_S
+    while time.monotonic() < deadline_s:
+        found = [huge_bytes(one.transfer_pid()) for one in (pair.prefill, pair.decode)]
+        if all(size >= pool_bytes for size in found):
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _fields(file: str) -> dict[str, int]:
+    """The ``Name: n kB`` lines of a file of /proc, in bytes."""
+    with open(file, encoding="ascii", errors="replace") as lines:
+        pairs = (line.split() for line in lines)
+        return {
+            words[0].rstrip(":"): int(words[1]) * KIB
+            for words in pairs
+            if len(words) == 3 and words[2] == "kB"
+        }
