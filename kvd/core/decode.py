@@ -21,7 +21,6 @@ from kvd.core.lease import ARRIVAL, Claim, Lease, LeaseTable, Quarantine
 from kvd.core.machine import move_decode
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart
-from kvd.core.peer import Life
 from kvd.core.prompt import prompt_digest
 from kvd.core.tables import Decode, DecodeTrigger
 from kvd.errors import Code, Refusal
@@ -41,6 +40,10 @@ ASKING = {D.OFFERED, D.RECEIVING}
 
 OPEN = {D.OFFERED, D.RECEIVING, D.VERIFYING, D.DRAINING}
 """States in which the writer's word is still to come."""
+
+
+UNANSWERED = {D.OFFERED, D.RECEIVING, D.DRAINING}
+"""What we said last is repeated: a lost Settled must not leave only the deadline to end it."""
 
 
 class Decoder:
@@ -93,7 +96,7 @@ class Decoder:
             part.deadline_s,
             admitted=lambda lease: self._admitted(part, lease, call),
             refused=lambda why: self._not_admitted(part, why, call),
-            blocked=lambda: self._peer_not_ready(part),
+            blocked=lambda: self._peers.not_ready(part.peer),
         )
         self._admission.submit(part.waiter)
 
@@ -124,7 +127,7 @@ class Decoder:
         """Bytes that have landed so far; lossy, for the eyes only."""
         part = self._part(peer, message.handoff)
         if part is not None and part.state in ASKING:
-            part.moved_bytes = max(part.moved_bytes, message.moved_bytes)
+            self._moved(part, message.moved_bytes)
 
     def settled(self, peer: Peer, message: Settled) -> None:
         """The writer's last word."""
@@ -135,7 +138,7 @@ class Decoder:
         is_delivered = message.outcome is Outcome.DELIVERED
         trigger = T.DELIVERED if is_delivered else T.SETTLED
         was_wanted = part.state in ASKING
-        part.moved_bytes = max(part.moved_bytes, message.moved_bytes)
+        self._moved(part, message.moved_bytes)
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
         self._move(part, trigger, "" if is_delivered else why.message)
         if not was_wanted:
@@ -216,7 +219,7 @@ class Decoder:
         for part in list(self.parts.values()):
             if part.state in ASKING and part.deadline_s <= now_s:
                 self._give_up(part, self._too_late(part))
-            if part.state in {D.OFFERED, D.DRAINING} and part.resend_s <= now_s:
+            if part.state in UNANSWERED and part.resend_s <= now_s:
                 self._resend(part)
 
     # ---- edges -------------------------------------------------------------------------------
@@ -373,22 +376,15 @@ class Decoder:
         name = self._peers.find(message.source[0]) or message.source[0]
         part = DecodePart(self._last_part, message.room, session, name, self._out.at_s)
         part.prompt_tokens = n_tokens
-        part.deadline_s += min(message.deadline_s, self._settings.max_deadline_s)
+        part.deadline_s += min(self._settings.max_deadline_s, message.deadline_s)
         part.story.tell(self._out.at_s, f"asked for by session {session}")
         self.parts[part.id] = part
         return part
 
-    def _peer_not_ready(self, part: DecodePart) -> str | None:
-        peer = self._peers.by_name.get(part.peer)
-        if peer is None or not peer.incarnation:
-            return f"{part.peer} has not said Hello yet"
-        if peer.refusal is not None:
-            return peer.refusal.message
-        if peer.life is Life.LOST:
-            return f"{part.peer} has been silent for {self._out.at_s - peer.heard_s:.1f} s"
-        if not self._peers.generation:
-            return "the transfer process of this node is restarting"
-        return None
+    def _moved(self, part: DecodePart, moved_bytes: int) -> None:
+        """What the writer says has landed, as far as it can be."""
+        most = self._leases.bytes_of(part.prompt_tokens - part.prefix_tokens)
+        part.moved_bytes = min(max(part.moved_bytes, moved_bytes), most)
 
     def _part(self, peer: Peer, handoff: int) -> DecodePart | None:
         part = self._by_handoff.get(handoff)

@@ -149,7 +149,7 @@ class Engines:
         )
         call = message.call
         answer = self._out.answer
-        wait_s = min(message.deadline_s, node.settings.max_deadline_s)
+        wait_s = min(node.settings.max_deadline_s, message.deadline_s)
         node.admission.submit(
             Waiter(
                 claim,

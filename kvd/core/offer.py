@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NULL_PAGE, count
+from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
 
 if TYPE_CHECKING:
     from kvd.core.parts import Engine
+    from kvd.core.spec import Component
     from kvd.wire.peer import Offer
 
 
-def bad_offer(offer: Offer, page_size: int, side: str) -> Refusal | None:
+def bad_offer(offer: Offer, component: Component, side: str) -> Refusal | None:
     """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13)."""
-    prompt, prefix = offer.prompt_tokens, offer.decode_prefix_len
+    prompt, prefix, page_size = offer.prompt_tokens, offer.decode_prefix_len, component.page_size
+    if not 1 <= offer.room <= MAX_ROOM:
+        return Refusal(
+            Code.BAD_ROOM,
+            f"room {offer.room} is not in 1..{MAX_ROOM}",
+            side=side,
+            numbers={"room": str(offer.room)},
+        )
     if prompt < 1 or not 0 <= prefix <= prompt:
         return Refusal(
             Code.BAD_PREFIX,
@@ -36,11 +44,17 @@ def bad_offer(offer: Offer, page_size: int, side: str) -> Refusal | None:
         return Refusal(
             Code.BAD_PAGES, f"{len(offer.grants)} grants for a pool of one component", side=side
         )
-    return _bad_grant(offer, page_size, side)
+    return _bad_grant(offer, component, side)
 
 
-def _bad_grant(offer: Offer, page_size: int, side: str) -> Refusal | None:
-    grant = offer.grants[0]
+def _bad_grant(offer: Offer, component: Component, side: str) -> Refusal | None:
+    grant, page_size = offer.grants[0], component.page_size
+    if grant.component != component.name:
+        return Refusal(
+            Code.BAD_PAGES,
+            f"pages of component {grant.component!r}, this pool has {component.name!r}",
+            side=side,
+        )
     wanted = (offer.decode_prefix_len, offer.prompt_tokens)
     if (grant.start_tokens, grant.end_tokens) != wanted:
         return Refusal(

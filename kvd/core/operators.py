@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvd.core.inputs import FromOperator
     from kvd.core.node import Node
 
+UNLOCKED = "unlocked"
 STRICT = "strict"
 """The flush mode that changes nothing when anything is locked."""
 
@@ -55,8 +56,14 @@ class Operators:
         shown = tuple(why.tree_node(self._node, edge) for edge in edges[: max(0, got.limit)])
         return admin.Tree(got.call, shown, len(edges))
 
-    def _flush(self, got: admin.Flush) -> admin.Report:
+    def _flush(self, got: admin.Flush) -> admin.Report | Refusal:
         node = self._node
+        if got.mode not in {UNLOCKED, STRICT}:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
+                side=node.settings.name,
+            )
         locked = [edge for edge in node.leases.tree.nodes() if edge.lock_ref]
         kept = tuple(
             f"node {edge.id} kept, {len(edge.pages) // 4} pages: "

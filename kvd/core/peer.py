@@ -17,17 +17,15 @@ import enum
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import Agent, Agents
+from kvd.core.hello import unwelcome
 from kvd.core.spec import fingerprint, layout_difference
 from kvd.errors import Code, Refusal
 from kvd.wire import events
-from kvd.wire.peer import PROTOCOL, Hello, Message, Ping, Reject
+from kvd.wire.peer import Hello, Message, Ping, Reject
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.settings import Settings
-
-SUPERSEDED_KEPT = 64
-"""Old incarnations remembered per peer: a message older than 64 restarts is not on any wire."""
 
 
 class Life(enum.Enum):
@@ -60,7 +58,6 @@ class Peer:
         "refusal",
         "round_trip_s",
         "settled_floor",
-        "superseded",
     )
 
     def __init__(self, name: str) -> None:
@@ -79,7 +76,6 @@ class Peer:
         self.agent_why = ""
         self.offer_floor = 0
         self.settled_floor = 0
-        self.superseded: list[str] = []
         self.ping = 0
         self.ping_sent_s = 0.0
         self.round_trip_s = 0.0
@@ -151,11 +147,7 @@ class Peers:
         if peer is None or message.target != self._settings.incarnation:
             if isinstance(message, Reject):
                 return None
-            superseded = any(message.source in one.superseded for one in self.by_name.values())
-            if superseded:
-                self.reject(link, message.source, _stale(message.source))
-            else:
-                self._say_hello(link, peer.incarnation if peer else "")
+            self._say_hello(link, peer.incarnation if peer else "")
             return None
         peer.heard_s = self._out.at_s
         if peer.life is not Life.UP:
@@ -170,7 +162,7 @@ class Peers:
             The peer, and the incarnation that this Hello proves gone (empty: none); or None where
             it was refused.
         """
-        refusal = self._unwelcome(link, message)
+        refusal = unwelcome(message, link, self, self._settings)
         if refusal is not None:
             self.reject(link, message.source, refusal)
             return None
@@ -192,49 +184,12 @@ class Peers:
             self._say_hello(link, peer.incarnation)
         return peer, gone
 
-    def _unwelcome(self, link: str, message: Hello) -> Refusal | None:
-        mine = self._settings
-        if message.source == mine.incarnation or message.node == mine.name:
-            return Refusal(
-                Code.PEER_UNKNOWN,
-                f"a peer calls itself {message.node!r}, which is this node's own name: "
-                "give every node its own node.name",
-                side=mine.name,
-            )
-        if message.protocol != PROTOCOL:
-            return Refusal(
-                Code.NOT_SUPPORTED,
-                f"{message.node} speaks peer protocol {message.protocol}, {mine.name} speaks "
-                f"{PROTOCOL}: run the same kvd version on both",
-                side=mine.name,
-                numbers={"theirs": message.protocol, "ours": PROTOCOL},
-            )
-        if mine.allow and message.node not in mine.allow:
-            return Refusal(
-                Code.PEER_UNKNOWN,
-                f"{message.node!r} is not in peers.allow of {mine.name}",
-                side=mine.name,
-            )
-        dialed = self.dialed.get(link)
-        if dialed is not None and dialed.name != message.node:
-            return Refusal(
-                Code.PEER_UNKNOWN,
-                f"the daemon at {dialed.address} calls itself {message.node!r}, "
-                f"peers.connect of {mine.name} calls it {dialed.name!r}: make the names equal",
-                side=mine.name,
-            )
-        known = self.by_name.get(message.node)
-        if known is not None and message.source in known.superseded:
-            return _stale(message.source)
-        return None
-
     def _take_incarnation(self, peer: Peer, message: Hello) -> str:
         """Returns the incarnation that is over now, empty where the peer is the same process."""
         gone = peer.incarnation
         if gone == message.source:
             return ""
         if gone:
-            peer.superseded = [*peer.superseded[1 - SUPERSEDED_KEPT :], gone]
             self.by_incarnation.pop(gone, None)
             self.agents.leave(peer)
             out = self._out
@@ -305,6 +260,19 @@ class Peers:
             )
         )
 
+    def not_ready(self, name: str) -> str | None:
+        """What a receive from this node waits for; None when an Offer can go out."""
+        peer = self.by_name.get(name)
+        if peer is None or not peer.incarnation:
+            return f"{name} has not said Hello yet"
+        if peer.refusal is not None:
+            return peer.refusal.message
+        if peer.life is Life.LOST:
+            return f"{name} has been silent for {self._out.at_s - peer.heard_s:.1f} s"
+        if not self.generation:
+            return "the transfer process of this node is restarting"
+        return None
+
     def drop_agent(self, incarnation: str, generation: int, why: str) -> None:
         """Destroy this agent; one of an older generation is being destroyed already."""
         peer = self.current(incarnation, generation)
@@ -371,10 +339,11 @@ class Peers:
             if message.echo == peer.ping:
                 peer.round_trip_s = self._out.at_s - peer.ping_sent_s
             return
-        self._out.send(
-            peer.link,
-            Ping(self._settings.incarnation, peer.incarnation, 0, message.number, 0, 0),
-        )
+        if message.number > 0:  # an echo of nothing would be echoed for ever
+            self._out.send(
+                peer.link,
+                Ping(self._settings.incarnation, peer.incarnation, 0, message.number, 0, 0),
+            )
 
     def age(self) -> list[Peer]:
         """Make silent peers suspect, then lost; returns those that became lost just now."""
@@ -396,11 +365,3 @@ class Peers:
                     )
                 )
         return lost
-
-
-def _stale(incarnation: str) -> Refusal:
-    return Refusal(
-        Code.PEER_STALE,
-        f"incarnation {incarnation[:8]} was superseded by a later Hello of the same node: "
-        "its messages are not acted on",
-    )

@@ -153,20 +153,22 @@ class Prefiller:
             return
         part = self.by_room.get(message.room)
         refusal = self._unacceptable(peer, message, part)
-        if refusal is not None or part is None:
+        if refusal is not None:
+            stranger = self._new_part(message.room, P.AWAIT_ENGINE)
+            self._join(stranger, peer, message.handoff)
+            self._refuse(stranger, refusal)
+            return
+        if part is None:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             part.deadline_s = self._deadline(message.deadline_s)
+            self.by_room[message.room] = part
         self._join(part, peer, message.handoff)
         part.offer = message
         part.generation = message.generation
         part.prompt_tokens = message.prompt_tokens
         part.decode_prefix_len = part.posted_tokens = message.decode_prefix_len
-        if refusal is not None:
-            self._refuse(part, refusal)
-        elif part.state is P.AWAIT_OFFER:
+        if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
-        else:
-            self.by_room[message.room] = part
 
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
@@ -337,7 +339,7 @@ class Prefiller:
                 f"handoff {other.handoff} of {other.peer})",
                 side=side,
             )
-        refusal = bad_offer(message, self._leases.page_size, side)
+        refusal = bad_offer(message, self._settings.spec.components[0], side)
         if refusal is None and other is not None and other.engine is not None:
             refusal = self._disagreement(message, other.engine)
         return refusal
@@ -361,7 +363,8 @@ class Prefiller:
             self.last_word.say(part)
 
     def _deadline(self, deadline_s: float) -> float:
-        return self._out.at_s + min(deadline_s, self._settings.max_deadline_s)
+        # In this order a NaN of the caller loses.
+        return self._out.at_s + min(self._settings.max_deadline_s, deadline_s)
 
     def _post_failed(self, why: str) -> Refusal:
         return Refusal(Code.POST_FAILED, why, side=self._settings.name)

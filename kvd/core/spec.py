@@ -147,13 +147,16 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     if fingerprint(ours) == theirs:
         return None
     mine = _flatten(msgspec.json.decode(fingerprint(ours)), "")
-    other = _flatten(msgspec.json.decode(theirs), "")
+    try:
+        other = _flatten(msgspec.json.decode(theirs), "")
+    except (msgspec.DecodeError, RecursionError):
+        return f"theirs is no layout: {theirs[:40]!r}"
     parts = [
         f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
         for key in sorted(mine.keys() | other.keys())
         if mine.get(key) != other.get(key)
     ]
-    return "; ".join(parts)
+    return "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
 
 
 _TOP = {"0": "family", "1": "order", "2": "components"}

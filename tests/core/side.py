@@ -54,7 +54,7 @@ def settings(name: str, pages: int, **more: object) -> Settings:
 
 def incarnation(name: str, life: int) -> Incarnation:
     """Of the ``life``-th process of a node, readable in a failure."""
-    return Incarnation(f"{name}{life}".ljust(32, "0"))
+    return Incarnation(f"{life:016x}{name}".ljust(32, "0"))
 
 
 def content(toks: Tokens, namespace: str, upto_tokens: int) -> str:
@@ -80,6 +80,8 @@ class Flight:
         self.grant = grant
         self.pairs = deque(zip(page_ids(post.source), page_ids(post.destination), strict=True))
         self.pages = len(self.pairs)
+        self.is_reported = False
+        """Its end, good or bad, is told once."""
 
 
 class Letter(NamedTuple):
@@ -119,6 +121,10 @@ class Side:
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
         """Pages in our own socket buffers, whose sender is over."""
+        self.noisy: list[int] = []
+        """Leases that wait for Quiet."""
+        self.fails_loading = 0
+        """So many agents will fail to load."""
         self.grants: dict[int, Grant] = {}
         self.generation = 0
 
@@ -149,15 +155,16 @@ class Side:
                 self.reports.append(message)
             case effects.Send(link=link, message=message):
                 self.mail(link, message)
-            case effects.LoadAgent(incarnation=incarnation, generation=generation):
-                self.inbox.append(inputs.AgentLoaded(0.0, incarnation, generation))
+            case effects.LoadAgent() as load:
+                self.load_agent(load)
             case effects.DropAgent() as drop:
                 self.drop_agent(drop)
             case effects.Post() as post:
                 self.post(post)
             case effects.Quiesce(lease=lease):
+                self.noisy.append(lease)
                 if not self.world.hold_quiet:
-                    self.be_quiet(lease)
+                    self.be_quiet()
             case effects.RestartTransfer(why=why):
                 self.restart_transfer(why)
 
@@ -226,9 +233,9 @@ class Side:
         assert isinstance(reply, client.Leased), reply
         return reply
 
-    def ask(self, kind: type[admin.AdminRequest], **fields: object) -> admin.AdminReply:
+    def ask(self, request: admin.AdminRequest) -> admin.AdminReply:
         """One request of an operator."""
-        self.feed(inputs.FromOperator(self.world.now_s, b"op", kind(call=1, **fields)))  # type: ignore[call-arg]
+        self.feed(inputs.FromOperator(self.world.now_s, b"op", request))
         self.world.run()
         return self.reports[-1]
 
@@ -271,10 +278,25 @@ class Side:
             self.world.side_of(flight.grant.incarnation).late.append(flight)
         self.flights.clear()
         self.late.clear()
+        self.noisy.clear()
 
     def restart_transfer(self, why: str) -> None:
         """Carried out once the effects of the running step are."""
         self.world.restarts.append((self, why))
+
+    def report_next(self) -> bool:
+        """The transfer process says what it has to say next, if anything."""
+        if not self.inbox:
+            return False
+        self.feed(msgspec.structs.replace(self.inbox.popleft(), at_s=self.world.now_s))
+        return True
+
+    def load_agent(self, load: effects.LoadAgent) -> None:
+        report: inputs.Input = inputs.AgentLoaded(0.0, load.incarnation, load.generation)
+        if self.fails_loading:
+            self.fails_loading -= 1
+            report = inputs.AgentFailed(0.0, load.incarnation, load.generation, "no route")
+        self.inbox.append(report)
 
     def post(self, post: effects.Post) -> None:
         part = self.node.prefiller.posts.parts.get(post.post)
@@ -300,14 +322,17 @@ class Side:
                 source, destination = flight.pairs.popleft()
                 assert source not in page_ids(taken), f"read page {source} after it was freed"
                 there.receive_page(flight.grant, destination, self.memory.get(source, "?"))
-        if not flight.pairs:
+        if not flight.pairs and not flight.is_reported:
+            flight.is_reported = True
             del self.flights[flight.post.post]
             moved = flight.pages * self.node.leases.page_bytes
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved))
 
     def fail(self, flight: Flight, why: str) -> None:
         """The post fails; its agent still exists, so more of it may land."""
-        self.inbox.append(inputs.PostFailed(0.0, flight.post.post, why))
+        if not flight.is_reported:
+            flight.is_reported = True
+            self.inbox.append(inputs.PostFailed(0.0, flight.post.post, why))
 
     def is_reachable(self, grant: Grant) -> bool:
         return (self.incarnation, self.node.peers.generation) == grant[:2]
@@ -330,17 +355,23 @@ class Side:
         ]
         for flight in over:
             del self.flights[flight.post.post]
-            self.inbox.append(inputs.PostFailed(0.0, flight.post.post, "agent destroyed"))
+            self.fail(flight, "agent destroyed")
             if self.world.doubts:
                 self.world.side_of(flight.grant.incarnation).late.append(flight)
         doubt = len(over) if self.world.doubts else 0
         self.inbox.append(inputs.AgentDropped(0.0, drop.incarnation, drop.generation, doubt))
 
-    def be_quiet(self, lease: int) -> None:
+    def land_late(self) -> None:
+        """One page that waited in a socket lands."""
+        flight = self.late[0]
+        if flight.pairs and self.is_reachable(flight.grant):
+            self.receive_page(flight.grant, flight.pairs.popleft()[1], "late")
+        else:
+            del self.late[0]
+
+    def be_quiet(self) -> None:
         """Whatever had reached this host lands, and then nothing more does."""
-        for flight in self.late:
-            if self.is_reachable(flight.grant):
-                for _, destination in flight.pairs:
-                    self.receive_page(flight.grant, destination, "late")
-        self.late.clear()
-        self.inbox.append(inputs.Quiet(0.0, lease))
+        while self.late:
+            self.land_late()
+        self.inbox.extend(inputs.Quiet(0.0, lease) for lease in self.noisy)
+        self.noisy.clear()

@@ -38,7 +38,7 @@ class World:
         """Messages of these types vanish."""
         self.cut: set[str] = set()
         """Whatever these sides send or should hear vanishes."""
-        self.hold_wire = self.hold_posts = self.hold_quiet = False
+        self.hold_wire = self.hold_posts = self.hold_quiet = self.hold_shells = False
         self.doubts = False
         """A destroyed sending agent leaves bytes in the receiver's sockets."""
         self.p = Side(self, settings("p", p_pages, **more))
@@ -48,13 +48,13 @@ class World:
             side.dials.append(self.p)
         self.d = self.sides[names[0]]
         for side in self.sides.values():
+            side.attach()
             self.start(side)
         self.run()
 
     def start(self, side: Side) -> None:
-        """A process begins to serve, and one engine attaches."""
+        """A process begins to serve and dials its peers."""
         side.start_transfer()
-        side.attach()
         for other in side.dials:
             side.feed(
                 inputs.LinkDialed(
@@ -62,7 +62,7 @@ class World:
                 )
             )
 
-    def restart(self, side: Side, *, start: bool = True) -> None:
+    def restart(self, side: Side) -> None:
         """The daemon dies with its engines, and comes back as a new incarnation."""
         side.stop_processes()
         self.wire = [letter for letter in self.wire if letter.to is not side]
@@ -71,13 +71,12 @@ class World:
             side.config, incarnation=incarnation(side.name, side.life)
         )
         side.begin()
-        if start:
-            self.start(side)
-            self.run()
+        self.start(side)
+        self.run()
 
     def side_of(self, owner: str) -> Side:
         """The side one of whose lives this incarnation is."""
-        return self.sides[owner[0]]
+        return self.sides[owner[16]]
 
     # ---- the wire ----------------------------------------------------------------------------
 
@@ -113,18 +112,18 @@ class World:
 
     def step_shells(self) -> bool:
         """Whatever the transfer processes have to report; whether there was anything."""
-        any_work = False
-        for side in self.sides.values():
-            while side.inbox:
-                any_work = True
-                happened = side.inbox.popleft()
-                side.feed(msgspec.structs.replace(happened, at_s=self.now_s))
-        while self.restarts:
-            any_work = True
-            side, why = self.restarts.pop(0)
+        if self.hold_shells:
+            return False
+        reports = sum(side.report_next() for side in self.sides.values())
+        return self.replace_processes() or reports > 0
+
+    def replace_processes(self) -> bool:
+        """Carry out the restarts that were asked for; whether there were any."""
+        asked, self.restarts = self.restarts, []
+        for side, why in asked:
             side.stop_transfer(why)
             side.start_transfer(why)
-        return any_work
+        return bool(asked)
 
     # ---- posts and time ----------------------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""What a Hello must satisfy before its sender is a peer: each refusal says what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.errors import Code, Refusal
+from kvd.wire.peer import PROTOCOL
+
+if TYPE_CHECKING:
+    from kvd.core.peer import Peers
+    from kvd.core.settings import Settings
+    from kvd.wire.peer import Hello
+
+
+def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
+    """Why ``mine`` does not exchange KV with the sender; None when it does."""
+    if not message.source or not message.node or message.generation < 1:
+        return Refusal(
+            Code.BAD_REQUEST,
+            f"a Hello of node {message.node!r}, incarnation {message.source!r}, generation "
+            f"{message.generation}: each must be there, and generations count from 1",
+            side=mine.name,
+        )
+    if message.source == mine.incarnation or message.node == mine.name:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"a peer calls itself {message.node!r}, which is this node's own name: "
+            "give every node its own node.name",
+            side=mine.name,
+        )
+    if message.protocol != PROTOCOL:
+        return Refusal(
+            Code.NOT_SUPPORTED,
+            f"{message.node} speaks peer protocol {message.protocol}, {mine.name} speaks "
+            f"{PROTOCOL}: run the same kvd version on both",
+            side=mine.name,
+            numbers={"theirs": message.protocol, "ours": PROTOCOL},
+        )
+    if mine.allow and message.node not in mine.allow:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"{message.node!r} is not in peers.allow of {mine.name}",
+            side=mine.name,
+        )
+    return _unexpected_name(message, link, peers, mine.name)
+
+
+def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
+    """One link and one process have one name each, and a superseded process never comes back."""
+    dialed = peers.dialed.get(link)
+    if dialed is not None and dialed.name != message.node:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"the daemon at {dialed.address} calls itself {message.node!r}, "
+            f"peers.connect of {side} calls it {dialed.name!r}: make the names equal",
+            side=side,
+        )
+    speaker = peers.by_incarnation.get(message.source)
+    if speaker is not None and speaker.name != message.node:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"incarnation {message.source[:8]} calls itself {message.node!r}, "
+            f"it was {speaker.name!r} before",
+            side=side,
+        )
+    known = peers.by_name.get(message.node)
+    if known is not None and message.source < known.incarnation:
+        return Refusal(
+            Code.PEER_STALE,
+            f"incarnation {message.source} of {message.node} is older than {known.incarnation}, "
+            "which has said Hello before: its messages are not acted on",
+            side=side,
+        )
+    return None

@@ -1,0 +1,54 @@
+"""Two nodes in a random world: nothing unsafe while it rages, nothing left when it is calm.
+
+Scenarios A22, A23, A26, A28, A44, B11, G5, G6, G8 happen here in every order. The seed of a failure
+is in the test's name; ``KVD_SEEDS=first:last`` runs others, ``KVD_STEPS`` makes each longer.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.property.chaos import Chaos
+
+FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:160").split(":"))
+STEPS = int(os.environ.get("KVD_STEPS", "300"))
+A_TEST = 20
+"""Seeds in one test, so that a report of pytest stays readable."""
+
+
+@pytest.mark.parametrize("first", range(FIRST, LAST, A_TEST))
+def test_two_nodes_stay_safe_and_drain(first):
+    for seed in range(first, min(first + A_TEST, LAST)):
+        try:
+            storm(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}: KVD_SEEDS={seed}:{seed + 1} KVD_STEPS={STEPS}")
+            raise
+
+
+def storm(seed: int) -> Chaos:
+    """One seed: faults, then calm, then nothing of it is left and a handoff works."""
+    chaos = Chaos(seed)
+    for step in range(STEPS):
+        chaos.step()
+        if not step % 25:
+            chaos.check_trees()
+    chaos.calm()
+    for side in chaos.world.sides.values():
+        node = side.node
+        assert node.decoder.parts == {}
+        assert node.decoder.ready == {}
+        assert node.decoder.outcomes.kept == {}
+        assert node.prefiller.by_room == {}
+        assert node.prefiller.by_send == {}
+        assert node.prefiller.last_word.settled == {}
+        assert node.prefiller.last_word.by_handoff == {}
+        assert node.prefiller.posts.parts == {}
+        assert node.admission.queue == []
+        assert node.leases.leases == {}
+        assert node.leases.headroom_pages == node.leases.capacity_pages
+        assert chaos.engines[side.name].calls == {}, "a call was never answered"
+    chaos.final_handoff()
+    return chaos
