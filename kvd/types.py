@@ -19,7 +19,10 @@ Pages = NewType("Pages", bytes)
 """Page ids in the order of the tokens they hold, little-endian int32, 4 bytes each."""
 
 Incarnation = NewType("Incarnation", str)
-"""The random id of one daemon process lifetime: 32 hex digits."""
+"""One daemon process lifetime: 16 hex digits of its birth, then 16 random ones.
+
+Ordered within a node: a later process compares greater, so a Hello that was delayed over a restart
+cannot pass for news."""
 
 NodeName = NewType("NodeName", str)
 """A daemon's configured name, stable over restarts."""

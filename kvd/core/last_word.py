@@ -46,7 +46,11 @@ class LastWord:
             self._leases.release(part.engine.lease, f"send {part.id}", "sent")
         part.linger_s = self._out.at_s + self._settings.linger_s
         part.resend_gap_s = self._settings.resend_s
-        self.say(part)
+        if part.incarnation in self._peers.by_incarnation:
+            self.say(part)
+        else:  # a newer process of that node has said Hello meanwhile: nobody will answer
+            self.outlive(part)
+            self.by_handoff.pop((part.incarnation, part.handoff), None)
 
     def say(self, part: PrefillPart) -> None:
         """Say Settled, now, and again later."""

@@ -83,8 +83,10 @@ class Daemon:
         placed = build_pool(spec)
         for place in placed:
             self._up.callback(place.arena.close)
-        regions = [RegionFd(p.name, p.arena.fd, p.geometry) for p in placed]
-        self.node = Node(_settings(config), self._clock())
+        in_huge_pages = config.pool.huge_pages == "collapse"
+        regions = [RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages) for p in placed]
+        incarnation = f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}"
+        self.node = Node(_settings(config, Incarnation(incarnation)), self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take)
@@ -216,10 +218,10 @@ class Daemon:
         self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
 
 
-def _settings(config: Config) -> Settings:
+def _settings(config: Config, incarnation: Incarnation) -> Settings:
     return Settings(
         name=NodeName(config.node.name),
-        incarnation=Incarnation(secrets.token_hex(16)),
+        incarnation=incarnation,
         spec=pool_spec(config),
         policy=Policy(config.radix.policy),
         allow=config.peers.allow,

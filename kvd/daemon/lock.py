@@ -37,7 +37,8 @@ def take(path: str) -> int:
             if time.monotonic() < end_s:
                 time.sleep(LOOK_S)
                 continue
-            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
+            owner = kept[0] if kept else "unknown"
             os.close(descriptor)
             msg = (
                 f"{path} is locked by pid {owner}: another kvd serves from this directory; "
@@ -45,6 +46,18 @@ def take(path: str) -> int:
             )
             raise AlreadyRunning(msg) from None
         break
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def next_birth(descriptor: int) -> int:
+    """When this process was born, ns since the epoch, and later than every one before it here.
+
+    The lock file remembers the last birth, so that a clock set back cannot make a new process look
+    older than its predecessor.
+    """
+    kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
+    last = int(kept[1]) if len(kept) > 1 and kept[1].isdecimal() else 0
+    birth = max(time.time_ns(), last + 1)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} {birth}\n".encode(), 0)
+    return birth

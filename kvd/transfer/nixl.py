@@ -41,7 +41,7 @@ DEFAULT_ENVIRONMENT: Final = {
     "UCX_TCP_KEEPCNT": "3",
     "UCX_DEBUG_SIGNO": "0",
     "UCX_LOG_LEVEL": "error",
-    "UCX_LOG_FILE": "/dev/stderr",
+    "UCX_LOG_FILE": "stderr",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "ERROR",
     "OPENBLAS_NUM_THREADS": "1",

@@ -45,6 +45,7 @@ class RegionPlan(msgspec.Struct, frozen=True):
     pages: int
     page_bytes: int
     rows: tuple[Row, ...]
+    in_huge_pages: bool = True
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

@@ -115,7 +115,8 @@ class Worker:
         self._orders.settimeout(0.0)
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
-        Collapser(list(notes), is_busy=self._is_busy, on_outcome=self._inbox.put).start()
+        huge = [regions[plan.name] for plan in begin.regions if plan.in_huge_pages]
+        Collapser(huge, is_busy=self._is_busy, on_outcome=self._inbox.put).start()
         for order in later:
             self._obey(order)
 
