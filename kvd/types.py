@@ -47,6 +47,11 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+def short(incarnation: str) -> str:
+    """Enough of an incarnation to tell it from another one: the start of its random half."""
+    return incarnation[16:24]
+
+
 def count(ids: bytes) -> int:
     """How many tokens or pages ``ids`` holds."""
     return len(ids) // ID_BYTES

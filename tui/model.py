@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from kvd.cli.text import amount, bar, clean, duration, event_line, room, share
+from kvd.types import short
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
 
@@ -103,7 +104,7 @@ class Console:
         before = self.snapshot
         if before is None or before.incarnation == now.incarnation:
             return []
-        return [f"-- the daemon was restarted: incarnation {clean(now.incarnation[:8])}"]
+        return [f"-- the daemon was restarted: incarnation {clean(short(now.incarnation))}"]
 
     def head(self) -> str:
         """One line: which daemon, how it is, and whether it still answers."""

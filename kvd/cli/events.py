@@ -10,6 +10,7 @@ import msgspec
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
 from kvd.cli.look import snapshot
 from kvd.cli.text import event_line
+from kvd.types import short
 from kvd.wire.admin import EventPage, ListEvents
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _text_line(line: Event | Gap | Restarted) -> str:
         case Gap(lost=lost):
             return f"-- {lost} events are lost: they had left the daemon's ring"
         case Restarted(incarnation=incarnation):
-            return f"-- the daemon was restarted: incarnation {incarnation[:8]}"
+            return f"-- the daemon was restarted: incarnation {short(incarnation)}"
         case event:
             return event_line(event)
 

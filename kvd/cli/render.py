@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.text import amount, bar, clean, duration, room, share
+from kvd.types import short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -122,7 +123,7 @@ def status(shot: Snapshot) -> RenderableType:
         "  ",
         state(shot.state),
         f"  kvd {clean(shot.version)}  up {duration(shot.uptime_s)}",
-        f"  incarnation {clean(shot.incarnation[:8])}",
+        f"  incarnation {clean(short(shot.incarnation))}",
         f"\ntransport {clean(shot.transport)}, generation {shot.generation}",
         f"; {shot.totals.steps} steps, {shot.last_event} events",
     )
@@ -308,8 +309,8 @@ def peers(states: tuple[PeerState, ...]) -> RenderableType:
             str(one.open_sends),
             one.agent,
             prose=(
-                f"{one.address}, incarnation {one.incarnation[:8]}, generation {one.generation}, "
-                f"layout {one.layout[:12]}"
+                f"{one.address}, incarnation {short(one.incarnation)}, "
+                f"generation {one.generation}, layout {one.layout[:12]}"
             ),
         )
     return out if states else nothing("peers: name them in peers.connect")

@@ -24,7 +24,7 @@ from kvd.core.parts import DecodePart
 from kvd.core.prompt import prompt_digest
 from kvd.core.tables import Decode, DecodeTrigger
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
+from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count, short
 from kvd.wire import client, events
 from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled
 
@@ -155,7 +155,7 @@ class Decoder:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
         refusal = Refusal(
             Code.PEER_LOST,
-            f"the prefill daemon restarted (incarnation {incarnation[:8]} is gone): send it again",
+            f"the prefill daemon restarted ({short(incarnation)} is gone): send it again",
             side=self._settings.name,
         )
         for part in [one for one in self.parts.values() if one.incarnation == incarnation]:

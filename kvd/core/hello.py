@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.errors import Code, Refusal
+from kvd.types import short
 from kvd.wire.peer import PROTOCOL
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refu
     if speaker is not None and speaker.name != message.node:
         return Refusal(
             Code.PEER_UNKNOWN,
-            f"incarnation {message.source[:8]} calls itself {message.node!r}, "
+            f"incarnation {short(message.source)} calls itself {message.node!r}, "
             f"it was {speaker.name!r} before",
             side=side,
         )

@@ -23,6 +23,7 @@ from kvd.core.parts import Engine, PrefillPart
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
+from kvd.types import short
 from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Offer, Outcome
 
@@ -188,7 +189,7 @@ class Prefiller:
         """The decode daemon restarted: nobody will say Closed, and nothing of it is wanted."""
         refusal = Refusal(
             Code.PEER_LOST,
-            f"the decode daemon restarted (incarnation {incarnation[:8]} is gone)",
+            f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
             side=self._settings.name,
         )
         for part in self.parts_of(incarnation):

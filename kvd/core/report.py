@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
-from kvd.types import count
+from kvd.types import count, short
 from kvd.wire.snapshot import (
     ClientState,
     LeaseState,
@@ -104,7 +104,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
     if lease.quarantine is not None:
         state, held, quarantined = "quarantined", 0, lease.held_pages
         waiting_for = (
-            f"{lease.quarantine.peer} (incarnation {lease.quarantine.incarnation[:8]}) to settle, "
+            f"{lease.quarantine.peer} ({short(lease.quarantine.incarnation)}) to settle, "
             "to restart, or a fence"
         )
     elif ARRIVAL in lease.holders:
