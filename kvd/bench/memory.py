@@ -1,7 +1,8 @@
-"""What the kernel says of a process's memory: huge pages of pools, and what is resident."""
+"""What the kernel says of a process: its memory, its huge pages, the time it computed."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +48,15 @@ def proportional_bytes(pid: int) -> int:
 def huge_bytes(pid: int) -> int:
     """Bytes of shared memory that the process has mapped as 2 MiB pages."""
     return _fields(f"/proc/{pid}/smaps_rollup")["ShmemPmdMapped"]
+
+
+def busy_s(pid: int) -> float:
+    """Seconds that all threads of a process have computed so far."""
+    total_ns = 0
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/schedstat", encoding="ascii") as line:
+            total_ns += int(line.read().split()[0])
+    return total_ns / 1e9
 
 
 def when_collapsed(pair: Pair, pool_bytes: int) -> None:
