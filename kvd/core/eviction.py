@@ -1,23 +1,22 @@
 """Which unlocked node of the tree goes first: lru, lfu, fifo, priority.
 
-An order holds exactly the unlocked nodes of all namespaces; a node leaves it when it is locked
-and joins it again when its last lock goes. So what is popped needs no test, and the locked nodes
-of a thousand running requests cost nothing when one more asks for room.
+An order holds the nodes of all namespaces, roots excepted. Where a locked node stands in it means
+nothing: the node gets its place when its last lock goes. So locking costs the order nothing, being
+unlocked counts as use (except for fifo), and a locked node that comes up is passed once, not every
+time one more request asks for room.
 
 Every order keeps one promise, from which the rest follows:
 
     an unlocked node comes before its parent, or its parent is locked.
 
-Together with "a locked node's ancestors are all locked" it means that the first node of an order
-never has children: an unlocked child would come earlier, a locked child would have locked it.
-So popping n times evicts n nodes, children always before their parent.
+Together with "a locked node's ancestors are all locked" it means that the first unlocked node of
+an order never has children: an unlocked child would come earlier, a locked child would have locked
+it. So the first n unlocked nodes are n victims as they are, children always before their parent.
 
 LRU keeps the promise by moving a used path to the end deepest first, in one ordered dict.
-The others rank a node by a tuple that grows towards the root, in one heap that lives as long as
-the tree. Ranks never shrink, so an entry that is out of date ranks too early, never too late: it
-is put back in its place when it comes up, and nothing is ever searched or rebuilt for an eviction.
-
-Being unlocked counts as use (except for fifo): a path is as recent as its last release.
+The others have a key per node that grows towards the root, in one heap that lives as long as the
+tree. Keys never shrink, so an entry that is out of date comes up too early, never too late: then it
+is put back in its place, and nothing is ever searched or rebuilt for an eviction.
 
 What must not live here: pages, tokens, locks, the shape of the tree.
 """
@@ -30,12 +29,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvd.core.radix_node import Node
 
-Rank = tuple[int, ...]
-"""Compares with the other ranks of the same policy; the smallest is evicted first."""
+Key = tuple[int, ...]
+"""Compares with the other keys of the same policy; the smallest is evicted first."""
 
 HEAP_SLACK = 64
 """Out-of-date heap entries allowed beside one per live node before the heap is made anew."""
@@ -51,22 +50,28 @@ class Policy(enum.Enum):
 
 
 class EvictionOrder(Protocol):
-    """The unlocked nodes of a tree, the next victim first."""
+    """The nodes of a tree, the next victim first."""
 
     def add(self, node: Node) -> None:
-        """Takes in ``node``, which is unlocked now; of a path, the deepest node first."""
+        """Takes in ``node``, which is new and unlocked; touch its parent next, if unlocked."""
+
+    def release(self, node: Node) -> None:
+        """Gives ``node`` its place: its last lock is gone; of a path, the deepest node first."""
 
     def remove(self, node: Node) -> None:
-        """Lets go of ``node``, which is locked or leaves the tree."""
+        """Lets go of ``node``, which leaves the tree."""
 
     def touch(self, node: Node) -> None:
-        """``node`` and its path were matched."""
+        """``node`` and its path were used: matched, or continued by a new leaf."""
 
-    def insert(self, leaf: Node) -> None:
-        """Takes in ``leaf``, which is new; its path was used."""
+    def split(self, upper: Node, lower: Node) -> None:
+        """``upper`` is the new upper half of ``lower``, which is touched next."""
 
-    def pop(self) -> Node | None:
-        """Takes out the next victim, which never has children; None when all nodes are locked."""
+    def prefer(self, node: Node, priority: int) -> None:
+        """Gives the path of ``node`` at least this ``priority``."""
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
 
     def __contains__(self, node: object) -> bool: ...
 
@@ -76,19 +81,23 @@ class EvictionOrder(Protocol):
 class LruOrder:
     """Least recently used first: one ordered dict, a used path moves to its end deepest first."""
 
-    __slots__ = ("_nodes", "add", "remove")
+    __slots__ = ("_nodes", "add", "release")
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
-        # The dict's own methods, because these two run once per node of every path.
+        # The dict's own methods, because these two run for the nodes of every path.
         self.add: Callable[[Node], None] = self._nodes.setdefault
-        self.remove: Callable[[Node], None] = self._nodes.__delitem__
+        self.release: Callable[[Node], None] = self._nodes.move_to_end
 
     def __contains__(self, node: object) -> bool:
         return node in self._nodes
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def remove(self, node: Node) -> None:
+        """Takes ``node`` out, wherever it is."""
+        del self._nodes[node]
 
     def touch(self, node: Node) -> None:
         """Moves the unlocked part of the path to the recent end; above it everything is locked."""
@@ -98,100 +107,137 @@ class LruOrder:
             to_end(step)
             step = step.parent
 
-    def insert(self, leaf: Node) -> None:
-        """Puts ``leaf`` and then its path at the recent end."""
-        self._nodes[leaf] = None
-        step = leaf.parent
-        while step is not None and not step.lock_ref:
-            self._nodes.move_to_end(step)
-            step = step.parent
+    def split(self, upper: Node, lower: Node) -> None:
+        """Puts ``upper`` at the recent end; the touch that follows puts ``lower`` before it."""
+        del lower
+        self._nodes[upper] = None
 
-    def pop(self) -> Node | None:
-        """The node used longest ago."""
-        return self._nodes.popitem(last=False)[0] if self._nodes else None
+    def prefer(self, node: Node, priority: int) -> None:
+        """Nothing: priorities are not recency."""
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out the nodes used longest ago."""
+        nodes = self._nodes
+        out = []
+        while n_bytes > 0:
+            node, _ = nodes.popitem(False)  # noqa: FBT003 - by keyword it takes twice as long
+            if node.lock_ref:
+                nodes[node] = None
+            else:
+                n_bytes -= len(node.pages)
+                out.append(node)
+        return out
+
+
+class Rank:
+    """What a ranked order remembers of a node beside what the tree does."""
+
+    __slots__ = ("grown", "priority", "used")
+
+    def __init__(self, used: int, grown: int, priority: int) -> None:
+        self.used = used
+        self.grown = grown
+        self.priority = priority
 
 
 class RankedOrder:
-    """Lowest rank first: one heap of lower bounds, corrected when they come up.
+    """Lowest key first: one heap of lower bounds, corrected when they come up.
 
-    ``rank`` must never shrink for a node and must be larger for its parent.
+    ``key`` must never shrink for a node and must be larger for its parent.
     """
 
-    __slots__ = ("_clock", "_heap", "_nodes", "_rank")
+    __slots__ = ("_clock", "_heap", "_key", "_ranks")
 
-    def __init__(self, rank: Callable[[Node], Rank]) -> None:
-        self._rank = rank
+    def __init__(self, key: Callable[[Node, Rank], Key]) -> None:
+        self._key = key
         self._clock = 0
-        self._nodes: set[Node] = set()
-        self._heap: list[tuple[Rank, int, Node]] = []
+        self._ranks: dict[Node, Rank] = {}
+        self._heap: list[tuple[Key, int, Node]] = []
 
     def __contains__(self, node: object) -> bool:
-        return node in self._nodes
+        return node in self._ranks
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._ranks)
 
     def add(self, node: Node) -> None:
+        """Takes in ``node`` as used now, and makes its path as young as it is."""
+        self._ranks[node] = Rank(0, 0, 0)
+        for step in _path(node):
+            self._ranks[step].grown = self._clock + 1
+        self.release(node)
+
+    def release(self, node: Node) -> None:
         """Ranks ``node`` as used now."""
-        self._clock = node.used = self._clock + 1
-        self._enter(node)
+        self._clock = self._ranks[node].used = self._clock + 1
+        if len(self._heap) > 2 * len(self._ranks) + HEAP_SLACK:
+            # Paid for by the entries pushed since the last time; dropped nodes must not pile up.
+            self._heap = [self._entry(one) for one in self._ranks if not one.lock_ref]
+            heapify(self._heap)
+        else:
+            heappush(self._heap, self._entry(node))
 
     def remove(self, node: Node) -> None:
         """Forgets ``node``; its entry goes when it comes up."""
-        self._nodes.remove(node)
+        del self._ranks[node]
 
     def touch(self, node: Node) -> None:
         """Stamps the path as used now."""
         self._clock += 1
-        step: Node | None = node
-        while step is not None:
-            step.used = self._clock
-            step = step.parent
+        for step in _path(node):
+            self._ranks[step].used = self._clock
 
-    def insert(self, leaf: Node) -> None:
-        """Stamps the path as used and as grown now: a parent cannot go before its new child."""
-        self._clock += 1
-        step: Node | None = leaf
-        while step is not None:
-            step.used = step.grown = self._clock
-            step = step.parent
-        self._enter(leaf)
+    def split(self, upper: Node, lower: Node) -> None:
+        """Ranks ``upper`` like ``lower``, after it because it ends earlier."""
+        rank = self._ranks[lower]
+        self._ranks[upper] = Rank(rank.used, rank.grown, rank.priority)
+        if not upper.lock_ref:
+            self.release(upper)
 
-    def pop(self) -> Node | None:
-        """The node of the lowest rank."""
+    def prefer(self, node: Node, priority: int) -> None:
+        """Raises the priority along the path, as far as it is lower."""
+        for step in _path(node):
+            rank = self._ranks[step]
+            rank.priority = max(rank.priority, priority)
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out the nodes of the lowest keys."""
         heap = self._heap
-        while heap:
-            listed, node_id, node = heap[0]
-            if node not in self._nodes:
-                heappop(heap)
-            elif (rank := self._rank(node)) != listed:
-                heapreplace(heap, (rank, node_id, node))
+        out: list[Node] = []
+        while n_bytes > 0:
+            node = heap[0][2]
+            if node.lock_ref or node not in self._ranks:
+                heappop(heap)  # a release brings a locked one back
+            elif (entry := self._entry(node)) != heap[0]:
+                heapreplace(heap, entry)
             else:
                 heappop(heap)
-                self._nodes.remove(node)
-                return node
-        return None
+                del self._ranks[node]
+                n_bytes -= len(node.pages)
+                out.append(node)
+        return out
 
-    def _enter(self, node: Node) -> None:
-        self._nodes.add(node)
-        if len(self._heap) > 2 * len(self._nodes) + HEAP_SLACK:
-            # Paid for by the entries pushed since the last time; dropped nodes must not pile up.
-            self._heap = [(self._rank(member), member.id, member) for member in self._nodes]
-            heapify(self._heap)
-        else:
-            heappush(self._heap, (self._rank(node), node.id, node))
+    def _entry(self, node: Node) -> tuple[Key, int, Node]:
+        return self._key(node, self._ranks[node]), node.id, node
 
 
-def _by_hits(node: Node) -> Rank:
-    return node.hits, node.used, -node.end_tokens
+def _path(node: Node) -> Iterator[Node]:
+    """``node`` and what is above it, without the root, which is never evicted."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
-def _by_age(node: Node) -> Rank:
-    return node.grown, -node.end_tokens
+def _by_hits(node: Node, rank: Rank) -> Key:
+    return node.hits, rank.used, -node.end_tokens
 
 
-def _by_priority(node: Node) -> Rank:
-    return node.priority, node.used, -node.end_tokens
+def _by_age(node: Node, rank: Rank) -> Key:
+    return rank.grown, -node.end_tokens
+
+
+def _by_priority(node: Node, rank: Rank) -> Key:
+    return rank.priority, rank.used, -node.end_tokens
 
 
 def eviction_order(policy: Policy) -> EvictionOrder:

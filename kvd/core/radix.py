@@ -19,7 +19,7 @@ What must not live here: owners and free pages (the lease table and the pools), 
 
 Invariants, checked by ``check``:
     I2  parent.lock_ref >= child.lock_ref >= 0; a root carries one lock of its own for good
-    I3  evictable_pages = pages of the nodes with lock_ref 0, which are the nodes in the order
+    I3  evictable_pages = pages of the nodes with lock_ref 0
     I4  every edge is a positive number of pages, one page id each; no page id occurs twice
 """
 
@@ -27,10 +27,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvd.core.radix_audit import Totals, violations
-from kvd.core.radix_node import Evicted, Extension, Flushed, LockUnderflow, Node, Victim
+from kvd.core.radix_bytes import outdone_pages, shared_bytes
+from kvd.core.radix_node import NO_CHILDREN, Evicted, Extension, Flushed, LockUnderflow, Node
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
@@ -45,11 +44,7 @@ __all__ = [
     "LockUnderflow",
     "Node",
     "RadixTree",
-    "Victim",
 ]
-
-FIRST_SPAN_BYTES = 2048
-"""How far the search for a divergence looks at first; doubled while it finds none."""
 
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
@@ -61,25 +56,22 @@ class RadixTree:
     Attributes:
         at: The time of the input being applied, in seconds. The tree has no clock; whoever drives
             it sets this once per input, and it is stamped on the nodes that are made or matched.
-        evictable_pages: Pages that ``evict`` can give back now.
-        protected_pages: Pages under a lock.
     """
 
     __slots__ = (
         "_add",
-        "_insert",
+        "_evictable_bytes",
         "_last_id",
         "_order",
         "_page_bytes",
-        "_pop",
-        "_remove",
+        "_protected_bytes",
+        "_release",
         "_roots",
         "_sweep_above",
+        "_take",
         "_touch",
         "at",
-        "evictable_pages",
         "match_page_tokens",
-        "protected_pages",
     )
 
     def __init__(self, match_page_tokens: int, order: EvictionOrder) -> None:
@@ -87,23 +79,33 @@ class RadixTree:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
-        self.evictable_pages = 0
-        self.protected_pages = 0
+        # Counted in bytes of page ids: what a node has is len(node.pages), without a division.
+        self._evictable_bytes = 0
+        self._protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self._order = order
         self._add = order.add
-        self._insert = order.insert
-        self._pop = order.pop
-        self._remove = order.remove
+        self._take = order.take
+        self._release = order.release
         self._touch = order.touch
         self._roots: dict[str, Node] = {}
         self._sweep_above = BARE_ROOTS
         self._last_id = 0
 
     @property
+    def evictable_pages(self) -> int:
+        """Pages that ``evict`` can give back now."""
+        return self._evictable_bytes // ID_BYTES
+
+    @property
+    def protected_pages(self) -> int:
+        """Pages under a lock."""
+        return self._protected_bytes // ID_BYTES
+
+    @property
     def cached_pages(self) -> int:
         """Pages the tree holds."""
-        return self.evictable_pages + self.protected_pages
+        return (self._evictable_bytes + self._protected_bytes) // ID_BYTES
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -120,7 +122,10 @@ class RadixTree:
         Returns:
             The node where the match ends: the namespace's root when nothing matches.
         """
-        node = self._find(tokens, namespace, limit_tokens)
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        root = self._roots.get(namespace) or self._add_root(namespace)
+        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
+        node.touched_at = self.at
         self._touch(node)
         return node
 
@@ -132,25 +137,19 @@ class RadixTree:
         while node is not None and pos < end:
             node = node.children.get(tokens[pos : pos + self._page_bytes])
             if node is not None:
-                shared = self._shared_bytes(node.edge, tokens, pos, end)
-                pos += shared
+                shared = shared_bytes(node.edge, tokens, pos, end)
+                pos += shared - shared % self._page_bytes
                 if shared < len(node.edge):
                     break
         return pos // ID_BYTES
 
     def path_pages(self, node: Node) -> Pages:
         """The pages from the root to the end of ``node``, in token order."""
-        return _pages_between(None, node)
+        return Pages(b"".join([step.pages for step in reversed(_path_between(None, node))]))
 
     def path_tokens(self, node: Node) -> Tokens:
         """The tokens from the root to the end of ``node``."""
-        pieces = []
-        step: Node | None = node
-        while step is not None:
-            pieces.append(step.edge)
-            step = step.parent
-        pieces.reverse()
-        return Tokens(b"".join(pieces))
+        return Tokens(b"".join([step.edge for step in reversed(_path_between(None, node))]))
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Every node but the roots, parents first; of one namespace, or of all."""
@@ -165,17 +164,6 @@ class RadixTree:
         """The namespaces that were matched or filled lately, empty ones included."""
         return list(self._roots)
 
-    def _find(self, tokens: Tokens, namespace: str, limit_tokens: int | None) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._add_root(namespace)
-        size = len(tokens)
-        if limit_tokens is not None:
-            size = min(size, limit_tokens * ID_BYTES)
-        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
-        node.touched_at = self.at
-        return node
-
     # --- locks ---------------------------------------------------------------------------------
 
     def hold(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
@@ -183,13 +171,27 @@ class RadixTree:
 
         Its use of the path counts when the lock goes, which is later than now.
         """
-        node = self._find(tokens, namespace, limit_tokens)
-        self._lock_up_to(node, None)
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        root = self._roots.get(namespace) or self._add_root(namespace)
+        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
+        node.touched_at = self.at
+        self.lock(node)
         return node
 
     def lock(self, node: Node) -> None:
         """Keeps ``node`` and its path from eviction until ``unlock``; locks nest."""
-        self._lock_up_to(node, None)
+        kept = 0
+        step: Node | None = node
+        while step is not None:
+            locks = step.lock_ref
+            if not locks:
+                kept += len(step.pages)
+            step.lock_ref = locks + 1
+            step.hits += 1
+            step = step.parent
+        if kept:
+            self._evictable_bytes -= kept
+            self._protected_bytes += kept
 
     def relock(self, old: Node, new: Node) -> None:
         """Moves one lock from ``old`` down to ``new``; only the nodes between them change.
@@ -197,14 +199,19 @@ class RadixTree:
         Raises:
             ValueError: ``new`` is not in the subtree of ``old``; nothing was changed.
         """
-        step: Node | None = new
-        while step is not old:
-            if step is None:
-                raise ValueError(
-                    f"a lock moves down only: {new.describe()} is not below {old.describe()}"
-                )
-            step = step.parent
-        self._lock_up_to(new, old)
+        path = _path_between(old, new)
+        if not path and new is not old:
+            raise ValueError(
+                f"a lock only moves down: {new.describe()} is not below {old.describe()}"
+            )
+        kept = 0
+        for step in path:
+            if not step.lock_ref:
+                kept += len(step.pages)
+            step.lock_ref += 1
+            step.hits += 1
+        self._evictable_bytes -= kept
+        self._protected_bytes += kept
 
     def unlock(self, node: Node) -> None:
         """Takes one lock off ``node`` and its path.
@@ -217,28 +224,14 @@ class RadixTree:
         freed = 0
         step: Node | None = node
         while step is not None:
-            step.lock_ref -= 1
-            if not step.lock_ref:
+            step.lock_ref = locks = step.lock_ref - 1
+            if not locks:
                 freed += len(step.pages)
-                self._add(step)
+                self._release(step)
             step = step.parent
         if freed:
-            self.evictable_pages += freed // ID_BYTES
-            self.protected_pages -= freed // ID_BYTES
-
-    def _lock_up_to(self, node: Node, above: Node | None) -> None:
-        kept = 0
-        step: Node | None = node
-        while step is not above and step is not None:
-            if not step.lock_ref:
-                kept += len(step.pages)
-                self._remove(step)
-            step.lock_ref += 1
-            step.hits += 1
-            step = step.parent
-        if kept:
-            self.evictable_pages -= kept // ID_BYTES
-            self.protected_pages += kept // ID_BYTES
+            self._evictable_bytes += freed
+            self._protected_bytes -= freed
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -263,13 +256,9 @@ class RadixTree:
         Args:
             anchor: A root or a node that the caller has locked.
             tokens: From ``start_tokens`` on, what follows the anchor.
-            pages: The caller's page ids for those tokens; their number says how far to go, so the
-                caller keeps a last partial page by not naming it.
+            pages: The caller's for those tokens; how many says how far: no partial page is named.
             start_tokens: Where in ``tokens`` the continuation begins.
-            priority: For the priority order; a node has the highest of what passes through it.
-
-        Returns:
-            The end node (not locked), the pages the caller has to free, the pages that count now.
+            priority: For that order; a node has the highest of what passes through it.
 
         Raises:
             ValueError: ``tokens`` is too short for that many pages; nothing was changed.
@@ -277,40 +266,41 @@ class RadixTree:
         start = start_tokens * ID_BYTES
         end = start + len(pages) * self.match_page_tokens
         if end > len(tokens):
-            raise ValueError(
-                f"{len(pages) // ID_BYTES} pages of {self.match_page_tokens} tokens from token "
-                f"{start_tokens} need {end // ID_BYTES} tokens; {len(tokens) // ID_BYTES} came"
-            )
+            raise _too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
-            duplicates, tree_pages = _swap(pages, known, _pages_between(anchor, node))
+            there = [step.pages for step in reversed(_path_between(anchor, node))]
+            duplicates, tree_pages = outdone_pages(pages, Pages(b"".join(there)))
             start += known * self.match_page_tokens
             pages = Pages(pages[known:])
             first_page = tokens[start : start + self._page_bytes]
         if start < end:
-            self._last_id += 1
-            leaf = Node(self._last_id, node.namespace, node, tokens[start:end], pages)
-            leaf.created_at = leaf.touched_at = self.at
-            node.children[first_page] = leaf
-            self.evictable_pages += len(pages) // ID_BYTES
-            self._insert(leaf)
-            node = leaf
+            self._last_id = node_id = self._last_id + 1
+            leaf = Node(node_id, node, first_page, tokens[start:end], pages)
+            leaf.touched_at = self.at
+            if node.children is NO_CHILDREN:
+                node.children = {first_page: leaf}
+            else:
+                node.children[first_page] = leaf
+            self._evictable_bytes += len(pages)
+            self._add(leaf)
         else:
+            leaf = node
+        if not node.lock_ref:
             self._touch(node)
         if priority:
-            _raise_priority(node, priority)
-        return Extension(node, duplicates, tree_pages)
+            self._order.prefer(leaf, priority)
+        return Extension(leaf, duplicates, tree_pages)
 
     def _add_root(self, namespace: str) -> Node:
         if len(self._roots) >= self._sweep_above:
             self._sweep_roots()
         self._last_id += 1
-        root = Node(self._last_id, namespace, None, NO_TOKENS, NO_PAGES)
+        root = Node(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
         root.lock_ref = 1
-        root.created_at = self.at
         self._roots[namespace] = root
         return root
 
@@ -332,7 +322,8 @@ class RadixTree:
             if stop <= end and tokens.startswith(edge, pos):
                 node, pos = child, stop
                 continue
-            node = self._split(child, self._shared_bytes(edge, tokens, pos, end))
+            shared = shared_bytes(edge, tokens, pos, end)
+            node = self._split(child, shared - shared % page_bytes)
             # Both halves were used, the upper one last; it also puts the upper one in its place.
             self._touch(child)
             break
@@ -342,33 +333,17 @@ class RadixTree:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
-        upper = Node(self._last_id, lower.namespace, parent, edge[:at_bytes], pages[:at_pages])
-        upper.created_at, upper.touched_at = lower.created_at, lower.touched_at
-        upper.lock_ref, upper.hits, upper.priority = lower.lock_ref, lower.hits, lower.priority
-        upper.used, upper.grown = lower.used, lower.grown
+        upper = Node(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
+        upper.touched_at = lower.touched_at
         if parent is not None:
-            parent.children[edge[: self._page_bytes]] = upper
+            parent.children[upper.key] = upper
         lower.parent = upper
         lower.edge, lower.pages = Tokens(edge[at_bytes:]), Pages(pages[at_pages:])
-        upper.children[lower.edge[: self._page_bytes]] = lower
-        if not upper.lock_ref:
-            self._add(upper)
+        lower.key = lower.edge[: self._page_bytes]
+        upper.children = {lower.key: lower}
+        self._order.split(upper, lower)
         return upper
-
-    def _shared_bytes(self, edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
-        """How much of ``edge`` equals ``tokens[pos:end]``, in bytes, floored to a page."""
-        limit = min(len(edge), end - pos)
-        low, span = 0, FIRST_SPAN_BYTES
-        while low < limit:
-            high = min(low + span, limit)
-            if not tokens.startswith(edge[low:high], pos + low):
-                size = (high - low) // ID_BYTES
-                ours = np.frombuffer(edge, "<i4", size, low)
-                theirs = np.frombuffer(tokens, "<i4", size, pos + low)
-                low += int((ours != theirs).argmax()) * ID_BYTES
-                break
-            low, span = high, 2 * span
-        return low - low % self._page_bytes
 
     # --- shrinking -----------------------------------------------------------------------------
 
@@ -377,20 +352,18 @@ class RadixTree:
 
         Fewer come back only when nothing unlocked is left.
         """
-        wanted, got = n_pages * ID_BYTES, 0
-        pieces, victims = [], []
-        pop, page_bytes = self._pop, self._page_bytes
-        while got < wanted:
-            node = pop()
-            if node is None or node.parent is None:
-                break
-            del node.parent.children[node.edge[:page_bytes]]
-            pages = node.pages
-            pieces.append(pages)
-            got += len(pages)
-            victims.append(Victim(node.id, node.namespace, node.end_tokens, len(pages) // ID_BYTES))
-        self.evictable_pages -= got // ID_BYTES
-        return Evicted(Pages(b"".join(pieces)), tuple(victims))
+        wanted = n_pages * ID_BYTES
+        if wanted > self._evictable_bytes:  # noqa: PLR1730 - calling min() costs more
+            wanted = self._evictable_bytes
+        victims = self._take(wanted)
+        pieces = []
+        for node in victims:
+            if node.parent is not None:
+                del node.parent.children[node.key]
+            pieces.append(node.pages)
+        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
+        self._evictable_bytes -= len(pages)
+        return Evicted(pages, victims)
 
     def flush(self, namespace: str | None = None) -> Flushed:
         """Drops every unlocked node, of one namespace or of all; what is locked stays."""
@@ -399,13 +372,13 @@ class RadixTree:
             if node.lock_ref:
                 kept += len(node.pages)
             else:
-                self._remove(node)
+                self._order.remove(node)
                 pieces.append(node.pages)
-                node.children.clear()  # no cycle is left for the collector to find
+                node.children = NO_CHILDREN  # no cycle is left for the collector to find
                 if node.parent is not None and node.parent.lock_ref:
-                    del node.parent.children[node.edge[: self._page_bytes]]
+                    del node.parent.children[node.key]
         pages = Pages(b"".join(pieces))
-        self.evictable_pages -= len(pages) // ID_BYTES
+        self._evictable_bytes -= len(pages)
         self._sweep_roots()
         return Flushed(pages, kept // ID_BYTES)
 
@@ -417,33 +390,20 @@ class RadixTree:
         return violations(list(self.nodes()), self._order, totals)
 
 
-def _pages_between(above: Node | None, node: Node) -> Pages:
-    pieces = []
+def _path_between(above: Node | None, node: Node) -> list[Node]:
+    """From ``node`` up to below ``above``; empty when ``above`` is not above."""
+    path = []
     step: Node | None = node
-    while step is not above and step is not None:
-        pieces.append(step.pages)
+    while step is not above:
+        if step is None:
+            return []
+        path.append(step)
         step = step.parent
-    pieces.reverse()
-    return Pages(b"".join(pieces))
+    return path
 
 
-def _swap(pages: Pages, known: int, tree: Pages) -> tuple[Pages, Pages]:
-    """The caller's pages that lose to the tree's, and the stretch as the tree has it.
-
-    A page that is the same on both sides (the caller repeats what it gave before) is no duplicate:
-    freeing it would free a cached page.
-
-    Args:
-        pages: The caller's pages for the whole stretch.
-        known: How many bytes of them the tree had already.
-        tree: The tree's pages for that part.
-    """
-    mine, theirs = np.frombuffer(pages[:known], "<i4"), np.frombuffer(tree, "<i4")
-    return Pages(mine[mine != theirs].tobytes()), Pages(tree + pages[known:])
-
-
-def _raise_priority(node: Node, priority: int) -> None:
-    step: Node | None = node
-    while step is not None and step.priority < priority:
-        step.priority = priority
-        step = step.parent
+def _too_few(tokens: Tokens, start_tokens: int, needed_tokens: int) -> ValueError:
+    return ValueError(
+        f"the pages from token {start_tokens} on need {needed_tokens} tokens, "
+        f"{len(tokens) // ID_BYTES} came: name as many pages as there are whole pages of tokens"
+    )

@@ -16,45 +16,62 @@ class LockUnderflow(Exception):
 
 
 class Node:
-    """One edge of the tree and its end. Read it; only ``RadixTree`` and its order write it."""
+    """One edge of the tree and its end. Read it; only ``RadixTree`` and its order write it.
+
+    Attributes:
+        id: Never reused while the tree lives; the half of a split that keeps its end keeps it.
+        parent: None for the root of a namespace.
+        key: The first page of ``edge``: its name among the parent's children. Of a root, the
+            namespace.
+        edge: The tokens between the parent's end and this node's, whole pages of them.
+        pages: One page id per page of ``edge``.
+        end_tokens: Tokens from the root to the end of this node.
+        children: By their ``key``.
+        lock_ref: Locks that cross this node now; a root has one more, its own.
+        hits: Locks that ever crossed it: how many leases have used it.
+        touched_at: When it was last the end of a match or of an insertion, in seconds.
+    """
 
     __slots__ = (
         "children",
-        "created_at",
         "edge",
         "end_tokens",
-        "grown",
         "hits",
         "id",
+        "key",
         "lock_ref",
-        "namespace",
         "pages",
         "parent",
-        "priority",
         "touched_at",
-        "used",
     )
 
     def __init__(
-        self, node_id: int, namespace: str, parent: Node | None, edge: bytes, pages: bytes
+        self, node_id: int, parent: Node | None, key: bytes, edge: bytes, pages: bytes
     ) -> None:
         self.id = node_id
-        """Never reused while the tree lives; the half of a split that keeps its end keeps it."""
-        self.namespace = namespace
         self.parent = parent
+        self.end_tokens: int = parent.end_tokens + len(edge) // ID_BYTES if parent else 0
+        self.key = key
         # Plain bytes come in because calling a NewType costs as much as comparing 1000 tokens.
         self.edge: Tokens = edge  # type: ignore[assignment]
         self.pages: Pages = pages  # type: ignore[assignment]
-        self.end_tokens: int = len(edge) // ID_BYTES + (parent.end_tokens if parent else 0)
-        self.created_at = 0.0
-        self.touched_at = 0.0
-        self.children: dict[bytes, Node] = {}
+        self.children = NO_CHILDREN
         self.lock_ref = 0
         self.hits = 0
-        """Locks ever taken across this node: how many leases have used it."""
-        self.priority = 0
-        self.used = 0
-        self.grown = 0
+        self.touched_at = 0.0
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the root above; a dropped node still knows it."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node.key.decode()
+
+    @property
+    def n_pages(self) -> int:
+        """Pages on this node's edge."""
+        return len(self.pages) // ID_BYTES
 
     def describe(self) -> str:
         """The node in words, for messages: id, namespace, end, pages, locks."""
@@ -64,31 +81,28 @@ class Node:
         )
 
 
+NO_CHILDREN: dict[bytes, Node] = {}
+"""The children of every leaf, never written: most nodes are leaves, and a dict each costs time."""
+
+
 class Extension(msgspec.Struct, frozen=True, gc=False):
     """What ``extend`` did with the caller's pages."""
 
     node: Node
-    """The node that ends where the stretch ends."""
+    """The node that ends where the stretch ends; not locked by this."""
     duplicates: Pages
     """The caller's pages that were not taken, because the tree held these tokens on others."""
     tree_pages: Pages
     """The pages the whole stretch is on now."""
 
 
-class Victim(msgspec.Struct, frozen=True, gc=False):
-    """One node that was evicted, whole."""
-
-    node_id: int
-    namespace: str
-    end_tokens: int
-    n_pages: int
-
-
-class Evicted(msgspec.Struct, frozen=True):
-    """What ``evict`` took out of the tree: the pages are the caller's now."""
+class Evicted(msgspec.Struct, frozen=True, gc=False):
+    """What ``evict`` took out of the tree."""
 
     pages: Pages
-    victims: tuple[Victim, ...]
+    """The caller's now."""
+    victims: list[Node]
+    """The nodes as they were, children before parents; nothing else refers to them."""
 
 
 class Flushed(msgspec.Struct, frozen=True):
