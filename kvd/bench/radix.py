@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from kvd.bench.trace import TraceRequest, expand, read_trace
+from kvd.bench.trace import Blocks, TraceRequest, read_trace
 from kvd.core.eviction import Policy, eviction_order
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
@@ -127,9 +127,9 @@ class TreeColumn:
         short = n_new - pool.free_pages
         if short > 0:
             start = clock()
-            evicted = tree.evict(short)
+            freed = tree.evict(short).pages
             ns += clock() - start
-            pool.give(evicted.pages)
+            pool.give(freed)
         pages = pool.take(n_new)
         start = clock()
         tree.extend(anchor, tokens, pages, start_tokens=hit)
@@ -189,9 +189,10 @@ def replay(
     """Serves ``requests`` through ``column``, each followed by its floor."""
     served, floors = np.ones((2, len(requests)), dtype=np.int64)
     hit_tokens = whole_tokens = preempted = 0
+    blocks = Blocks(requests)
     before = resident_bytes()
     for number, request in enumerate(requests):
-        tokens = expand(request)
+        tokens = blocks.expand(request)
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         cost = column.serve(tokens)
         cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall

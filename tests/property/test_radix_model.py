@@ -212,8 +212,8 @@ class Machine:
         assert freed == sum(victim.n_pages for victim in evicted.victims)
         gone = []
         for victim in evicted.victims:
-            assert victim.node_id not in locked
-            keys = self.keys(victim.namespace, ends[victim.node_id])[-victim.n_pages :]
+            assert victim.id not in locked
+            keys = self.keys(victim.namespace, ends[victim.id])[-victim.n_pages :]
             gone += [self.model.pop(key) for key in keys]
         assert page_ids(evicted.pages) == gone
         self.pool.give(evicted.pages)
