@@ -72,6 +72,13 @@ class LastWord:
                 ),
             )
 
+    def answer_below_floor(self, peer: Peer, handoff: int) -> None:
+        """An Abort of a handoff that is over, and folded: true for ever, so nothing is kept."""
+        self._out.send(
+            peer.link,
+            Settled(self._settings.incarnation, peer.incarnation, handoff, Outcome.ABORTED),
+        )
+
     def closed(self, peer: Peer, message: Closed) -> None:
         """How it ended over there: what ``finish`` waits for."""
         part = self.by_handoff.get((peer.incarnation, message.handoff))
@@ -127,14 +134,17 @@ class LastWord:
         }
 
     def floor(self, peer: Peer) -> int:
-        """Handoff ids of this peer below it are closed here."""
-        ids = [key[1] for key in self.by_handoff if key[0] == peer.incarnation]
+        """Handoff ids of this peer below it are closed here, and no Offer of them can come.
+
+        Never above what the decode side has closed: an id that we have not met may still be open
+        there, and its outcome must be kept for us.
+        """
         still_open = [
             handoff
-            for handoff in ids
-            if self.by_handoff[peer.incarnation, handoff].state is not Prefill.CLOSED
+            for (incarnation, handoff), part in self.by_handoff.items()
+            if incarnation == peer.incarnation and part.state is not Prefill.CLOSED
         ]
-        return min(still_open) if still_open else max([peer.offer_floor, *(i + 1 for i in ids)])
+        return min([peer.offer_floor, *still_open])
 
     def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
         """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""

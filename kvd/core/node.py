@@ -118,10 +118,13 @@ class Node:
         if isinstance(message, Hello):
             self._hello(got.link, message)
             return
+        lost = self.peers.is_lost(message.source)
         peer = self.peers.sender(got.link, message)
         if peer is None:
             self.refused += 1
             return
+        if lost:
+            self.admission.wake()
         self._from_peers[type(message)](peer, message)
 
     def _hello(self, link: str, message: Hello) -> None:

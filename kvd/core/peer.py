@@ -273,6 +273,11 @@ class Peers:
             return "the transfer process of this node is restarting"
         return None
 
+    def is_lost(self, incarnation: str) -> bool:
+        """Whether it was silent for so long that nothing is asked of it."""
+        peer = self.by_incarnation.get(incarnation)
+        return peer is not None and peer.life is Life.LOST
+
     def drop_agent(self, incarnation: str, generation: int, why: str) -> None:
         """Destroy this agent; one of an older generation is being destroyed already."""
         peer = self.current(incarnation, generation)

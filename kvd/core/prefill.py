@@ -175,6 +175,9 @@ class Prefiller:
         """The decode side no longer wants it, and waits for our last word."""
         part = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
         why = Refusal(Code.ABORTED, f"{peer.name} gave up: {message.reason}", side=peer.name)
+        if part is None and message.handoff < peer.offer_floor:
+            self.last_word.answer_below_floor(peer, message.handoff)
+            return
         if part is None:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(part, peer, message.handoff)

@@ -137,7 +137,7 @@ class World:
     def pass_time(self, seconds: float, tick_s: float = 0.1) -> None:
         """Tick every node, delivering in between."""
         for _ in range(round(seconds / tick_s)):
-            self.now_s += tick_s
+            self.now_s = round(self.now_s + tick_s, 6)
             for side in self.sides.values():
                 side.feed(inputs.Tick(self.now_s))
             self.run()
