@@ -147,7 +147,10 @@ class LeaseTable:
         self.page_bytes = page_bytes(component)
         self.leases: dict[int, Lease] = {}
         self.releases = 0
-        """Grows whenever headroom may have grown: a blocked request need not look before."""
+        """Grows whenever headroom may have grown: a blocked request need not look before.
+
+        Eviction is no reason: it makes free pages of evictable ones, and both are headroom.
+        """
         self.opened = 0
         self.released = 0
         self.evicted_pages = 0
@@ -362,7 +365,6 @@ class LeaseTable:
         n_freed = count(evicted.pages)
         self.pool.give(evicted.pages)
         self.evicted_pages += n_freed
-        self.releases += 1
         out = self._out
         out.emit(events.Evicted(out.next_seq(), out.at_s, n_freed, len(evicted.victims), reason))
         return n_freed
@@ -372,7 +374,6 @@ class LeaseTable:
         flushed = self.tree.flush()
         n_freed = count(flushed.pages)
         self.pool.give(flushed.pages)
-        self.releases += 1
         out = self._out
         out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
         return n_freed, flushed.kept_pages

@@ -1,0 +1,283 @@
+"""The one queue in front of the pool: who is admitted, in which order, and who waits for what."""
+
+from __future__ import annotations
+
+from kvd.core.report import snapshot
+from kvd.errors import Code
+from kvd.types import page_ids
+from kvd.wire import admin, client, events
+from tests.core.world import Side, World, tokens
+
+
+def cached(side: Side, toks: bytes) -> None:
+    """These tokens were leased, committed and released before."""
+    lease = side.lease(toks)
+    side.call(client.CommitAndRelease, lease=lease.lease)
+
+
+def totals(side: Side) -> tuple[int, int, int, int]:
+    """Free, held, cached and evictable pages."""
+    pool = snapshot(side.node).pools[0]
+    return pool.free_pages, pool.held_pages, pool.cached_pages, pool.evictable_pages
+
+
+def test_headroom_is_read_after_the_prefix_is_locked():
+    """Scenario A11: with 32 tokens in reserve the number from before the lock would admit."""
+    world = World(d_pages=12)
+    d = world.d
+    d.lease(tokens((9000, 32)))
+    cached(d, tokens((1, 64)))
+    cached(d, tokens((7000, 16)))
+    assert totals(d) == (4, 2, 5, 5)
+    prompt = tokens((1, 128))
+
+    too_much = d.call(client.OpenLease, prompt, reserve_tokens=32, deadline_s=1.0)
+
+    assert too_much is None
+    (waiting,) = snapshot(d.node).waiting
+    assert (waiting.needed_pages, waiting.why) == (6, "6 pages, 9 obtainable")
+    assert totals(d) == (4, 2, 5, 5)
+    assert [node.lock_ref for node in d.node.leases.tree.nodes()] == [0, 0]
+    world.pass_time(1.1)
+
+    fits = d.call(client.OpenLease, prompt)
+    assert isinstance(fits, client.Leased)
+    assert fits.prefix_tokens == 64
+    assert totals(d) == (0, 6, 5, 1)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    """Scenario A16."""
+    world = World(d_pages=10)
+    reply = world.d.call(client.OpenLease, tokens((1, 145)))
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.TOO_LARGE
+    assert reply.refusal.numbers == {"needed_pages": 10, "pool_pages": 9}
+
+
+def test_the_first_that_does_not_fit_blocks_a_small_one_behind_it():
+    """Scenario A13: a small late request never overtakes, so a large one cannot starve."""
+    world = World(d_pages=10)
+    d = world.d
+    holder = d.lease(tokens((1, 100)))
+
+    large = d.call(client.OpenLease, tokens((5000, 48)))
+    small = d.call(client.OpenLease, tokens((6000, 1)))
+
+    assert (large, small) == (None, None)
+    assert [one.why for one in snapshot(d.node).waiting] == [
+        "3 pages, 2 obtainable",
+        "its turn: 1 before it",
+    ]
+    d.take()
+    d.call(client.ReleaseLease, lease=holder.lease)
+    assert [(type(one), one.call) for one in d.take()] == [
+        (client.Done, 4),
+        (client.Leased, 2),
+        (client.Leased, 3),
+    ]
+
+
+def test_higher_priority_goes_first_and_equals_in_order():
+    """Scenario A13: sorted before anything is matched."""
+    world = World(d_pages=10)
+    d = world.d
+    holder = d.lease(tokens((1, 144)))
+    for first, priority in ((2000, 0), (3000, 1), (4000, 1), (5000, -1)):
+        d.call(client.OpenLease, tokens((first, 16)), priority=priority)
+    d.take()
+
+    d.call(client.ReleaseLease, lease=holder.lease)
+
+    assert [one.call for one in d.take()] == [6, 3, 4, 2, 5]
+
+
+def looks(side: Side, toks: bytes) -> int:
+    """How often the node of these cached tokens was ever locked, in vain or not."""
+    (node,) = [node for node in side.node.leases.tree.nodes() if toks.startswith(bytes(node.edge))]
+    return node.hits
+
+
+def test_a_blocked_head_is_not_matched_again_until_pages_came_back():
+    world = World(d_pages=10)
+    d = world.d
+    prompt = tokens((5000, 80))
+    cached(d, prompt[: 16 * 4])
+    small = d.lease(tokens((1, 16)))
+    holder = d.lease(tokens((1000, 100)))
+    assert d.call(client.OpenLease, prompt) is None
+    before = looks(d, prompt)
+
+    for first in range(6000, 6010):
+        assert d.call(client.OpenLease, tokens((first, 16))) is None
+    d.call(client.MatchPrefix, prompt)
+    world.pass_time(1)
+    assert looks(d, prompt) == before
+    d.call(client.ReleaseLease, lease=small.lease)
+    assert looks(d, prompt) == before + 1, "once, for the page that came back"
+    d.call(client.ReleaseLease, lease=holder.lease)
+    assert looks(d, prompt) == before + 2, "and once more, to be admitted"
+
+
+def test_eviction_for_one_request_does_not_make_the_next_look_again():
+    """Evicting turns one kind of headroom into another: nobody may hope because of it."""
+    world = World(d_pages=10)
+    d = world.d
+    prompt = tokens((5000, 144))
+    cached(d, tokens((1, 96)))
+    cached(d, prompt[: 16 * 4])
+    holder = d.lease(tokens((1000, 32)))
+    assert d.call(client.OpenLease, prompt) is None
+    before = looks(d, prompt)
+
+    assert d.ask(admin.Evict(1, pages=3)) == admin.Report(1, {"evicted_pages": 6}, ())
+
+    assert looks(d, prompt) == before
+    assert holder.lease == 3
+
+
+def test_a_receive_that_waits_for_its_peer_is_passed_over():
+    world = World(d_pages=10)
+    d = world.d
+    world.cut = {"p"}
+    world.pass_time(4)
+
+    waits = d.call(client.Receive, tokens((1, 100)), room=7, source=("p",))
+    lease = d.call(client.OpenLease, tokens((5000, 16)))
+
+    assert waits is None
+    assert isinstance(lease, client.Leased)
+    assert snapshot(d.node).waiting[0].why == "p has been silent for 4.0 s"
+
+
+def test_a_full_queue_refuses_the_next_with_both_numbers():
+    """Scenario G18: what is exhausted delays up to a limit, and then says so."""
+    world = World(d_pages=10, max_queue=2)
+    d = world.d
+    d.lease(tokens((1, 144)))
+    for first in (2000, 3000):
+        assert d.call(client.OpenLease, tokens((first, 16))) is None
+
+    reply = d.call(client.OpenLease, tokens((4000, 16)))
+
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.NO_ROOM
+    assert reply.refusal.message == "2 requests wait already, the limit is 2"
+
+
+def test_who_waits_until_the_deadline_is_told_what_for():
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((1, 100)))
+    d.call(client.OpenLease, tokens((5000, 64)), deadline_s=0.5)
+
+    world.pass_time(0.6)
+
+    reply = d.answer(2)
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.DEADLINE
+    assert reply.refusal.message == (
+        "waited 0.5 s for room: 4 pages are needed and 2 obtainable (2 free, 0 evictable); "
+        "the oldest leases are in `kvd locks`"
+    )
+
+
+def test_the_end_of_a_wait_lets_the_next_one_in():
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((1, 100)))
+    d.call(client.OpenLease, tokens((5000, 64)), deadline_s=0.5)
+    assert d.call(client.OpenLease, tokens((6000, 32))) is None
+
+    world.pass_time(0.6)
+
+    assert isinstance(d.answer(3), client.Leased)
+
+
+def test_quarantined_pages_are_no_headroom():
+    """Scenario A26: a request waits for them until the writer has settled."""
+    world = World(d_pages=10)
+    d = world.d
+    d.call(client.Receive, tokens((1, 100)), room=7, source=("p",))
+    world.cut = {"p"}
+    d.call(client.CancelReceive, receive=1)
+    waits = d.call(client.OpenLease, tokens((5000, 64)))
+    assert waits is None
+    assert snapshot(d.node).pools[0].quarantined_pages == 7
+
+    world.cut = set()
+    world.pass_time(1.5)
+
+    assert isinstance(d.answer(3), client.Leased)
+
+
+def test_a_waiting_request_is_an_event_with_the_numbers():
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((1, 100)))
+    d.call(client.OpenLease, tokens((5000, 64)))
+
+    (waiting,) = [one for one in d.events if isinstance(one, events.Waiting)]
+
+    assert waiting == events.Waiting(waiting.seq, 100.0, 1, 0, 4, 2)
+
+
+def test_extend_takes_evictable_pages_and_never_those_under_a_lock():
+    world = World(d_pages=10)
+    d = world.d
+    cached(d, tokens((1, 64)))
+    lease = d.lease(tokens((1, 64)))
+    other = d.lease(tokens((7000, 64)))
+    assert totals(d) == (1, 4, 4, 0)
+
+    one = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
+    two = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
+
+    assert isinstance(one, client.Row)
+    assert isinstance(two, client.Failed)
+    assert two.refusal.code is Code.NO_ROOM
+    assert len(page_ids(other.pages)) == 4
+
+
+# ---- flush and evict -----------------------------------------------------------------------------
+
+
+def test_flush_drops_what_nobody_locks_and_names_the_holders_of_the_rest():
+    """Scenario A40."""
+    world = World()
+    d = world.d
+    cached(d, tokens((1, 64)))
+    cached(d, tokens((7000, 32)))
+    d.lease(tokens((1, 64)))
+    kept = ("node 2 kept, 4 pages: lease 3 of engine (pid 1001) for lease, 0.0 s",)
+
+    strict = d.ask(admin.Flush(1, mode="strict"))
+    assert strict == admin.Report(1, {"freed_pages": 0}, kept)
+    assert totals(d) == (57, 0, 6, 2)
+
+    flushed = d.ask(admin.Flush(1))
+    assert flushed == admin.Report(1, {"freed_pages": 2, "locked_pages": 4}, kept)
+    assert totals(d) == (59, 0, 4, 0)
+
+
+def test_a_strict_flush_of_an_unlocked_tree_frees_all():
+    """Scenario A37."""
+    world = World()
+    cached(world.d, tokens((1, 64)))
+    reply = world.d.ask(admin.Flush(1, mode="strict"))
+    assert reply == admin.Report(1, {"freed_pages": 4, "locked_pages": 0}, ())
+    assert totals(world.d) == (63, 0, 0, 0)
+
+
+def test_evict_says_how_much_a_lock_kept_from_it():
+    world = World()
+    d = world.d
+    cached(d, tokens((1, 64)))
+    cached(d, tokens((7000, 32)))
+    d.lease(tokens((1, 64)))
+
+    assert d.ask(admin.Evict(1, pages=3)) == admin.Report(
+        1,
+        {"evicted_pages": 2},
+        ("1 of 3 pages: the rest of the cache is locked (4 pages)",),
+    )
