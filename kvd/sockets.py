@@ -38,6 +38,9 @@ Frames = list[bytes]
 OnMessage = Callable[[Frames], None]
 """Takes one message: for a ROUTER the routing id first. Called on the loop, never re-entered."""
 
+Push = Callable[[bytes, int], object]
+"""Gives one frame to libzmq, with its flags."""
+
 BACKLOG_MESSAGES: Final = 4096
 """High-water mark per peer and direction: a reader this far behind is not reading."""
 
@@ -53,12 +56,6 @@ _EVENTS: Final = int(zmq.EVENTS)
 _READABLE: Final = int(zmq.POLLIN)
 _NOW: Final = int(zmq.NOBLOCK)
 _NOW_AND_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-
-
-# Plain ints: operators on zmq's enums take a microsecond each, and these run per frame.
-_NOBLOCK: Final = int(zmq.NOBLOCK)
-_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_POLLIN: Final = int(zmq.POLLIN)
 
 
 class Sent(enum.Enum):
@@ -109,7 +106,17 @@ def _open(
     return socket
 
 
-def send_now(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Sent:
+def pusher(socket: zmq.Socket[bytes]) -> Push:
+    """What ``send_now`` sends with: the binding's own method.
+
+    pyzmq wraps it to look at options that are never used here, which is half of the 1 us that a
+    small frame takes.
+    """
+    push: Push = super(zmq.Socket, socket).send
+    return push
+
+
+def send_now(push: Push, frames: Sequence[bytes]) -> Sent:
     """Hand a message to libzmq without waiting.
 
     libzmq takes all frames of a message or none: only the first can be refused.
@@ -117,8 +124,8 @@ def send_now(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Sent:
     last = len(frames) - 1
     try:
         for frame in frames[:last]:
-            socket.send(frame, _NOBLOCK_MORE)
-        socket.send(frames[last], _NOBLOCK)
+            push(frame, _NOW_AND_MORE)
+        push(frames[last], _NOW)
     except zmq.Again:
         return Sent.FULL
     except zmq.ZMQError as exc:
@@ -129,13 +136,15 @@ def send_now(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Sent:
 
 
 def receive_now(socket: zmq.Socket[bytes]) -> Frames | None:
-    """The next message; None when there is none now."""
+    """The next message; None when there is none now, which libzmq then knows for certain."""
     try:
-        frames = [socket.recv(_NOBLOCK)]
+        frame = socket.recv(_NOW, copy=False)
     except zmq.Again:
         return None
-    while socket.get(zmq.RCVMORE):
-        frames.append(socket.recv(_NOBLOCK))
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(_NOW, copy=False)
+        frames.append(frame.bytes)
     return frames
 
 
@@ -147,9 +156,7 @@ class LoopSocket:
     ) -> None:
         """Start reading at once; ``on_message`` is first called from the loop, not from here."""
         self._socket = socket
-        # The binding's own method: pyzmq wraps it to look at options that are never used here,
-        # which is half of the 1 us that a small frame takes.
-        self._push = super(zmq.Socket, socket).send
+        self._push = pusher(socket)
         self._on_message = on_message
         self._loop = loop
         self._fd = int(socket.get(zmq.FD))
@@ -167,7 +174,7 @@ class LoopSocket:
         """
         if self._closed:
             return Sent.GONE
-        outcome = send_now(self._socket, frames)
+        outcome = send_now(self._push, frames)
         if not self._draining:
             self._look_soon()
         return outcome
@@ -187,7 +194,7 @@ class LoopSocket:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
-        receive, on_message = self._socket.recv, self._on_message
+        socket, on_message = self._socket, self._on_message
         is_empty = False
         self._draining = True
         try:
@@ -196,15 +203,10 @@ class LoopSocket:
                 is_empty = self._closed or (taken == 1 and not self._is_readable())
                 if is_empty:
                     return
-                try:
-                    frame = receive(_NOW, copy=False)
-                except zmq.Again:
+                frames = receive_now(socket)
+                if frames is None:
                     is_empty = True
                     return
-                frames = [frame.bytes]
-                while frame.more:
-                    frame = receive(_NOW, copy=False)
-                    frames.append(frame.bytes)
                 on_message(frames)
         finally:
             self._draining = False

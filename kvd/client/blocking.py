@@ -12,7 +12,7 @@ import zmq
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
-from kvd.sockets import open_dealer
+from kvd.sockets import Sent, open_dealer, pusher, receive_now, send_now
 
 if TYPE_CHECKING:
     from socket import socket
@@ -62,30 +62,36 @@ class BlockingChannel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = open_dealer(self._context, routing_id=attachment.attached.token)
         self._dealer.connect(endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(self._dealer, zmq.POLLIN)
-        self._poller.register(attachment.fileno(), zmq.POLLIN)
+        self._push = pusher(self._dealer)
+        pollin = int(zmq.POLLIN)
+        self._watched: list[tuple[Any, int]] = [
+            (self._dealer, pollin),
+            (attachment.fileno(), pollin),
+        ]
         self._is_closed = False
 
     def flush(self) -> None:
         """Send what the connection has queued; a call that cannot be sent fails."""
         for outgoing in self._connection.take_outgoing():
-            try:
-                self._dealer.send_multipart(outgoing.frames, zmq.NOBLOCK)
-            except zmq.Again:
+            if send_now(self._push, outgoing.frames) is not Sent.TAKEN:
                 self._connection.not_sent(outgoing, unread())
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
-        """Block until ``slot`` is filled or the time is up; never suspends."""
+        """Block until ``slot`` is filled or the time is up; never suspends.
+
+        Reads no further than it must: what else has come is read by a later call.
+        """
         end_s = time.monotonic() + within_s
-        self._take_all()
         while slot.value is None and self._connection.end is None:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
-            ready = dict(self._poller.poll(math.ceil(left_s * 1000)))
-            self._take_all()
-            if self._attachment.fileno() in ready:
+            zmq.zmq_poll(self._watched, math.ceil(left_s * 1000))
+            frames = receive_now(self._dealer)
+            if frames is not None:
+                self._connection.feed(frames)
+                self.flush()
+            else:
                 self._hung_up()
 
     def close(self) -> None:
@@ -96,16 +102,6 @@ class BlockingChannel:
         self._dealer.close(linger=0)
         self._context.term()
         self._attachment.close()
-
-    def _take_all(self) -> None:
-        """Feed what has come, without waiting."""
-        while True:
-            try:
-                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            self._connection.feed(frames)
-        self.flush()
 
     def _hung_up(self) -> None:
         why = self._attachment.last_word()
