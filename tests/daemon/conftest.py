@@ -1,0 +1,84 @@
+"""Two real daemons for all tests here, and two engine sessions for each test.
+
+Daemons are started once; every test ends with an audit of both and must leave nothing held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+import kvd.client
+from kvd.bench.daemons import Daemon, Pair, two_daemons
+from kvd.wire import admin
+from tests.daemon.kv import SHAPE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from kvd.client import Node
+
+SETTLE_S = 10.0
+_rooms = itertools.count(1)
+
+
+class Engines(NamedTuple):
+    """A session with each daemon."""
+
+    pair: Pair
+    p: Node
+    d: Node
+
+    def room(self) -> int:
+        """A room that nobody used before."""
+        return next(_rooms)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two daemons with page-first pools."""
+    with two_daemons(tmp_path_factory.mktemp("pf"), SHAPE) as both:
+        yield both
+
+
+@pytest_asyncio.fixture
+async def engines(pair: Pair) -> AsyncIterator[Engines]:
+    """Two sessions; afterwards nothing may be held, and no invariant broken."""
+    async with (
+        kvd.client.connect(pair.prefill.client, name="prefill-engine") as p,
+        kvd.client.connect(pair.decode.client, name="decode-engine") as d,
+    ):
+        yield Engines(pair, p, d)
+    settle(pair)
+
+
+def settle(pair: Pair) -> None:
+    """Wait until nothing is held on either node, and audit both; then empty their trees."""
+    for daemon in (pair.prefill, pair.decode):
+        daemon.wait_for(lambda one=daemon: _is_at_rest(one), "still holds something", SETTLE_S)
+        assert findings(daemon) == ()
+        daemon.ask(admin.Flush(1), admin.Report)
+        state = daemon.snapshot().pools[0]
+        assert (state.free_pages, state.cached_pages) == (state.total_pages - 1, 0)
+
+
+def findings(daemon: Daemon) -> tuple[str, ...]:
+    """What an audit finds."""
+    return daemon.ask(admin.Audit(1), admin.Report).refused
+
+
+def until(is_so, within_s: float = SETTLE_S) -> None:
+    """Look until ``is_so()``; for what another process does."""
+    deadline_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not so after {within_s} s"
+        time.sleep(0.005)
+
+
+def _is_at_rest(daemon: Daemon) -> bool:
+    now = daemon.snapshot()
+    return not (now.clients or now.leases or now.rooms or now.waiting)
