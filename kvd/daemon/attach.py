@@ -16,7 +16,8 @@ A descriptor inherited by a forked child keeps the connection open: such a child
 
 Invariants: every attached connection belongs to exactly one live session; a session without a
 connection does not exist; ``session_of`` answers for live sessions only; at most
-``max_processes`` connections are open, and one that has not attached lasts 5 s at most.
+``max_sessions * processes_per_session`` connections are open, and one that has not attached lasts
+5 s at most.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class AttachLimits(msgspec.Struct, frozen=True):
     mode: int = 0o660
     group: str | None = None
     max_sessions: int = 256
-    max_processes: int = 1024
+    processes_per_session: int = 16
     request_within_s: float = 5.0
     max_frame_bytes: int = 16 * 1024 * 1024
 
@@ -134,6 +135,7 @@ class AttachServer:
         self._on_joined = on_joined
         self._on_gone = on_gone
         self._limits = limits
+        self._max_processes = limits.max_sessions * limits.processes_per_session
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: socket.socket | None = None
         self._resume: asyncio.TimerHandle | None = None
@@ -217,15 +219,15 @@ class AttachServer:
         connection = _Connection(sock, pid=peer_pid(sock))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
-        if len(self._connections) > self._limits.max_processes:
+        if len(self._connections) > self._max_processes:
             self._reject(
                 connection,
                 Refusal(
                     Code.NO_ROOM,
-                    f"{self._limits.max_processes} processes are attached to {self._node}, which "
+                    f"{self._max_processes} processes are attached to {self._node}, which "
                     "is its limit: end some, or raise limits.max_clients",
                     side=self._node,
-                    numbers={"limit": self._limits.max_processes},
+                    numbers={"limit": self._max_processes},
                 ),
             )
             return

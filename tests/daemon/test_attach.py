@@ -331,7 +331,7 @@ async def test_sessions_are_limited_and_a_freed_one_can_be_had(daemon: Daemon) -
     await until(lambda: len(daemon.said) == 6)
 
 
-@with_daemon(AttachLimits(max_processes=1))
+@with_daemon(AttachLimits(max_sessions=1, processes_per_session=1))
 async def test_processes_are_limited(daemon: Daemon) -> None:
     first = await daemon.attach(Attach("engine"))
     sock = daemon.dial()
