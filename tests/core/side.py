@@ -103,13 +103,13 @@ class Side:
         self.dials: list[Side] = []
         self.life = 1
         self.calls = 0
-        self.sessions = 0
         self.memory: dict[int, str] = {}
         self.begin()
 
     def begin(self) -> None:
         """A new process: nothing is known, nothing is held."""
         self.node = Node(self.config, self.world.now_s)
+        self.sessions = 0
         self.log: list[inputs.Input] = []
         self.inbox: deque[inputs.Input] = deque()
         self.answers: list[client.Reply] = []
