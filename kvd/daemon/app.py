@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from kvd.core import effects
 from kvd.core.eviction import Policy
 from kvd.core.inputs import ClientHungUp, ClientJoined, Tick
 from kvd.core.node import Node
+from kvd.core.report import snapshot
 from kvd.core.settings import Settings
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
@@ -38,6 +40,8 @@ from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.seqpacket import AddressInUse
 from kvd.observe.bus import Bus
+from kvd.observe.exposition import Build, Exposition
+from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
@@ -47,6 +51,7 @@ from kvd.sockets import open_router
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation, NodeName
+from kvd.wire import peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +122,7 @@ class Daemon:
     def _take_lock(self) -> int:
         sockets = self.config.sockets
         for endpoint in (sockets.client, sockets.admin):
-            Path(endpoint.removeprefix(IPC)).parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            _own_directory(Path(endpoint.removeprefix(IPC)).parent)
         descriptor = lock.take(sockets.client.removeprefix(IPC) + ".lock")
         self._up.callback(os.close, descriptor)
         return descriptor
@@ -182,7 +187,10 @@ class Daemon:
             socket.close(linger=0)
             raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
         if endpoint.startswith(IPC):
-            os.chmod(endpoint.removeprefix(IPC), int(self.config.sockets.mode, 8))
+            path = endpoint.removeprefix(IPC)
+            os.chmod(path, int(self.config.sockets.mode, 8))
+            if self.config.sockets.group is not None:
+                shutil.chown(path, group=self.config.sockets.group)
         return socket
 
     def _wire(self) -> None:
@@ -201,9 +209,19 @@ class Daemon:
         address = host_port(self.config.http.listen)
         if address is None:
             return
-        server = HttpServer(http_pages(self), self._log.crashed)
+        exposition = self.exposition()
+        server = HttpServer(http_pages(self, exposition), self._log.crashed)
         self.http_port = await server.start(address.host, address.port)
         self._up.push_async_callback(server.stop)
+        self._loop.run_in_executor(None, exposition.load)
+
+    def exposition(self) -> Exposition:
+        """The Prometheus page of this node."""
+        return Exposition(
+            self.metrics,
+            Build(version=__version__, proto=str(peer.PROTOCOL), nixl=self.node.transport),
+            lambda: gauges_of(snapshot(self.node)),
+        )
 
     # ---- what happens ------------------------------------------------------------------------
 
@@ -216,6 +234,22 @@ class Daemon:
         self.metrics.loop_lag(max(0.0, now_s - due_s))
         self.reactor.feed(Tick(now_s))
         self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
+
+
+def _own_directory(directory: Path) -> None:
+    """Make the directory of a socket, or see that nobody else owns it.
+
+    Raises:
+        OSError: it belongs to another user, who could put sockets of their own there.
+    """
+    directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+    owner = directory.stat().st_uid
+    if owner not in {0, os.geteuid()}:
+        msg = (
+            f"{directory} belongs to uid {owner}, this daemon runs as uid {os.geteuid()}: "
+            "set sockets.client and sockets.admin to a directory of your own"
+        )
+        raise PermissionError(msg)
 
 
 def _settings(config: Config, incarnation: Incarnation) -> Settings:

@@ -9,13 +9,13 @@ import msgspec
 from kvd import __version__
 from kvd.core.report import snapshot
 from kvd.core.spec import PoolSpec
-from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
-from kvd.observe.gauges import gauges_of
+from kvd.observe.exposition import CONTENT_TYPE
 from kvd.observe.http import PLAIN, Pages, Response
 from kvd.wire import client, peer
 
 if TYPE_CHECKING:
     from kvd.daemon.app import Daemon
+    from kvd.observe.exposition import Exposition
 
 JSON = "application/json"
 
@@ -33,14 +33,9 @@ class Info(msgspec.Struct, frozen=True):
     pool: PoolSpec
 
 
-def http_pages(daemon: Daemon) -> Pages:
+def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
     """The pages of ``daemon``; each is answered from the state between two steps."""
     node = daemon.node
-    exposition = Exposition(
-        daemon.metrics,
-        Build(version=__version__, proto=str(peer.PROTOCOL), nixl=node.transport),
-        lambda: gauges_of(snapshot(node)),
-    )
     config = daemon.config
     info = Info(
         node=config.node.name,
