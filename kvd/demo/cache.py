@@ -35,6 +35,11 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvd.client import Pool
+
 LayerViews = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, each (pages, page_size, kv_heads, head_dim), as ``pool.layer(i)`` gives."""
 
@@ -112,9 +117,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return len(self._pages) * self._page_size
 
 
+def layer_views(pool: Pool, layers: int) -> list[LayerViews]:
+    """K and V of every layer, mapped once and kept: a view costs nothing to hold."""
+    views: list[LayerViews] = []
+    for layer in range(layers):
+        k, v = pool.layer(layer)
+        views.append((k, v))
+    return views
+
+
 def paged_cache(
     layers: Sequence[LayerViews],
-    pages: Sequence[int],
+    pages: Sequence[int] | NDArray[np.int32],
     *,
     written_tokens: int,
     shared_tokens: int,
@@ -122,13 +136,14 @@ def paged_cache(
     """What to hand to a model as ``past_key_values``, over the pages of one lease.
 
     Args:
-        layers: ``pool.layer(i)`` for every layer of the model.
+        layers: ``layer_views`` of the pool.
         pages: the page ids of the lease, in token order.
         written_tokens: tokens whose KV is in the pages already; the model computes from there.
         shared_tokens: tokens in pages of the prefix tree, never written: ``lease.prefix_len``
             before a prefill, the prompt's length after a handoff, which committed its whole pages.
     """
-    table = torch.as_tensor(pages, dtype=torch.int64)
+    # Copied: lease.pages is read-only, and a commit may replace it while this cache lives.
+    table = torch.tensor(pages, dtype=torch.int64)
     return Cache(
         layers=[
             PagedLayer(views, table, written_tokens=written_tokens, shared_tokens=shared_tokens)

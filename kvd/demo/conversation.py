@@ -1,8 +1,9 @@
-"""What is said in the demo, as data: three conversations under one system prompt.
+"""What is said in the demo, as data: conversations under one system prompt.
 
 - ``first`` grows turn by turn: each prompt is the previous prompt, its answer, and a new message.
 - ``second`` shares only the system prompt with it. Its first message ends on a page boundary.
 - ``retry`` asks the first question of ``second`` again: a full hit, nothing to send.
+- ``control`` is no turn of the demo but its negative control: a page of it will be damaged.
 
 Tokens are plain integers; there is no tokenizer. Nothing here knows about daemons or models.
 """
@@ -13,7 +14,7 @@ import random
 
 import msgspec
 
-FIRST, SECOND, RETRY = "first", "second", "retry"
+FIRST, SECOND, RETRY, CONTROL = "first", "second", "retry", "control"
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 40
 ANSWER_TOKENS = 16
@@ -32,11 +33,13 @@ class Script(msgspec.Struct, frozen=True):
 
     system: tuple[int, ...]
     turns: tuple[Turn, ...]
+    control: Turn
 
     def cached_tokens_at_most(self) -> int:
         """Tokens that one node's prefix cache holds at the end, were nothing shared."""
-        names = {turn.conversation for turn in self.turns}
-        said = sum(len(turn.message) + ANSWER_TOKENS for turn in self.turns)
+        everything = (*self.turns, self.control)
+        names = {turn.conversation for turn in everything}
+        said = sum(len(turn.message) + ANSWER_TOKENS for turn in everything)
         return len(names) * len(self.system) + said
 
     def longest_prompt_tokens(self) -> int:
@@ -67,6 +70,7 @@ def write_script(*, turns: int, vocabulary: int, page_size: int, seed: int) -> S
             Turn(SECOND, 2, say(MESSAGE_TOKENS)),
             Turn(RETRY, 1, question),
         ),
+        control=Turn(CONTROL, 1, say(MESSAGE_TOKENS)),
     )
 
 

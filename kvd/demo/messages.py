@@ -75,10 +75,11 @@ class Connected(msgspec.Struct, frozen=True, tag="connected"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """The handoff is over. ``handoff_s``: from the first written page until the commit.
+    """The handoff is over.
 
     ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
-    always computed). The sent figures are the prefill daemon's.
+    always computed). The sent figures are the prefill daemon's. ``handoff_s`` runs from the first
+    page ready to be sent until the decode side's commit, ``tail_s`` only from the last one.
     """
 
     prefix_tokens: int
@@ -87,6 +88,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     sent_pages: int
     sent_bytes: int
     handoff_s: float
+    tail_s: float
     logits: bytes
 
 

@@ -19,6 +19,11 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
 """Largest difference of a logit that rounding explains: 1e-5 and 0 were seen, and more than 1 after
 one page was spoiled."""
 
+LEGEND = (
+    "prefix: tokens the decode node had; sent, saved: KV; ttft: until decode has the first token; "
+    "tail: what the handoff adds after the prefill's last chunk; dlogit: largest difference"
+)
+
 
 class Environment(msgspec.Struct, frozen=True):
     """Where and with what the demo ran."""
@@ -42,9 +47,10 @@ class Environment(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One turn.
 
-    ``ttft_ms``: from the request until the decode engine has the first token. ``transfer_gbps``:
-    gigabits sent over ``handoff_ms``, which runs from the first page written until the decode side
-    has committed, the prefill between them included; None where nothing had to be sent.
+    ``ttft_ms``: from the request until the decode engine has the first token. ``handoff_ms``: from
+    the first page ready to be sent until the decode side's commit, so most of the prefill is in it;
+    ``tail_ms``: only what the handoff adds after the prefill's last chunk. ``transfer_gbps``:
+    gigabits sent over ``handoff_ms``, not the speed of the wire; None where nothing was to be sent.
     """
 
     conversation: str
@@ -62,6 +68,7 @@ class Row(msgspec.Struct, frozen=True):
     bytes_saved: int
     ttft_ms: float
     handoff_ms: float
+    tail_ms: float
     transfer_gbps: float | None
     answer_tokens: int
     tokens_equal: bool
@@ -84,21 +91,36 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything; ``problems`` is empty when the demo shows what it must."""
+    """Everything; ``problems`` is empty when the demo shows what it must.
+
+    ``control`` is a turn with a page damaged on purpose: its answer must be wrong.
+    """
 
     ok: bool
     problems: tuple[str, ...]
     environment: Environment
     turns: tuple[Row, ...]
+    control: Row
     totals: Totals
     seconds: float
 
 
-def problems(rows: Sequence[Row], totals: Totals, *, dtype: str) -> tuple[str, ...]:
+def problems(rows: Sequence[Row], control: Row, totals: Totals, *, dtype: str) -> tuple[str, ...]:
     """Every way in which the demo failed to show what it must, in sentences."""
+    tolerance = TOLERANCE[dtype]
+    found = [f"{row.name}: {what}" for row in rows for what in _answer_problems(row, tolerance)]
+    found += [f"{row.name}: {what}" for row in (*rows, control) for what in _figure_problems(row)]
+    if control.max_logit_difference <= tolerance:
+        found.append(
+            "negative control: a page was zeroed, yet no logit differs by more than "
+            f"{control.max_logit_difference:.1e}: equal tokens would prove nothing"
+        )
+    return (*found, *_total_problems((*rows, control), totals))
+
+
+def _total_problems(rows: Sequence[Row], totals: Totals) -> list[str]:
+    """Where the daemons counted something else than the handoffs of ``rows``."""
     found: list[str] = []
-    for row in rows:
-        found += [f"{row.name}: {what}" for what in _row_problems(row, TOLERANCE[dtype])]
     sent = sum(row.bytes_sent for row in rows)
     if totals.sent_bytes != sent:
         found.append(f"prefill daemon counted {totals.sent_bytes} bytes, its handoffs {sent}")
@@ -111,11 +133,11 @@ def problems(rows: Sequence[Row], totals: Totals, *, dtype: str) -> tuple[str, .
             f"{totals.pages_still_held} pages held and {totals.pages_still_locked} locked "
             "although every lease was released"
         )
-    return tuple(found)
+    return found
 
 
-def _row_problems(row: Row, tolerance: float) -> list[str]:
-    """What is wrong with one turn."""
+def _answer_problems(row: Row, tolerance: float) -> list[str]:
+    """What is wrong with the answer of one turn."""
     found: list[str] = []
     if not row.tokens_equal and row.max_logit_difference <= tolerance:
         found.append(
@@ -129,25 +151,28 @@ def _row_problems(row: Row, tolerance: float) -> list[str]:
         found.append(
             f"the logits differ by {row.max_logit_difference:.3g}, more than rounding explains"
         )
+    return found
+
+
+def _figure_problems(row: Row) -> list[str]:
+    """Which figures of one turn are not what was worked out."""
     figures = (
         ("decode_prefix_len is", row.decode_prefix_len, row.decode_prefix_expected),
         ("pages sent:", row.pages_sent, row.pages_expected),
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
     )
-    found += [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
-    return found
+    return [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
 
 
 def table_of(report: Report) -> Table:
     """The turns as a table for people."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("conversation")
-    headings = ("turn", "prompt", "prefix", "pages", "sent", "saved", "ttft", "Gbit/s", "dlogit")
+    headings = ("turn", "prompt", "prefix", "pages", "sent", "saved", "ttft", "tail", "dlogit")
     for heading in headings:
         table.add_column(heading, justify="right")
     table.add_column("tokens")
     for row in report.turns:
-        speed = "-" if row.transfer_gbps is None else f"{row.transfer_gbps:.2f}"
         table.add_row(
             row.conversation,
             str(row.turn),
@@ -157,11 +182,20 @@ def table_of(report: Report) -> Table:
             f"{row.bytes_sent / 1024:.0f} KiB",
             f"{row.bytes_saved / 1024:.0f} KiB",
             f"{row.ttft_ms:.0f} ms",
-            speed,
+            f"{row.tail_ms:.1f} ms",
             f"{row.max_logit_difference:.0e}",
             "equal" if row.tokens_equal else "[bold red]differ[/]",
         )
     return table
+
+
+def control_told(control: Row) -> str:
+    """What the negative control showed."""
+    tokens = "equal" if control.tokens_equal else "other"
+    return (
+        f"negative control, one of {control.pages_sent} pages zeroed on the decode node: {tokens} "
+        f"tokens, logits differ by {control.max_logit_difference:.2g}"
+    )
 
 
 def verdict(report: Report) -> str:

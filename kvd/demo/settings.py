@@ -15,11 +15,7 @@ SPARE_PAGES = 64
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The command line, typed.
-
-    ``damage_turn`` of the first conversation is the negative control: one page that crossed is
-    spoiled before it is decoded on; 0 spoils none.
-    """
+    """The command line, typed."""
 
     model: str
     turns: int
@@ -27,7 +23,6 @@ class Settings(msgspec.Struct, frozen=True):
     page_size: int
     order: str
     dtype: str
-    damage_turn: int
 
     @property
     def architecture(self) -> Architecture:

@@ -43,7 +43,7 @@ def test_script_bounds_what_it_needs() -> None:
     script = write_script(turns=3, vocabulary=2048, page_size=16, seed=1)
 
     assert script.longest_prompt_tokens() == 300 + 3 * (40 + 16)
-    assert script.cached_tokens_at_most() == 3 * 300 + 3 * 56 + (52 + 16) + 56 + (52 + 16)
+    assert script.cached_tokens_at_most() == 4 * 300 + 3 * 56 + (52 + 16) + 56 + (52 + 16) + 56
 
 
 @pytest.mark.parametrize(

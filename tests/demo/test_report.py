@@ -8,7 +8,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.demo.report import Environment, Report, Row, Totals, problems, table_of, verdict
+from kvd.demo.report import (
+    Environment,
+    Report,
+    Row,
+    Totals,
+    control_told,
+    problems,
+    table_of,
+    verdict,
+)
 
 ROW = Row(
     conversation="first",
@@ -26,15 +35,19 @@ ROW = Row(
     bytes_saved=22 * 32768,
     ttft_ms=41.5,
     handoff_ms=30.25,
+    tail_ms=1.26,
     transfer_gbps=0.026,
     answer_tokens=16,
     tokens_equal=True,
     max_logit_difference=1e-5,
 )
+CONTROL = msgspec.structs.replace(
+    ROW, conversation="control", tokens_equal=False, max_logit_difference=7.5
+)
 TOTALS = Totals(
-    sent_bytes=3 * 32768,
-    received_bytes=3 * 32768,
-    handoffs_delivered=1,
+    sent_bytes=6 * 32768,
+    received_bytes=6 * 32768,
+    handoffs_delivered=2,
     pages_still_held=0,
     pages_still_locked=0,
 )
@@ -61,11 +74,11 @@ def report(*rows: Row, found: tuple[str, ...] = ()) -> Report:
         order="page_first",
         page_bytes=32768,
     )
-    return Report(not found, found, environment, rows, TOTALS, 12.3)
+    return Report(not found, found, environment, rows, CONTROL, TOTALS, 12.3)
 
 
 def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
-    assert problems([ROW], TOTALS, dtype="float32") == ()
+    assert problems([ROW], CONTROL, TOTALS, dtype="float32") == ()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,7 @@ def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
 def test_problems_names_what_is_wrong_with_a_turn(
     fields: dict[str, object], problem: tuple[str, ...]
 ) -> None:
-    found = problems([change(ROW, **fields)], TOTALS, dtype="float32")
+    found = problems([change(ROW, **fields)], CONTROL, TOTALS, dtype="float32")
 
     assert found == tuple(f"conversation first, turn 2: {text}" for text in problem)
 
@@ -111,11 +124,27 @@ def test_problems_holds_the_turns_against_the_daemons_counters() -> None:
         pages_still_locked=5,
     )
 
-    assert problems([ROW], totals, dtype="float32") == (
-        "prefill daemon counted 1 bytes, its handoffs 98304",
-        "decode daemon received 2 bytes of 98304 sent",
-        "3 handoffs delivered in 1 turns",
+    assert problems([ROW], CONTROL, totals, dtype="float32") == (
+        "prefill daemon counted 1 bytes, its handoffs 196608",
+        "decode daemon received 2 bytes of 196608 sent",
+        "3 handoffs delivered in 2 turns",
         "4 pages held and 5 locked although every lease was released",
+    )
+
+
+def test_problems_demands_that_the_negative_control_fails() -> None:
+    blind = change(CONTROL, tokens_equal=True, max_logit_difference=2e-6)
+
+    assert problems([ROW], blind, TOTALS, dtype="float32") == (
+        "negative control: a page was zeroed, yet no logit differs by more than 2.0e-06: equal "
+        "tokens would prove nothing",
+    )
+
+
+def test_control_told_says_what_the_damage_did() -> None:
+    assert control_told(CONTROL) == (
+        "negative control, one of 3 pages zeroed on the decode node: other tokens, logits differ "
+        "by 7.5"
     )
 
 
@@ -133,12 +162,9 @@ def test_table_shows_every_turn() -> None:
 
     Console(file=out, width=100).print(table_of(report(ROW, retry)))
 
-    rows = [line.split() for line in out.getvalue().splitlines()]
+    rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[:3]]
     assert rows == [
-        ["conversation", "turn", "prompt", "prefix", "pages", "sent", "saved", "ttft", "Gbit/s",
-         "dlogit", "tokens"],
-        ["first", "2", "396", "352", "3", "96", "KiB", "704", "KiB", "42", "ms", "0.03", "1e-05",
-         "equal"],
-        ["retry", "2", "396", "352", "0", "0", "KiB", "704", "KiB", "42", "ms", "-", "1e-05",
-         "equal"],
-    ]  # fmt: skip
+        "conversation turn prompt prefix pages sent saved ttft tail dlogit tokens",
+        "first 2 396 352 3 96 KiB 704 KiB 42 ms 1.3 ms 1e-05 equal",
+        "retry 2 396 352 0 0 KiB 704 KiB 42 ms 1.3 ms 1e-05 equal",
+    ]

@@ -1,0 +1,147 @@
+"""``kvd demo``: the command line of the demo, and how its progress is shown.
+
+Importing this loads neither torch nor transformers; the engines do, in their own processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import msgspec
+from rich.console import Console
+
+from kvd.demo.models import ARCHITECTURES, DTYPES
+from kvd.demo.processes import DemoFailed
+from kvd.demo.progress import Bar, Lines
+from kvd.demo.report import LEGEND, Report, control_told, table_of, verdict
+from kvd.demo.runner import run
+from kvd.demo.settings import MOST_TURNS, Settings
+
+PARTS = ("torch", "transformers")
+TABLE_COLUMNS = 100
+"""Width of the table where no terminal says how wide it may be."""
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Choice(sorted(ARCHITECTURES)),
+    default="llama",
+    show_default=True,
+    help="Architecture, from Hugging Face transformers; the weights are random.",
+)
+@click.option(
+    "--turns",
+    type=click.IntRange(1, MOST_TURNS),
+    default=5,
+    show_default=True,
+    help="Turns of the first conversation; a second one and a repetition follow.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="Write what was measured to this file.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Of weights and prompts.")
+@click.option(
+    "--page-size",
+    type=click.IntRange(1, 256),
+    default=16,
+    show_default=True,
+    help="Tokens per page.",
+)
+@click.option(
+    "--layout",
+    "order",
+    type=click.Choice(["page_first", "layer_first"]),
+    default="page_first",
+    show_default=True,
+    help="Order of the pools in memory.",
+)
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of the KV."
+)
+@click.pass_context
+def demo_command(  # noqa: PLR0913 - one parameter for each option
+    ctx: click.Context,
+    *,
+    model: str,
+    turns: int,
+    json_file: Path | None,
+    seed: int,
+    page_size: int,
+    order: str,
+    dtype: str,
+) -> None:
+    """Hand prompts from a prefill node to a decode node, with a real model, on this machine.
+
+    Two daemons, a prefill engine and a decode engine run as processes; KV travels by NIXL, only
+    what the decode node lacks. Every answer is compared with that of a single process; at last a
+    page is damaged on purpose, which the comparison must notice.
+    """
+    _need_parts()
+    _need_folder(json_file)
+    settings = Settings(
+        model=model,
+        turns=turns,
+        seed=seed,
+        page_size=page_size,
+        order=order,
+        dtype=dtype,
+    )
+    signal.signal(signal.SIGTERM, _end)  # so that the processes are stopped then too
+    report = _perform(settings)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    _show(report)
+    ctx.exit(0 if report.ok else 1)
+
+
+def _need_parts() -> None:
+    """Refuse at once where the engines could not even start."""
+    missing = [name for name in PARTS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"the demo runs a Hugging Face model, and {' and '.join(missing)} cannot be found "
+            "here; install the extra: pip install 'kvd[demo]'"
+        )
+
+
+def _need_folder(json_file: Path | None) -> None:
+    """Refuse at once what could not be written at the end."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise click.BadParameter(f"{json_file.parent} is no directory", param_hint="--json")
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """A signal to end: unwinding stops the processes."""
+    sys.exit(128 + number)
+
+
+def _perform(settings: Settings) -> Report:
+    """The demo, with its progress on the standard error."""
+    console = Console(stderr=True)
+    try:
+        with Bar(console) if console.is_terminal else Lines() as watcher:
+            return run(settings, watcher)
+    except DemoFailed as failure:
+        raise click.ClickException(str(failure)) from failure
+
+
+def _show(report: Report) -> None:
+    """Table and verdict on the standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    console.print(table_of(report))
+    click.secho(LEGEND, dim=True)
+    click.echo(control_told(report.control))
+    for problem in report.problems[1:]:
+        click.echo(problem)
+    click.secho(verdict(report), fg="green" if report.ok else "red", bold=True)

@@ -1,0 +1,183 @@
+"""The demo itself: every turn of the script through the two nodes, and once more without them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+import kvd
+from kvd.demo.conversation import ANSWER_TOKENS, Dialogues, ExpectedCache
+from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
+from kvd.demo.report import Environment, Report, Row, Totals, problems
+from kvd.demo.stage import ANSWER_S, POLL_S, PREFILL, Stage, Watcher, ask, open_stage
+
+if TYPE_CHECKING:
+    from kvd.demo.conversation import Script, Turn
+    from kvd.demo.settings import Settings
+
+CHUNK_TOKENS = 64
+"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
+
+DEADLINE_S = 30.0
+QUIET_S = 5.0
+
+
+class TurnWatcher(Watcher, Protocol):
+    """Whoever shows the progress of the turns too."""
+
+    def turn(self, row: Row, turns: int) -> None:
+        """One more of ``turns`` is over."""
+
+
+def run(settings: Settings, watcher: TurnWatcher) -> Report:
+    """The whole demo.
+
+    Raises:
+        DemoFailed: it could not be carried through; a wrong outcome is in the report instead.
+    """
+    began_s = time.monotonic()
+    script = settings.script()
+    with open_stage(settings, pages=settings.pages(script), watcher=watcher) as stage:
+        performance = _Performance(settings, script, stage)
+        rows = performance.play(watcher)
+        watcher.stage("negative control: one page that crossed is zeroed before it is read")
+        control = performance.control()
+        watcher.stage("checking what the daemons counted")
+        totals = _totals(stage)
+        found = problems(rows, control, totals, dtype=settings.dtype)
+        environment = _environment(settings, stage)
+    return Report(
+        ok=not found,
+        problems=found,
+        environment=environment,
+        turns=rows,
+        control=control,
+        totals=totals,
+        seconds=round(time.monotonic() - began_s, 2),
+    )
+
+
+class _Performance:
+    """One pass through the script: what was said so far, and what must be cached by now."""
+
+    def __init__(self, settings: Settings, script: Script, stage: Stage) -> None:
+        self._settings = settings
+        self._script = script
+        self._stage = stage
+        self._dialogues = Dialogues(script.system)
+        self._cached = ExpectedCache(settings.page_size)
+
+    def play(self, watcher: TurnWatcher) -> tuple[Row, ...]:
+        """All turns."""
+        rows: list[Row] = []
+        turns = self._script.turns
+        for room, turn in enumerate(turns, start=1):
+            watcher.stage(f"conversation {turn.conversation}, turn {turn.number}")
+            rows.append(self._turn(room, turn, damage=False))
+            watcher.turn(rows[-1], len(turns))
+        return tuple(rows)
+
+    def control(self) -> Row:
+        """One more prompt, whose KV is damaged on the decode node."""
+        return self._turn(len(self._script.turns) + 1, self._script.control, damage=True)
+
+    def _turn(self, room: int, turn: Turn, *, damage: bool) -> Row:
+        """One prompt: decode side and prefill side at once, then the reference alone."""
+        prompt = self._dialogues.prompt(turn)
+        due_prefix = self._cached.prefix_tokens(prompt)
+        began_s = time.monotonic()
+        self._stage.decode.tell(
+            Decode(room, prompt, PREFILL, ANSWER_TOKENS, DEADLINE_S, damage=damage)
+        )
+        self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S))
+        prefilled = self._stage.prefill.hear(Prefilled, within_s=ANSWER_S)
+        decoded = self._stage.decode.hear(Decoded, within_s=ANSWER_S)
+        alone = ask(self._stage.reference, Generate(prompt, ANSWER_TOKENS), Generated)
+        self._dialogues.answered(turn, prompt, decoded.tokens)
+        self._cached.add(prompt + decoded.tokens[:-1])
+
+        pool = self._settings.pool
+        due_pages = -(-len(prompt) // pool.page_size) - due_prefix // pool.page_size
+        gigabits = prefilled.sent_bytes * 8 / 1e9
+        return Row(
+            conversation=turn.conversation,
+            turn=turn.number,
+            room=room,
+            prompt_tokens=len(prompt),
+            prefill_prefix_len=prefilled.prefix_tokens,
+            computed_tokens=prefilled.computed_tokens,
+            decode_prefix_len=decoded.prefix_tokens,
+            decode_prefix_expected=due_prefix,
+            pages_sent=prefilled.sent_pages,
+            pages_expected=due_pages,
+            bytes_sent=prefilled.sent_bytes,
+            bytes_expected=due_pages * pool.page_bytes,
+            bytes_saved=decoded.prefix_tokens // pool.page_size * pool.page_bytes,
+            ttft_ms=round((decoded.first_token_at_s - began_s) * 1e3, 3),
+            handoff_ms=round(prefilled.handoff_s * 1e3, 3),
+            tail_ms=round(prefilled.tail_s * 1e3, 3),
+            transfer_gbps=round(gigabits / prefilled.handoff_s, 4) if gigabits else None,
+            answer_tokens=len(decoded.tokens),
+            tokens_equal=decoded.tokens == alone.tokens,
+            max_logit_difference=self._logit_difference(prefilled, decoded, alone),
+        )
+
+    def _logit_difference(self, prefilled: Prefilled, decoded: Decoded, alone: Generated) -> float:
+        """The largest one, up to the first token that differs: beyond it the contexts do too."""
+        vocabulary = self._settings.architecture.shape.vocabulary
+        ours = np.frombuffer(prefilled.logits + decoded.logits, "<f8").reshape(-1, vocabulary)
+        theirs = np.frombuffer(alone.logits, "<f8").reshape(-1, vocabulary)
+        same = 0
+        for mine, other in zip(decoded.tokens, alone.tokens, strict=True):
+            same += 1
+            if mine != other:
+                break
+        return float(np.abs(ours[:same] - theirs[:same]).max())
+
+
+def _totals(stage: Stage) -> Totals:
+    """What both daemons counted, once they are quiet: a release may be answered before it is done.
+
+    Not quiet in time is no error here: it is a problem that the report names.
+    """
+    deadline_s = time.monotonic() + QUIET_S
+    while True:
+        sender, receiver = stage.prefill_daemon(), stage.decode_daemon()
+        pools = (*sender.pools, *receiver.pools)
+        held = sum(pool.held_pages + pool.quarantined_pages for pool in pools)
+        locked = sum(pool.locked_pages for pool in pools)
+        if not held + locked or time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    return Totals(
+        sent_bytes=sender.totals.sent_bytes,
+        received_bytes=receiver.totals.received_bytes,
+        handoffs_delivered=receiver.totals.handoffs_delivered,
+        pages_still_held=held,
+        pages_still_locked=locked,
+    )
+
+
+def _environment(settings: Settings, stage: Stage) -> Environment:
+    """Where and with what this ran."""
+    pool = settings.pool
+    return Environment(
+        kvd=kvd.__version__,
+        python=platform.python_version(),
+        torch=stage.models.torch,
+        transformers=stage.models.transformers,
+        platform=platform.platform(),
+        cpus=len(os.sched_getaffinity(0)),
+        transport=stage.prefill_daemon().transport,
+        model=settings.model,
+        weights=stage.models.weights,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        order=settings.order,
+        page_bytes=pool.page_bytes,
+    )
