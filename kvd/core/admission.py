@@ -102,13 +102,20 @@ class Admission:
                 )
             )
             return
-        self._count += 1
-        waiter.number = self._count
-        waiter.since_s = self._out.at_s
         waiter.needed_pages = needed
-        bisect.insort(self.queue, waiter, key=lambda one: one.rank)
-        if not self._is_behind(waiter):
-            self.wake()
+        if not self.queue and waiter.blocked() is None:
+            # The common case: nobody waits and there is room.
+            lease = table.open(waiter.claim)
+            if isinstance(lease, Lease):
+                waiter.admitted(lease)
+                return
+            waiter.needed_pages = lease.needed_pages
+            self._seen_releases = table.releases
+            self._enqueue(waiter)
+        else:
+            self._enqueue(waiter)
+            if not self._is_behind(waiter):
+                self.wake()
         if waiter in self.queue:
             out = self._out
             out.emit(
@@ -121,6 +128,12 @@ class Admission:
                     table.headroom_pages,
                 )
             )
+
+    def _enqueue(self, waiter: Waiter) -> None:
+        self._count += 1
+        waiter.number = self._count
+        waiter.since_s = self._out.at_s
+        bisect.insort(self.queue, waiter, key=lambda one: one.rank)
 
     def pump(self) -> None:
         """Admit from the front until one does not fit; nothing to do if no page came back."""

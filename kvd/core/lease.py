@@ -183,8 +183,7 @@ class LeaseTable:
         ones: the number from before would admit too much (scenario A11).
         """
         tree = self.tree
-        anchor = tree.match(claim.tokens, claim.namespace)
-        tree.lock(anchor)
+        anchor = tree.hold(claim.tokens, claim.namespace)
         owned = anchor.end_tokens // self.page_size
         needed = self.pages_for(claim.room_tokens) - owned
         if not self._make_room(needed):
@@ -316,7 +315,8 @@ class LeaseTable:
             return
         self._unlock(lease)
         freed = lease.held
-        self.pool.give(freed)
+        if freed:
+            self.pool.give(freed)
         self._forget(lease, cause, count(freed))
 
     # ---- quarantine --------------------------------------------------------------------------
