@@ -191,6 +191,7 @@ class Daemon:
             os.chmod(path, int(self.config.sockets.mode, 8))
             if self.config.sockets.group is not None:
                 shutil.chown(path, group=self.config.sockets.group)
+            self._up.callback(Path(path).unlink, missing_ok=True)
         return socket
 
     def _wire(self) -> None:
