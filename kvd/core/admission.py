@@ -79,43 +79,28 @@ class Admission:
         self._count = 0
         self._seen_releases = -1
 
-    def submit(self, waiter: Waiter) -> None:
-        """Admit at once, queue, or refuse what can never fit (scenario A16)."""
-        table = self._leases
-        needed = table.pages_for(waiter.claim.room_tokens)
-        if needed > table.capacity_pages:
-            waiter.refused(
-                Refusal(
-                    Code.TOO_LARGE,
-                    f"{waiter.claim.room_tokens} tokens need {needed} pages, the pool has "
-                    f"{table.capacity_pages}: it can never fit; enlarge pool.pages",
-                    numbers={"needed_pages": needed, "pool_pages": table.capacity_pages},
-                )
-            )
+    def at_once(self, claim: Claim) -> Lease | Shortage | None:
+        """The lease, if nobody waits and there is room: the common case, without a queue.
+
+        Otherwise submit a waiter with what came back, so that nothing is looked for twice.
+        """
+        return None if self.queue else self._leases.open(claim)
+
+    def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
+        """Admit, queue, or refuse what can never fit (scenario A16)."""
+        refusal = self._unfit(waiter.claim)
+        if refusal is not None:
+            waiter.refused(refusal)
             return
-        if len(self.queue) >= self._max_queue:
-            waiter.refused(
-                Refusal(
-                    Code.NO_ROOM,
-                    f"{len(self.queue)} requests wait already, the limit is {self._max_queue}",
-                    numbers={"waiting": len(self.queue), "limit": self._max_queue},
-                )
-            )
-            return
-        waiter.needed_pages = needed
-        if not self.queue and waiter.blocked() is None:
-            # The common case: nobody waits and there is room.
-            lease = table.open(waiter.claim)
-            if isinstance(lease, Lease):
-                waiter.admitted(lease)
-                return
-            waiter.needed_pages = lease.needed_pages
-            self._seen_releases = table.releases
-            self._enqueue(waiter)
-        else:
-            self._enqueue(waiter)
-            if not self._is_behind(waiter):
-                self.wake()
+        self._count += 1
+        waiter.number = self._count
+        waiter.since_s = self._out.at_s
+        bisect.insort(self.queue, waiter, key=lambda one: one.rank)
+        if shortage is not None:
+            waiter.needed_pages = shortage.needed_pages
+            self._seen_releases = self._leases.releases
+        elif not self._is_behind(waiter):
+            self.wake()
         if waiter in self.queue:
             out = self._out
             out.emit(
@@ -125,15 +110,28 @@ class Admission:
                     waiter.claim.session,
                     waiter.claim.room,
                     waiter.needed_pages,
-                    table.headroom_pages,
+                    self._leases.headroom_pages,
                 )
             )
 
-    def _enqueue(self, waiter: Waiter) -> None:
-        self._count += 1
-        waiter.number = self._count
-        waiter.since_s = self._out.at_s
-        bisect.insort(self.queue, waiter, key=lambda one: one.rank)
+    def _unfit(self, claim: Claim) -> Refusal | None:
+        """Why the claim is not even queued."""
+        table = self._leases
+        needed = table.pages_for(claim.room_tokens)
+        if needed > table.capacity_pages:
+            return Refusal(
+                Code.TOO_LARGE,
+                f"{claim.room_tokens} tokens need {needed} pages, the pool has "
+                f"{table.capacity_pages}: it can never fit; enlarge pool.pages",
+                numbers={"needed_pages": needed, "pool_pages": table.capacity_pages},
+            )
+        if len(self.queue) >= self._max_queue:
+            return Refusal(
+                Code.NO_ROOM,
+                f"{len(self.queue)} requests wait already, the limit is {self._max_queue}",
+                numbers={"waiting": len(self.queue), "limit": self._max_queue},
+            )
+        return None
 
     def pump(self) -> None:
         """Admit from the front until one does not fit; nothing to do if no page came back."""
@@ -151,6 +149,14 @@ class Admission:
         if waiter in self.queue:
             self.queue.remove(waiter)
             self.wake()
+
+    def cancel(self, session: int, call: int, refusal: Refusal) -> None:
+        """The caller of a waiting request went away: answer it with ``refusal``, hold nothing."""
+        for waiter in self.queue:
+            if (waiter.claim.session, waiter.claim.call) == (session, call):
+                self.withdraw(waiter)
+                waiter.refused(refusal)
+                return
 
     def withdraw_session(self, session: int) -> None:
         """A session is over: none of its requests is ever admitted. The caller wakes the rest."""

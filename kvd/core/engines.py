@@ -60,6 +60,7 @@ class Engines:
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
             client.GetSnapshot: self._snapshot,
+            client.CancelCall: self._cancel_call,
         }
 
     # ---- sessions ----------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class Engines:
         node = self._node
         claim = Claim(
             session,
+            message.call,
             "lease",
             0,
             message.namespace,
@@ -149,18 +151,21 @@ class Engines:
         )
         call = message.call
         answer = self._out.answer
+        lease = node.admission.at_once(claim)
+        if isinstance(lease, Lease):
+            answer(session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row))
+            return None
         wait_s = min(node.settings.max_deadline_s, message.deadline_s)
-        node.admission.submit(
-            Waiter(
-                claim,
-                self._out.at_s + wait_s,
-                admitted=lambda lease: answer(
-                    session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row)
-                ),
-                refused=lambda why: answer(session, client.Failed(call, why)),
-                blocked=_only_memory,
-            )
+        waiter = Waiter(
+            claim,
+            self._out.at_s + wait_s,
+            admitted=lambda lease: answer(
+                session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row)
+            ),
+            refused=lambda why: answer(session, client.Failed(call, why)),
+            blocked=_only_memory,
         )
+        node.admission.submit(waiter, lease)
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
@@ -248,6 +253,16 @@ class Engines:
                 "headroom_pages": shortage.headroom_pages,
             },
         )
+
+    def _cancel_call(self, session: int, message: client.CancelCall, _: Tokens) -> Refusal | None:
+        """Take a request out of the queue; one that was admitted meanwhile is not touched."""
+        self._node.admission.cancel(
+            session,
+            message.of,
+            Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name),
+        )
+        self._out.answer(session, client.Done(message.call))
+        return None
 
     # ---- decode side -------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class Claim(msgspec.Struct, frozen=True):
     """
 
     session: int
+    call: int
+    """The request of that session which it answers."""
     reason: str
     room: int
     namespace: str
@@ -62,7 +64,7 @@ class Claim(msgspec.Struct, frozen=True):
     @property
     def room_tokens(self) -> int:
         """Tokens that must have a slot."""
-        return count(self.tokens) + self.reserve_tokens
+        return len(self.tokens) // ID_BYTES + self.reserve_tokens
 
 
 class Shortage(msgspec.Struct, frozen=True):
@@ -128,7 +130,8 @@ class Lease:
     @property
     def held(self) -> Pages:
         """The pages that are this lease's own, duplicates not yet given back included."""
-        return Pages(self.row[self.owned * ID_BYTES :] + self.deferred)
+        own = self.row[self.owned * ID_BYTES :]
+        return Pages(own + self.deferred if self.deferred else own)
 
     @property
     def held_pages(self) -> int:
@@ -144,6 +147,8 @@ class LeaseTable:
         self.pool = PagePool(component.name, spec.pages[0])
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy))
         self.page_size = component.page_size
+        self.capacity_pages = spec.pages[0] - 1
+        """Pages that exist, the null page not counted."""
         self.page_bytes = page_bytes(component)
         self.leases: dict[int, Lease] = {}
         self.releases = 0
@@ -161,11 +166,6 @@ class LeaseTable:
         """Pages obtainable now."""
         return self.pool.free_pages + self.tree.evictable_pages
 
-    @property
-    def capacity_pages(self) -> int:
-        """Pages that exist, the null page not counted."""
-        return self.pool.total_pages - 1
-
     def pages_for(self, n_tokens: int) -> int:
         """Pages that ``n_tokens`` take."""
         return -(-n_tokens // self.page_size)
@@ -182,14 +182,19 @@ class LeaseTable:
         The headroom is read after the lock, because locking turns evictable pages into protected
         ones: the number from before would admit too much (scenario A11).
         """
+        total = -(-claim.room_tokens // self.page_size)
+        if total > self.capacity_pages:
+            return Shortage(total, self.headroom_pages)
         tree = self.tree
         anchor = tree.hold(claim.tokens, claim.namespace)
         owned = anchor.end_tokens // self.page_size
-        needed = self.pages_for(claim.room_tokens) - owned
+        needed = total - owned
         if not self._make_room(needed):
             tree.unlock(anchor)
             return Shortage(needed, self.headroom_pages)
-        row = Pages(tree.path_pages(anchor) + self.pool.take(needed))
+        row = self.pool.take(needed)
+        if owned:
+            row = Pages(tree.path_pages(anchor) + row)
         self.opened += 1
         out = self._out
         lease = Lease(self.opened, claim, anchor, row)

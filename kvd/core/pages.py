@@ -16,6 +16,9 @@ import numpy as np
 
 from kvd.types import ID_BYTES, NULL_PAGE, Pages
 
+FEW_PAGES = 8
+"""So many pages, the tail of a prompt say, are looked at faster one by one than by numpy."""
+
 
 class OutOfPages(Exception):
     """More pages were asked for than are free; nothing was taken."""
@@ -74,12 +77,16 @@ class PagePool:
         Raises:
             BadPages: the null page is among them, or the pool would hold more than it has.
         """
-        ids = np.frombuffer(pages, dtype="<i4")
-        if np.count_nonzero(ids) != ids.size:
+        n_pages = len(pages) // ID_BYTES
+        if n_pages <= FEW_PAGES:
+            has_null = NULL_PAGE in memoryview(pages).cast("i")
+        else:
+            has_null = np.count_nonzero(np.frombuffer(pages, dtype="<i4")) != n_pages
+        if has_null:
             raise BadPages(f"pool {self.name}: the null page {NULL_PAGE} was given back")
-        if self.free_pages + ids.size >= self.total_pages:
+        if len(self._free) // ID_BYTES + n_pages >= self.total_pages:
             raise BadPages(
-                f"pool {self.name}: {ids.size} pages given back, {self.free_pages} were free "
+                f"pool {self.name}: {n_pages} pages given back, {self.free_pages} were free "
                 f"already of {self.total_pages} (one is the null page): some were never out"
             )
         self._free += pages
