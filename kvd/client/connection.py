@@ -9,6 +9,7 @@ may go away at any moment (cancelled, out of time): ``abandon`` then undoes what
 going to do::
 
     the answer is          undone by
+    still to come          CancelCall, for a request that waits in the queue; then as below
     Leased                 ReleaseLease
     Receiving              CancelReceive, and ReleaseLease if Received comes all the same
     Sending                AbortSend
@@ -129,6 +130,8 @@ class Connection:
         call.is_abandoned = True
         if call.answer.value is not None:
             self._undo(call, call.answer.value)
+        elif isinstance(call.request, wire.OpenLease | wire.Receive):
+            self._tell(wire.CancelCall(self.next_call(), call.request.call))
 
     def take_outgoing(self) -> list[Outgoing]:
         """What is to be sent, in order; the caller sends it."""

@@ -81,6 +81,7 @@ class Decoder:
         part = self._new_part(session, message, count(tokens))
         claim = Claim(
             session,
+            message.call,
             f"receive from {part.peer}",
             message.room,
             message.namespace,

@@ -181,6 +181,16 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     call: int
 
 
+class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"):
+    """Nobody waits any more for the lease or receive asked for by call ``of``: leave the queue.
+
+    Answer: ``Done``; the call itself is answered too, with ``cancelled`` if it was still waiting.
+    """
+
+    call: int
+    of: int
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -196,6 +206,7 @@ Request = (
     | MatchPrefix
     | GetSnapshot
     | Subscribe
+    | CancelCall
 )
 
 TAKES_TOKENS = (OpenLease, CommitLease, CommitAndRelease, Receive, Send, MatchPrefix)

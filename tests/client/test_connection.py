@@ -219,13 +219,13 @@ def test_a_lease_nobody_waits_for_is_released(abandoned_first: bool) -> None:
 
     if abandoned_first:
         own.abandon(call)
-        assert sent(own) == []
+        assert sent(own) == [wire.CancelCall(2, 1)]
         feed(own, wire.Leased(1, 70, 0, b""))
+        assert sent(own) == [wire.ReleaseLease(3, 70)]
     else:
         feed(own, wire.Leased(1, 70, 0, b""))
         own.abandon(call)
-
-    assert sent(own) == [wire.ReleaseLease(2, 70)]
+        assert sent(own) == [wire.ReleaseLease(2, 70)]
     feed(own, wire.Done(2))
     assert sent(own) == []
 
@@ -234,6 +234,7 @@ def test_an_abandoned_call_that_is_refused_leaves_nothing_to_undo() -> None:
     own = connection()
     call = begin(own, wire.OpenLease(own.next_call()))
     own.abandon(call)
+    assert sent(own) == [wire.CancelCall(2, 1)]
 
     feed(own, wire.Failed(1, REFUSED))
 
@@ -244,11 +245,12 @@ def test_an_abandoned_receive_is_cancelled_and_a_lease_that_came_all_the_same_go
     own = connection()
     call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
     own.abandon(call)
+    assert sent(own) == [wire.CancelCall(2, 1)]
 
     feed(own, wire.Receiving(1, 11, 8))
-    assert sent(own) == [wire.CancelReceive(2, 11)]
-    feed(own, wire.Received(11, 70, b"", b""), wire.Failed(2, REFUSED))
-    assert sent(own) == [wire.ReleaseLease(3, 70)]
+    assert sent(own) == [wire.CancelReceive(3, 11)]
+    feed(own, wire.Received(11, 70, b"", b""), wire.Failed(3, REFUSED))
+    assert sent(own) == [wire.ReleaseLease(4, 70)]
 
 
 def test_an_abandoned_receive_that_was_delivered_already_gives_its_lease_back() -> None:

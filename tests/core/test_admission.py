@@ -281,3 +281,25 @@ def test_evict_says_how_much_a_lock_kept_from_it():
         {"evicted_pages": 2},
         ("1 of 3 pages: the rest of the cache is locked (4 pages)",),
     )
+
+
+def test_a_caller_that_goes_away_leaves_the_queue():
+    """Scenario A25: nothing was held for it, and who waited behind it goes ahead."""
+    world = World(d_pages=10)
+    d = world.d
+    full = d.lease(tokens((1, 9 * 16)))
+    assert d.call(client.OpenLease, tokens((5000, 9 * 16))) is None
+    waiting = d.calls
+    assert d.call(client.OpenLease, tokens((7000, 16))) is None
+    behind = d.calls
+
+    done = d.call(client.CancelCall, of=waiting)
+
+    assert isinstance(done, client.Done)
+    (failed,) = [one for one in d.answers if getattr(one, "call", None) == waiting]
+    assert failed.refusal.code is Code.CANCELLED
+    d.call(client.ReleaseLease, lease=full.lease)
+    assert [type(one) for one in d.answers if getattr(one, "call", None) == behind] == [
+        client.Leased
+    ]
+    assert isinstance(d.call(client.CancelCall, of=waiting), client.Done)
