@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
+from kvd.core import inputs
 from kvd.core.agents import Agent
-from kvd.errors import Code
-from kvd.wire import client
-from kvd.wire.peer import Hello
-from tests.core.world import World, tokens
+from kvd.core.spec import Order, fingerprint
+from kvd.errors import Code, Refusal
+from kvd.wire import client, events
+from kvd.wire.peer import (
+    Abort,
+    Accept,
+    Closed,
+    Hello,
+    Message,
+    Offer,
+    Outcome,
+    Ping,
+    Progress,
+    Reject,
+    Settled,
+)
+from tests.core.side import incarnation
+from tests.core.world import World, spec, tokens
 
 PROMPT = tokens((1, 100))
 
@@ -53,3 +71,220 @@ def test_an_offer_of_an_unknown_generation_asks_for_the_hello_that_was_lost():
 
     assert world.p.node.peers.by_name["d"].generation == 2
     assert isinstance(world.d.take()[-1], client.Received)
+
+
+# ---- who may speak -------------------------------------------------------------------------------
+
+
+def hello_of(world: World, **changes: object) -> Hello:
+    """A Hello as the decode side would say it, changed."""
+    sound = Hello(
+        source=incarnation("x", 1),
+        target=world.p.incarnation,
+        node="x",
+        layout=fingerprint(world.p.config.spec),
+        generation=1,
+        metadata=b"meta",
+        max_prompt_tokens=1_048_576,
+        max_aux_bytes=65_536,
+    )
+    return msgspec.structs.replace(sound, **changes)
+
+
+def answer_to(world: World, message: Message, link: str = "in:d") -> Message:
+    """The one message that the prefill side sends back."""
+    world.hold_wire = True
+    world.wire.clear()
+    world.p.feed(inputs.FromPeer(world.now_s, link, message))
+    (letter,) = world.wire
+    return letter.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (
+            {"node": "p"},
+            Code.PEER_UNKNOWN,
+            "a peer calls itself 'p', which is this node's own name: "
+            "give every node its own node.name",
+        ),
+        (
+            {"source": incarnation("p", 1)},
+            Code.PEER_UNKNOWN,
+            "a peer calls itself 'x', which is this node's own name: "
+            "give every node its own node.name",
+        ),
+        (
+            {"protocol": 2},
+            Code.NOT_SUPPORTED,
+            "x speaks peer protocol 2, p speaks 1: run the same kvd version on both",
+        ),
+        (
+            {"source": incarnation("d", 1)},
+            Code.PEER_UNKNOWN,
+            "incarnation d0000000 calls itself 'x', it was 'd' before",
+        ),
+        (
+            {"node": ""},
+            Code.BAD_REQUEST,
+            f"a Hello of node '', incarnation '{incarnation('x', 1)}', generation 1: "
+            "each must be there, and generations count from 1",
+        ),
+        (
+            {"generation": 0},
+            Code.BAD_REQUEST,
+            f"a Hello of node 'x', incarnation '{incarnation('x', 1)}', generation 0: "
+            "each must be there, and generations count from 1",
+        ),
+    ],
+)
+def test_a_hello_that_is_not_welcome_is_answered_with_the_reason(changes, code, message):
+    world = World()
+
+    reject = answer_to(world, hello_of(world, **changes))
+
+    assert isinstance(reject, Reject)
+    assert (reject.refusal.code, reject.refusal.message) == (code, message)
+    assert list(world.p.node.peers.by_name) == ["d"]
+    assert world.p.node.refused == 1
+    last = world.p.events[-1]
+    assert last == events.MessageRefused(last.seq, 100.0, "peers", "in:d", code.value, message)
+
+
+def test_a_node_that_is_not_on_the_allow_list_is_rejected():
+    world = World(allow=("d", "p"))
+    reject = answer_to(world, hello_of(world))
+    assert isinstance(reject, Reject)
+    assert reject.refusal.message == "'x' is not in peers.allow of p"
+    assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
+
+
+def test_a_dialed_daemon_with_another_name_is_rejected():
+    world = World()
+    world.hold_wire = True
+    world.d.feed(inputs.FromPeer(world.now_s, "out:p", hello_of(world, target=world.d.incarnation)))
+    (letter,) = world.wire
+    assert isinstance(letter.message, Reject)
+    assert letter.message.refusal.message == (
+        "the daemon at tcp://p calls itself 'x', peers.connect of d calls it 'p': "
+        "make the names equal"
+    )
+
+
+def test_a_hello_of_an_older_process_is_stale():
+    world = World()
+    older = world.d.incarnation
+    world.restart(world.d)
+    world.pass_time(1)
+
+    reject = answer_to(world, hello_of(world, node="d", source=older))
+
+    assert isinstance(reject, Reject)
+    assert reject.refusal.code is Code.PEER_STALE
+    assert world.p.node.peers.by_name["d"].incarnation == world.d.incarnation
+
+
+@pytest.mark.parametrize("kind", [Ping, Offer, Abort, Closed, Accept, Progress, Settled])
+@pytest.mark.parametrize("who", ["unknown", "superseded", "to another incarnation"])
+def test_a_message_between_other_processes_is_answered_and_never_acted_on(kind, who):
+    """Scenario G3: from nobody we know, from a replaced process, or for our predecessor."""
+    world = World()
+    older = world.d.incarnation
+    world.restart(world.d)
+    world.pass_time(1)
+    source = {
+        "unknown": incarnation("x", 1),
+        "superseded": older,
+        "to another incarnation": world.d.incarnation,
+    }[who]
+    target = incarnation("p", 9) if who == "to another incarnation" else world.p.incarnation
+    more: dict[type, tuple[object, ...]] = {
+        Ping: (1, 0, 0, 0),
+        Offer: (1, 7, 1, 16, 0, b"", (), 1.0),
+        Abort: (1, 7, "why"),
+        Closed: (1, Outcome.COMMITTED),
+        Accept: (1,),
+        Progress: (1, 1),
+        Settled: (1, Outcome.FAILED),
+    }
+
+    reply = answer_to(world, kind(source, target, *more[kind]))
+
+    assert isinstance(reply, Hello), "whoever it is learns who serves here now"
+    assert reply.source == world.p.incarnation
+    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.last_word.by_handoff == {}
+
+
+def test_a_reject_is_never_answered():
+    world = World()
+    world.hold_wire = True
+    refusal = Refusal(Code.INTERNAL, "why")
+    for source in (world.d.incarnation, incarnation("x", 1), ""):
+        world.p.feed(
+            inputs.FromPeer(world.now_s, "in:d", Reject(source, world.p.incarnation, refusal))
+        )
+    assert world.wire == []
+
+
+def test_a_ping_of_nothing_is_not_echoed_for_ever():
+    world = World()
+    world.hold_wire = True
+    d, p = world.d.incarnation, world.p.incarnation
+    world.p.feed(inputs.FromPeer(world.now_s, "in:d", Ping(d, p, 0, 0, 0, 0)))
+    assert world.wire == []
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        (
+            spec(64, page_size=64),
+            "components.0.page_size: ours 16, theirs 64",
+        ),
+        (
+            spec(64, dtype="bfloat16"),
+            "components.0.layout.dtype: ours float32, theirs bfloat16",
+        ),
+        (
+            msgspec.structs.replace(spec(64), order=Order.LAYER_FIRST),
+            "order: ours page_first, theirs layer_first",
+        ),
+    ],
+)
+def test_pools_of_other_layouts_are_refused_before_a_page_is_held(theirs, difference):
+    """Scenario G10: page size, dtype and order, each with both values."""
+    world = World()
+    world.p.config = msgspec.structs.replace(world.p.config, spec=theirs)
+    world.restart(world.p)
+    world.pass_time(1)
+
+    reply = world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.LAYOUT_MISMATCH
+    assert reply.refusal.message == (
+        f"d and p lay out their pools differently: {difference}; configure [pool] alike on both"
+    )
+    assert world.d.node.leases.leases == {}
+    assert world.d.node.peers.by_name["p"].agent is Agent.NONE
+
+
+@pytest.mark.parametrize("layout", ["", "{", "[" * 5000, "null", '"x"', "[]"])
+def test_a_layout_that_is_none_is_refused_like_any_other(layout):
+    """Scenario G2: what cannot be read is refused, and says so."""
+    world = World()
+    world.p.node.step(inputs.FromPeer(world.now_s, "in:x", hello_of(world, layout=layout)))
+
+    refusal = world.p.node.peers.by_name["x"].refusal
+    assert refusal is not None
+    assert refusal.code is Code.LAYOUT_MISMATCH
+
+
+def test_pools_of_other_sizes_exchange_pages():
+    world = World(p_pages=64, d_pages=17)
+    assert isinstance(handed_over(world), client.Received)
