@@ -108,9 +108,11 @@ class Side:
 
     def begin(self) -> None:
         """A new process: nothing is known, nothing is held."""
-        self.node = Node(self.config, self.world.now_s)
+        self.born_s = self.world.now_s
+        self.node = Node(self.config, self.born_s)
         self.sessions = 0
         self.log: list[inputs.Input] = []
+        self.effects: list[effects.Effect] = []
         self.inbox: deque[inputs.Input] = deque()
         self.answers: list[client.Reply] = []
         self.answered: set[int] = set()
@@ -143,6 +145,7 @@ class Side:
             self.events.append(event)
         problems = violations(self.node)
         assert not problems, (happened, problems)
+        self.effects += step.effects
         for effect in step.effects:
             self.perform(effect)
         return step.effects
