@@ -146,6 +146,7 @@ class Side:
         problems = violations(self.node)
         assert not problems, (happened, problems)
         self.effects += step.effects
+        self.world.happened(self, happened, step)
         for effect in step.effects:
             self.perform(effect)
         return step.effects

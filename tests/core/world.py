@@ -15,6 +15,7 @@ from kvd.core import inputs
 from tests.core.side import PAGE, Letter, Side, content, incarnation, settings, spec, tokens
 
 if TYPE_CHECKING:
+    from kvd.core.effects import Step
     from kvd.wire.peer import Message
 
 __all__ = ["PAGE", "Side", "World", "content", "settings", "spec", "tokens"]
@@ -80,12 +81,16 @@ class World:
 
     # ---- the wire ----------------------------------------------------------------------------
 
+    def happened(self, side: Side, happened: inputs.Input, step: Step) -> None:
+        """For who tells the story: after every step, before its effects are carried out."""
+
     def post_letter(self, letter: Letter) -> None:
-        if type(letter.message) in self.lost:
-            return
-        if self.cut & {letter.sender.name, letter.to.name}:
-            return
-        self.wire.append(letter)
+        if not self.is_lost(letter):
+            self.wire.append(letter)
+
+    def is_lost(self, letter: Letter) -> bool:
+        is_cut = bool(self.cut & {letter.sender.name, letter.to.name})
+        return is_cut or type(letter.message) in self.lost
 
     def deliver(self, letter: Letter) -> None:
         """This letter arrives now."""

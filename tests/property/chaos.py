@@ -425,6 +425,7 @@ class Chaos:
         self.loss = self.repeats = self.troubles = 0.0
         for round_ in range(16):
             for side in world.sides.values():
+                side.fails_loading = 0
                 side.be_quiet()
             world.land_posts()
             world.pass_time(1.0, 0.25)
