@@ -95,7 +95,7 @@ class Daemon:
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take)
-        self.bus.subscribe(self._log.write)
+        self.bus.subscribe(self._log.write, wants=self._log.is_written)
         self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
         self.mover = Mover(self.reactor, lambda generation: self._transport(generation, regions))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -160,12 +160,11 @@ class Daemon:
                 max_frame_bytes=config.limits.max_frame_bytes,
             ),
         )
-        self.clients = ClientPort(self.reactor, self.attach.session_of, self.metrics)
+        self.clients = ClientPort(self.reactor, self.bus, self.attach.session_of, self.metrics)
         self.clients.start(self._bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
         self.attach.start(self._loop)
         self._up.callback(self.attach.close)
-        self.bus.subscribe(self.clients.tell)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.admins = AdminPort(self.reactor, self.bus)

@@ -8,7 +8,7 @@ else anything.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from kvd.core.inputs import FromClient, Unreadable
 from kvd.errors import Code, Refusal
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
+    from kvd.observe.bus import Bus
     from kvd.observe.metrics import Metrics
     from kvd.wire.events import Event
 
 UNREADABLE_CALL = -1
 """The ``call`` of an answer to a request whose own could not be read."""
+
+OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
+"""What metrics call each request: its tag on the wire."""
+
+FRAMES: dict[type, int] = {kind: 3 if kind in client.TAKES_TOKENS else 2 for kind in OPS}
+"""Frames of each request, the routing id included."""
 
 
 class ClientPort:
@@ -38,10 +45,12 @@ class ClientPort:
     def __init__(
         self,
         reactor: Reactor,
+        bus: Bus,
         session_of: Callable[[bytes], int | None],
         metrics: Metrics,
     ) -> None:
         self._reactor = reactor
+        self._bus = bus
         self._session_of = session_of
         self._metrics = metrics
         self._token_of: dict[int, bytes] = {}
@@ -49,6 +58,7 @@ class ClientPort:
         self._subscribers: dict[int, int] = {}
         """Session to number of events lost since the last that was taken."""
         self._fresh: list[Event] = []
+        self._is_listening = False
 
     def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Serve ``socket``, a bound ROUTER."""
@@ -74,14 +84,6 @@ class ClientPort:
             self._metrics.rpc_failed("client", message.refusal.code.value)
         self._socket.send([token, CLIENT_REPLIES.encode(message)])
 
-    def tell(self, event: Event) -> None:
-        """Push an event to the subscribers, batched per turn of the loop."""
-        if not self._subscribers:
-            return
-        if not self._fresh:
-            self._loop.call_soon(self._push)
-        self._fresh.append(event)
-
     def _take(self, frames: list[bytes]) -> None:
         token = frames[0]
         session = self._session_of(token)
@@ -98,33 +100,28 @@ class ClientPort:
         if isinstance(message, Refusal):
             self._refuse(token, message, frames)
             return
-        tokens = self._tokens(message, frames)
+        kind = type(message)
+        tokens: Tokens | Refusal = NO_TOKENS
+        if len(frames) != FRAMES[kind]:
+            tokens = _wrong_frames(message, len(frames))
+        elif kind in client.TAKES_TOKENS:
+            tokens = check_tokens(frames[2], max_tokens=self._max_tokens)
         if isinstance(tokens, Refusal):
             self._refuse(token, tokens, frames, call=message.call)
             return
-        self._serve(session, message, tokens)
-
-    def _serve(self, session: int, message: client.Request, tokens: Tokens) -> None:
-        if isinstance(message, client.Subscribe):
-            self._subscribers[session] = 0
-            self._socket.send(
-                [self._token_of[session], CLIENT_REPLIES.encode(client.Done(message.call))]
-            )
+        if kind is client.Subscribe:
+            self._subscribe(session, message.call)
             return
         began_s = perf_counter()
         self._reactor.feed(FromClient(self._reactor.clock(), session, message, tokens))
-        self._metrics.rpc(type(message).__name__, perf_counter() - began_s)
+        self._metrics.rpc(OPS[kind], perf_counter() - began_s)
 
-    def _tokens(self, message: client.Request, frames: list[bytes]) -> Tokens | Refusal:
-        takes = isinstance(message, client.TAKES_TOKENS)
-        if len(frames) != (3 if takes else 2):
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"{type(message).__name__} came in {len(frames) - 1} frames, it has "
-                f"{2 if takes else 1}",
-                numbers={"frames": len(frames) - 1},
-            )
-        return check_tokens(frames[2], max_tokens=self._max_tokens) if takes else NO_TOKENS
+    def _subscribe(self, session: int, call: int) -> None:
+        if not self._is_listening:
+            self._is_listening = True
+            self._bus.subscribe(self._tell)
+        self._subscribers[session] = 0
+        self._socket.send([self._token_of[session], CLIENT_REPLIES.encode(client.Done(call))])
 
     def _refuse(
         self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = UNREADABLE_CALL
@@ -132,6 +129,14 @@ class ClientPort:
         self._socket.send([token, CLIENT_REPLIES.encode(client.Failed(call, refusal))])
         sender = f"{token[:4].hex()}, {sum(map(len, frames[1:]))} bytes"
         self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+
+    def _tell(self, event: Event) -> None:
+        """Push an event to the subscribers, batched per turn of the loop."""
+        if not self._subscribers:
+            return
+        if not self._fresh:
+            self._loop.call_soon(self._push)
+        self._fresh.append(event)
 
     def _push(self) -> None:
         events, self._fresh = tuple(self._fresh), []
@@ -144,3 +149,12 @@ class ClientPort:
 
 def _no_header() -> Refusal:
     return Refusal(Code.BAD_REQUEST, "an empty message: send [header] or [header, tokens]")
+
+
+def _wrong_frames(message: client.Request, n_frames: int) -> Refusal:
+    kind = type(message)
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"{kind.__name__} came in {n_frames - 1} frames, it has {FRAMES[kind] - 1}",
+        numbers={"frames": n_frames - 1},
+    )

@@ -45,11 +45,12 @@ class Reactor:
 
     def feed(self, happened: Input) -> None:
         """Apply one input, carry out its effects in order, publish its events in order."""
-        self._waiting.append(happened)
         if self._is_stepping:
+            self._waiting.append(happened)
             return
         self._is_stepping = True
         try:
+            self._step(happened)
             while self._waiting:
                 self._step(self._waiting.popleft())
         finally:
@@ -71,7 +72,8 @@ class Reactor:
                 )
                 answer = effects.Answer(happened.session, Failed(happened.message.call, refusal))
                 step.effects.append(answer)
+        perform, publish = self.perform, self._bus.publish
         for effect in step.effects:
-            self.perform[type(effect)](effect)
+            perform[type(effect)](effect)
         for event in step.events:
-            self._bus.publish(event)
+            publish(event)

@@ -1,7 +1,8 @@
 """One stream of events to whoever watches: takers at once, a bounded ring for those who ask later.
 
-A taker is called for every event, in order, on the loop; it must be quick. A reader of the ring
-that has fallen behind is told how many events it lost, never nothing.
+A taker is called for every event of the kinds it wants, in order, on the loop; it must be quick.
+Who wants a kind is asked once and remembered, so an event that nobody takes costs one look-up. A
+reader of the ring that has fallen behind is told how many events it lost, never nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +23,29 @@ class Bus:
     """Fans events out. Invariant: the ring holds the last events, with contiguous numbers (I8)."""
 
     def __init__(self) -> None:
-        self._takers: list[Callable[[Event], None]] = []
+        self._takers: list[tuple[Callable[[Event], None], Callable[[type[Event]], bool]]] = []
+        self._by_kind: dict[type, list[Callable[[Event], None]]] = {}
         self._ring: deque[Event] = deque(maxlen=RING_EVENTS)
         self._waiting: list[Callable[[], None]] = []
 
-    def subscribe(self, take: Callable[[Event], None]) -> None:
-        """Call ``take`` with every event from now on."""
-        self._takers.append(take)
+    def subscribe(
+        self,
+        take: Callable[[Event], None],
+        *,
+        wants: Callable[[type[Event]], bool] = lambda kind: True,
+    ) -> None:
+        """Call ``take`` with every event from now on, or those of the kinds it ``wants``."""
+        self._takers.append((take, wants))
+        self._by_kind.clear()
 
     def publish(self, event: Event) -> None:
         """One event, to everybody."""
         self._ring.append(event)
-        for take in self._takers:
+        kind = type(event)
+        takers = self._by_kind.get(kind)
+        if takers is None:
+            takers = self._by_kind[kind] = [take for take, wants in self._takers if wants(kind)]
+        for take in takers:
             take(event)
         if self._waiting:
             waiting, self._waiting = self._waiting, []

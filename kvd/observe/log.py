@@ -58,11 +58,13 @@ class EventLog:
         self._logger = structlog.get_logger().bind()  # resolved once, not per line
         self.lost_lines = 0
 
+    def is_written(self, kind: type[msgspec.Struct]) -> bool:
+        """Whether events of this kind are important enough."""
+        return self._rank(kind) >= self._threshold
+
     def write(self, event: msgspec.Struct) -> None:
         """Write one event, unless its level is below the configured one."""
-        rank = self._ranks.get(type(event))
-        if rank is None:
-            rank = self._ranks.setdefault(type(event), RANKS[_level_of(event)])
+        rank = self._rank(type(event))
         if rank < self._threshold:
             return
         fields = msgspec.to_builtins(event)
@@ -71,6 +73,12 @@ class EventLog:
             self._logger.log(rank, name, **fields)
         except (OSError, ValueError):  # the reader hung up, the disk is full, the file is closed
             self.lost_lines += 1
+
+    def _rank(self, kind: type[msgspec.Struct]) -> int:
+        rank = self._ranks.get(kind)
+        if rank is None:
+            rank = self._ranks[kind] = RANKS[_level_of(kind)]
+        return rank
 
     def crashed(self, task: str, error: BaseException) -> None:
         """Write the traceback of a task that should not have ended."""
@@ -107,11 +115,11 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
     return EventLog(level=level)
 
 
-def _level_of(event: msgspec.Struct) -> str:
-    """The level of an event's class; violations and crashes are errors, most are info."""
-    if isinstance(event, Crashed):
+def _level_of(kind: type[msgspec.Struct]) -> str:
+    """The level of a kind of events; violations and crashes are errors, most are info."""
+    if kind is Crashed:
         return "error"
-    return LEVELS.get(str(event.__struct_config__.tag), "info")
+    return LEVELS.get(str(kind.__struct_config__.tag), "info")
 
 
 class _Node:

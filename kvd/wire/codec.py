@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 M = TypeVar("M")
 
@@ -25,11 +28,8 @@ class Codec(Generic[M]):
     def __init__(self, union: object, *, max_bytes: int = MAX_HEADER_BYTES) -> None:
         self._max_bytes = max_bytes
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode(self, message: M) -> bytes:
+        self.encode: Callable[[M], bytes] = msgspec.msgpack.Encoder().encode
         """The message as one frame."""
-        return self._encoder.encode(message)
 
     def decode(self, frame: bytes) -> M | Refusal:
         """The message, or why it is none; never raises."""
