@@ -64,6 +64,8 @@ class Call:
     ``receive`` and ``send`` are the records that its answer opened.
     """
 
+    __slots__ = ("answer", "is_abandoned", "lease", "receive", "request", "send")
+
     def __init__(self, request: wire.Request, lease: LeaseState | None) -> None:
         self.request = request
         self.lease = lease

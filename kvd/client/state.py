@@ -32,6 +32,8 @@ MAX_EVENTS: Final = 65_536
 class Slot(Generic[T]):
     """A value that comes once. It is kept when it comes before anyone waits for it."""
 
+    __slots__ = ("_wakes", "value")
+
     def __init__(self) -> None:
         self.value: T | None = None
         self._wakes: list[Callable[[], None]] = []
