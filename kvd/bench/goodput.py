@@ -27,6 +27,7 @@ from kvd.bench.engines import Engines, Side, run_count
 from kvd.bench.lag import Beats, read_beats
 from kvd.bench.memory import huge_bytes, when_collapsed
 from kvd.bench.references import Tuning, raw_pair
+from kvd.bench.sites import HUGE
 from kvd.bench.table import Goal, at_least, at_most
 from kvd.types import pack_ids
 
@@ -147,16 +148,13 @@ def measure_site(site: Site, plan: Plan, directory: Path, told: Told) -> SiteRes
     told(f"{site.network}, {site.memory}: starting")
     size = f"{plan.pool_pages * PAGE_BYTES // 2**20}MiB"
     settings = {**LLAMA_8B, **site.settings, "pool.size": size}
-    small = no_huge_pages() if site.memory == "4k" else contextlib.nullcontext()
+    small = contextlib.nullcontext() if site.memory == HUGE else no_huge_pages()
     pages = plan.pool_pages
-    with contextlib.ExitStack() as stack:
-        with small:
-            pair = stack.enter_context(two_daemons(directory, settings, places=site.places))
-            raw = stack.enter_context(
-                raw_pair(site.places, site.environment, pages=pages, page_bytes=PAGE_BYTES)
-            )
-        if site.memory != "4k":
+    with contextlib.ExitStack() as stack, small:
+        pair = stack.enter_context(two_daemons(directory, settings, places=site.places))
+        if site.memory == HUGE:
             when_collapsed(pair, pages * PAGE_BYTES)
+        raw = stack.enter_context(raw_pair(pair, site, pages=pages, page_bytes=PAGE_BYTES))
         raw.tune(*_halves(plan, None))
         return asyncio.run(_measure(_Running(site, plan, pair, raw, told)))
 

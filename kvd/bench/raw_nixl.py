@@ -1,12 +1,13 @@
 """The reference of ``kvd bench stream``: the same bytes moved by bare processes, without a daemon.
 
-``python -m kvd.bench.raw_nixl`` is one such process. It owns a region of memory of the same kind as
-a daemon's pool and obeys one command at a time: write pages to the other one through NIXL, copy
-pages by memcpy, or stream bytes over a plain TCP connection. ``RawProcess`` is its parent's end.
+``python -m kvd.bench.raw_nixl`` is one such process. It maps the memory of a daemon's pool, the
+very same pages, because how they lie in the machine's memory changes the speed of copies by a
+fifth; and it obeys one command at a time: write pages to the other one through NIXL, copy pages by
+memcpy, or stream bytes over a plain TCP connection. ``RawProcess`` is its parent's end.
 
-Nothing is in the way of NIXL here: the descriptors are built before the clock starts, the loop
-spins, and nobody is told of anything before the last handle is done. That is a sender which does
-nothing else with its core, which is more than any service can afford.
+Nothing is in the way of NIXL here: the descriptors are built before the clock starts, and nobody is
+told of anything before the last handle is done. Where that is fastest the sender spins, which is
+more than any service can afford.
 
 Times are of CLOCK_MONOTONIC, so those of two processes of one host can be compared.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -26,11 +28,10 @@ import msgspec
 import numpy as np
 
 from kvd.core.geometry import Geometry, Row
-from kvd.pools.arena import reserve
 from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
-from kvd.transfer.mapping import Collapser, Outcome, map_region, map_scratch
-from kvd.transfer.metadata import VERSION, Metadata, RegionNote, pack, unpack
+from kvd.transfer.mapping import map_region, map_scratch
+from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
 from kvd.transfer.nixl import Binding, Receiver, Sender, Step
 from kvd.types import Pages
 
@@ -49,9 +50,10 @@ ANSWER_S: Final = 120.0
 
 
 class Shape(msgspec.Struct, frozen=True, tag=True):
-    """First command: make the region. Answer: ``Made``, when it is in huge pages if it can be."""
+    """First command: map the region behind an inherited descriptor. Answer: ``Made``."""
 
     name: str
+    descriptor: int
     pages: int
     page_bytes: int
 
@@ -65,6 +67,7 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 class Write(msgspec.Struct, frozen=True, tag=True):
     """Write my pages over the other one's, in handles of ``handle_rows`` descriptors of 512 KiB.
 
+    ``sleep_s`` is how long the sender sleeps at most until a socket wakes it; 0: it spins.
     Answer: ``Did``.
     """
 
@@ -72,6 +75,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     destination: bytes
     handle_rows: int
     in_flight: int
+    sleep_s: float
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -100,11 +104,10 @@ class Give(msgspec.Struct, frozen=True, tag=True):
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """The region exists; ``huge_bytes`` of it are in huge pages."""
+    """The region is mapped and registered."""
 
     metadata: bytes
-    huge_bytes: int
-    agent: str
+    binding: str
 
 
 class Did(msgspec.Struct, frozen=True, tag=True):
@@ -147,18 +150,26 @@ class RawFailed(Exception):
 class RawProcess:
     """One bare process, from its parent's side. One command at a time."""
 
-    def __init__(self, prefix: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        """Start it with ``prefix`` before its command line (a network namespace, for example)."""
+    def __init__(
+        self, descriptor: int, prefix: tuple[str, ...], environment: Mapping[str, str]
+    ) -> None:
+        """Start it with ``prefix`` before its command line, to inherit ``descriptor``."""
         self._child = subprocess.Popen(
             [*prefix, sys.executable, "-m", "kvd.bench.raw_nixl"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=(descriptor,),
             env={**os.environ, **environment},
             start_new_session=True,
         )
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._orders, self._answers = self._child.stdin, self._child.stdout
+
+    @property
+    def pid(self) -> int:
+        """Of the process, or of what put it into its place."""
+        return self._child.pid
 
     def tell(self, command: Command) -> None:
         """Hand over a command; ``hear`` its answer before the next."""
@@ -205,9 +216,7 @@ class _Bare:
         geometry = Geometry(
             shape.pages, shape.page_bytes, (Row(0, shape.page_bytes, shape.page_bytes),), ()
         )
-        self._arena = reserve(REGION, geometry.total_bytes)
-        self._note = map_region(RegionFd(REGION, self._arena.fd, geometry).plan())
-        self._huge_bytes = _collapse(self._note)
+        self._note = map_region(RegionFd(REGION, shape.descriptor, geometry).plan())
         whole = (ctypes.c_uint8 * self._note.region_bytes).from_address(self._note.address)
         self._bytes: NDArray[np.uint8] = np.ctypeslib.as_array(whole)
         self._page_bytes = shape.page_bytes
@@ -244,7 +253,7 @@ class _Bare:
     def _made(self) -> Made:
         blob = self._receiver.blob
         told = Metadata(VERSION, self._name, blob, self._scratch, SCRATCH_BYTES, (self._note,))
-        return Made(pack(told), self._huge_bytes, self._binding.module)
+        return Made(pack(told), self._binding.module)
 
     def _connect(self, metadata: bytes) -> Did:
         began_s = time.monotonic()
@@ -269,17 +278,18 @@ class _Bare:
             )
             for low in range(0, len(plan.source), command.handle_rows)
         ]
-        flying: list[int] = []
-        began_s = time.monotonic()
-        for at, to in cuts:
-            while len(flying) >= command.in_flight:
-                if sender.step(flying[0]) is Step.DONE:
-                    del flying[0]
-            flying.append(sender.post(at, to))
-        while flying:
-            if sender.step(flying[0]) is Step.DONE:
-                del flying[0]
-        return Did(began_s, time.monotonic())
+        with select.epoll() as sockets:
+            for descriptor in sender.polls:
+                sockets.register(descriptor, select.EPOLLIN)
+            flying: list[int] = []
+            began_s = time.monotonic()
+            for at, to in cuts:
+                while len(flying) >= command.in_flight:
+                    _await(sender, flying, sockets, command.sleep_s)
+                flying.append(sender.post(at, to))
+            while flying:
+                _await(sender, flying, sockets, command.sleep_s)
+            return Did(began_s, time.monotonic())
 
     def _copy(self, command: Copy) -> Did:
         size, most = self._page_bytes, command.piece_bytes
@@ -326,6 +336,14 @@ class _Bare:
         return Did(began_s, time.monotonic())
 
 
+def _await(sender: Sender, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
+    """Look at the oldest handle once, and sleep if it is not done."""
+    if sender.step(flying[0]) is Step.DONE:
+        del flying[0]
+    elif sleep_s:
+        sockets.poll(sleep_s)
+
+
 def _shared_runs(source: Pages, destination: Pages) -> list[tuple[range, range]]:
     """Page ranges that are adjacent on both sides, pairwise."""
     at = np.frombuffer(source, "<i4").astype(np.int64)
@@ -340,20 +358,6 @@ def _shared_runs(source: Pages, destination: Pages) -> list[tuple[range, range]]
         )
         for low, high in zip(starts, ends, strict=True)
     ]
-
-
-def _collapse(note: RegionNote) -> int:
-    """Bytes of the region in huge pages, after trying."""
-    over = threading.Event()
-    outcomes: list[Outcome] = []
-
-    def take(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        over.set()
-
-    Collapser([note], is_busy=lambda: False, on_outcome=take).start()
-    over.wait()
-    return outcomes[0].huge_bytes
 
 
 def main() -> None:

@@ -14,7 +14,9 @@ import statistics
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.bench.engines import Took
+from kvd.bench.memory import huge_bytes
 from kvd.bench.raw_nixl import (
+    REGION,
     Connect,
     Copy,
     Did,
@@ -26,34 +28,52 @@ from kvd.bench.raw_nixl import (
     Take,
     Write,
 )
+from kvd.client.blocking import attach
+from kvd.wire.client import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from kvd.bench.daemons import Place
+    from kvd.bench.daemons import Daemon, Pair
     from kvd.bench.raw_nixl import Command
+    from kvd.bench.sites import Site
 
+POOL: Final = "main"
 TRIES: Final = 3
 
 
 class Tuning(NamedTuple):
-    """How raw NIXL is driven: descriptors of 512 KiB per handle, handles in flight."""
+    """How raw NIXL is driven: descriptors of 512 KiB per handle, handles in flight, longest nap."""
 
     handle_rows: int
     in_flight: int
+    sleep_s: float
 
 
-TUNINGS: Final = (Tuning(8, 8), Tuning(16, 1), Tuning(16, 4), Tuning(64, 4), Tuning(100_000, 1))
+NAP_S: Final = 0.02
+ALL: Final = 1_000_000
+TUNINGS: Final = (
+    Tuning(16, 1, 0),
+    Tuning(16, 4, 0),
+    Tuning(64, 4, 0),
+    Tuning(ALL, 1, 0),
+    Tuning(16, 4, NAP_S),
+    Tuning(16, 8, NAP_S),
+    Tuning(ALL, 1, NAP_S),
+)
 
 
 class RawPair:
-    """Two bare processes that can write to each other; ``huge_bytes`` of each are in huge pages."""
+    """Two bare processes, over the pools of two daemons, that can write to each other."""
 
-    def __init__(self, processes: tuple[RawProcess, RawProcess], made: tuple[Made, Made]) -> None:
-        self._processes = processes
-        self.huge_bytes = tuple(one.huge_bytes for one in made)
-        self.binding = made[0].agent
+    def __init__(self, first: RawProcess, second: RawProcess) -> None:
+        self._processes = (first, second)
         self.tuning = TUNINGS[0]
+
+    @property
+    def huge_bytes(self) -> tuple[int, ...]:
+        """Bytes of the pools that each of them has mapped as 2 MiB pages so far."""
+        return tuple(huge_bytes(one.pid) for one in self._processes)
 
     def tune(self, source: bytes, destination: bytes) -> None:
         """Find the fastest way to write these pages, one way."""
@@ -91,20 +111,28 @@ class RawPair:
 
 
 @contextlib.contextmanager
-def raw_pair(
-    places: tuple[Place, Place], environment: Mapping[str, str], *, pages: int, page_bytes: int
-) -> Iterator[RawPair]:
-    """Two bare processes with regions of this size, connected, for as long as the block lasts."""
+def raw_pair(pair: Pair, site: Site, *, pages: int, page_bytes: int) -> Iterator[RawPair]:
+    """A bare process beside each daemon, over its pool, for as long as the block lasts."""
     with contextlib.ExitStack() as stack:
         processes = []
-        for place in places:
-            one = RawProcess(place.prefix, environment)
+        for daemon, place in zip((pair.prefill, pair.decode), site.places, strict=True):
+            descriptor = stack.enter_context(_pool_memory(daemon))
+            one = RawProcess(descriptor, place.prefix, site.environment)
             stack.callback(one.stop)
+            one.tell(Shape(daemon.name, descriptor, pages, page_bytes))
             processes.append(one)
         first, second = processes
-        for name, one in zip("ab", processes, strict=True):
-            one.tell(Shape(name, pages, page_bytes))
         made = (first.hear(Made), second.hear(Made))
         first.do(Connect(made[1].metadata), Did)
         second.do(Connect(made[0].metadata), Did)
-        yield RawPair((first, second), made)
+        yield RawPair(first, second)
+
+
+@contextlib.contextmanager
+def _pool_memory(daemon: Daemon) -> Iterator[int]:
+    """The descriptor of a daemon's pool, from a session that lasts as long as the block."""
+    attachment = attach(daemon.client, Attach("bench-raw"))
+    try:
+        yield attachment.memory_fd(POOL, REGION)
+    finally:
+        attachment.close()
