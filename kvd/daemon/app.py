@@ -34,6 +34,7 @@ from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.clients import ClientPort
+from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.peerlinks import PeerLinks
@@ -296,5 +297,6 @@ def _asked_to_stop(daemon: Daemon) -> None:
 
 def main(config: Config) -> int:
     """Run the daemon of ``config`` in the foreground; returns the exit status."""
+    keep_freed_memory()
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     return uvloop.run(serve(config, log))
