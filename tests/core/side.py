@@ -153,8 +153,8 @@ class Side:
 
     def perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Answer(message=message):
-                self.hear(message)
+            case effects.Answer() as answer:
+                self.hear(answer)
             case effects.Report(message=message):
                 self.reports.append(message)
             case effects.Send(link=link, message=message):
@@ -165,14 +165,16 @@ class Side:
                 self.drop_agent(drop)
             case effects.Post() as post:
                 self.post(post)
-            case effects.Quiesce(lease=lease):
-                self.noisy.append(lease)
-                if not self.world.hold_quiet:
-                    self.be_quiet()
+            case effects.Quiesce() as quiesce:
+                self.quiesce(quiesce)
             case effects.RestartTransfer(why=why):
                 self.restart_transfer(why)
 
-    def hear(self, message: client.Reply) -> None:
+    def hear(self, answer: effects.Answer) -> None:
+        """A session that has gone hears nothing."""
+        if answer.session not in self.node.engines.sessions:
+            return
+        message = answer.message
         call = message.call if isinstance(message, ANSWERS) else None
         if call is not None:
             assert call not in self.answered, f"answered twice: {message}"
@@ -364,6 +366,11 @@ class Side:
                 self.world.side_of(flight.grant.incarnation).late.append(flight)
         doubt = len(over) if self.world.doubts else 0
         self.inbox.append(inputs.AgentDropped(0.0, drop.incarnation, drop.generation, doubt))
+
+    def quiesce(self, quiesce: effects.Quiesce) -> None:
+        self.noisy.append(quiesce.lease)
+        if not self.world.hold_quiet:
+            self.be_quiet()
 
     def land_late(self) -> None:
         """One page that waited in a socket lands."""

@@ -22,7 +22,7 @@ from tests.core.world import PAGE, World, content, tokens
 if TYPE_CHECKING:
     from tests.core.side import Side
 
-ROOMS = 5
+ROOMS = 8
 QUICK = {
     "max_deadline_s": 6.0,
     "linger_s": 5.0,
@@ -107,14 +107,13 @@ class PrefillEngine(Engine):
     """Leases a prompt, sends it while it writes it, finishes, lets go."""
 
     def begin(self) -> None:
-        toks, namespace = self.chaos.prompt()
-        job = Job(toks, namespace, self.rng.randint(1, ROOMS), cache=self.rng.random() < 0.9)
+        job = self.chaos.routed(self.side)
         self.jobs.append(job)
         self.call(
             client.OpenLease,
             job,
-            toks,
-            namespace=namespace,
+            job.toks,
+            namespace=job.namespace,
             deadline_s=self.rng.choice((0.5, 3.0)),
             priority=self.rng.choice((0, 0, 1)),
             cache=job.cache,
@@ -136,9 +135,11 @@ class PrefillEngine(Engine):
                     deadline_s=rng.choice((1.0, 5.0)),
                 )
         elif job.aux:
-            if dice < 0.3 and job.lease:
+            if dice < 0.2 and job.lease:
                 self.let_go(job)
-        elif dice < 0.05:
+            elif dice < 0.4 and job.lease:
+                self.call(client.CommitLease, job, lease=job.lease)
+        elif dice < 0.02:
             self.call(client.AbortSend, job, send=job.part, reason="engine failed")
         elif dice < 0.6:
             upto = rng.randint(job.written, n)
@@ -173,7 +174,9 @@ class PrefillEngine(Engine):
             case client.Sending():
                 job.part = reply.send
             case client.Finished():
-                if reply.failure is None:
+                if reply.failure is not None:
+                    assert "folded" not in reply.failure.message, "the outcome was forgotten"
+                else:
                     assert job.aux in self.chaos.delivered, f"{job.aux!r} was never delivered"
                 self.end(job)
             case client.Failed() if kind in {client.OpenLease, client.Send, client.Finish}:
@@ -194,16 +197,15 @@ class DecodeEngine(Engine):
     """Receives prompts, reads them, adds tokens, lets go."""
 
     def begin(self) -> None:
-        toks, namespace = self.chaos.prompt()
-        job = Job(toks, namespace, self.rng.randint(1, ROOMS), cache=self.rng.random() < 0.9)
+        job = self.chaos.routed(self.side)
         self.jobs.append(job)
         self.call(
             client.Receive,
             job,
-            toks,
+            job.toks,
             room=job.room,
             source=("p",),
-            namespace=namespace,
+            namespace=job.namespace,
             deadline_s=self.rng.choice((1.0, 5.0)),
             reserve_tokens=self.rng.choice((0, 0, 20)),
             priority=self.rng.choice((0, 0, 1)),
@@ -211,7 +213,7 @@ class DecodeEngine(Engine):
         )
 
     def go_on(self, job: Job) -> None:
-        if job.part and not job.lease and self.rng.random() < 0.1:
+        if job.part and not job.lease and self.rng.random() < 0.02:
             self.call(client.CancelReceive, job, receive=job.part)
         elif job.lease:
             assert self.side.holds(job.row, job.toks, job.namespace), "a lease lost its content"
@@ -269,9 +271,11 @@ class Chaos:
         self.loss = rng.choice((0.0, 0.02, 0.1, 0.3))
         self.repeats = rng.choice((0.0, 0.05, 0.2))
         self.reorders = rng.choice((0.0, 0.2, 1.0))
-        self.troubles = rng.choice((0.0, 0.01, 0.03))
+        self.troubles = rng.choice((0.0, 0.01, 0.03, 0.06))
         world.doubts = rng.random() < 0.7
         self.silent_until_s = 0.0
+        self.asked: list[tuple[Tokens, str, int]] = []
+        self.routes: dict[str, list[tuple[Tokens, str, int]]] = {"p": [], "d": []}
         self.sent: dict[bytes, Job] = {}
         self.delivered: dict[bytes, int] = {}
         self.engines: dict[str, Engine] = {}
@@ -284,12 +288,29 @@ class Chaos:
         kind = PrefillEngine if side is self.world.p else DecodeEngine
         self.engines[side.name] = kind(self, side)
 
-    def prompt(self) -> tuple[Tokens, str]:
-        """A prompt that shares its beginning with others: what a radix cache is for."""
+    def routed(self, side: Side) -> Job:
+        """The next request for the engine of this side: the other side gets it too, as a rule."""
+        waiting = self.routes[side.name]
+        if not waiting:
+            request = self.request()
+            for name, routes in self.routes.items():
+                if name == side.name or self.rng.random() < 0.95:
+                    routes.append(request)
+        toks, namespace, room = waiting.pop(0)
+        if self.rng.random() < 0.02:
+            namespace = "another"
+        return Job(toks, namespace, room, cache=self.rng.random() < 0.9)
+
+    def request(self) -> tuple[Tokens, str, int]:
+        """A prompt that shares its beginning with others, for a room that may be used again."""
         rng = self.rng
+        if self.asked and rng.random() < 0.4:
+            return rng.choice(self.asked[-4:])  # somebody tries again
         shared = rng.choice((0, 32, 64, 70))
         toks = tokens((1, shared), (1000 * rng.randint(1, 3), rng.randint(1, 100)))
-        return toks, rng.choice(("", "", "lora"))
+        room = len(self.asked) % ROOMS + 1
+        self.asked.append((toks, rng.choice(("", "", "lora")), room))
+        return self.asked[-1]
 
     # ---- what is heard -----------------------------------------------------------------------
 
@@ -362,7 +383,7 @@ class Chaos:
                 side.be_quiet()
 
     def tick(self) -> None:
-        self.world.now_s += self.rng.choice((0.01, 0.1, 0.3))
+        self.world.now_s += self.rng.choice((0.01, 0.1, 0.3, 0.5))
         if self.world.now_s > self.silent_until_s:
             self.world.cut.clear()
         for side in self.world.sides.values():
@@ -372,7 +393,10 @@ class Chaos:
         world, rng = self.world, self.rng
         side = rng.choice((world.p, world.d))
         what = rng.choice(
-            ("engine", "daemon", "transfer", "fence", "silence", "evict", "abort", "agent", "flush")
+            (
+                *("engine", "daemon", "transfer", "fence", "evict", "abort", "agent", "flush"),
+                *("silence", "silence", "silence"),
+            )
         )
         match what:
             case "engine":
@@ -387,7 +411,7 @@ class Chaos:
                 side.ask(admin.Fence(1))
             case "silence":
                 world.cut.add(side.name)
-                self.silent_until_s = world.now_s + rng.choice((0.5, 1.5, 3.0))
+                self.silent_until_s = world.now_s + rng.choice((0.5, 1.5, 3.0, 4.0))
             case "evict":
                 side.ask(admin.Evict(1, pages=rng.randint(1, 10)))
             case "flush":

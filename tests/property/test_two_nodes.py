@@ -10,12 +10,20 @@ import os
 
 import pytest
 
+from kvd.core.tables import DECODE, PREFILL, Decode, DecodeTrigger
+from kvd.wire import events
 from tests.property.chaos import Chaos
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:160").split(":"))
 STEPS = int(os.environ.get("KVD_STEPS", "300"))
 A_TEST = 20
 """Seeds in one test, so that a report of pytest stays readable."""
+
+LATER = {(Decode.VERIFYING.value, DecodeTrigger.CORRUPTED.value, Decode.CLOSED.value)}
+"""Edges that nothing takes yet: page checksums are not built."""
+
+taken: set[tuple[str, str, str]] = set()
+stormed: set[int] = set()
 
 
 @pytest.mark.parametrize("first", range(FIRST, LAST, A_TEST))
@@ -28,7 +36,7 @@ def test_two_nodes_stay_safe_and_drain(first):
             raise
 
 
-def storm(seed: int) -> Chaos:
+def storm(seed: int) -> None:
     """One seed: faults, then calm, then nothing of it is left and a handoff works."""
     chaos = Chaos(seed)
     for step in range(STEPS):
@@ -51,4 +59,16 @@ def storm(seed: int) -> Chaos:
         assert node.leases.headroom_pages == node.leases.capacity_pages
         assert chaos.engines[side.name].calls == {}, "a call was never answered"
     chaos.final_handoff()
-    return chaos
+    stormed.add(seed)
+    for side in chaos.world.sides.values():
+        moves = [event for event in side.events if isinstance(event, events.Moved)]
+        taken.update((event.before, event.trigger, event.after) for event in moves)
+
+
+def test_every_edge_of_both_tables_was_taken():
+    """What no storm does is not tested by them."""
+    if len(stormed) < 160:
+        pytest.skip("only the whole default run covers everything")
+    tables = [*DECODE.items(), *PREFILL.items()]
+    edges = {(a.value, t.value, b.value) for (a, t), b in tables if a is not b}
+    assert edges - LATER - taken == set()
