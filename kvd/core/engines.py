@@ -1,8 +1,6 @@
-"""Sessions of engines, and what each of their requests does.
+"""What each request of an engine does.
 
-A session is what an engine opened on the attach socket, with every process that maps the pool for
-it. When the last of them is gone its handoffs are given up and its leases released; what it had
-committed stays cached. Every request gets one answer; a refusal names the session's own mistake.
+Every request gets one answer, now or when there is room; a refusal names the session's own mistake.
 """
 
 from __future__ import annotations
@@ -16,32 +14,19 @@ from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
-from kvd.wire import client, events
+from kvd.wire import client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.inputs import ClientHungUp, ClientJoined, FromClient
+    from kvd.core.inputs import FromClient
     from kvd.core.node import Node
 
 
-class Session:
-    """One engine: its name, and the processes that map the pool for it."""
-
-    __slots__ = ("id", "name", "pids", "since_s")
-
-    def __init__(self, session_id: int, name: str, since_s: float) -> None:
-        self.id = session_id
-        self.name = name
-        self.pids: list[int] = []
-        self.since_s = since_s
-
-
 class Engines:
-    """The sessions, and the verbs of the client API."""
+    """The verbs of the client API."""
 
     def __init__(self, node: Node) -> None:
-        self.sessions: dict[int, Session] = {}
         self._node = node
         self._out = node.out
         self._name = node.settings.name
@@ -63,63 +48,13 @@ class Engines:
             client.CancelCall: self._cancel_call,
         }
 
-    # ---- sessions ----------------------------------------------------------------------------
-
-    def joined(self, got: ClientJoined) -> None:
-        """A process opened the session or joined it."""
-        session = self.sessions.get(got.session)
-        if session is None:
-            session = self.sessions[got.session] = Session(got.session, got.name, got.at_s)
-        session.pids.append(got.pid)
-        out = self._out
-        out.emit(events.ClientAttached(out.next_seq(), out.at_s, session.id, session.name, got.pid))
-
-    def hung_up(self, got: ClientHungUp) -> None:
-        """Its last process is gone: give up its handoffs, release its leases."""
-        session = self.sessions.pop(got.session, None)
-        if session is None:
-            return
-        node = self._node
-        why = Refusal(
-            Code.CLIENT_GONE,
-            f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
-            side=self._name,
-        )
-        # All of them before anything else: each page given back below may admit somebody.
-        node.admission.withdraw_session(session.id)
-        receives = [p for p in node.decoder.parts.values() if p.session == session.id]
-        sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
-        for receive in receives:
-            node.decoder.cancel(receive, why)
-        for send in sends:
-            node.prefiller.abandon(send, why)
-        leases = [
-            lease
-            for lease in node.leases.leases.values()
-            if lease.session == session.id and ENGINE in lease.holders
-        ]
-        for lease in leases:
-            self._end_lease(lease, Code.CLIENT_GONE.value)
-        out = self._out
-        out.emit(
-            events.ClientGone(
-                out.next_seq(),
-                out.at_s,
-                session.id,
-                session.name,
-                len(leases),
-                len(receives) + len(sends),
-            )
-        )
-        node.admission.wake()
-
     def request(self, got: FromClient) -> None:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
         if verb is None:
             refusal: Refusal | None = self._wrong("this request is served by the shell")
-        elif got.session not in self.sessions:
+        elif got.session not in self._node.sessions.by_id:
             refusal = Refusal(
                 Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name
             )
@@ -201,7 +136,7 @@ class Engines:
         lease = self._lease(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        self._end_lease(lease, "normal")
+        self._node.sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(message.call))
         self._node.admission.pump()
         return None
@@ -215,14 +150,10 @@ class Engines:
         first = self._node.leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
-        self._end_lease(lease, "normal")
+        self._node.sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(message.call))
         self._node.admission.pump()
         return None
-
-    def _end_lease(self, lease: Lease, cause: str) -> None:
-        self._node.leases.release(lease, ENGINE, cause)
-        self._node.decoder.lease_ended(lease.id)
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))

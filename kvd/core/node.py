@@ -19,6 +19,7 @@ from kvd.core.lease import LeaseTable
 from kvd.core.operators import Operators
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
+from kvd.core.sessions import Sessions
 from kvd.core.transfers import Transfers
 from kvd.wire import events
 from kvd.wire.peer import (
@@ -57,13 +58,14 @@ class Node:
         self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
+        self.sessions = Sessions(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
         # One handler per input type: Any, because each takes its own type of input.
         self._handlers: dict[type, Callable[[Any], None]] = {
             i.FromClient: self.engines.request,
-            i.ClientJoined: self.engines.joined,
-            i.ClientHungUp: self.engines.hung_up,
+            i.ClientJoined: self.sessions.joined,
+            i.ClientHungUp: self.sessions.hung_up,
             i.FromOperator: self.operators.request,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,

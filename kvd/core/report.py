@@ -92,7 +92,7 @@ def totals(node: Node) -> Totals:
 
 def owner_of(node: Node, session: int) -> tuple[str, int]:
     """Name and first pid of a session; a dead one says so."""
-    found = node.engines.sessions.get(session)
+    found = node.sessions.by_id.get(session)
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
 
 
@@ -269,7 +269,7 @@ def _unanswered_peers(node: Node) -> list[PeerState]:
 
 def _client_states(node: Node) -> list[ClientState]:
     out = []
-    for session in node.engines.sessions.values():
+    for session in node.sessions.by_id.values():
         leases = [one for one in node.leases.leases.values() if one.session == session.id]
         out.append(
             ClientState(
