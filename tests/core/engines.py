@@ -1,0 +1,62 @@
+"""What tests about handoffs share: a prefill engine with one prompt, and the pages by state."""
+
+from __future__ import annotations
+
+from kvd.core.report import snapshot
+from kvd.wire import client
+from kvd.wire.peer import Offer
+from tests.core.world import Side, World, tokens
+
+PROMPT = tokens((1, 100))
+FULL = tokens((1, 96))
+
+
+class Sender:
+    """The prefill engine with one prompt: leased, opened, and written step by step."""
+
+    def __init__(self, world: World, toks: bytes = PROMPT, room: int = 7, **fields: object) -> None:
+        self.world, self.toks = world, toks
+        self.lease = world.p.lease(toks)
+        self.room = room
+        reply = world.p.call(client.Send, toks, room=room, lease=self.lease.lease, **fields)
+        assert isinstance(reply, client.Sending), reply
+        self.send = reply.send
+        self.finish_call = 0
+
+    def advance(self, upto: int) -> None:
+        self.world.p.write(self.lease.pages, self.toks, end=upto)
+        assert isinstance(
+            self.world.p.call(client.Advance, send=self.send, upto_tokens=upto), client.Done
+        )
+
+    def finish(self, aux: bytes = b"aux") -> client.Reply | None:
+        self.world.p.write(self.lease.pages, self.toks)
+        reply = self.world.p.call(client.Finish, send=self.send, aux=aux)
+        self.finish_call = self.world.p.calls
+        return reply
+
+
+def cached(side: Side, toks: bytes) -> None:
+    """These tokens are in the tree, with their content."""
+    lease = side.lease(toks)
+    side.write(lease.pages, toks)
+    side.call(client.CommitAndRelease, lease=lease.lease)
+
+
+def totals(side: Side) -> tuple[int, int, int, int, int]:
+    """Free, held, cached, quarantined and evictable pages."""
+    pool = snapshot(side.node).pools[0]
+    return (
+        pool.free_pages,
+        pool.held_pages,
+        pool.cached_pages,
+        pool.quarantined_pages,
+        pool.evictable_pages,
+    )
+
+
+def offered(world: World) -> Offer:
+    """The last Offer that the decode side sent."""
+    (part,) = [one for one in world.d.node.decoder.parts.values() if one.unanswered is not None]
+    assert isinstance(part.unanswered, Offer)
+    return part.unanswered

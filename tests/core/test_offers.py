@@ -1,0 +1,185 @@
+"""Offers that do not agree with the pool, or with the prompt of the prefill engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvd.core.tables import Prefill
+from kvd.errors import Code
+from kvd.wire import client
+from kvd.wire.peer import Closed, Hello, Offer, Outcome, Settled
+from tests.core.engines import PROMPT, Sender, totals
+from tests.core.world import World, tokens
+
+
+def tampered(world: World, **changes: object) -> Settled:
+    """The answer to the decode side's Offer with these fields changed."""
+    world.hold_wire = True
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    (letter,) = world.held(Offer)
+    assert isinstance(letter.message, Offer)
+    grant = letter.message.grants[0]
+    in_grant = {k: v for k, v in changes.items() if k in {"component", "pages", "start_tokens"}}
+    in_offer = {k: v for k, v in changes.items() if k not in in_grant}
+    offer = msgspec.structs.replace(
+        letter.message, grants=(msgspec.structs.replace(grant, **in_grant),), **in_offer
+    )
+    world.wire.clear()
+    world.deliver(letter._replace(message=offer))
+    (settled,) = [one.message for one in world.held(Settled)]
+    assert isinstance(settled, Settled)
+    return settled
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (
+            {"decode_prefix_len": 112},  # scenario B12
+            Code.BAD_PREFIX,
+            "decode_prefix_len=112 of a prompt of 100 tokens",
+        ),
+        (
+            {"decode_prefix_len": -16},
+            Code.BAD_PREFIX,
+            "decode_prefix_len=-16 of a prompt of 100 tokens",
+        ),
+        (
+            {"decode_prefix_len": 50},
+            Code.BAD_PREFIX,
+            "decode_prefix_len=50 is not a multiple of page_size=16; nearest valid is 48",
+        ),
+        (
+            {"decode_prefix_len": 16},  # scenario B13
+            Code.BAD_PAGES,
+            "pages for tokens [0, 100), the delta is [16, 100)",
+        ),
+        (
+            {"pages": b"\1\0\0\0" * 6},  # scenario B6
+            Code.BAD_PAGES,
+            "6 destination pages for 100 tokens of page_size=16: 7 are needed",
+        ),
+        (
+            {"pages": b"\1\0\0\0" * 7},
+            Code.BAD_PAGES,
+            "destination pages must be distinct and above the null page",
+        ),
+        (
+            {"pages": bytes(28)},
+            Code.BAD_PAGES,
+            "destination pages must be distinct and above the null page",
+        ),
+        (
+            {"pages": b"abc"},
+            Code.BAD_PAGES,
+            "0 destination pages for 100 tokens of page_size=16: 7 are needed",
+        ),
+        (
+            {"component": "swa"},
+            Code.BAD_PAGES,
+            "pages of component 'swa', this pool has 'kv'",
+        ),
+        ({"grants": ()}, Code.BAD_PAGES, "0 grants for a pool of one component"),
+        (
+            {"room": 0},
+            Code.BAD_ROOM,
+            "room 0 is not in 1..9223372036854775807",
+        ),
+    ],
+)
+def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, message):
+    """Scenarios B6, B12, B13: refused loudly before a byte, never truncated."""
+    world = World()
+
+    settled = (
+        tampered(world, **{k: v for k, v in changes.items() if k != "grants"})
+        if ("grants" not in changes)
+        else without_grants(world)
+    )
+
+    assert settled.outcome is Outcome.REFUSED
+    assert settled.reason is not None
+    assert (settled.reason.code, settled.reason.message, settled.reason.side) == (
+        code,
+        message,
+        "p",
+    )
+    assert world.p.node.prefiller.by_room == {}
+    world.hold_wire = False
+    world.run()
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal == settled.reason
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+
+
+def without_grants(world: World) -> Settled:
+    world.hold_wire = True
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    (letter,) = world.held(Offer)
+    world.wire.clear()
+    world.deliver(letter._replace(message=msgspec.structs.replace(letter.message, grants=())))
+    (settled,) = [one.message for one in world.held(Settled)]
+    assert isinstance(settled, Settled)
+    return settled
+
+
+@pytest.mark.parametrize("first", ["engine", "offer"])
+def test_prompts_that_differ_are_refused_in_words(first):
+    world = World()
+    other = tokens((1, 99), (7, 1))
+    if first == "engine":
+        Sender(world, other)
+        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        failed = world.d.take()[-1]
+        assert isinstance(failed, client.ReceiveFailed)
+        refusal = failed.refusal
+        assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+    else:
+        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        lease = world.p.lease(other)
+        reply = world.p.call(client.Send, other, room=7, lease=lease.lease)
+        assert isinstance(reply, client.Failed)
+        refusal = reply.refusal
+        assert world.p.node.prefiller.by_room == {}
+    assert refusal.code is Code.PROMPT_MISMATCH
+    assert refusal.message.startswith("both prompts have 100 tokens, but the digests differ (")
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+
+
+def test_namespaces_that_differ_are_refused():
+    """Scenario A9: the digest covers the namespace."""
+    world = World()
+    Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), namespace="lora")
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.PROMPT_MISMATCH
+
+
+def test_prompts_of_other_lengths_are_refused_with_both():
+    world = World()
+    Sender(world, tokens((1, 99)))
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.message == (
+        "the decode side has a prompt of 100 tokens, the prefill engine one of 99"
+    )
+
+
+def test_a_closed_that_says_corrupt_fails_the_finish():
+    world = World()
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.lost = {Closed}
+    sender.finish()
+
+    world.inject(world.p, Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.CORRUPT))
+
+    finished = world.p.answer(sender.finish_call)
+    assert isinstance(finished, client.Finished)
+    assert finished.failure is not None
+    assert finished.failure.message == "corrupt"
+    assert not world.held(Hello)
