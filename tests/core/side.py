@@ -172,7 +172,7 @@ class Side:
 
     def hear(self, answer: effects.Answer) -> None:
         """A session that has gone hears nothing."""
-        if answer.session not in self.node.engines.sessions:
+        if answer.session not in self.node.sessions.by_id:
             return
         message = answer.message
         call = message.call if isinstance(message, ANSWERS) else None
