@@ -65,7 +65,7 @@ class AdminPort:
 
     def _list_events(self, operator: bytes, asked: admin.ListEvents) -> None:
         lost, events = self._bus.after(asked.after_seq)
-        if events or asked.wait_s <= 0:
+        if events or not asked.wait_s > 0:  # NaN is no time to wait for either
             page = admin.EventPage(asked.call, lost, events[:PAGE_EVENTS])
             self._send(operator, page)
             return

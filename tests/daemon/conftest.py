@@ -15,7 +15,7 @@ import pytest_asyncio
 import kvd.client
 from kvd.bench.daemons import Daemon, Pair, two_daemons
 from kvd.wire import admin
-from tests.daemon.kv import SHAPE
+from tests.daemon.kv import SHAPE, digest, tokens_of, write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -54,6 +54,33 @@ async def engines(pair: Pair) -> AsyncIterator[Engines]:
     ):
         yield Engines(pair, p, d)
     settle(pair)
+
+
+@pytest_asyncio.fixture
+async def undisturbed(engines):
+    """A handoff that is half done when the abuse begins, and ends well after it."""
+    tokens, room = tokens_of(320, seed=77), engines.room()
+    lease = await engines.p.lease(tokens)
+    write(engines.p, lease, tokens, upto=160)
+    receive = await engines.d.receive(room, tokens, "p")
+    send = await engines.p.send(room, tokens, lease=lease)
+    await send.accepted()
+    await send.advance(160)
+    pids = [one.pid for one in (engines.pair.prefill, engines.pair.decode)]
+    processes = [one.transfer_pid() for one in (engines.pair.prefill, engines.pair.decode)]
+
+    yield
+
+    write(engines.p, lease, tokens)
+    outcome = await send.finish(b"undisturbed")
+    await receive.done()
+    assert outcome.committed
+    assert receive.aux == b"undisturbed"
+    assert digest(engines.p, lease.pages) == digest(engines.d, receive.lease.pages)
+    both = (engines.pair.prefill, engines.pair.decode)
+    assert [one.pid for one in both if one.is_running] == pids
+    assert [one.transfer_pid() for one in both] == processes
+    assert [findings(one) for one in both] == [(), ()]
 
 
 def settle(pair: Pair) -> None:
