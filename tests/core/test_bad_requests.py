@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core import effects, inputs
 from kvd.core.report import snapshot
-from kvd.errors import Code
+from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM
 from kvd.wire import admin, client
 from tests.core.world import World, tokens
@@ -263,10 +264,16 @@ def test_handoffs_of_another_session_are_unknown():
 def test_a_session_that_is_over_is_told_so():
     world = World()
     world.p.hang_up(1)
-    assert refused(world.p.call(client.OpenLease, PROMPT)) == (
-        Code.UNKNOWN_SESSION,
-        "this session is over: attach again",
-    )
+    request = inputs.FromClient(world.now_s, 1, client.OpenLease(5), PROMPT)
+    assert world.p.node.step(request).effects == [
+        effects.Answer(
+            1,
+            client.Failed(
+                5,
+                Refusal(Code.UNKNOWN_SESSION, "this session is over: attach again", side="p"),
+            ),
+        )
+    ]
 
 
 def test_a_second_send_for_a_room_is_refused_and_the_first_goes_on():
