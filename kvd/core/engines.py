@@ -233,7 +233,17 @@ class Engines:
                 side=self._name,
             )
         peer = peers.by_name.get(name)
-        return peer.refusal if peer is not None else None
+        if peer is None:
+            return None
+        if peer.max_prompt_tokens and count(tokens) > peer.max_prompt_tokens:
+            return Refusal(
+                Code.TOO_LARGE,
+                f"{count(tokens)} tokens, {peer.name} takes prompts of {peer.max_prompt_tokens} at "
+                "most: raise its limits.max_prompt_tokens",
+                side=self._name,
+                numbers={"tokens": count(tokens), "limit": peer.max_prompt_tokens},
+            )
+        return peer.refusal
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, Refusal
 from kvd.types import short
@@ -14,13 +15,20 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Hello
 
 
+INCARNATION: Final = re.compile("[0-9a-f]{32}")
+"""Nothing else compares with an incarnation."""
+
+MAX_PEERS: Final = 4096
+"""Names kept: far above any cluster, and an end to a stranger that invents names."""
+
+
 def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
-    if not message.source or not message.node or message.generation < 1:
+    if not INCARNATION.fullmatch(message.source) or not message.node or message.generation < 1:
         return Refusal(
             Code.BAD_REQUEST,
-            f"a Hello of node {message.node!r}, incarnation {message.source!r}, generation "
-            f"{message.generation}: each must be there, and generations count from 1",
+            f"a Hello of node {message.node[:80]!r}, incarnation {message.source[:40]!r}, "
+            f"generation {message.generation}: a name, 32 hex digits, and 1 or more are expected",
             side=mine.name,
         )
     if message.source == mine.incarnation or message.node == mine.name:
@@ -43,6 +51,14 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             Code.PEER_UNKNOWN,
             f"{message.node!r} is not in peers.allow of {mine.name}",
             side=mine.name,
+        )
+    if message.node not in peers.by_name and len(peers.by_name) >= MAX_PEERS:
+        return Refusal(
+            Code.NO_ROOM,
+            f"{len(peers.by_name)} nodes have said Hello to {mine.name}, which is its limit: name "
+            "those that may in peers.allow",
+            side=mine.name,
+            numbers={"peers": len(peers.by_name), "limit": MAX_PEERS},
         )
     return _unexpected_name(message, link, peers, mine.name)
 

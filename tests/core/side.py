@@ -54,7 +54,7 @@ def settings(name: str, pages: int, **more: object) -> Settings:
 
 def incarnation(name: str, life: int) -> Incarnation:
     """Of the ``life``-th process of a node, readable in a failure."""
-    return Incarnation(f"{life:016x}{name}".ljust(32, "0"))
+    return Incarnation(f"{life:016x}{name.encode().hex()}".ljust(32, "0"))
 
 
 def content(toks: Tokens, namespace: str, upto_tokens: int) -> str:

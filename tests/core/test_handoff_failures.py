@@ -85,7 +85,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
     assert totals(world.d) == (56, 0, 4, 3, 4)
     (lease,) = snapshot(world.d.node).leases
     assert lease.state == "quarantined"
-    assert lease.waiting_for == "p (p0000000) to settle, to restart, or a fence"
+    assert lease.waiting_for == "p (70000000) to settle, to restart, or a fence"
     assert world.p.node.prefiller.by_room[7].state is Prefill.DRAINING
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
@@ -218,7 +218,7 @@ def test_a_writer_that_restarts_under_a_wanted_room_fails_it_with_what_to_do():
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.PEER_LOST
     assert failed.refusal.message == (
-        "the prefill daemon restarted (p0000000 is gone): send it again"
+        "the prefill daemon restarted (70000000 is gone): send it again"
     )
     assert totals(world.d) == (63, 0, 0, 0, 0)
 

@@ -123,19 +123,25 @@ def answer_to(world: World, message: Message, link: str = "in:d") -> Message:
         (
             {"source": incarnation("d", 1)},
             Code.PEER_UNKNOWN,
-            "incarnation d0000000 calls itself 'x', it was 'd' before",
+            "incarnation 64000000 calls itself 'x', it was 'd' before",
         ),
         (
             {"node": ""},
             Code.BAD_REQUEST,
             f"a Hello of node '', incarnation '{incarnation('x', 1)}', generation 1: "
-            "each must be there, and generations count from 1",
+            "a name, 32 hex digits, and 1 or more are expected",
+        ),
+        (
+            {"source": "z" * 32},
+            Code.BAD_REQUEST,
+            f"a Hello of node 'x', incarnation '{'z' * 32}', generation 1: "
+            "a name, 32 hex digits, and 1 or more are expected",
         ),
         (
             {"generation": 0},
             Code.BAD_REQUEST,
             f"a Hello of node 'x', incarnation '{incarnation('x', 1)}', generation 0: "
-            "each must be there, and generations count from 1",
+            "a name, 32 hex digits, and 1 or more are expected",
         ),
     ],
 )

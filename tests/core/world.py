@@ -77,7 +77,7 @@ class World:
 
     def side_of(self, owner: str) -> Side:
         """The side one of whose lives this incarnation is."""
-        return self.sides[owner[16]]
+        return self.sides[bytes.fromhex(owner[16:]).rstrip(b"\0").decode()]
 
     # ---- the wire ----------------------------------------------------------------------------
 
