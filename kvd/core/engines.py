@@ -222,26 +222,29 @@ class Engines:
                 f"{settings.spec.family}",
                 side=self._name,
             )
+        return self._bad_source(message.source[0], count(tokens))
+
+    def _bad_source(self, source: str, n_tokens: int) -> Refusal | None:
+        """Why this prompt cannot come from there."""
         peers = self._node.peers
-        name = peers.find(message.source[0])
+        name = peers.find(source)
         if name is None:
             known = ", ".join(peers.names()) or "none"
             return Refusal(
                 Code.PEER_UNKNOWN,
-                f"no peer is called {message.source[0]!r} (known: {known}): "
-                "add it to peers.connect",
+                f"no peer is called {source!r} (known: {known}): add it to peers.connect",
                 side=self._name,
             )
         peer = peers.by_name.get(name)
         if peer is None:
             return None
-        if peer.max_prompt_tokens and count(tokens) > peer.max_prompt_tokens:
+        if peer.max_prompt_tokens and n_tokens > peer.max_prompt_tokens:
             return Refusal(
                 Code.TOO_LARGE,
-                f"{count(tokens)} tokens, {peer.name} takes prompts of {peer.max_prompt_tokens} at "
+                f"{n_tokens} tokens, {peer.name} takes prompts of {peer.max_prompt_tokens} at "
                 "most: raise its limits.max_prompt_tokens",
                 side=self._name,
-                numbers={"tokens": count(tokens), "limit": peer.max_prompt_tokens},
+                numbers={"tokens": n_tokens, "limit": peer.max_prompt_tokens},
             )
         return peer.refusal
 
