@@ -1,95 +1,37 @@
 """``kvd bench radix``: the prefix index on a recorded load, against the bytes it has to move.
 
 Replays a trace, one request at a time: match, lock, evict when the pool lacks pages, extend,
-relock, unlock. Only these calls are timed; making tokens and handing out pages is not.
+relock, unlock. Only these calls are timed; making tokens and handing out pages is not. How a
+request is measured is ``replay``.
 
-Every request is measured against its own floor, right after it: the work no index can avoid, which
-is to compare the hit twice (once to find it, once to insert behind it) and to copy the tokens and
-page ids that are new. So the ratio means the same on a quiet machine and on a busy one.
-
-A ``Column`` is one thing that serves requests; each of ``COLUMNS`` replays the trace with its own
-floors. To measure another beside the bare tree (the whole node with leases, say), write a class
-with ``serve`` and name it there.
+Each of ``COLUMNS`` replays the trace with its own floors. To measure another beside the bare tree,
+write a class with ``serve`` and name it there.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import gc
-import os
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+import click
 import msgspec
-import numpy as np
 
-from kvd.bench.trace import Blocks, TraceRequest, read_trace
+from kvd.bench.nodestep import NodeColumn
+from kvd.bench.replay import NAMESPACE, Column, ColumnResult, Cost, replay
+from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.trace import BadTrace, TraceRequest, read_trace
 from kvd.core.eviction import Policy, eviction_order
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
-from kvd.types import ID_BYTES, Tokens, count
+from kvd.types import Tokens, count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Progress = Callable[[int, int], None]
-    """Told after every request: how many are done, of how many."""
+    from kvd.bench.table import Told
 
-    Nanoseconds = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-NAMESPACE = "bench"
-NS_PER_US = 1000
-
-PREEMPTED_NS = 20 * NS_PER_US
-"""Wall time this far above CPU time means that somebody else had the core meanwhile."""
-
-
-class Cost(msgspec.Struct, frozen=True):
-    """What one request took: its time, and the bytes the floor is measured on."""
-
-    ns: int
-    hit_tokens: int
-    new_tokens: int
-
-
-class Column(Protocol):
-    """Something that serves the requests of a trace, and can say how long each took."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens it holds now."""
-
-    def serve(self, tokens: Tokens) -> Cost:
-        """Serves one prompt from match to release; only the index's own calls are timed."""
-
-
-class Times(msgspec.Struct, frozen=True):
-    """The distribution of one measurement over the requests, in microseconds."""
-
-    p50_us: float
-    p99_us: float
-    mean_us: float
-
-
-class ColumnResult(msgspec.Struct, frozen=True):
-    """One column of the table.
-
-    ``ratio_*`` is the column over the floor of the same requests in the same run.
-    """
-
-    name: str
-    times: Times
-    floor: Times
-    ratio_p50: float
-    ratio_mean: float
-    hit_rate: float
-    bytes_per_token: float
-    """Growth of resident memory over the tokens cached at the end."""
-    preempted: int
-    """Requests that lost the core on the way; they are charged their CPU time."""
+TREE, NODE = "tree", "node"
 
 
 class RadixResult(msgspec.Struct, frozen=True):
@@ -101,6 +43,7 @@ class RadixResult(msgspec.Struct, frozen=True):
     capacity_tokens: int
     page_size: int
     columns: tuple[ColumnResult, ...]
+    goals: tuple[Goal, ...]
 
 
 class TreeColumn:
@@ -138,26 +81,15 @@ class TreeColumn:
         return Cost(ns, hit, n_new * self._page_size)
 
 
-COLUMNS: dict[str, Callable[[int, int], Column]] = {"tree": TreeColumn}
+COLUMNS: dict[str, Callable[[int, int], Column]] = {TREE: TreeColumn, NODE: NodeColumn}
 """What is measured: a name, and what makes it from the capacity in tokens and the page size."""
 
-
-def floor_ns(tokens: Tokens, cost: Cost, page_size: int) -> int:
-    """Time to compare the hit twice and to copy what is new, on bytes like those of the request."""
-    cut, end = cost.hit_tokens * ID_BYTES, (cost.hit_tokens + cost.new_tokens) * ID_BYTES
-    stored = bytes(memoryview(tokens)[:cut])
-    row = bytes(end // page_size)
-    clock = time.perf_counter_ns
-    start = clock()
-    tokens.startswith(stored)
-    tokens.startswith(stored)
-    tokens[cut:end]
-    row[cut // page_size :]
-    return clock() - start
+STEPS = 100
+"""How often the progress bar moves per column."""
 
 
 def run(
-    trace: Path, *, capacity_tokens: int, page_size: int, limit: int | None, progress: Progress
+    trace: Path, *, capacity_tokens: int, page_size: int, limit: int | None, told: Told
 ) -> RadixResult:
     """Replays ``trace`` through each column.
 
@@ -166,106 +98,123 @@ def run(
         capacity_tokens: Size of the page pool.
         page_size: Tokens per page.
         limit: Requests to replay; all when None.
-        progress: Called after every request.
+        told: Called ``STEPS`` times per column.
+
+    Raises:
+        BadTrace: The file is not a trace.
     """
     requests = read_trace(trace, limit)
-    columns = [
-        replay(name, make(capacity_tokens, page_size), requests, page_size=page_size, told=progress)
+    columns = tuple(
+        _replay_column(name, make(capacity_tokens, page_size), requests, page_size, told)
         for name, make in COLUMNS.items()
-    ]
+    )
     return RadixResult(
         trace=trace.name,
         requests=len(requests),
         tokens=sum(request.input_length for request in requests),
         capacity_tokens=capacity_tokens,
         page_size=page_size,
-        columns=tuple(columns),
+        columns=columns,
+        goals=goals_of(*columns),
     )
 
 
-def replay(
-    name: str, column: Column, requests: list[TraceRequest], *, page_size: int, told: Progress
+def _replay_column(
+    name: str, column: Column, requests: list[TraceRequest], page_size: int, told: Told
 ) -> ColumnResult:
-    """Serves ``requests`` through ``column``, each followed by its floor."""
-    served, floors = np.ones((2, len(requests)), dtype=np.int64)
-    hit_tokens = whole_tokens = preempted = 0
-    blocks = Blocks(requests)
-    before = resident_bytes()
-    for number, request in enumerate(requests):
-        tokens = blocks.expand(request)
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        cost = column.serve(tokens)
-        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        lost = wall > cpu + PREEMPTED_NS
-        served[number] = min(cost.ns, cpu) if lost else cost.ns
-        floors[number] = floor_ns(tokens, cost, page_size)
-        hit_tokens += cost.hit_tokens
-        whole_tokens += cost.hit_tokens + cost.new_tokens
-        preempted += lost
-        told(number + 1, len(requests))
-    grown = resident_bytes() - before
-    times, floor = _times(served), _times(floors)
-    return ColumnResult(
-        name=name,
-        times=times,
-        floor=floor,
-        ratio_p50=times.p50_us / floor.p50_us,
-        ratio_mean=times.mean_us / floor.mean_us,
-        hit_rate=hit_tokens / max(whole_tokens, 1),
-        bytes_per_token=max(grown, 0) / max(column.cached_tokens, 1),
-        preempted=preempted,
+    told_steps = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told_steps
+        while told_steps * total < done * STEPS:
+            told_steps += 1
+            told(name)
+
+    return replay(name, column, requests, page_size=page_size, told=progress)
+
+
+def goals_of(tree: ColumnResult, node: ColumnResult) -> tuple[Goal, ...]:
+    """What was to be reached."""
+    return (
+        at_most("tree p50 / floor", 3.5, tree.ratio_p50),
+        at_most("tree, bytes per cached token", 5.0, tree.bytes_per_token),
+        at_most("node p50 / tree", 3.0, node.times.p50_us / tree.times.p50_us),
+        at_most("node mean / tree", 3.0, node.times.mean_us / tree.times.mean_us),
     )
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process after everything free was given back to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+@click.command("radix")
+@click.option(
+    "--trace",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file in Mooncake's format.",
+)
+@click.option("--capacity", default=2_000_000, show_default=True, help="Tokens in the pool.")
+@click.option("--page", default=16, show_default=True, help="Tokens per page.")
+@click.option("--limit", type=int, help="Requests to replay; all by default.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
+def command(trace: Path, capacity: int, page: int, limit: int | None, file: Path | None) -> None:
+    """The prefix tree, and a whole node around it, on a recorded load."""
+    try:
+        with bar("radix", len(COLUMNS) * STEPS) as told:
+            result = run(trace, capacity_tokens=capacity, page_size=page, limit=limit, told=told)
+    except BadTrace as error:
+        raise click.ClickException(str(error)) from error
+    _show(result)
+    if file is not None:
+        write_json(file, result)
 
 
-def _times(ns: Nanoseconds) -> Times:
-    p50, p99 = np.percentile(ns, [50, 99]).tolist()
-    return Times(p50 / NS_PER_US, p99 / NS_PER_US, float(ns.mean()) / NS_PER_US)
+HEADERS = (
+    "column",
+    "p50 us",
+    "p99",
+    "mean",
+    "floor p50",
+    "p99",
+    "mean",
+    "p50/floor",
+    "mean/floor",
+    "hit rate",
+    "bytes/token",
+    "preempted",
+)
 
 
-def table(result: RadixResult) -> str:
-    """``result`` for people."""
-    lines = [
+def _show(result: RadixResult) -> None:
+    show_table(
         f"{result.trace}: {result.requests} requests, {result.tokens} tokens; "
-        f"capacity {result.capacity_tokens} tokens, page {result.page_size}"
-    ]
-    for column in result.columns:
-        times, floor = column.times, column.floor
-        lines += [
-            f"{column.name:8} p50 {times.p50_us:6.1f} us  p99 {times.p99_us:6.1f}  "
-            f"mean {times.mean_us:6.1f}  hit {column.hit_rate:.2%}  "
-            f"{column.bytes_per_token:.2f} bytes per token  {column.preempted} preempted",
-            f"{'floor':8} p50 {floor.p50_us:6.1f} us  p99 {floor.p99_us:6.1f}  "
-            f"mean {floor.mean_us:6.1f}  ratio p50 {column.ratio_p50:.2f}  "
-            f"mean {column.ratio_mean:.2f}",
-        ]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """The command line of this file alone."""
-    parser = argparse.ArgumentParser(prog="python -m kvd.bench.radix")
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--capacity", type=int, default=2_000_000, help="tokens")
-    parser.add_argument("--page", type=int, default=16, help="tokens per page")
-    parser.add_argument("--limit", type=int, help="requests; all by default")
-    asked = parser.parse_args()
-    result = run(
-        asked.trace,
-        capacity_tokens=asked.capacity,
-        page_size=asked.page,
-        limit=asked.limit,
-        progress=lambda done, total: None,
+        f"capacity {result.capacity_tokens} tokens, page {result.page_size}",
+        HEADERS,
+        [_row(column) for column in result.columns],
     )
-    sys.stdout.write(table(result) + "\n")
+    show_notes(
+        [
+            "tree: match, lock, evict, extend, unlock; node: Node.step of lease and "
+            "commit-and-release, with pages, leases, owners and events",
+            "floor: comparing the hit twice and copying what is new, for the same requests",
+        ]
+    )
+    show_goals(result.goals)
+
+
+def _row(column: ColumnResult) -> list[str]:
+    each = [
+        figure
+        for times in (column.times, column.floor)
+        for figure in (times.p50_us, times.p99_us, times.mean_us)
+    ]
+    return [
+        column.name,
+        *(f"{figure:.1f}" for figure in each),
+        f"{column.ratio_p50:.2f}",
+        f"{column.ratio_mean:.2f}",
+        f"{column.hit_rate:.2%}",
+        f"{column.bytes_per_token:.2f}",
+        str(column.preempted),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    command()
