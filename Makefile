@@ -18,8 +18,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/kvd demo $(ARGS)
 
+# Two at a time: most tests wait for processes, not for the processor.
 test: setup
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
