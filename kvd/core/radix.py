@@ -136,11 +136,16 @@ class RadixTree:
         pos, end = 0, size - size % self._page_bytes
         while node is not None and pos < end:
             node = node.children.get(tokens[pos : pos + self._page_bytes])
-            if node is not None:
-                shared = shared_bytes(node.edge, tokens, pos, end)
-                pos += shared - shared % self._page_bytes
-                if shared < len(node.edge):
-                    break
+            if node is None:
+                break
+            edge = node.edge
+            stop = pos + len(edge)
+            if stop <= end and tokens.startswith(edge, pos):
+                pos = stop
+                continue
+            shared = shared_bytes(edge, tokens, pos, end)
+            pos += shared - shared % self._page_bytes
+            break
         return pos // ID_BYTES
 
     def path_pages(self, node: Node) -> Pages:

@@ -95,7 +95,7 @@ class Daemon:
         self.node = Node(_settings(config, Incarnation(incarnation)), self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
-        self.bus.subscribe(self.metrics.take)
+        self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
         self.bus.subscribe(self._log.write, wants=self._log.is_written)
         self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
         self.mover = Mover(self.reactor, lambda generation: self._transport(generation, regions))

@@ -7,7 +7,6 @@ else anything.
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import TYPE_CHECKING, get_args
 
 from kvd.core.inputs import FromClient, Unreadable
@@ -35,7 +34,11 @@ UNREADABLE_CALL = -1
 OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
 """What metrics call each request: its tag on the wire."""
 
-FRAMES: dict[type, int] = {kind: 3 if kind in client.TAKES_TOKENS else 2 for kind in OPS}
+WITH_TOKENS = 3
+
+FRAMES: dict[type, int] = {
+    kind: WITH_TOKENS if kind in client.TAKES_TOKENS else WITH_TOKENS - 1 for kind in OPS
+}
 """Frames of each request, the routing id included."""
 
 
@@ -102,9 +105,10 @@ class ClientPort:
             return
         kind = type(message)
         tokens: Tokens | Refusal = NO_TOKENS
-        if len(frames) != FRAMES[kind]:
-            tokens = _wrong_frames(message, len(frames))
-        elif kind in client.TAKES_TOKENS:
+        n_frames = len(frames)
+        if n_frames != FRAMES[kind]:
+            tokens = _wrong_frames(message, n_frames)
+        elif n_frames == WITH_TOKENS:
             tokens = check_tokens(frames[2], max_tokens=self._max_tokens)
         if isinstance(tokens, Refusal):
             self._refuse(token, tokens, frames, call=message.call)
@@ -112,9 +116,10 @@ class ClientPort:
         if kind is client.Subscribe:
             self._subscribe(session, message.call)
             return
-        began_s = perf_counter()
-        self._reactor.feed(FromClient(self._reactor.clock(), session, message, tokens))
-        self._metrics.rpc(OPS[kind], perf_counter() - began_s)
+        reactor = self._reactor
+        began_s = reactor.clock()
+        reactor.feed(FromClient(began_s, session, message, tokens))
+        self._metrics.rpc(OPS[kind], reactor.clock() - began_s)
 
     def _subscribe(self, session: int, call: int) -> None:
         if not self._is_listening:

@@ -72,8 +72,7 @@ class Reactor:
                 )
                 answer = effects.Answer(happened.session, Failed(happened.message.call, refusal))
                 step.effects.append(answer)
-        perform, publish = self.perform, self._bus.publish
+        perform = self.perform
         for effect in step.effects:
             perform[type(effect)](effect)
-        for event in step.events:
-            publish(event)
+        self._bus.publish(step.events)

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvd.wire.events import Event
 
@@ -38,16 +38,18 @@ class Bus:
         self._takers.append((take, wants))
         self._by_kind.clear()
 
-    def publish(self, event: Event) -> None:
-        """One event, to everybody."""
-        self._ring.append(event)
-        kind = type(event)
-        takers = self._by_kind.get(kind)
-        if takers is None:
-            takers = self._by_kind[kind] = [take for take, wants in self._takers if wants(kind)]
-        for take in takers:
-            take(event)
-        if self._waiting:
+    def publish(self, events: Sequence[Event]) -> None:
+        """What happened in one step, in order, to everybody."""
+        by_kind = self._by_kind
+        self._ring.extend(events)
+        for event in events:
+            kind = type(event)
+            takers = by_kind.get(kind)
+            if takers is None:
+                takers = by_kind[kind] = [take for take, wants in self._takers if wants(kind)]
+            for take in takers:
+                take(event)
+        if self._waiting and events:
             waiting, self._waiting = self._waiting, []
             for wake in waiting:
                 wake()

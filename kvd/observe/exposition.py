@@ -128,7 +128,6 @@ def _ledger(metrics: Metrics) -> Iterator[Metric]:
         "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
     )
     yield _counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
-    yield _total("kvd_events", "Events since the daemon began.", metrics.events)
 
 
 def _loop(metrics: Metrics) -> Iterator[Metric]:
@@ -175,6 +174,7 @@ def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
         (),
         [((), gauges.transfer_generation)],
     )
+    yield _total("kvd_events", "Events since the daemon began.", gauges.last_event)
     yield _gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
     yield _gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
     yield InfoMetricFamily("kvd_build", "What runs here.", value=msgspec.structs.asdict(build))

@@ -137,7 +137,6 @@ class Metrics:
         self.messages_refused = Counter()
         self.peers_lost = Counter()
         self.violations = 0
-        self.events = 0
         self.rpc_seconds = Histograms(FAST_S)
         self.rpc_errors = Counter()
         self.loop_lag_seconds = Histogram(FAST_S)
@@ -153,9 +152,12 @@ class Metrics:
             events.Violation: self._violation,
         }
 
+    def counts(self, kind: type[events.Event]) -> bool:
+        """Whether events of this kind are counted."""
+        return kind in self._takers
+
     def take(self, event: events.Event) -> None:
-        """Count one event. Called for every one, in order."""
-        self.events += 1
+        """Count one event, in order; of a kind that is not counted: nothing."""
         taker = self._takers.get(type(event))
         if taker is not None:
             taker(event)

@@ -15,7 +15,7 @@ def test_bus_gives_a_taker_every_event_in_order() -> None:
     bus.subscribe(taken.append)
 
     for seq in (1, 2, 3):
-        bus.publish(flushed(seq))
+        bus.publish([flushed(seq)])
 
     assert taken == [flushed(1), flushed(2), flushed(3)]
 
@@ -23,7 +23,7 @@ def test_bus_gives_a_taker_every_event_in_order() -> None:
 def test_bus_gives_a_late_reader_what_came_after() -> None:
     bus = Bus()
     for seq in (1, 2, 3):
-        bus.publish(flushed(seq))
+        bus.publish([flushed(seq)])
 
     assert bus.after(1) == (0, (flushed(2), flushed(3)))
     assert bus.after(3) == (0, ())
@@ -32,7 +32,7 @@ def test_bus_gives_a_late_reader_what_came_after() -> None:
 def test_bus_counts_what_a_late_reader_lost() -> None:
     bus = Bus()
     for seq in range(1, RING_EVENTS + 11):
-        bus.publish(flushed(seq))
+        bus.publish([flushed(seq)])
 
     lost, events = bus.after(4)
 
@@ -47,8 +47,8 @@ def test_bus_wakes_a_waiting_reader_once() -> None:
         woken.append(1)
 
     bus.wake_on_next(wake)
-    bus.publish(flushed(1))
-    bus.publish(flushed(2))
+    bus.publish([flushed(1)])
+    bus.publish([flushed(2)])
 
     assert woken == [1]
 
@@ -61,6 +61,6 @@ def test_bus_does_not_wake_who_stopped_waiting() -> None:
 
     bus.wake_on_next(wake)
     bus.stop_waking(wake)
-    bus.publish(flushed(1))
+    bus.publish([flushed(1)])
 
     assert woken == []
