@@ -120,8 +120,8 @@ class Peers:
         self.generation = generation
         self.metadata = metadata
         self.agents.is_serving = True
-        for link in self.dialed:
-            known = next((p for p in self.by_name.values() if p.link == link), None)
+        for link, dialed in self.dialed.items():
+            known = self.by_name.get(dialed.name)
             self._say_hello(link, known.incarnation if known else "")
         for peer in self.by_name.values():
             if peer.link not in self.dialed:
@@ -149,6 +149,8 @@ class Peers:
                 return None
             self._say_hello(link, peer.incarnation if peer else "")
             return None
+        # A link that broke comes back under another identity: answer where it speaks now.
+        peer.link = link
         peer.heard_s = self._out.at_s
         if peer.life is not Life.UP:
             peer.life = Life.UP
@@ -331,9 +333,9 @@ class Peers:
 
     def redial(self) -> None:
         """Say Hello again where nobody has answered yet, or the answerer is lost."""
-        lost = {p.link for p in self.by_name.values() if p.life is Life.LOST}
+        lost = {p.name for p in self.by_name.values() if p.life is Life.LOST}
         for link, dialed in self.dialed.items():
-            if not dialed.answered or link in lost:
+            if not dialed.answered or dialed.name in lost:
                 self._say_hello(link, "")
 
     def pinged(self, peer: Peer, message: Ping) -> None:

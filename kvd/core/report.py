@@ -243,7 +243,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
     """One other daemon."""
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
     sends = [p for p in node.prefiller.by_room.values() if p.incarnation == peer.incarnation]
-    dialed = node.peers.dialed.get(peer.link)
+    dialed = next((one for one in node.peers.dialed.values() if one.name == peer.name), None)
     return PeerState(
         name=peer.name,
         address=dialed.address if dialed else "dialed us",

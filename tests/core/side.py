@@ -103,6 +103,8 @@ class Side:
         self.dials: list[Side] = []
         self.life = 1
         self.calls = 0
+        self.connection = ""
+        """Of this side's dialed link, as those see it who accept it."""
         self.memory: dict[int, str] = {}
         self.begin()
 
@@ -189,8 +191,14 @@ class Side:
                 self.incarnation, message.generation, message.handoff, part.lease.id
             )
         kind, _, name = link.partition(":")
-        back = f"{'in' if kind == 'out' else 'out'}:{self.name}"
-        self.world.post_letter(Letter(self, self.world.sides[name], back, message))
+        there = self.world.sides[name]
+        if kind == "out":
+            back = f"in{self.connection}:{self.name}"
+        elif kind == f"in{there.connection}":
+            back = f"out:{self.name}"
+        else:
+            return  # the connection is over, and its identity with it
+        self.world.post_letter(Letter(self, there, back, message))
 
     # ---- engines and operators ---------------------------------------------------------------
 

@@ -99,7 +99,8 @@ class World:
     def inject(self, to: Side, message: Message, sender: Side | None = None) -> None:
         """A message arrives at ``to`` as if its peer had sent it."""
         sender = sender or next(side for side in self.sides.values() if side is not to)
-        link = f"out:{sender.name}" if sender in to.dials else f"in:{sender.name}"
+        kind = "out" if sender in to.dials else f"in{sender.connection}"
+        link = f"{kind}:{sender.name}"
         to.feed(inputs.FromPeer(self.now_s, link, message))
         self.run()
 
