@@ -24,7 +24,7 @@ in the hands of the caller, or its release is on the way; call numbers never rep
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
@@ -34,6 +34,8 @@ from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.types import Tokens
 
 Answer = (
@@ -46,6 +48,9 @@ Answer = (
     | wire.Matched
     | wire.Snapshotted
 )
+
+INDIFFERENT = frozenset({wire.Leased, wire.Matched, wire.Snapshotted, Refusal})
+"""Answers that change no record."""
 
 UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
@@ -89,6 +94,17 @@ class Connection:
         self._outgoing: list[Outgoing] = []
         self._end: Refusal | None = None
         self.unreadable_messages = 0
+        # What is no answer to a call. Looked up, because matching costs a case per class: Any,
+        # because each takes its own type of message.
+        self._takers: dict[type, Callable[[Any], None]] = {
+            Refusal: self._unreadable,
+            wire.Failed: self._failed,
+            wire.Received: self._received,
+            wire.ReceiveFailed: self._received,
+            wire.Accepted: self._accepted,
+            wire.SendFailed: self._send_failed,
+            wire.Events: self._happened,
+        }
 
     @property
     def end(self) -> Refusal | None:
@@ -175,39 +191,41 @@ class Connection:
     def feed(self, frames: list[bytes]) -> None:
         """One message from the daemon; one that cannot be read is counted and changes nothing."""
         message = CLIENT_REPLIES.decode(frames[0])
-        match message:
-            case Refusal():
-                self.unreadable_messages += 1
-            case wire.Failed(call, refusal):
-                self._failed(call, refusal)
-            case wire.Received() | wire.ReceiveFailed():
-                self._received(message)
-            case wire.Accepted(number, decode_prefix_len):
-                if number in self._sends:
-                    self._sends[number].accepted.put(decode_prefix_len)
-            case wire.SendFailed(number, refusal):
-                if number in self._sends:
-                    self._sends.pop(number).fail(refusal)
-            case wire.Events(lost, events):
-                for queue in self._readers:
-                    queue.push(lost, events)
-            case _:
-                self._settle(message.call, message)
+        self._takers.get(type(message), self._answered)(message)
 
-    def _failed(self, number: int, refusal: Refusal) -> None:
+    def _answered(self, answer: Answer) -> None:
+        self._settle(answer.call, answer)
+
+    def _unreadable(self, _: Refusal) -> None:
+        self.unreadable_messages += 1
+
+    def _accepted(self, push: wire.Accepted) -> None:
+        if push.send in self._sends:
+            self._sends[push.send].accepted.put(push.decode_prefix_len)
+
+    def _send_failed(self, push: wire.SendFailed) -> None:
+        if push.send in self._sends:
+            self._sends.pop(push.send).fail(push.refusal)
+
+    def _happened(self, push: wire.Events) -> None:
+        for queue in self._readers:
+            queue.push(push.lost, push.events)
+
+    def _failed(self, answer: wire.Failed) -> None:
         """A refused call; -1 says that nothing of this session can be read, so all of it ends."""
-        if number >= 0:
-            self._settle(number, refusal)
+        if answer.call >= 0:
+            self._settle(answer.call, answer.refusal)
             return
         for pending in list(self._calls):
-            self._settle(pending, refusal)
+            self._settle(pending, answer.refusal)
 
     def _settle(self, number: int, answer: Answer | Refusal) -> None:
         """The answer of a call: apply it to the records, then hand it over or undo it."""
         call = self._calls.pop(number, None)
         if call is None:
             return
-        self._apply(call, answer)
+        if type(answer) not in INDIFFERENT:
+            self._apply(call, answer)
         call.answer.put(answer)
         if call.is_abandoned:
             self._undo(call, answer)

@@ -72,14 +72,13 @@ class Port:
         except BaseException:
             self._abandon(call)
             raise
-        match call.answer.value:
-            case None:
-                self._abandon(call)
-                raise _silent(type(request).__name__, within_s)
-            case Refusal() as refusal:
-                raise KvdError(refusal)
-            case _:
-                return call
+        answer = call.answer.value
+        if answer is None:
+            self._abandon(call)
+            raise _silent(type(request).__name__, within_s)
+        if isinstance(answer, Refusal):
+            raise KvdError(answer)
+        return call
 
     async def ask(
         self,
