@@ -9,6 +9,8 @@ a small post waits for a few handles of a large one and never for all of it. At 
 
 Invariants:
   - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
+  - Over a network, every byte of a handle counts as unacknowledged until the handle is seen done,
+    whether it runs, has failed, or was refused: one that failed may have written part of itself.
   - A post leaves by exactly one of ``Posted`` and ``PostFailed``, and posts nothing afterwards.
 """
 
@@ -75,6 +77,7 @@ class Lane:
         self._turns: deque[_Running] = deque()
         self._flights: deque[_Flight] = deque()
         self._open: dict[int, _Running] = {}
+        self._lost_bytes = 0
 
     @property
     def has_flights(self) -> bool:
@@ -111,13 +114,15 @@ class Lane:
         low, high = plan.bounds[running.turns], plan.bounds[running.turns + 1]
         if not running.turns:
             running.started_s = running.said_s = time.monotonic()
+        size = plan.sizes[running.turns]
         running.turns += 1
         try:
             handle = self.sender.post(plan.source[low:high], plan.destination[low:high])
         except NixlUnusable as exc:
+            self._lost_bytes += size
             self._fail(running, str(exc))
             return
-        self._flights.append(_Flight(handle, running, plan.sizes[running.turns - 1]))
+        self._flights.append(_Flight(handle, running, size))
         if running.turns < plan.handles:
             self._turns.append(running)
 
@@ -129,6 +134,7 @@ class Lane:
                 step = self.sender.step(flight.handle)
             except NixlUnusable as exc:
                 self._flights.popleft()
+                self._lost_bytes += flight.size
                 self._fail(flight.running, str(exc))
                 continue
             match step:
@@ -150,7 +156,7 @@ class Lane:
             case Path.SAME_HOST:
                 return 0
             case Path.NETWORK:
-                return sum(flight.size for flight in self._flights)
+                return self._lost_bytes + sum(flight.size for flight in self._flights)
 
     def _arrived(self, flight: _Flight) -> None:
         running = flight.running

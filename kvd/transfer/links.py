@@ -100,6 +100,7 @@ class _Warming(NamedTuple):
     sender: Sender
     peer: Metadata
     handle: int
+    size: int
     since_s: float
 
 
@@ -211,7 +212,7 @@ class Links:
         except NixlUnusable as exc:
             self._give_up(key, built.sender, str(exc))
             return
-        self._warming[key] = _Warming(built.sender, built.peer, handle, time.monotonic())
+        self._warming[key] = _Warming(built.sender, built.peer, handle, size, time.monotonic())
 
     def step(self) -> None:
         """Look at everything in flight."""
@@ -253,7 +254,7 @@ class Links:
             return
         if step is Step.DONE:
             del self._warming[key]
-            by_socket = warming.sender.socket_bytes() >= SCRATCH_BYTES
+            by_socket = warming.sender.socket_bytes() >= warming.size
             path = Path.NETWORK if by_socket or not warming.sender.polls else Path.SAME_HOST
             regions = {region.name: region for region in warming.peer.regions}
             self._lanes[key] = Lane(warming.sender, path=path, regions=regions, report=self._report)

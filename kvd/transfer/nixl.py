@@ -170,7 +170,7 @@ class Sender:
         """Start a write and return its handle; on one host this call does the copying.
 
         Raises:
-            NixlUnusable: the peer is gone or refuses; nothing of this handle is in flight.
+            NixlUnusable: the peer is gone or refuses; over a network, part may have been sent.
         """
         api = self._api
         try:

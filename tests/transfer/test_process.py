@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
 
 from kvd.core.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd, TransportDown
-from kvd.transfer.orders import Collapsed, Loaded, Path, Posted, PostFailed, Quiesce, Quiet
+from kvd.transfer.metadata import pack, unpack
+from kvd.transfer.orders import Collapsed, Load, Loaded, Path, Posted, PostFailed, Quiesce, Quiet
 from kvd.transfer.process import TransferProcess
 
 EVERYTHING = list(range(1, 25))
@@ -42,6 +44,32 @@ async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quie
     receiver.transport.order(Quiesce(2))
     await receiver.hears(Quiet, ticket=2)
     assert np.array_equal(memory.bytes, at_rest)
+
+
+async def test_bytes_of_failed_handles_are_unacknowledged_when_the_peer_died(real, tcp):
+    """What a failed handle had sent may have landed: ``Dropped`` must not deny it."""
+    sender, receiver = await real.pair(tcp)
+    posts = range(1, 60)
+    for post in posts:
+        sender.post(post, receiver, EVERYTHING, EVERYTHING)
+    await sender.until(lambda: sender.heard(Posted))
+    await receiver.transport.stop()
+    for post in posts:
+        await sender.outcome(post)
+
+    dropped = await sender.drop(receiver)
+
+    assert sender.heard(PostFailed)
+    assert dropped.unacknowledged_bytes > 0
+
+
+async def test_a_peer_with_little_scratch_memory_is_still_found_to_be_across_a_network(real, tcp):
+    sender, receiver = await asyncio.gather(real.node("sender", tcp), real.node("receiver", tcp))
+    told = msgspec.structs.replace(unpack(receiver.ready.metadata), scratch_bytes=4096)
+
+    sender.transport.order(Load("receiver", 1, pack(told)))
+
+    assert await sender.hears(Loaded) == Loaded("receiver", 1, Path.NETWORK)
 
 
 async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
