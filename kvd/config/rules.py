@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SOCKET_PATH_BYTES = 107
 """Longest path of a unix socket: sun_path is 108 bytes with its final NUL."""
 FRAME_OVERHEAD_BYTES = 65536
-"""What a message may hold beside its tokens: the header frame and the page runs of an Offer."""
+"""What a message may hold beside its tokens: the header frame, the grants of an Offer included."""
 
 NOT_BUILT = {
     "pool.family": dict.fromkeys(
