@@ -20,6 +20,7 @@ from textual.message import Message
 from textual.widgets import ContentSwitcher, DataTable, Footer, Log, Static
 from typing_extensions import override
 
+from kvd.text import endpoint_flaw
 from tui.link import Link
 from tui.model import PAGES, Console
 from tui.screens import SheetTable
@@ -143,12 +144,15 @@ class KvdTui(App[None]):
 
 
 @click.command()
-@click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon (ipc://...).")
+@click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon: ipc:///PATH.")
 @click.option("--readonly", is_flag=True, help="Change nothing; this version never does.")
 @click.version_option(package_name="kvd")
 def main(connect: str | None, readonly: bool) -> None:  # noqa: FBT001 - click passes flags so
     """Watch a daemon: pools, leases, rooms, peers, events, and who holds what and why."""
     del readonly
+    flaw = endpoint_flaw(connect) if connect is not None else None
+    if flaw is not None:
+        raise click.BadParameter(flaw, param_hint="--connect")
     endpoint = connect or _configured()
     KvdTui(Console(endpoint), lambda on_news: Link(endpoint, on_news)).run()
 

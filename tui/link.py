@@ -11,9 +11,9 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.client.admin import AdminClient
 from typing_extensions import override
 
+from kvd.client.admin import AdminClient
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.admin import (
     AdminFailed,

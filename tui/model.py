@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from kvd.cli.text import amount, bar, clean, duration, event_line, room, share
+from kvd.text import amount, bar, clean, duration, event_line, progress, room
 from kvd.types import short
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
@@ -202,7 +202,7 @@ def _room_row(one: RoomState) -> Row:
             clean(one.side),
             clean(one.state),
             clean(one.peer),
-            share(one.posted_pages, one.total_pages),
+            progress(one),
             duration(one.age_s),
             duration(one.deadline_in_s),
             clean(one.waiting_for),

@@ -9,7 +9,7 @@ import msgspec
 
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
 from kvd.cli.look import snapshot
-from kvd.cli.text import event_line
+from kvd.text import event_line
 from kvd.types import short
 from kvd.wire.admin import EventPage, ListEvents
 

@@ -19,10 +19,12 @@ from pathlib import Path
 from kvd.cli.exits import Unreachable
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
-from kvd.cli.text import amount, clean
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.spec import page_bytes
+from kvd.pools.arena import NotReserved, check_free
+from kvd.pools.host_memory import free_memory
+from kvd.text import amount, clean
 from kvd.wire.admin import ShowStatus, Status
 
 PYTHON = (3, 11)
@@ -30,9 +32,6 @@ NEEDED = ("pyzmq", "msgspec", "numpy", "uvloop", "structlog", "h11", "xxhash")
 ENGINE_ONLY = "torch"
 THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 RDMA = Path("/sys/class/infiniband")
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
 COLLAPSE_SINCE = (6, 1)
 ANSWER_S = 0.5
 
@@ -73,33 +72,16 @@ def pool_bytes(subject: Subject) -> int:
 
 
 def memory(subject: Subject) -> list[Finding]:
-    """Whether the pool fits into what this host and this control group have to give."""
+    """Whether the pool fits, by the rule that the daemon reserves it by."""
     needed = pool_bytes(subject)
-    free = _available_bytes()
-    fix = "shrink pool.size (or pool.pages), or make room"
-    if needed > free:
-        what = f"the pool takes {amount(needed)}, this host has {amount(free)} to give"
+    free = free_memory()
+    try:
+        check_free({subject.config.pool.name: needed}, free)
+    except NotReserved as exc:
+        what, _, fix = str(exc).rpartition(": ")
         return [wrong("memory", what, fix)]
-    limit = _group_limit_bytes()
-    if limit is not None and needed > limit:
-        what = f"the pool takes {amount(needed)}, the control group's limit is {amount(limit)}"
-        return [wrong("memory", what, "raise MemoryMax= of the unit, or " + fix)]
-    return [good("memory", f"the pool takes {amount(needed)} of {amount(free)} available")]
-
-
-def _available_bytes() -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else sys.maxsize
-
-
-def _group_limit_bytes() -> int | None:
-    """memory.max of this process's own control group (version 2); None without a limit."""
-    match = re.search(r"^0::(.+)$", CGROUP.read_text(), re.MULTILINE)
-    if match is None:
-        return None
-    limit = CGROUPS / match[1].lstrip("/") / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return None if text == "max" else int(text)
+    what = f"the pool takes {amount(needed)} of {amount(free.free_bytes)} free"
+    return [good("memory", f"{what} ({free.limited_by})")]
 
 
 def shared_memory(_subject: Subject) -> list[Finding]:

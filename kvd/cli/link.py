@@ -14,9 +14,9 @@ import click
 import msgspec
 
 from kvd.cli.exits import Failed, Unreachable
-from kvd.cli.text import clean
 from kvd.client.admin import AdminClient
 from kvd.errors import Code, KvdError, Refusal
+from kvd.text import clean, endpoint_flaw
 from kvd.wire.admin import AdminFailed, AdminReply, AdminRequest
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Target(msgspec.Struct, frozen=True):
 def with_target(command: Callable[Concatenate[Target, P], None]) -> Callable[P, None]:
     """Give a verb ``--connect``, ``--config`` and ``--timeout``, as one ``Target``."""
 
-    @click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon (ipc://...).")
+    @click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon: ipc:///PATH.")
     @click.option(
         "--config",
         "config_file",
@@ -86,11 +86,9 @@ def endpoint(connect: str | None, config_file: Path | None) -> str:
         from kvd.cli.config import valid_config  # noqa: PLC0415 - not needed with --connect
 
         return valid_config(config_file, ()).sockets.admin
-    if not connect.startswith(("ipc://", "tcp://")):
-        raise click.BadParameter(
-            f"{connect!r} is no endpoint; write ipc:///run/kvd/admin.sock or tcp://127.0.0.1:PORT",
-            param_hint="--connect",
-        )
+    flaw = endpoint_flaw(connect)
+    if flaw is not None:
+        raise click.BadParameter(flaw, param_hint="--connect")
     return connect
 
 

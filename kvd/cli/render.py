@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.text import amount, bar, clean, duration, room, share
+from kvd.text import amount, bar, clean, duration, progress, room
 from kvd.types import short
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _STYLES = {
     "up": "green",
     "suspect": "yellow",
     "lingering": "yellow",
-    "DRAINING": "yellow",
+    "draining": "yellow",
     "quarantined": "yellow",
     "lost": "bold red",
     "refused": "bold red",
@@ -75,7 +75,7 @@ def state(name: str) -> Text:
 
 
 class Sheet:
-    """Rows below headings, each with a line of prose under it where there is more to say.
+    """Rows below headings, each with lines of prose under it where there is more to say.
 
     A column is as wide as its widest cell, so nothing is folded or cut into an ellipsis; what does
     not fit 80 columns belongs into the prose. Headings that end in ``>`` stand over figures.
@@ -84,12 +84,12 @@ class Sheet:
     def __init__(self, *headings: str) -> None:
         self._is_figure = [heading.endswith(">") for heading in headings]
         self._rows = [[Text(heading.rstrip(">"), "bold") for heading in headings]]
-        self._prose = [""]
+        self._prose: list[list[str]] = [[]]
 
     def row(self, *cells: str | Text, prose: str = "") -> None:
         """Add a row; texts are made safe here."""
         self._rows.append([cell if isinstance(cell, Text) else said(cell) for cell in cells])
-        self._prose.append(clean(prose))
+        self._prose.append([clean(line) for line in prose.split("\n") if line])
 
     def __rich__(self) -> Group:
         """The lines."""
@@ -103,8 +103,7 @@ class Sheet:
                 line.append("  ")
             line.rstrip()
             lines.append(line)
-            if prose:
-                lines.append(Text(f"    {prose}", "dim"))
+            lines += [Text(f"    {more}", "dim") for more in prose]
         return Group(*lines)
 
 
@@ -277,7 +276,7 @@ def rooms(states: tuple[RoomState, ...]) -> RenderableType:
             state(one.state),
             one.peer,
             f"{one.decode_prefix_len}/{one.prompt_tokens}",
-            share(one.posted_pages, one.total_pages),
+            progress(one),
             duration(one.age_s),
             duration(one.deadline_in_s),
             prose="; ".join(facts),
@@ -310,7 +309,7 @@ def peers(states: tuple[PeerState, ...]) -> RenderableType:
             one.agent,
             prose=(
                 f"{one.address}, incarnation {short(one.incarnation)}, "
-                f"generation {one.generation}, layout {one.layout[:12]}"
+                f"generation {one.generation}\nlayout {one.layout}"
             ),
         )
     return out if states else nothing("peers: name them in peers.connect")

@@ -16,7 +16,7 @@ import msgspec
 
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.selftransfer import Measured, measure
-from kvd.cli.text import amount, clean
+from kvd.text import amount, clean
 from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Path as Route
 

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from kvd.cli import host_checks, kvd, transport_checks
 from kvd.cli.finding import Severity, Subject
 from kvd.config import load
+from kvd.pools.arena import SPARE_BYTES
+from kvd.pools.host_memory import Free
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
 
@@ -56,7 +58,21 @@ def test_a_pool_larger_than_memory_is_wrong():
     [finding] = host_checks.memory(subject("pool.size=50TiB"))
 
     assert finding.severity is WRONG
-    assert finding.what.startswith("the pool takes 50.0 TiB, this host has ")
+    assert finding.what.startswith("the pool needs 52,428,800 MiB (main ")
+    assert finding.fix.startswith("lower pool.pages or pool.size to at most ")
+
+
+def test_memory_is_judged_by_the_rule_that_the_daemon_reserves_by(monkeypatch):
+    """What fits only without the spare that is left to the host is wrong here as it is there."""
+    free = Free(SPARE_BYTES + 2**30 - 1, "memory.max of control group /x")
+    monkeypatch.setattr(host_checks, "free_memory", lambda: free)
+
+    assert severities(host_checks.memory(subject("pool.size=1GiB"))) == {"memory": WRONG}
+    [fits] = host_checks.memory(subject("pool.size=512MiB"))
+    assert (fits.severity, fits.what) == (
+        GOOD,
+        "the pool takes 512.0 MiB of 1.2 GiB free (memory.max of control group /x)",
+    )
 
 
 def test_a_directory_that_anyone_may_write_to_is_wrong(tmp_path):

@@ -10,7 +10,16 @@ from click.testing import CliRunner
 
 from kvd.cli import kvd
 from kvd.errors import Code, Refusal
-from kvd.wire.admin import AdminFailed, Because, ShowStatus, ShowTree, Tree, TreeNode, Why
+from kvd.wire.admin import (
+    AdminFailed,
+    Because,
+    ShowStatus,
+    ShowTree,
+    Status,
+    Tree,
+    TreeNode,
+    Why,
+)
 
 NODES = (
     TreeNode(1, 0, "lora-a", 0, 64, 4, 1, 9, ("lease 7 of decode-0",), (101, 102, 103)),
@@ -104,7 +113,7 @@ def test_rooms_show_progress_and_with_v_the_story(run):
     plain, told = run("rooms"), run("rooms", "-v")
 
     assert plain.stdout.splitlines()[1:] == [
-        "9117  decode  RECEIVING  prefill-0  64/160  3/6 50%  0.25s    29.8s",
+        "9117  decode  receiving  prefill-0  64/160  3/6 50%  0.25s    29.8s",
         "    part 1 of decode-0; 6.0 MiB of 12.0 MiB; waits for prefill-0 to write 3 more pages",
     ]
     assert told.stdout.splitlines()[-3:] == [
@@ -118,8 +127,18 @@ def test_peers_show_the_link(run):
     assert run("peers").stdout.splitlines() == [
         "PEER       STATE    SILENT      RTT  RECEIVES  SENDS  AGENT",
         "prefill-0  suspect   1.30s  0.41 ms         1      0  loaded",
-        "    tcp://127.0.0.1:7402, incarnation aaaaaaaa, generation 2, layout ffffffffffff",
+        "    tcp://127.0.0.1:7402, incarnation aaaaaaaa, generation 2",
+        "    layout " + "f" * 32,
     ]
+
+
+def test_peers_show_a_difference_of_layouts_whole(run, daemon, snapshot):
+    why = "prefill-0 and decode-0 lay out their pools differently: layers: ours 32, theirs 80"
+    [peer] = snapshot.peers
+    refused = msgspec.structs.replace(peer, layout=why)
+    daemon.answer = lambda _: Status(0, msgspec.structs.replace(snapshot, peers=(refused,)))
+
+    assert run("peers").stdout.splitlines()[-1] == f"    layout {why}"
 
 
 def test_tree_is_indented_and_says_what_it_left_out(run, daemon):

@@ -73,7 +73,7 @@ async def test_overview_shows_node_pools_and_totals(app, feeds, snapshot):
 
 @pytest.mark.parametrize(
     ("key", "fact"),
-    [("2", "7 held"), ("3", "RECEIVING"), ("4", "tcp://127.0.0.1:7402"), ("5", "evicted")],
+    [("2", "7 held"), ("3", "receiving"), ("4", "tcp://127.0.0.1:7402"), ("5", "evicted")],
 )
 async def test_number_keys_change_the_page(app, feeds, snapshot, key, fact):
     async with app.run_test(size=SIZE) as pilot:

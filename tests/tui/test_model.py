@@ -55,7 +55,7 @@ def test_rooms_and_peers_have_their_rows(snapshot):
     [peer] = console.sheet("peers").rows
 
     assert room.cells == (
-        *("9117", "decode", "RECEIVING", "prefill-0", "3/6 50%", "0.25s", "29.8s"),
+        *("9117", "decode", "receiving", "prefill-0", "3/6 50%", "0.25s", "29.8s"),
         "prefill-0 to write 3 more pages",
     )
     assert room.question == Question("room", 9117)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cli.text import amount, bar, clean, duration, event_line, room, share
+from kvd.text import amount, bar, clean, duration, endpoint_flaw, event_line, progress, room, share
 from kvd.wire.events import MessageRefused
+from tests.cli.admin_peer import ROOM
 
 
 @given(st.text())
@@ -61,3 +63,16 @@ def test_event_line_quotes_text_with_blanks_and_cleans_it():
         "       7        1.500  message-refused    socket=peer sender=\\x1b]0;x "
         'code=bad-request why="3 bytes are no message"'
     )
+
+
+@pytest.mark.parametrize(("side", "expected"), [("decode", "2/6 33%"), ("prefill", "3/6 50%")])
+def test_progress_counts_what_arrived_or_what_was_posted(side, expected):
+    one = msgspec.structs.replace(ROOM, side=side, posted_pages=3, moved_bytes=5 * 2**20)
+
+    assert progress(one) == expected
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1:1", "/run/kvd/admin.sock", "ipc://", ""])
+def test_an_endpoint_that_is_no_unix_socket_has_a_flaw_that_names_one(text):
+    assert "write ipc:///run/kvd/admin.sock" in (endpoint_flaw(text) or "")
+    assert endpoint_flaw("ipc:///run/kvd/admin.sock") is None

@@ -7,8 +7,12 @@ Whoever prints one passes it through ``clean`` first.
 from __future__ import annotations
 
 import unicodedata
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from kvd.wire.snapshot import RoomState
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR = (("held", "H"), ("cached", "C"), ("quarantined", "Q"))
@@ -26,6 +30,17 @@ def _visible(char: str) -> str:
     if char == " " or unicodedata.category(char)[0] not in "CZ":
         return char
     return char.encode("unicode_escape").decode("ascii")
+
+
+def endpoint_flaw(text: str) -> str | None:
+    """Why ``text`` cannot be where operators are heard, and what to write; None if it can."""
+    if text.startswith("ipc://") and len(text) > len("ipc://"):
+        return None
+    return (
+        f"{text!r} names no unix socket, and operators are heard on nothing else; write "
+        "ipc:///run/kvd/admin.sock (sockets.admin of the daemon), and for a daemon elsewhere run "
+        "this command on its host"
+    )
 
 
 def amount(size_bytes: int) -> str:
@@ -64,6 +79,16 @@ def room(number: int) -> str:
 def share(part: int, whole: int) -> str:
     """``part`` of ``whole``, with a percentage where that means something."""
     return f"{part}/{whole} {100 * part / whole:.0f}%" if whole else f"{part}/{whole}"
+
+
+def progress(one: RoomState) -> str:
+    """Pages of a handoff that are on their way or there, of all.
+
+    The decode side posts nothing itself: there the bytes that arrived say how many pages did.
+    """
+    if one.side != "decode" or not one.total_bytes:
+        return share(one.posted_pages, one.total_pages)
+    return share(one.moved_bytes * one.total_pages // one.total_bytes, one.total_pages)
 
 
 def bar(*, held: int, cached: int, quarantined: int, total: int, width: int = 24) -> str:
