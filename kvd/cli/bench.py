@@ -15,6 +15,7 @@ BENCHES = {
         "Conversations with the decode tree on and off.",
         "Benchmarks",
     ),
+    "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
 }
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvd import __version__
 from kvd.cli import VERBS, kvd
+from kvd.cli.bench import BENCHES
 from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (
@@ -41,8 +42,9 @@ def test_wrong_usage_ends_with_2(arguments):
     assert (done.exit_code, done.stdout) == (2, "")
 
 
-def test_an_endpoint_that_is_none_is_refused_with_examples():
-    done = CliRunner().invoke(kvd, ["status", "--connect", "/run/kvd/admin.sock"])
+@pytest.mark.parametrize("given", ["/run/kvd/admin.sock", "tcp://127.0.0.1:7402"])
+def test_an_endpoint_that_is_none_is_refused_with_an_example(given):
+    done = CliRunner().invoke(kvd, ["status", "--connect", given])
 
     assert done.exit_code == 2
     assert "ipc:///run/kvd/admin.sock" in done.stderr
@@ -66,12 +68,19 @@ def test_a_verb_that_cannot_be_loaded_harms_no_other():
     assert "No module named 'kvd.nowhere'" in lost.stderr
 
 
+@pytest.mark.parametrize("bench", BENCHES)
+def test_every_bench_is_there(bench):
+    done = CliRunner().invoke(kvd, ["bench", bench, "--help"])
+
+    assert (done.exit_code, done.stdout.split()[0]) == (0, "Usage:")
+
+
 def test_bench_lists_its_verbs_without_loading_them():
     done = CliRunner().invoke(kvd, ["bench", "--help"])
 
     assert done.exit_code == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[-4:]] == [
-        *("radix", "stream", "control", "multiturn"),
+    assert [line.split()[0] for line in done.stdout.splitlines()[-5:]] == [
+        *("radix", "stream", "control", "multiturn", "footprint"),
     ]
 
 
