@@ -12,6 +12,7 @@ from kvd.client.port import Port, confused
 from kvd.client.state import LeaseState, ReceiveState, SendState
 from kvd.errors import Code, HandoffError, KvdError, Refusal
 from kvd.wire import client as wire
+from kvd.wire.bounds import MAX_REASON
 
 if TYPE_CHECKING:
     from kvd.client.pool import Pools
@@ -203,10 +204,15 @@ class Send:
         )
 
     async def abort(self, reason: str) -> None:
-        """This engine failed or gave up: the decode side is told, nothing more is sent."""
+        """This engine failed or gave up: the decode side is told, nothing more is sent.
+
+        Args:
+            reason: for whoever reads its story; the first 1024 characters of it are.
+        """
         if self._state.failure is not None:
             return
-        request = wire.AbortSend(self._port.connection.next_call(), self.id, reason)
+        told = reason[:MAX_REASON]
+        request = wire.AbortSend(self._port.connection.next_call(), self.id, told)
         await self._port.ask(request, wire.Done)
 
     def _raise_if_ended(self) -> None:

@@ -12,7 +12,7 @@ from kvd.core.inputs import FromOperator, Unreadable
 from kvd.errors import Code, Refusal
 from kvd.sockets import LoopSocket
 from kvd.wire import admin
-from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
+from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,7 +56,8 @@ class AdminPort:
         else:
             message = Refusal(Code.BAD_REQUEST, f"{len(frames) - 1} frames, a request has one")
         if isinstance(message, Refusal):
-            self._send(operator, admin.AdminFailed(-1, message))
+            call = ADMIN_REQUESTS.call_of(frames[1]) if len(frames) == 2 else NO_CALL
+            self._send(operator, admin.AdminFailed(call, message))
             self._reactor.feed(Unreadable(self._reactor.clock(), "admin", operator.hex(), message))
         elif isinstance(message, admin.ListEvents):
             self._list_events(operator, message)

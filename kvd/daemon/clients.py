@@ -14,7 +14,7 @@ from kvd.errors import Code, Refusal
 from kvd.sockets import LoopSocket, Sent
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import client
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, check_tokens
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from kvd.observe.bus import Bus
     from kvd.observe.metrics import Metrics
     from kvd.wire.events import Event
-
-UNREADABLE_CALL = -1
-"""The ``call`` of an answer to a request whose own could not be read."""
 
 OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
 """What metrics call each request: its tag on the wire."""
@@ -101,7 +98,8 @@ class ClientPort:
         self._token_of[session] = token
         message = CLIENT_REQUESTS.decode(frames[1]) if len(frames) > 1 else _no_header()
         if isinstance(message, Refusal):
-            self._refuse(token, message, frames)
+            call = CLIENT_REQUESTS.call_of(frames[1]) if len(frames) > 1 else NO_CALL
+            self._refuse(token, message, frames, call=call)
             return
         kind = type(message)
         tokens: Tokens | Refusal = NO_TOKENS
@@ -129,7 +127,7 @@ class ClientPort:
         self._socket.send([self._token_of[session], CLIENT_REPLIES.encode(client.Done(call))])
 
     def _refuse(
-        self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = UNREADABLE_CALL
+        self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = NO_CALL
     ) -> None:
         self._socket.send([token, CLIENT_REPLIES.encode(client.Failed(call, refusal))])
         sender = f"{token[:4].hex()}, {sum(map(len, frames[1:]))} bytes"

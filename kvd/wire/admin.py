@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.errors import Refusal
+from kvd.wire.bounds import Call, Figure, Name, Reason
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
 
@@ -16,64 +17,64 @@ from kvd.wire.snapshot import Snapshot
 class ShowStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """Answer: ``Status``."""
 
-    call: int
+    call: Call
 
 
 class ShowTree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
     """The radix tree, biggest subtrees first, at most ``limit`` nodes. Answer: ``Tree``."""
 
-    call: int
-    limit: int = 200
+    call: Call
+    limit: Figure = 200
 
 
 class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
     """Who holds it, why, since when. ``kind``: page, node, room, lease. Answer: ``Because``."""
 
-    call: int
-    kind: str
-    id: int
+    call: Call
+    kind: Name
+    id: Figure
 
 
 class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     """Events after ``after_seq``, waiting up to ``wait_s`` for one. Answer: ``EventPage``."""
 
-    call: int
-    after_seq: int
+    call: Call
+    after_seq: Figure
     wait_s: float = 0.0
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Drop every unlocked cached page; ``STRICT``: nothing at all if any is locked. ``Report``."""
 
-    call: int
-    mode: str = "unlocked"
+    call: Call
+    mode: Name = "unlocked"
 
 
 class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
     """Evict at least ``pages`` pages in eviction order. Answer: ``Report``."""
 
-    call: int
-    pages: int
+    call: Call
+    pages: Figure
 
 
 class AbortRoom(msgspec.Struct, frozen=True, array_like=True, tag="abort-room"):
     """Give up every part of a room on this node. Answer: ``Report``."""
 
-    call: int
+    call: Call
     room: int
-    reason: str
+    reason: Reason
 
 
 class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
     """Restart this node's transfer process, so that nothing can write through the old one."""
 
-    call: int
+    call: Call
 
 
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
     """Check every invariant now. Answer: ``Report``, ``refused`` holding the findings."""
 
-    call: int
+    call: Call
 
 
 AdminRequest = ShowStatus | ShowTree | Why | ListEvents | Flush | Evict | AbortRoom | Fence | Audit

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.errors import Refusal
+from kvd.wire.bounds import Call, Figure, Name, Namespace, Priority, Reason
 from kvd.wire.events import Event
 from kvd.wire.memory import PoolMemory
 from kvd.wire.snapshot import Snapshot
@@ -30,14 +31,14 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Open a session. Answer: ``Attached`` with descriptors, or ``Rejected``."""
 
     name: str
-    protocol: int = PROTOCOL
+    protocol: Figure = PROTOCOL
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """Another process of the same session maps the pool too (a tensor-parallel worker)."""
 
     token: bytes
-    protocol: int = PROTOCOL
+    protocol: Figure = PROTOCOL
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
@@ -70,10 +71,10 @@ AttachReply = Attached | Rejected
 class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     """Lock the cached prefix of the tokens frame, hold pages for the rest. Answer: ``Leased``."""
 
-    call: int
-    namespace: str = ""
-    reserve_tokens: int = 0
-    priority: int = 0
+    call: Call
+    namespace: Namespace = ""
+    reserve_tokens: Figure = 0
+    priority: Priority = 0
     deadline_s: float = 30.0
     cache: bool = True
 
@@ -81,75 +82,75 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
 class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     """Hold pages for ``n_tokens`` more, now or not at all. Answer: ``Row``."""
 
-    call: int
+    call: Call
     lease: int
-    n_tokens: int
+    n_tokens: Figure
 
 
 class CommitLease(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     """KV of the known tokens and of the tokens frame is written. Answer: ``Row``."""
 
-    call: int
+    call: Call
     lease: int
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     """Unlock and free. Answer: ``Done``."""
 
-    call: int
+    call: Call
     lease: int
 
 
 class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit-release"):
     """``CommitLease`` with the tokens frame, then ``ReleaseLease``. Answer: ``Done``."""
 
-    call: int
+    call: Call
     lease: int
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``."""
 
-    call: int
+    call: Call
     room: int
-    source: tuple[str, ...]
-    namespace: str = ""
-    reserve_tokens: int = 0
-    priority: int = 0
+    source: tuple[Name, ...]
+    namespace: Namespace = ""
+    reserve_tokens: Figure = 0
+    priority: Priority = 0
     deadline_s: float = 30.0
     cache: bool = True
-    tier: str | None = None
+    tier: Name | None = None
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """The engine no longer wants it. Answer: ``Done``; the push says ``cancelled``."""
 
-    call: int
+    call: Call
     receive: int
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Prefill side of a handoff. Answer ``Sending`` at once; pushes ``Accepted``/``SendFailed``."""
 
-    call: int
+    call: Call
     room: int
     lease: int
-    namespace: str = ""
+    namespace: Namespace = ""
     deadline_s: float = 30.0
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
     """KV below ``upto_tokens`` is written; legal before the offer came. Answer: ``Done``."""
 
-    call: int
+    call: Call
     send: int
-    upto_tokens: int
+    upto_tokens: Figure
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     """All KV is written. Answer, when the decode side has spoken: ``Finished``."""
 
-    call: int
+    call: Call
     send: int
     aux: bytes = b""
 
@@ -157,28 +158,28 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
 class AbortSend(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """The engine failed. Answer: ``Done``."""
 
-    call: int
+    call: Call
     send: int
-    reason: str
+    reason: Reason
 
 
 class MatchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     """How much of the tokens frame is cached here; changes nothing. Answer: ``Matched``."""
 
-    call: int
-    namespace: str = ""
+    call: Call
+    namespace: Namespace = ""
 
 
 class GetSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
     """Answer: ``Snapshotted``."""
 
-    call: int
+    call: Call
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     """From now on push every event as ``Events``. Answer: ``Done``."""
 
-    call: int
+    call: Call
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"):
@@ -187,8 +188,8 @@ class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"
     Answer: ``Done``; the call itself is answered too, with ``cancelled`` if it was still waiting.
     """
 
-    call: int
-    of: int
+    call: Call
+    of: Call
 
 
 Request = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
 import msgspec
 
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
+from kvd.wire.bounds import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +23,33 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 """A daemon's answer may be a whole snapshot or tree."""
 
 
-class Codec(Generic[M]):
-    """One message union."""
+NO_CALL = -1
+"""The ``call`` of an answer to a request whose own could not be read."""
 
-    def __init__(self, union: object, *, max_bytes: int = MAX_HEADER_BYTES) -> None:
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The head of a request; what follows is skipped."""
+
+    tag: str
+    call: Call
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
+
+
+class Codec(Generic[M]):
+    """One message union. ``flaw`` finds what the types of its fields cannot say."""
+
+    def __init__(
+        self,
+        union: object,
+        *,
+        max_bytes: int = MAX_HEADER_BYTES,
+        flaw: Callable[[M], str | None] | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
+        self._flaw = flaw
+        self._tags = {kind.__struct_config__.tag for kind in get_args(union)}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self.encode: Callable[[M], bytes] = msgspec.msgpack.Encoder().encode
         """The message as one frame."""
@@ -40,20 +63,39 @@ class Codec(Generic[M]):
                 numbers={"bytes": len(frame), "limit": self._max_bytes},
             )
         try:
-            return self._decoder.decode(frame)
+            message = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"{len(frame)} bytes are not a message of this socket: {exc}",
-                numbers={"bytes": len(frame)},
-            )
+            return _no_message(frame, str(exc))
+        flaw = None if self._flaw is None else self._flaw(message)
+        return message if flaw is None else _no_message(frame, flaw)
+
+    def call_of(self, frame: bytes) -> int:
+        """Whom to answer when a request was refused here: its call, or ``NO_CALL``; never raises.
+
+        A request with one field out of its bounds costs its sender that request, not every other.
+        """
+        if len(frame) > self._max_bytes:
+            return NO_CALL
+        try:
+            head = _ENVELOPES.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return NO_CALL
+        return head.call if head.tag in self._tags else NO_CALL
+
+
+def _no_message(frame: bytes, why: str) -> Refusal:
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"{len(frame)} bytes are not a message of this socket: {why}",
+        numbers={"bytes": len(frame)},
+    )
 
 
 CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
 CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
 ATTACH_REQUESTS: Codec[client.AttachRequest] = Codec(client.AttachRequest)
 ATTACH_REPLIES: Codec[client.AttachReply] = Codec(client.AttachReply)
-PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message)
+PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message, flaw=peer.flaw)
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
 

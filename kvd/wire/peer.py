@@ -12,6 +12,16 @@ import enum
 import msgspec
 
 from kvd.errors import Refusal
+from kvd.wire.bounds import (
+    MAX_MESSAGE,
+    MAX_NUMBERS,
+    Counter,
+    Digest,
+    Figure,
+    Layout,
+    Name,
+    Relayed,
+)
 
 PROTOCOL = 1
 """Version of the peer protocol; another one is refused at Hello with both numbers."""
@@ -36,15 +46,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     new incarnation is the proof that the old writer is gone.
     """
 
-    source: str
-    target: str
-    node: str
-    layout: str
-    generation: int
+    source: Name
+    target: Name
+    node: Name
+    layout: Layout
+    generation: Counter
     metadata: bytes
-    max_prompt_tokens: int
-    max_aux_bytes: int
-    protocol: int = PROTOCOL
+    max_prompt_tokens: Counter
+    max_aux_bytes: Counter
+    protocol: Figure = PROTOCOL
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -55,34 +65,34 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     Ids below a floor are over.
     """
 
-    source: str
-    target: str
-    number: int
-    echo: int
-    offer_floor: int
-    settled_floor: int
+    source: Name
+    target: Name
+    number: Counter
+    echo: Counter
+    offer_floor: Counter
+    settled_floor: Counter
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """Destination pages of one component, with the token range that they stand for."""
 
-    component: str
-    start_tokens: int
-    end_tokens: int
+    component: Name
+    start_tokens: Figure
+    end_tokens: Figure
     pages: bytes
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt."""
 
-    source: str
-    target: str
-    handoff: int
+    source: Name
+    target: Name
+    handoff: Counter
     room: int
-    generation: int
-    prompt_tokens: int
-    decode_prefix_len: int
-    digest: bytes
+    generation: Counter
+    prompt_tokens: Figure
+    decode_prefix_len: Figure
+    digest: Digest
     grants: tuple[Grant, ...]
     deadline_s: float
 
@@ -90,19 +100,19 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Decode to prefill: stop, and say Settled when no byte can land any more."""
 
-    source: str
-    target: str
-    handoff: int
+    source: Name
+    target: Name
+    handoff: Counter
     room: int
-    reason: str
+    reason: Relayed
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     """Decode to prefill: how the handoff ended here. The answer to Settled, for ever."""
 
-    source: str
-    target: str
-    handoff: int
+    source: Name
+    target: Name
+    handoff: Counter
     outcome: Outcome
     reason: Refusal | None = None
 
@@ -110,18 +120,18 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag="accept"):
     """Prefill to decode: the engine is here and agrees with the offer."""
 
-    source: str
-    target: str
-    handoff: int
+    source: Name
+    target: Name
+    handoff: Counter
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """Prefill to decode, lossy: bytes written so far."""
 
-    source: str
-    target: str
-    handoff: int
-    moved_bytes: int
+    source: Name
+    target: Name
+    handoff: Counter
+    moved_bytes: Counter
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
@@ -131,22 +141,45 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     the decode side's own socket buffers, so that side frees the pages only when it is quiet.
     """
 
-    source: str
-    target: str
-    handoff: int
+    source: Name
+    target: Name
+    handoff: Counter
     outcome: Outcome
     reason: Refusal | None = None
     aux: bytes = b""
-    moved_bytes: int = 0
+    moved_bytes: Counter = 0
     in_doubt: bool = False
 
 
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
     """What you sent could not be acted on. Never answered."""
 
-    source: str
-    target: str
+    source: Name
+    target: Name
     refusal: Refusal
 
 
 Message = Hello | Ping | Offer | Abort | Closed | Accept | Progress | Settled | Reject
+
+
+def flaw(message: Message) -> str | None:
+    """What is too long in the refusal that a message carries; None if nothing is."""
+    match message:
+        case Reject(refusal=refusal) | Closed(reason=Refusal() as refusal):
+            return _excess(refusal)
+        case Settled(reason=Refusal() as refusal):
+            return _excess(refusal)
+        case _:
+            return None
+
+
+def _excess(refusal: Refusal) -> str | None:
+    numbers = refusal.numbers
+    texts = [refusal.message, refusal.side, *numbers]
+    texts += [value for value in numbers.values() if isinstance(value, str)]
+    longest = max(map(len, texts))
+    if longest > MAX_MESSAGE:
+        return f"a text of {longest} characters in a refusal, at most {MAX_MESSAGE} are read"
+    if len(numbers) > MAX_NUMBERS:
+        return f"{len(numbers)} numbers in a refusal, at most {MAX_NUMBERS} are read"
+    return None

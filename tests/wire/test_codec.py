@@ -19,6 +19,7 @@ from kvd.wire.codec import (
     CLIENT_REPLIES,
     CLIENT_REQUESTS,
     MAX_HEADER_BYTES,
+    NO_CALL,
     PEER_MESSAGES,
     check_tokens,
 )
@@ -138,3 +139,73 @@ def test_check_tokens_refuses(frame: bytes, code: Code) -> None:
 
 def test_check_tokens_takes_whole_tokens() -> None:
     assert check_tokens(bytes(40), max_tokens=10) == bytes(40)
+
+
+INT64 = 2**63 - 1
+
+LONG = Refusal(Code.ABORTED, "x" * 4097)
+
+OUT_OF_BOUNDS = [
+    (CLIENT_REQUESTS, client.OpenLease(1, reserve_tokens=2**64 - 1)),
+    (CLIENT_REQUESTS, client.OpenLease(1, priority=2**32)),
+    (CLIENT_REQUESTS, client.OpenLease(1, "x" * 257)),
+    (CLIENT_REQUESTS, client.ExtendLease(1, 1, 2**63)),
+    (CLIENT_REQUESTS, client.ReleaseLease(2**63, 1)),
+    (CLIENT_REQUESTS, client.ReleaseLease(-1, 1)),
+    (CLIENT_REQUESTS, client.Receive(1, 7, ("x" * 129,))),
+    (CLIENT_REQUESTS, client.AbortSend(1, 1, "x" * 1025)),
+    (ADMIN_REQUESTS, admin.AbortRoom(1, 7, "x" * 1025)),
+    (ADMIN_REQUESTS, admin.Evict(1, 2**63)),
+    (PEER_MESSAGES, peer.Accept("x" * 129, "", 1)),
+    (PEER_MESSAGES, peer.Accept("", "", 2**63)),
+    (PEER_MESSAGES, peer.Progress("", "", 1, -1)),
+    (PEER_MESSAGES, peer.Abort("", "", 1, 1, "x" * 4097)),
+    (PEER_MESSAGES, peer.Reject("", "", LONG)),
+    (PEER_MESSAGES, peer.Closed("", "", 1, peer.Outcome.FAILED, LONG)),
+    (PEER_MESSAGES, peer.Settled("", "", 1, peer.Outcome.FAILED, LONG)),
+    (
+        PEER_MESSAGES,
+        peer.Reject(
+            "", "", Refusal(Code.ABORTED, "", numbers=dict.fromkeys(map(str, range(65)), 1))
+        ),
+    ),
+    (PEER_MESSAGES, peer.Reject("", "", Refusal(Code.ABORTED, "", numbers={"n": "x" * 4097}))),
+]
+
+
+@pytest.mark.parametrize(("codec", "message"), OUT_OF_BOUNDS, ids=lambda one: type(one).__name__)
+def test_codec_refuses_what_is_longer_or_larger_than_its_field(codec, message) -> None:
+    refusal = codec.decode(codec.encode(message))
+
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is Code.BAD_REQUEST
+
+
+WITHIN_BOUNDS = [
+    (CLIENT_REQUESTS, client.OpenLease(INT64, "x" * 256, INT64, -(2**31))),
+    (CLIENT_REQUESTS, client.Receive(1, 2**64 - 1, ("x" * 128,), reserve_tokens=-1)),
+    (CLIENT_REQUESTS, client.Advance(1, 2**64 - 1, -1)),
+    (PEER_MESSAGES, peer.Progress("", "", INT64, INT64)),
+    (PEER_MESSAGES, peer.Reject("", "", Refusal(Code.ABORTED, "x" * 4096))),
+]
+
+
+@pytest.mark.parametrize(("codec", "message"), WITHIN_BOUNDS, ids=lambda one: type(one).__name__)
+def test_codec_leaves_to_the_core_what_the_core_can_refuse_itself(codec, message) -> None:
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("frame", "call"),
+    [
+        (CLIENT_REQUESTS.encode(client.AbortSend(5, 1, "x" * 1025)), 5),
+        (CLIENT_REQUESTS.encode(client.ReleaseLease(2**63, 1)), NO_CALL),
+        (ADMIN_REQUESTS.encode(admin.AbortRoom(5, 1, "")), NO_CALL),
+        (b"\x92\xa5lease", NO_CALL),
+        (b"\x91" * 100_000, NO_CALL),
+        (bytes(MAX_HEADER_BYTES + 1), NO_CALL),
+    ],
+    ids=["out of bounds", "its call is", "of another socket", "cut", "nested", "too long"],
+)
+def test_codec_tells_whose_request_it_refused(frame: bytes, call: int) -> None:
+    assert CLIENT_REQUESTS.call_of(frame) == call
