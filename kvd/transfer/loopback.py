@@ -91,7 +91,7 @@ class Loopback:
         notes = tuple(self._notes.values())
         for note in notes:
             self._say(Collapsed(note.name, 0, "loopback"))
-        return Ready(pack(Metadata(VERSION, self._name, b"", 0, 0, notes)), "loopback")
+        return Ready(pack(Metadata(VERSION, self._name, b"", 0, 1, notes)), "loopback")
 
     def order(self, order: Order) -> None:
         """Obey at once; the reports come in the next turn of the loop."""

@@ -2,7 +2,8 @@
 
 Damaged NIXL metadata can crash the process that loads it, so the blob travels in a frame with a
 length and a checksum, and nothing of it reaches NIXL before both are right. The frame proves that
-the bytes are whole, not who made them: it crosses the authenticated control socket only.
+the bytes are whole, not who made them or that they make sense: it crosses the authenticated
+control socket only, and every number in it is checked, for the loop computes addresses with them.
 
     magic "kvdT" | uint32 body length | uint64 xxh3 of the body | body (MessagePack)
 """
@@ -21,6 +22,12 @@ VERSION = 1
 _HEAD = struct.Struct("<4sIQ")
 _MAGIC = b"kvdT"
 _TOP = 2**63
+"""Above every address and every sum of them, so that none overflows 64 bits."""
+_MOST_PAGES = 2**31
+_LONGEST_NAME = 256
+_LARGEST_BLOB_BYTES = 16 * 2**20
+_MOST_REGIONS = 4096
+_MOST_ROWS = 2**16
 
 
 class RegionNote(msgspec.Struct, frozen=True):
@@ -59,7 +66,7 @@ def unpack(framed: bytes) -> Metadata:
     """Read a frame back.
 
     Raises:
-        BadMetadata: damaged, truncated, another version, or regions that make no sense.
+        BadMetadata: damaged, truncated, another version, or fields that make no sense.
     """
     if len(framed) < _HEAD.size:
         msg = f"{len(framed)} bytes of transport metadata; even the head takes {_HEAD.size}"
@@ -74,12 +81,13 @@ def unpack(framed: bytes) -> Metadata:
         raise BadMetadata(msg)
     try:
         metadata = msgspec.msgpack.decode(body, type=Metadata)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         msg = f"transport metadata is whole but not understood: {exc}"
         raise BadMetadata(msg) from exc
     if metadata.version != VERSION:
         msg = f"transport metadata has version {metadata.version}; this node speaks {VERSION}"
         raise BadMetadata(msg)
+    _check_head(metadata)
     for region in metadata.regions:
         _check(region)
     return metadata
@@ -93,20 +101,51 @@ def extent_bytes(pages: int, rows: tuple[Row, ...]) -> int:
     )
 
 
+def _check_head(metadata: Metadata) -> None:
+    """Refuse what is wrong outside the regions, or with how many there are."""
+    names = [region.name for region in metadata.regions]
+    if not all(0 < len(name) <= _LONGEST_NAME for name in (metadata.agent, *names)):
+        longest = max(len(name) for name in (metadata.agent, *names))
+        msg = (
+            f"transport metadata holds an empty name or one of {longest} characters; "
+            f"names have 1 to {_LONGEST_NAME}"
+        )
+        raise BadMetadata(msg)
+    if len(metadata.blob) > _LARGEST_BLOB_BYTES:
+        msg = f"transport metadata holds {len(metadata.blob)} bytes of NIXL's; that cannot be"
+        raise BadMetadata(msg)
+    if not (
+        metadata.scratch >= 0
+        and metadata.scratch_bytes > 0
+        and metadata.scratch + metadata.scratch_bytes < _TOP
+    ):
+        msg = (
+            f"scratch memory of {metadata.scratch_bytes} bytes at address {metadata.scratch} "
+            "is no memory to write to"
+        )
+        raise BadMetadata(msg)
+    if len(names) > _MOST_REGIONS or len(set(names)) != len(names):
+        msg = f"{len(names)} regions of {len(set(names))} names; each needs a name of its own"
+        raise BadMetadata(msg)
+
+
 def _check(region: RegionNote) -> None:
     """Refuse numbers that would address memory outside the region."""
     sane = (
-        region.pages > 0
+        0 < region.pages <= _MOST_PAGES
         and region.address >= 0
         and region.region_bytes > 0
         and region.address + region.region_bytes < _TOP
+        and 0 < len(region.rows) <= _MOST_ROWS
         and all(r.offset_bytes >= 0 and r.piece_bytes > 0 for r in region.rows)
-        and all(r.stride_bytes >= r.piece_bytes for r in region.rows)
+        and all(r.piece_bytes <= r.stride_bytes < _TOP for r in region.rows)
+        and sum(r.piece_bytes for r in region.rows) == region.page_bytes
         and extent_bytes(region.pages, region.rows) <= region.region_bytes
     )
     if not sane:
         msg = (
             f"region {region.name!r} of {region.region_bytes} bytes cannot hold {region.pages} "
-            f"pages in {len(region.rows)} rows ending at {extent_bytes(region.pages, region.rows)}"
+            f"pages of {region.page_bytes} bytes in {len(region.rows)} rows "
+            f"ending at {extent_bytes(region.pages, region.rows)}"
         )
         raise BadMetadata(msg)
