@@ -296,13 +296,17 @@ class Engines:
     def _finish(self, session: int, message: client.Finish, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
+            self._node.prefiller.forget_failed(session, message.send)
             return part
         return self._node.prefiller.finish(part, message.call, message.aux)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
-            return part
+            if not self._node.prefiller.forget_failed(session, message.send):
+                return part
+            self._out.answer(session, client.Done(message.call))
+            return None
         self._out.answer(session, client.Done(message.call))
         self._node.prefiller.abandon(
             part,
@@ -312,9 +316,12 @@ class Engines:
 
     def _part(self, session: int, send: int) -> PrefillPart | Refusal:
         part = self._node.prefiller.by_send.get(send)
-        if part is None or part.session != session:
-            return self._unknown_handoff("send", send)
-        return part
+        if part is not None and part.session == session:
+            return part
+        failed = self._node.prefiller.failed.get(send)
+        if failed is not None and failed.session == session:
+            return failed.refusal
+        return self._unknown_handoff("send", send)
 
     # ---- routers -----------------------------------------------------------------------------
 

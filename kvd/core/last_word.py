@@ -19,7 +19,7 @@ from kvd.wire.peer import Closed, Outcome, Settled
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.lease import LeaseTable
-    from kvd.core.parts import Engine, PrefillPart
+    from kvd.core.parts import PrefillPart
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
 
@@ -42,8 +42,7 @@ class LastWord:
         """The part is SETTLED: let the source lease go, and say so from now on."""
         part.ended = refusal
         self.settled[part.id] = part
-        if part.engine is not None:
-            self._leases.release(part.engine.lease, f"send {part.id}", "sent")
+        self._let_go(part, "sent")
         part.linger_s = self._out.at_s + self._settings.linger_s
         part.resend_gap_s = self._settings.resend_s
         if part.incarnation in self._peers.by_incarnation:
@@ -51,6 +50,19 @@ class LastWord:
         else:  # a newer process of that node has said Hello meanwhile: nobody will answer
             self.outlive(part)
             self.by_handoff.pop((part.incarnation, part.handoff), None)
+
+    def forgotten(self, part: PrefillPart, refusal: Refusal) -> None:
+        """It was never offered: there is nobody to tell but those who watch."""
+        self._let_go(part, "never-offered")
+        if refusal.code is Code.ABORTED:
+            part.outcome = Outcome.ABORTED
+        self._tell_ended(part, refusal)
+
+    def _let_go(self, part: PrefillPart, cause: str) -> None:
+        """No page of it is read any more: its prompt and its lease are the engine's alone."""
+        if part.engine is not None:
+            self._leases.release(part.engine.lease, f"send {part.id}", cause)
+            part.engine = None
 
     def say(self, part: PrefillPart) -> None:
         """Say Settled, now, and again later."""
@@ -149,15 +161,14 @@ class LastWord:
     def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
         """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""
         part.ended = refusal
-        engine = part.engine
-        if engine is not None:
-            self._out.answer(engine.session, client.SendFailed(part.id, refusal))
-            self._answer_finish(part, engine, refusal)
+        if part.session:
+            self._out.answer(part.session, client.SendFailed(part.id, refusal))
+            self._answer_finish(part, refusal)
 
-    def _answer_finish(self, part: PrefillPart, engine: Engine, refusal: Refusal | None) -> None:
+    def _answer_finish(self, part: PrefillPart, refusal: Refusal | None) -> None:
         if part.finish_call is not None:
             self._out.answer(
-                engine.session,
+                part.session,
                 client.Finished(
                     part.finish_call,
                     refusal,
@@ -170,12 +181,18 @@ class LastWord:
 
     def _bury(self, part: PrefillPart, refusal: Refusal | None) -> None:
         """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
+        self._answer_finish(part, refusal)
+        self._tell_ended(part, refusal)
+        self.settled.pop(part.id, None)
+        part.offer = None
+        part.ended = refusal
+        part.aux = b""
+
+    def _tell_ended(self, part: PrefillPart, refusal: Refusal | None) -> None:
         if refusal is None:
             self.delivered += 1
         else:
             self.failed += 1
-        if part.engine is not None:
-            self._answer_finish(part, part.engine, refusal)
         out = self._out
         out.emit(
             events.HandoffEnded(
@@ -195,7 +212,3 @@ class LastWord:
                 out.at_s - part.since_s,
             )
         )
-        self.settled.pop(part.id, None)
-        part.engine = part.offer = None
-        part.ended = refusal
-        part.aux = b""

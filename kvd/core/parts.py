@@ -13,12 +13,12 @@ import msgspec
 from kvd.core.lease import Lease
 from kvd.core.story import Story
 from kvd.core.tables import Decode, Prefill
+from kvd.errors import Refusal
 from kvd.types import Tokens, count
 from kvd.wire.peer import Outcome
 
 if TYPE_CHECKING:
     from kvd.core.admission import Waiter
-    from kvd.errors import Refusal
     from kvd.wire.peer import Abort, Offer
 
 
@@ -85,6 +85,13 @@ class Engine(msgspec.Struct, frozen=True):
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return count(self.tokens)
+
+
+class FailedSend(msgspec.Struct, frozen=True):
+    """What is left of a send whose engine knows that it failed, until that engine ends it."""
+
+    session: int
+    refusal: Refusal
 
 
 class PrefillPart:

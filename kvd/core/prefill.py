@@ -19,7 +19,7 @@ from kvd.core.agents import Agent
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
 from kvd.core.offer import bad_offer, disagreement
-from kvd.core.parts import Engine, PrefillPart
+from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
@@ -38,6 +38,9 @@ P, T = Prefill, PrefillTrigger
 LIVE = {P.AWAIT_ENGINE, P.AWAIT_OFFER, P.STREAMING, P.FLUSHING, P.DRAINING}
 """States that occupy the room."""
 
+MAX_FAILED_SENDS = 4096
+"""Kept for engines that never end what has failed; the oldest is forgotten first."""
+
 WRITING = {P.STREAMING, P.FLUSHING}
 
 
@@ -48,7 +51,9 @@ class Prefiller:
         self.by_room: dict[int, PrefillPart] = {}
         """Every part in a LIVE state."""
         self.by_send: dict[int, PrefillPart] = {}
-        """Every part an engine has opened, until it has heard the end."""
+        """Every part an engine has opened and neither finished nor heard to have failed."""
+        self.failed: dict[int, FailedSend] = {}
+        """By send id: the engine was told, and has not said finish or abort yet."""
         self.last_word = LastWord(settings, leases, peers, out)
         self.posts = Posts(leases, peers, out)
         self._settings = settings
@@ -90,8 +95,6 @@ class Prefiller:
 
     def advance(self, part: PrefillPart, upto_tokens: int) -> Refusal | None:
         """KV below ``upto_tokens`` is written."""
-        if part.ended is not None:
-            return part.ended
         if not 0 <= upto_tokens <= part.prompt_tokens:
             return Refusal(
                 Code.BAD_REQUEST,
@@ -114,9 +117,6 @@ class Prefiller:
                 side=self._settings.name,
                 numbers={"bytes": len(aux), "limit": self._settings.max_aux_bytes},
             )
-        if part.ended is not None:
-            del self.by_send[part.id]
-            return part.ended
         if part.aux is not None:
             return Refusal(
                 Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
@@ -130,8 +130,20 @@ class Prefiller:
 
     def abandon(self, part: PrefillPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
-        del self.by_send[part.id]
         self.give_up(part, refusal)
+        self.failed.pop(part.id, None)
+
+    def forget_failed(self, session: int, send: int) -> bool:
+        """The engine ends a send that it was told has failed; False where there is none."""
+        failed = self.failed.get(send)
+        if failed is None or failed.session != session:
+            return False
+        del self.failed[send]
+        return True
+
+    def end_session(self, session: int) -> None:
+        """Nobody is left to end what has failed."""
+        self.failed = {send: one for send, one in self.failed.items() if one.session != session}
 
     def give_up(self, part: PrefillPart, refusal: Refusal) -> None:
         """Engine failed, client gone, post failed, peer lost, deadline, operator."""
@@ -276,16 +288,18 @@ class Prefiller:
         """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
         part.drain_s = self._out.at_s + self._settings.drain_s
         self.last_word.tell_engine(part, refusal)
-        if part.aux is not None:
-            self.by_send.pop(part.id, None)  # its finish is answered: no call will name it again
+        if self.by_send.pop(part.id, None) is not None and part.aux is None:
+            # An engine that has finished names it in no further call.
+            self.failed[part.id] = FailedSend(part.session, refusal)
+            if len(self.failed) > MAX_FAILED_SENDS:
+                del self.failed[next(iter(self.failed))]
         if part.state is P.DRAINING:
             self._drain(part)
         elif part.state is P.SETTLED:
             self._settle(part, refusal)
         else:
             self._leave(part)
-            if part.engine is not None:
-                self._leases.release(part.engine.lease, f"send {part.id}", "never-offered")
+            self.last_word.forgotten(part, refusal)
 
     def _drain(self, part: PrefillPart) -> None:
         if not part.outstanding:

@@ -67,6 +67,7 @@ class Sessions:
             node.decoder.cancel(receive, why)
         for send in sends:
             node.prefiller.abandon(send, why)
+        node.prefiller.end_session(session.id)
         leases = [
             lease
             for lease in node.leases.leases.values()

@@ -195,7 +195,7 @@ def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
     (lease,) = world.d.node.leases.leases.values()
     assert lease.quarantine is not None
     assert lease.quarantine.incarnation == world.p.incarnation
-    assert world.p.node.prefiller.by_send[send].ended is not None
+    assert world.p.node.prefiller.failed[send].refusal.code is Code.PEER_LOST
 
 
 def test_a_false_suspicion_drains_the_room_and_the_next_one_works():

@@ -51,6 +51,8 @@ def storm(seed: int) -> None:
         assert node.decoder.outcomes.kept == {}
         assert node.prefiller.by_room == {}
         assert node.prefiller.by_send == {}
+        alive = node.sessions.by_id
+        assert {one.session for one in node.prefiller.failed.values()} <= alive.keys()
         assert node.prefiller.last_word.settled == {}
         assert node.prefiller.last_word.by_handoff == {}
         assert node.prefiller.posts.parts == {}
