@@ -232,9 +232,10 @@ class Daemon:
 
     def _beat(self, due_s: float) -> None:
         now_s = self._clock()
+        # First, so that whatever becomes of this tick, there is a next one.
+        self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
         self.metrics.loop_lag(max(0.0, now_s - due_s))
         self.reactor.feed(Tick(now_s))
-        self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
 
 
 def _own_directory(directory: Path) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import effects
-from kvd.core.inputs import FromClient
+from kvd.core.inputs import FromClient, FromOperator
 from kvd.errors import Code, Refusal
-from kvd.wire.client import Failed
+from kvd.wire.admin import AdminFailed
+from kvd.wire.client import Failed, Push
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
 Perform = dict[type, Callable[[Any], None]]
 """Who carries out which effect: Any, because each takes its own type."""
 
+MAX_ERROR = 500
+"""Characters of an exception that whoever waits is told."""
+
 
 class Reactor:
-    """Feeds the node. ``on_bug`` hears of an exception out of a step: always a bug of ours."""
+    """Feeds the node. ``on_bug`` hears of an exception out of a step, or out of an effect.
+
+    Both are bugs of ours. They cost what met them: the effects and events beside it still happen.
+    """
 
     def __init__(
         self,
@@ -57,22 +64,60 @@ class Reactor:
             self._is_stepping = False
 
     def _step(self, happened: Input) -> None:
-        # The one place where a bug of the core is caught: it must cost the request that met it,
-        # not the node with everybody's pages.
+        # A bug of the core must cost the request that met it, not the node with everybody's pages.
         try:
             step = self.node.step(happened)
         except Exception as error:  # noqa: BLE001
             self._on_bug(f"step {type(happened).__name__}", error)
             step = self.node.out.drain()
-            if isinstance(happened, FromClient):
-                refusal = Refusal(
-                    Code.INTERNAL,
-                    f"a bug of the daemon: {error!r}; its log has the traceback, please report it",
-                    side=self.node.settings.name,
-                )
-                answer = effects.Answer(happened.session, Failed(happened.message.call, refusal))
+            answer = self._apology(happened, error)
+            if answer is not None:
                 step.effects.append(answer)
+        self._carry_out(step.effects)
+        try:
+            self._bus.publish(step.events)
+        except Exception as error:  # noqa: BLE001
+            self._on_bug("publish", error)
+
+    def _carry_out(self, effects_in_order: list[effects.Effect]) -> None:
+        """Each effect, whatever becomes of the others; who waits for one that failed is told."""
         perform = self.perform
-        for effect in step.effects:
-            perform[type(effect)](effect)
-        self._bus.publish(step.events)
+        for effect in effects_in_order:
+            try:
+                perform[type(effect)](effect)
+            except Exception as error:  # noqa: BLE001
+                self._on_bug(f"perform {type(effect).__name__}", error)
+                answer = self._apology(effect, error)
+                if answer is not None and not _is_apology(effect):
+                    self._carry_out([answer])
+
+    def _apology(
+        self, what: Input | effects.Effect, error: Exception
+    ) -> effects.Answer | effects.Report | None:
+        """What to tell the one who waits for ``what``; None if nobody does."""
+        refusal = Refusal(
+            Code.INTERNAL,
+            f"a bug of the daemon: {repr(error)[:MAX_ERROR]}; its log has the traceback, please "
+            "report it",
+            side=self.node.settings.name,
+        )
+        match what:
+            case FromClient(session=session, message=request):
+                return effects.Answer(session, Failed(request.call, refusal))
+            case FromOperator(operator=operator, message=question):
+                return effects.Report(operator, AdminFailed(question.call, refusal))
+            case effects.Answer(session=session, message=message) if not isinstance(message, Push):
+                return effects.Answer(session, Failed(message.call, refusal))
+            case effects.Report(operator=operator, message=report):
+                return effects.Report(operator, AdminFailed(report.call, refusal))
+            case _:
+                return None
+
+
+def _is_apology(effect: effects.Effect) -> bool:
+    """Whether another one for it would fail too."""
+    match effect:
+        case effects.Answer(message=Failed()) | effects.Report(message=AdminFailed()):
+            return True
+        case _:
+            return False

@@ -328,19 +328,6 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     events: tuple[Event, ...]
 
 
-Reply = (
-    Failed
-    | Leased
-    | Row
-    | Done
-    | Receiving
-    | Sending
-    | Finished
-    | Matched
-    | Snapshotted
-    | Received
-    | ReceiveFailed
-    | Accepted
-    | SendFailed
-    | Events
-)
+Push = Received | ReceiveFailed | Accepted | SendFailed | Events
+
+Reply = Failed | Leased | Row | Done | Receiving | Sending | Finished | Matched | Snapshotted | Push
