@@ -3,6 +3,11 @@
 Generations count from 1. The next one starts only when the old process is reaped and its memory map
 is gone, which is what makes a restart a fence. A process that keeps dying is started again after a
 pause that doubles, and the node says meanwhile that it is restarting.
+
+Invariants:
+  - Only a transport that is alive is installed and announced: one that ended before ``start``
+    could resume counts as one that did not start.
+  - ``_transport`` is the last one whose end was not seen, so ``stop`` can always await its end.
 """
 
 from __future__ import annotations
@@ -38,7 +43,6 @@ class Mover:
         self._restarting: asyncio.Task[None] | None = None
         self._pause_s = FIRST_PAUSE_S
         self._started_s = 0.0
-        self.huge_bytes: dict[str, int] = {}
 
     async def start(self, why: str) -> None:
         """Start the next generation.
@@ -48,7 +52,18 @@ class Mover:
         """
         self._generation += 1
         transport = self._make(self._generation)
-        ready = await transport.start(self._on_reports, self._on_exit)
+        ended: list[str] = []
+
+        def on_exit(why: str) -> None:
+            if self._transport is transport:
+                self._on_exit(why)
+            else:
+                ended.append(why)
+
+        ready = await transport.start(self._on_reports, on_exit)
+        if ended:
+            msg = f"{ended[0]} as soon as it was ready"
+            raise TransportDown(msg)
         self._transport = transport
         self._started_s = self._reactor.clock()
         self._reactor.feed(
@@ -61,6 +76,7 @@ class Mover:
         """Kill and reap."""
         if self._restarting is not None:
             self._restarting.cancel()
+            await asyncio.wait([self._restarting])
         transport, self._transport = self._transport, None
         if transport is not None:
             await transport.stop()
@@ -109,20 +125,18 @@ class Mover:
             happened = _input_of(report, now_s)
             if happened is not None:
                 self._reactor.feed(happened)
-            elif isinstance(report, orders.Collapsed):
-                self.huge_bytes[report.region] = report.huge_bytes
 
     def _on_exit(self, why: str) -> None:
-        """It ended by itself, and is reaped."""
+        """The transport that serves ended by itself, and is reaped."""
         self._transport = None
         self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
         if self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
 
     async def _replace(self, why: str) -> None:
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.stop()
+        if self._transport is not None:
+            await self._transport.stop()
+            self._transport = None
             self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
         await self._revive(why)
 

@@ -1,0 +1,140 @@
+"""The mover: only a transport that lives is announced, and stopping waits for every end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvd.core import effects
+from kvd.core.node import Node
+from kvd.daemon.mover import Mover
+from kvd.daemon.reactor import Reactor
+from kvd.observe.bus import Bus
+from kvd.transfer.base import OnExit, OnReports, TransportDown
+from kvd.transfer.orders import Order, Ready
+from kvd.wire import events
+from tests.core.side import settings
+
+LIMIT_S = 5.0
+
+
+class Short:
+    """A transport that may end between its ``Ready`` and the resumption of ``start``."""
+
+    def __init__(self, *, ends_at_once: bool) -> None:
+        self.ends_at_once = ends_at_once
+        self.orders: list[Order] = []
+        self.is_over = False
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.starting = asyncio.Event()
+        self.stopping = asyncio.Event()
+
+    async def start(self, _on_reports: OnReports, on_exit: OnExit) -> Ready:
+        self.starting.set()
+        try:
+            await self.may_start.wait()
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        self.on_exit = on_exit
+        if self.ends_at_once:
+            self.die()
+        return Ready(b"metadata", "short")
+
+    def die(self) -> None:
+        self.is_over = True
+        self.on_exit("it was killed")
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.may_end.wait()
+        self.is_over = True
+
+
+class Site:
+    """A mover over these transports, one generation after the other."""
+
+    def __init__(self, *lives: Short) -> None:
+        self.generations: list[int] = []
+        """What was announced."""
+        self._news = asyncio.Event()
+        bus = Bus()
+        bus.subscribe(self._take)
+        node = Node(settings("n", 16), 0.0)
+        self.bugs: list[BaseException] = []
+        reactor = Reactor(node, bus, clock=lambda: 0.0, on_bug=lambda _, bug: self.bugs.append(bug))
+        self.mover = Mover(reactor, lambda generation: lives[generation - 1])
+
+    def _take(self, event: events.Event) -> None:
+        if isinstance(event, events.TransferStarted):
+            self.generations.append(event.generation)
+            self._news.set()
+
+    async def until_announced(self, generation: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while generation not in self.generations:
+                self._news.clear()
+                await self._news.wait()
+
+
+async def test_mover_refuses_to_start_when_the_transport_ends_as_it_gets_ready() -> None:
+    site = Site(Short(ends_at_once=True))
+
+    with pytest.raises(TransportDown, match="it was killed as soon as it was ready"):
+        await site.mover.start("start")
+
+    assert site.generations == []
+
+
+async def test_mover_goes_on_to_the_next_generation_when_a_restarted_one_ends_at_once() -> None:
+    first, second, third = (Short(ends_at_once=ends) for ends in (False, True, False))
+    site = Site(first, second, third)
+    await site.mover.start("start")
+
+    first.die()
+    await site.until_announced(3)
+    site.mover.quiesce(effects.Quiesce(1))
+
+    assert site.generations == [1, 3]
+    assert (len(second.orders), len(third.orders)) == (0, 1)
+    third.die()
+    assert site.bugs == []
+    await site.mover.stop()
+
+
+async def test_stop_waits_for_a_start_that_it_cancelled() -> None:
+    first, second = Short(ends_at_once=False), Short(ends_at_once=False)
+    site = Site(first, second)
+    await site.mover.start("start")
+    second.may_start.clear()
+    site.mover.restart(effects.RestartTransfer("fence"))
+    async with asyncio.timeout(LIMIT_S):
+        await second.starting.wait()
+
+    await site.mover.stop()
+
+    assert second.is_over
+
+
+async def test_stop_waits_for_the_end_of_a_transport_that_was_being_replaced() -> None:
+    first = Short(ends_at_once=False)
+    site = Site(first)
+    await site.mover.start("start")
+    first.may_end.clear()
+    site.mover.restart(effects.RestartTransfer("fence"))
+    await first.stopping.wait()
+
+    stopping = asyncio.create_task(site.mover.stop())
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.05, first.may_end.set)
+    await stopping
+
+    assert first.is_over
+    assert site.generations == [1]
