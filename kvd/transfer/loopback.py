@@ -39,7 +39,6 @@ from kvd.transfer.orders import (
     Quiesce,
     Quiet,
     Ready,
-    Stop,
 )
 
 if TYPE_CHECKING:
@@ -106,8 +105,6 @@ class Loopback:
                 self._post(order)
             case Quiesce(ticket):
                 self._say(Quiet(ticket))
-            case Stop():
-                self.die("stopped")
             case Begin():
                 pass
             case _:

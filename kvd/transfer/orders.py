@@ -92,11 +92,7 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     ticket: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Exit at once; outstanding posts are not reported."""
-
-
-Order = Begin | Load | Drop | Post | Quiesce | Stop
+Order = Begin | Load | Drop | Post | Quiesce
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

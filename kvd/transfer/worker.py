@@ -42,7 +42,6 @@ from kvd.transfer.orders import (
     Ready,
     Report,
     StartFailed,
-    Stop,
     frame_of,
     order_of,
 )
@@ -121,7 +120,7 @@ class Worker:
             self._obey(order)
 
     def run(self) -> None:
-        """Serve until ``Stop`` or the end of the order socket."""
+        """Serve until the end of the order socket."""
         while True:
             for descriptor, _ in self._poll.poll(self._patience_s()):
                 if descriptor == self._orders.fileno():
@@ -191,7 +190,7 @@ class Worker:
                 self._links.post(order)
             case Quiesce(ticket):
                 self._asked.append((ticket, Inflow(self._receiver)))
-            case Stop() | Begin():
+            case Begin():
                 os._exit(0)
             case _:
                 assert_never(order)

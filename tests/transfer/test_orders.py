@@ -19,7 +19,6 @@ from kvd.transfer.orders import (
     PostFailed,
     Quiesce,
     RegionPlan,
-    Stop,
     frame_of,
     order_of,
     reports_of,
@@ -32,7 +31,6 @@ ORDERS = [
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Drop("peer", 2),
     Quiesce(1),
-    Stop(),
 ]
 
 
