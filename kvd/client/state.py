@@ -36,24 +36,28 @@ class Slot(Generic[T]):
 
     def __init__(self) -> None:
         self.value: T | None = None
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: list[Callable[[], None]] | None = None
 
     def put(self, value: T) -> None:
         """Fill the slot and wake who waits; the first value stays."""
         if self.value is not None:
             return
         self.value = value
-        wakes, self._wakes = self._wakes, []
-        for wake in wakes:
-            wake()
+        if self._wakes is not None:
+            for wake in self._wakes:
+                wake()
+            self._wakes = None
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` when the slot is filled."""
-        self._wakes.append(wake)
+        if self._wakes is None:
+            self._wakes = [wake]
+        else:
+            self._wakes.append(wake)
 
     def forget(self, wake: Callable[[], None]) -> None:
         """Nobody waits there any more; legal at any time."""
-        if wake in self._wakes:
+        if self._wakes is not None and wake in self._wakes:
             self._wakes.remove(wake)
 
 
