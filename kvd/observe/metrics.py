@@ -5,8 +5,8 @@ Theory of operation. ``take`` is given every event, as the log is; ``rpc``, ``rp
 imports prometheus_client: that is ``exposition``. What can be read off the daemon's state is not
 counted a second time: that is ``gauges``.
 
-Invariant: label values are few. A value that is no short kebab-case word becomes ``other``, and so
-does whatever comes after ``MAX_SERIES`` different ones, so that no peer and no bug can make the
+Invariant: label values are few. A value that could not be the name of a node becomes ``other``, and
+so does whatever comes after ``MAX_SERIES`` different ones, so that no peer and no bug can make the
 number of series grow without bound.
 """
 
@@ -26,7 +26,8 @@ MAX_SERIES = 64
 MAX_PARTS = 65_536
 """Parts whose last transition is remembered, should an end never be told."""
 
-_LABEL = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What the configuration allows as a name; reasons, codes and operations are names too."""
 
 Labels = tuple[str, ...]
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -232,6 +233,15 @@ def test_labels_stay_few_whatever_comes_in() -> None:
     assert len(counter.values) == MAX_SERIES + 1
     assert counter.values["other",] == 12
     assert counter.values["reason-3",] == 2
+
+
+@pytest.mark.parametrize("name", ["Prefill-0.rack_7", "9" * 64])
+def test_counter_keeps_every_name_that_a_configuration_allows(name: str) -> None:
+    counter = Counter()
+    counter.add(1, name)
+    counter.add(1, name + "x" * 64)
+
+    assert counter.values == {(name,): 1, ("other",): 1}
 
 
 def test_stays_of_parts_that_never_end_are_bounded() -> None:
