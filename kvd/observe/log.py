@@ -5,7 +5,8 @@ fields, so a new event needs nothing here unless its level is not ``info``. Line
 standard error, where journald or a terminal takes them: JSON for programs, columns for people.
 
 Invariants: a line that cannot be written is counted, never raised, because the log must not stop
-what it describes; an event below the level costs one look-up.
+what it describes; the next one that can be comes after a line that says how many are lost; an
+event below the level costs one look-up.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
 
 
 class EventLog:
-    """Writes events. ``lost_lines`` counts those that the standard error did not take."""
+    """Writes events. ``lost_lines`` is how many were not taken since one was last written."""
 
     def __init__(self, *, level: str) -> None:
         self._threshold = RANKS[level]
@@ -70,6 +71,10 @@ class EventLog:
         fields = msgspec.to_builtins(event)
         name = fields.pop("type")
         try:
+            if self.lost_lines:
+                least = max(self._threshold, RANKS["warning"])
+                self._logger.log(least, "lines-lost", lines=self.lost_lines)
+                self.lost_lines = 0
             self._logger.log(rank, name, **fields)
         except (OSError, ValueError):  # the reader hung up, the disk is full, the file is closed
             self.lost_lines += 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import pytest
 import structlog
+from typing_extensions import override
 
 from kvd.observe.log import LEVELS, configure
 from kvd.wire import events
@@ -131,6 +133,35 @@ def test_a_log_that_cannot_be_written_counts_and_goes_on() -> None:
     log.write(LOST)
 
     assert log.lost_lines == 2
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", "warning"), ("error", "error")])
+def test_a_log_that_can_be_written_again_says_how_much_it_lost(level: str, shown: str) -> None:
+    stream = Full()
+    log = configure(form="json", level=level, node="n", stream=stream)
+    for _ in range(3):
+        log.crashed("reactor", RuntimeError("boom"))
+    stream.is_full = False
+
+    log.crashed("reactor", RuntimeError("boom"))
+    log.crashed("reactor", RuntimeError("boom"))
+
+    [told, *rest] = lines(stream)
+    assert (told["level"], told["event"], told["lines"]) == (shown, "lines-lost", 3)
+    assert [line["event"] for line in rest] == ["crashed", "crashed"]
+    assert log.lost_lines == 0
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full at first."""
+
+    is_full = True
+
+    @override
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return super().write(text)
 
 
 def test_levels_name_existing_events_and_no_field_hides_the_head_of_a_line() -> None:
