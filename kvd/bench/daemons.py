@@ -11,7 +11,6 @@ processes started here is ever stopped.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -41,8 +40,6 @@ LOG_LINES: Final = 20
 
 LLAMA_8B: Final = {"pool.layers": "32", "pool.heads": "8", "pool.head_dim": "128"}
 """32 layers, 8 KV heads of 128, bfloat16: a page of 16 tokens has 2 MiB."""
-
-_PR_SET_THP_DISABLE: Final = 41
 
 
 class DaemonFailed(Exception):
@@ -252,19 +249,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-@contextlib.contextmanager
-def no_huge_pages() -> Iterator[None]:
-    """Processes started inside the block get memory in 4 KiB pages only, and so do theirs."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def disable(flag: int) -> None:
-        if libc.prctl(_PR_SET_THP_DISABLE, flag, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "huge pages cannot be turned off for a process")
-
-    disable(1)
-    try:
-        yield
-    finally:
-        disable(0)

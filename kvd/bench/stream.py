@@ -49,7 +49,7 @@ STREAM_HEADERS = (
 
 @click.command("stream")
 @click.option("--pages", default=128, show_default=True, help="Pages of 2 MiB per handoff.")
-@click.option("--repeats", default=9, show_default=True, help="Handoffs per case.")
+@click.option("--repeats", default=15, show_default=True, help="Handoffs per case.")
 @click.option("--lag-s", default=3.0, show_default=True, help="Seconds of load for the loop lag.")
 @click.option("--seed", default=1, show_default=True, help="Of the random order of pages.")
 @json_option
@@ -94,6 +94,7 @@ def _show(result: StreamResult) -> None:
         [
             "kvd: bytes over the time from the call of finish() to its answer, when the other "
             "daemon has committed; nothing was posted before",
+            "ratios: medians of the ratios within each repetition",
             "raw NIXL: two bare processes, runs of neighbours, fastest of several settings; "
             "same pages: the pages of the handoff. First post to last completion",
             "plain: one memcpy per run, or one TCP connection between the namespaces; plain cut: "
