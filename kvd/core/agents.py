@@ -7,6 +7,10 @@ post nor a timer does. So a failed post destroys its agent, and the posts beside
     NONE -> LOADING -> LOADED -> DROPPING -> NONE, and again while the peer lives
                '-> FAILED -> NONE, and again after a while
 
+What a peer says of itself is loaded into our own transfer process, and may be what kills it. So an
+agent that was LOADING when that process ended has FAILED, and rests twice as long each time; and
+nothing is loaded for a peer that is lost.
+
 When the peer is replaced, or starts another generation, its agent is destroyed without waiting for
 the end: nobody posts through it any more, and the new one has another name.
 
@@ -19,14 +23,20 @@ import enum
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
+from kvd.core.life import Life
 from kvd.wire import events
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvd.core.peer import Peer
 
 
 RETRY_S = 2.0
 """A failed agent is tried again after this; a send that comes earlier fails at once."""
+
+MAX_REST_S = 64.0
+"""Longest rest of an agent during whose loading our transfer process ended, again and again."""
 
 
 class Agent(enum.Enum):
@@ -48,7 +58,8 @@ class Agents:
 
     def load(self, peer: Peer) -> None:
         """Make a sending agent where there is none and the layouts agree."""
-        if peer.agent is Agent.NONE and peer.refusal is None and self.is_serving:
+        is_wanted = peer.refusal is None and peer.life is not Life.LOST
+        if peer.agent is Agent.NONE and is_wanted and self.is_serving:
             self._set(peer, Agent.LOADING, "")
             self._out.effects.append(
                 effects.LoadAgent(peer.incarnation, peer.generation, peer.metadata)
@@ -68,7 +79,10 @@ class Agents:
 
     def loaded(self, peer: Peer) -> bool:
         """The agent can post; False where nobody waits for it."""
-        return self._end_loading(peer, Agent.LOADED, "")
+        is_awaited = self._end_loading(peer, Agent.LOADED, "")
+        if is_awaited:
+            peer.agent_rest_s = RETRY_S
+        return is_awaited
 
     def failed(self, peer: Peer, why: str) -> bool:
         """The agent could not be made; False where nobody waits for it."""
@@ -80,9 +94,21 @@ class Agents:
             self._set(peer, Agent.NONE, "")
             self.load(peer)
 
+    def gone(self, peers: Iterable[Peer]) -> None:
+        """Our transfer process is reaped, and all agents with it."""
+        self.is_serving = False
+        for peer in peers:
+            if peer.agent is Agent.LOADING:
+                self._set(peer, Agent.FAILED, "the transfer process ended while it was loading")
+                peer.agent_rest_s = min(2 * peer.agent_rest_s, MAX_REST_S)
+            elif peer.agent is not Agent.FAILED:
+                peer.agent = Agent.NONE
+
     def retry(self, peer: Peer) -> None:
-        """Make an agent that failed once more, when it has rested."""
-        if peer.agent is Agent.FAILED and self._out.at_s - peer.agent_since_s >= RETRY_S:
+        """Make an agent that failed once more, when it has rested and its peer lives."""
+        rested_s = self._out.at_s - peer.agent_since_s
+        is_due = peer.agent is Agent.FAILED and rested_s >= peer.agent_rest_s
+        if is_due and self.is_serving and peer.life is not Life.LOST:
             peer.agent = Agent.NONE
             self.load(peer)
 

@@ -13,11 +13,11 @@ What must not live here: the sending agent towards a peer (``agents``), and hand
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
-from kvd.core.agents import Agent, Agents
+from kvd.core.agents import RETRY_S, Agent, Agents
 from kvd.core.hello import unwelcome
+from kvd.core.life import Life
 from kvd.core.spec import fingerprint, layout_difference
 from kvd.errors import Code, Refusal
 from kvd.wire import events
@@ -28,19 +28,12 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
-class Life(enum.Enum):
-    """How sure we are that a peer lives."""
-
-    UP = "up"
-    SUSPECT = "suspect"
-    LOST = "lost"
-
-
 class Peer:
     """One other daemon. Read it; only ``Peers`` writes it."""
 
     __slots__ = (
         "agent",
+        "agent_rest_s",
         "agent_since_s",
         "agent_why",
         "generation",
@@ -73,6 +66,7 @@ class Peer:
         self.refusal: Refusal | None = None
         self.agent = Agent.NONE
         self.agent_since_s = 0.0
+        self.agent_rest_s = RETRY_S
         self.agent_why = ""
         self.offer_floor = 0
         self.settled_floor = 0
@@ -130,9 +124,7 @@ class Peers:
     def transfer_gone(self) -> None:
         """Our transfer process is reaped, and all agents with it."""
         self.generation = 0
-        self.agents.is_serving = False
-        for peer in self.by_name.values():
-            peer.agent = Agent.NONE
+        self.agents.gone(self.by_name.values())
 
     def ask_hello(self, peer: Peer) -> None:
         """It speaks of a generation that we have not heard of: its Hello was lost."""
@@ -155,6 +147,7 @@ class Peers:
         if peer.life is not Life.UP:
             peer.life = Life.UP
             self._tell_up(peer)
+            self.agents.load(peer)
         return peer
 
     def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
@@ -182,6 +175,7 @@ class Peers:
         if not was_up or message.generation > peer.generation:
             self._take_generation(peer, message)
             self._tell_up(peer)
+            self.agents.load(peer)
         if message.target != self._settings.incarnation:
             self._say_hello(link, peer.incarnation)
         return peer, gone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
-from kvd.core.peer import Life
+from kvd.core.life import Life
 from kvd.wire import client
 from kvd.wire.peer import Ping
 from tests.core.engines import PROMPT, Sender

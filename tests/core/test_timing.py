@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvd.core.agents import Agent
-from kvd.core.peer import Life
+from kvd.core.life import Life
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Code
 from kvd.wire import client
