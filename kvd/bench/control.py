@@ -18,15 +18,23 @@ import msgspec
 import numpy as np
 import uvloop
 import zmq
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import kvd.client
 from kvd.bench.daemons import Pair, two_daemons
 from kvd.bench.echo import EchoClient, echo_server
+from kvd.bench.table import (
+    Goal,
+    at_least,
+    at_most,
+    bar,
+    show_goals,
+    show_notes,
+    show_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
+    from kvd.bench.table import Told
     from kvd.client.api import Node
 
 ROUNDS = 5
@@ -50,7 +58,10 @@ Call = Callable[[int], Awaitable[None]]
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One row: kvd beside the echo, microseconds and calls a second."""
+    """One row: kvd beside the echo, microseconds and calls a second.
+
+    ``ratio``: of the p50s, kvd over echo; of lease cycles, which take two calls, of the rates.
+    """
 
     what: str
     in_flight: int
@@ -60,8 +71,14 @@ class Figure(msgspec.Struct, frozen=True):
     echo_p50_us: float
     echo_per_s: float
     ratio: float
-    goal: str
-    met: bool | None
+    goals: tuple[Goal, ...]
+
+
+class ControlResult(msgspec.Struct, frozen=True):
+    """What ``kvd bench control`` reports."""
+
+    figures: tuple[Figure, ...]
+    goals: tuple[Goal, ...]
 
 
 class Sample:
@@ -126,10 +143,10 @@ async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> Figure:
         await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
 
     mine, reference = await in_turns(match, bare, calls=400, in_flight=1)
+    what = f"match, {n_tokens} tokens"
     ratio = mine.quantile_us(50) / reference.quantile_us(50)
-    return _figure(
-        f"match {n_tokens} tokens", 1, (mine, reference), ratio, ("p50 <= 1.5x echo", ratio <= 1.5)
-    )
+    goals = (at_most(f"{what}: p50 / echo", 1.5, ratio),)
+    return _figure(what, 1, (mine, reference), ratio, goals)
 
 
 async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> Figure:
@@ -147,11 +164,12 @@ async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> Figure:
         await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), b"")
 
     mine, reference = await in_turns(cycle, bare, calls=600, in_flight=in_flight)
+    what = f"lease + release, {CYCLE_TOKENS} tokens"
     ratio = mine.per_s / reference.per_s
-    goal = ("cycles/s >= 0.5x echo", ratio >= 0.5) if in_flight == max(IN_FLIGHT) else ("", None)
-    return _figure(
-        f"lease + release, {CYCLE_TOKENS} tokens", in_flight, (mine, reference), ratio, goal
-    )
+    goals: tuple[Goal, ...] = ()
+    if in_flight == max(IN_FLIGHT):
+        goals = (at_least(f"{what}, {in_flight} in flight: per s / echo", 0.5, ratio),)
+    return _figure(what, in_flight, (mine, reference), ratio, goals)
 
 
 async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: int) -> Figure:
@@ -180,10 +198,11 @@ async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: 
 
     mine, reference = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
     await source.release()
+    what = "full-hit handoff, 4096 tokens"
     p50_us = mine.quantile_us(50)
-    goal = ("p50 < 1500 us", p50_us < 1500) if in_flight == 1 else ("", None)
     ratio = p50_us / reference.quantile_us(50)
-    return _figure("full-hit handoff, 4096 tokens", in_flight, (mine, reference), ratio, goal)
+    goals = (at_most(f"{what}: p50 in us", 1500, p50_us),) if in_flight == 1 else ()
+    return _figure(what, in_flight, (mine, reference), ratio, goals)
 
 
 def _figure(
@@ -191,7 +210,7 @@ def _figure(
     in_flight: int,
     samples: tuple[Sample, Sample],
     ratio: float,
-    goal: tuple[str, bool | None],
+    goals: tuple[Goal, ...],
 ) -> Figure:
     mine, echo = samples
     return Figure(
@@ -203,78 +222,68 @@ def _figure(
         echo_p50_us=round(echo.quantile_us(50), 1),
         echo_per_s=round(echo.per_s),
         ratio=round(ratio, 2),
-        goal=goal[0],
-        met=goal[1],
+        goals=goals,
     )
 
 
-async def measure(pair: Pair, endpoint: str, progress: Progress) -> list[Figure]:
+async def measure(pair: Pair, endpoint: str, told: Told) -> ControlResult:
     """Every figure, in order."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     echo = EchoClient(context, endpoint)
-    steps = len(MATCH_TOKENS) + 2 * len(IN_FLIGHT)
-    task = progress.add_task("control plane", total=steps)
     figures = []
     async with (
         kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
         kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
     ):
         for n_tokens in MATCH_TOKENS:
+            told(f"match, {n_tokens} tokens")
             figures.append(await match_figure(prefill, echo, n_tokens))
-            progress.advance(task)
         for in_flight in IN_FLIGHT:
+            told(f"lease + release, {in_flight} in flight")
             figures.append(await cycle_figure(prefill, echo, in_flight))
-            progress.advance(task)
         for in_flight in IN_FLIGHT:
+            told(f"full-hit handoff, {in_flight} in flight")
             figures.append(await full_hit_figure((prefill, decode), echo, in_flight))
-            progress.advance(task)
     echo.close()
     context.term()
-    return figures
+    return ControlResult(tuple(figures), tuple(goal for one in figures for goal in one.goals))
 
 
-def show(figures: list[Figure]) -> Table:
-    """The figures as a table."""
-    table = Table(title="control plane (microseconds; echo: bare ZMQ with the same frames)")
-    for name in (
-        "what",
-        "in flight",
-        "p50",
-        "p99",
-        "per s",
-        "echo p50",
-        "echo per s",
-        "ratio",
-        "goal",
-    ):
-        table.add_column(name, justify="left" if name in {"what", "goal"} else "right")
-    for one in figures:
-        verdict = {None: "", True: " met", False: " MISSED"}[one.met]
-        table.add_row(
-            one.what,
-            str(one.in_flight),
-            f"{one.p50_us:.0f}",
-            f"{one.p99_us:.0f}",
-            f"{one.per_s:.0f}",
-            f"{one.echo_p50_us:.0f}",
-            f"{one.echo_per_s:.0f}",
-            f"{one.ratio:.2f}",
-            one.goal + verdict,
-        )
-    return table
+HEADERS = ("what", "in flight", "p50 us", "p99", "per s", "echo p50", "echo per s", "ratio")
 
 
-@click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write figures here.")
-def command(json_file: Path | None) -> None:
+def _row(one: Figure) -> list[str]:
+    return [
+        one.what,
+        str(one.in_flight),
+        f"{one.p50_us:.0f}",
+        f"{one.p99_us:.0f}",
+        f"{one.per_s:.0f}",
+        f"{one.echo_p50_us:.0f}",
+        f"{one.echo_per_s:.0f}",
+        f"{one.ratio:.2f}",
+    ]
+
+
+@click.command("control")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
+def command(file: Path | None) -> None:
     """Round trips of match, lease cycles and full-hit handoffs, beside a bare ZMQ echo."""
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-        Progress(console=Console(stderr=True)) as progress,
+        bar("control", len(MATCH_TOKENS) + 2 * len(IN_FLIGHT)) as told,
         two_daemons(Path(name), SETTINGS) as pair,
         echo_server(Path(name)) as endpoint,
     ):
-        figures = uvloop.run(measure(pair, endpoint, progress))
-    Console().print(show(figures))
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+        result = uvloop.run(measure(pair, endpoint, told))
+    show_table("Round trips of the control plane", HEADERS, [_row(one) for one in result.figures])
+    show_notes(
+        [
+            "echo: bare ZMQ from its descriptor, frames of the same sizes; in turns with kvd, "
+            f"{ROUNDS} rounds. A lease cycle is two calls of kvd and two of the echo",
+            "ratio: kvd / echo, of the p50s; of lease cycles of the rates",
+        ]
+    )
+    show_goals(result.goals)
+    if file is not None:
+        write_json(file, result)
