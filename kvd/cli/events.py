@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.exits import Unreachable
+from kvd.cli.link import CALL, Target, ask, until_somebody_listens, with_format, with_target
 from kvd.cli.look import snapshot
 from kvd.text import event_line
 from kvd.types import short
@@ -29,9 +30,13 @@ class Gap(msgspec.Struct, frozen=True, tag="gap"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """Another incarnation answers now: numbering starts again at 1."""
+    """Another incarnation answers now: numbering starts again at 1.
+
+    What the former one did after its event ``last_seen`` is lost.
+    """
 
     incarnation: str
+    last_seen: int
 
 
 @click.command()
@@ -45,18 +50,19 @@ def events_command(
 ) -> None:
     """Print what happened, oldest first: the last N events, or those after a number.
 
-    With --format json each line is one JSON object with its "type"; gaps and restarts are lines
-    too.
+    With --follow a daemon that is down is waited for. With --format json each line is one JSON
+    object with its "type"; gaps and restarts are lines too.
     """
     out = _json_line if form == "json" else _text_line
     shot = snapshot(target)
     start = max(0, shot.last_event - last) if after_seq is None else after_seq
     try:
-        for past in known(target, start, shot.last_event):
-            click.echo(out(past))
-        if follow:
-            for line in coming(target, max(start, shot.last_event), shot.incarnation):
-                click.echo(out(line))
+        for line in (
+            coming(target, start, shot.incarnation)
+            if follow
+            else known(target, start, shot.last_event)
+        ):
+            click.echo(out(line))
     except KeyboardInterrupt:
         return
 
@@ -77,26 +83,40 @@ def known(target: Target, after_seq: int, last_event: int) -> Iterator[Event | G
 
 def coming(target: Target, after_seq: int, incarnation: str) -> Iterator[Event | Gap | Restarted]:
     """The events after ``after_seq`` as they happen, over restarts of the daemon."""
+    is_away = False
     while True:
-        page = ask(target, ListEvents(CALL, after_seq, WAIT_S), EventPage, wait_s=WAIT_S)
+        try:
+            page = ask(target, ListEvents(CALL, after_seq, WAIT_S), EventPage, wait_s=WAIT_S)
+            # Numbers alone do not tell incarnations apart: the next one counts from 1 as well.
+            is_known = page.events and not is_away
+            now = incarnation if is_known else snapshot(target).incarnation
+        except Unreachable as exc:
+            if not is_away:
+                click.echo(f"{exc.message}\nwaiting until one answers; Ctrl-C ends it", err=True)
+            until_somebody_listens(target)
+            is_away = True
+            continue
+        is_away = False
+        if now != incarnation:
+            yield Restarted(now, after_seq)
+            incarnation, after_seq = now, 0
+            continue
         if page.lost:
             yield Gap(page.lost)
         if page.events:
             yield from page.events
             after_seq = page.events[-1].seq
-            continue
-        now = snapshot(target).incarnation
-        if now != incarnation:
-            yield Restarted(now)
-            incarnation, after_seq = now, 0
 
 
 def _text_line(line: Event | Gap | Restarted) -> str:
     match line:
         case Gap(lost=lost):
             return f"-- {lost} events are lost: they had left the daemon's ring"
-        case Restarted(incarnation=incarnation):
-            return f"-- the daemon was restarted: incarnation {short(incarnation)}"
+        case Restarted(incarnation=incarnation, last_seen=last_seen):
+            return (
+                f"-- the daemon was restarted: what happened before that and after event "
+                f"{last_seen} is lost; now incarnation {short(incarnation)}"
+            )
         case event:
             return event_line(event)
 

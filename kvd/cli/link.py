@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import click
 import msgspec
+import zmq
 
 from kvd.cli.exits import Failed, Unreachable
 from kvd.client.admin import AdminClient
@@ -27,6 +28,12 @@ A = TypeVar("A", bound=AdminReply)
 
 CALL = 1
 """The call number of every request here: one is under way at a time."""
+
+FIRST_PAUSE_MS = 50
+LONGEST_PAUSE_MS = 1000
+"""How long ZMQ waits between attempts to reach a daemon that is down: at first, and at most."""
+LOOK_AGAIN_MS = 10_000
+"""Without a connection for this long, what stands in the way may have become another: look again."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -118,6 +125,23 @@ def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float
         f"the daemon at {target.endpoint} answered {type(reply).__name__} where "
         f"{answer.__name__} was due; its version and this command's differ: install one of both"
     )
+
+
+def until_somebody_listens(target: Target) -> None:
+    """Return as soon as the daemon's socket takes a connection, or when it is time to look again.
+
+    ZMQ tries to connect by itself, less and less often; its monitor tells when it has.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.reconnect_ivl = FIRST_PAUSE_MS
+        dealer.reconnect_ivl_max = LONGEST_PAUSE_MS
+        monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
+        try:
+            dealer.connect(target.endpoint)
+            monitor.poll(LOOK_AGAIN_MS)
+        finally:
+            dealer.disable_monitor()
 
 
 def _ended(refusal: Refusal, target: Target) -> click.ClickException:

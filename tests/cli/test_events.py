@@ -12,6 +12,7 @@ import pytest
 
 from kvd.wire.admin import EventPage, ListEvents, ShowStatus, Status
 from kvd.wire.events import ClientAttached, Evicted
+from tests.cli.admin_peer import Daemon
 
 EVENTS = tuple(ClientAttached(seq, seq / 2, 3, "decode 0", 4711) for seq in range(1, 6))
 
@@ -100,3 +101,65 @@ def test_following_goes_on_after_a_restart_of_the_daemon(daemon, snapshot):
     assert follower.returncode == 0
     assert [line[0] for line in lines] == ["6", "--", "1"]
     assert lines[1][-1] == "cccccccc"
+
+
+def test_following_waits_for_a_daemon_that_is_down(daemon, snapshot):
+    """Nobody listens for a while; the new incarnation has lost the beginning of its ring."""
+    again = msgspec.structs.replace(snapshot, incarnation="c" * 32, last_event=9)
+
+    def before(request):
+        match request:
+            case ShowStatus():
+                return Status(0, snapshot)
+            case ListEvents(after_seq=5):
+                return EventPage(0, 0, (Evicted(6, 3.0, 4, 1, "room"),))
+            case ListEvents():
+                return EventPage(0, 0, ())
+
+    def after(request):
+        match request:
+            case ShowStatus():
+                return Status(0, again)
+            case ListEvents(after_seq=0):
+                return EventPage(0, 7, (Evicted(8, 0.1, 8, 2, "room"),))
+            case ListEvents(after_seq=after_seq):
+                return EventPage(0, 0, (Evicted(9, 0.2, 8, 2, "room"),) if after_seq < 9 else ())
+
+    daemon.answer = before
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvd", "events", "--connect", daemon.endpoint),
+            *("--timeout", "0.2", "--last", "0", "-f"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as follower:
+        lines = [follower.stdout.readline()]
+        daemon.close()
+        complaint = [follower.stderr.readline() for _ in range(2)]
+        revived = Daemon(daemon.endpoint)
+        revived.answer = after
+        lines += [follower.stdout.readline() for _ in range(4)]
+        follower.send_signal(signal.SIGINT)
+        rest = follower.stderr.read()
+        revived.close()
+
+    assert (follower.returncode, rest) == (0, "")
+    assert complaint[0].startswith(f"no daemon answers at {daemon.endpoint}: ")
+    assert complaint[1] == "waiting until one answers; Ctrl-C ends it\n"
+    assert [line.split()[0] for line in lines] == ["6", "--", "--", "8", "9"]
+    assert lines[1] == (
+        "-- the daemon was restarted: what happened before that and after event 6 is lost; "
+        "now incarnation cccccccc\n"
+    )
+    assert lines[2] == "-- 7 events are lost: they had left the daemon's ring\n"
+
+
+def test_not_following_a_daemon_that_is_down_ends_at_once(run, daemon):
+    daemon.close()
+
+    done = run("events")
+
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "start it with kvd serve" in done.stderr
