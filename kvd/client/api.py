@@ -205,7 +205,9 @@ class Node:
             while True:
                 yield await self._next_event(queue)
         finally:
-            connection.close_events(queue)
+            if connection.close_events(queue):
+                self._is_subscribed = False
+                self._port.tell(wire.Unsubscribe(connection.next_call()))
 
     async def close(self) -> None:
         """Leave the session: the daemon releases what it held. Live views stay valid."""

@@ -149,7 +149,7 @@ class Connection:
         if call.answer.value is not None:
             self._undo(call, call.answer.value)
         elif isinstance(call.request, wire.OpenLease | wire.Receive):
-            self._tell(wire.CancelCall(self.next_call(), call.request.call))
+            self.tell(wire.CancelCall(self.next_call(), call.request.call))
 
     def take_outgoing(self) -> list[Outgoing]:
         """What is to be sent, in order; the caller sends it."""
@@ -166,9 +166,10 @@ class Connection:
         self._readers.append(queue)
         return queue
 
-    def close_events(self, queue: EventQueue) -> None:
-        """That reader is done."""
+    def close_events(self, queue: EventQueue) -> bool:
+        """That reader is done; returns whether it was the last."""
         self._readers.remove(queue)
+        return not self._readers
 
     def fail_all(self, refusal: Refusal) -> None:
         """The daemon is gone: every call and every handle ends with this; repeatable."""
@@ -263,7 +264,7 @@ class Connection:
                 if state is not None and not state.is_unwanted:
                     state.outcome.put(push)
                     return
-                self._tell(wire.ReleaseLease(self.next_call(), lease))
+                self.tell(wire.ReleaseLease(self.next_call(), lease))
                 if state is not None:
                     state.outcome.put(_given_back(state.number))
             case wire.ReceiveFailed(refusal=refusal):
@@ -277,26 +278,26 @@ class Connection:
     def _undo(self, call: Call, answer: Answer | Refusal) -> None:
         match answer:
             case wire.Leased(lease=lease):
-                self._tell(wire.ReleaseLease(self.next_call(), lease))
+                self.tell(wire.ReleaseLease(self.next_call(), lease))
             case wire.Receiving() if call.receive is not None:
                 self._undo_receive(call.receive)
             case wire.Sending(send=number):
                 self._sends.pop(number, None)
-                self._tell(wire.AbortSend(self.next_call(), number, UNDONE))
+                self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
             case _:
                 pass
 
     def _undo_receive(self, state: ReceiveState) -> None:
         match state.outcome.value:
             case wire.Received(lease=lease):
-                self._tell(wire.ReleaseLease(self.next_call(), lease))
+                self.tell(wire.ReleaseLease(self.next_call(), lease))
             case None:
                 state.is_unwanted = True
-                self._tell(wire.CancelReceive(self.next_call(), state.number))
+                self.tell(wire.CancelReceive(self.next_call(), state.number))
             case Refusal():
                 pass
 
-    def _tell(self, request: wire.Request) -> None:
+    def tell(self, request: wire.Request) -> None:
         """Queue a request whose answer nobody needs."""
         if self._end is None:
             self._outgoing.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))

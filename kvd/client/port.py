@@ -114,6 +114,11 @@ class Port:
         if slot.value is None:
             await self._channel.wait(slot, within_s)
 
+    def tell(self, request: wire.Request) -> None:
+        """Send a request whose answer nobody needs."""
+        self.connection.tell(request)
+        self._channel.flush()
+
     def close(self) -> None:
         """Leave the session: the daemon releases what this process held, if it was the last."""
         self.connection.fail_all(

@@ -161,7 +161,7 @@ class Daemon:
                 max_frame_bytes=config.limits.max_frame_bytes,
             ),
         )
-        self.clients = ClientPort(self.reactor, self.bus, self.attach.session_of, self.metrics)
+        self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
         self.clients.start(self._bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
         self.attach.start(self._loop)

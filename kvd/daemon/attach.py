@@ -180,6 +180,12 @@ class AttachServer:
         session = self._sessions.get(token)
         return None if session is None else session.number
 
+    def end(self, session: int, refusal: Refusal) -> None:
+        """Hang up on every process of a session, saying why; ``on_gone`` follows."""
+        for one in [found for found in self._sessions.values() if found.number == session]:
+            for connection in list(one.connections):
+                self._reject(connection, refusal)
+
     # ---- connections -----------------------------------------------------------------------------
 
     def _accept(self) -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
+from kvd.core import effects
 from kvd.core.inputs import FromClient, Unreadable
 from kvd.errors import Code, Refusal
-from kvd.sockets import LoopSocket, Sent
+from kvd.sockets import BACKLOG_MESSAGES, LoopSocket, Sent
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
     import zmq
 
-    from kvd.core import effects
+    from kvd.daemon.attach import AttachServer
     from kvd.daemon.reactor import Reactor
     from kvd.observe.bus import Bus
     from kvd.observe.metrics import Metrics
@@ -46,12 +46,12 @@ class ClientPort:
         self,
         reactor: Reactor,
         bus: Bus,
-        session_of: Callable[[bytes], int | None],
+        sessions: AttachServer,
         metrics: Metrics,
     ) -> None:
         self._reactor = reactor
         self._bus = bus
-        self._session_of = session_of
+        self._sessions = sessions
         self._metrics = metrics
         self._token_of: dict[int, bytes] = {}
         self._max_tokens = reactor.node.settings.max_prompt_tokens
@@ -82,11 +82,12 @@ class ClientPort:
         message = effect.message
         if isinstance(message, client.Failed):
             self._metrics.rpc_failed("client", message.refusal.code.value)
-        self._socket.send([token, CLIENT_REPLIES.encode(message)])
+        if self._socket.send([token, CLIENT_REPLIES.encode(message)]) is Sent.FULL:
+            self._give_up(effect.session)
 
     def _take(self, frames: list[bytes]) -> None:
         token = frames[0]
-        session = self._session_of(token)
+        session = self._sessions.session_of(token)
         if session is None:
             refusal = Refusal(
                 Code.UNKNOWN_SESSION,
@@ -111,20 +112,36 @@ class ClientPort:
         if isinstance(tokens, Refusal):
             self._refuse(token, tokens, frames, call=message.call)
             return
-        if kind is client.Subscribe:
-            self._subscribe(session, message.call)
+        if isinstance(message, client.Subscribe | client.Unsubscribe):
+            self._subscribe(session, message)
             return
         reactor = self._reactor
         began_s = reactor.clock()
         reactor.feed(FromClient(began_s, session, message, tokens))
         self._metrics.rpc(OPS[kind], reactor.clock() - began_s)
 
-    def _subscribe(self, session: int, call: int) -> None:
+    def _subscribe(self, session: int, asked: client.Subscribe | client.Unsubscribe) -> None:
         if not self._is_listening:
             self._is_listening = True
             self._bus.subscribe(self._tell)
-        self._subscribers[session] = 0
-        self._socket.send([self._token_of[session], CLIENT_REPLIES.encode(client.Done(call))])
+        if isinstance(asked, client.Subscribe):
+            self._subscribers[session] = 0
+        else:
+            self._subscribers.pop(session, None)
+        self.answer(effects.Answer(session, client.Done(asked.call)))
+
+    def _give_up(self, session: int) -> None:
+        """A lost answer may be a lease that nobody would ever release: the session ends instead."""
+        refusal = Refusal(
+            Code.CLIENT_GONE,
+            f"session {session} has left {BACKLOG_MESSAGES} messages of the daemon unread, so the "
+            "next could not be sent: what it held is released; attach again and read every answer",
+            side=self._reactor.node.settings.name,
+            numbers={"unread": BACKLOG_MESSAGES},
+        )
+        sender = f"session {session}"
+        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+        self._sessions.end(session, refusal)
 
     def _refuse(
         self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = NO_CALL

@@ -182,6 +182,12 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     call: Call
 
 
+class Unsubscribe(msgspec.Struct, frozen=True, array_like=True, tag="unsubscribe"):
+    """No more ``Events``. Answer: ``Done``."""
+
+    call: Call
+
+
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"):
     """Nobody waits any more for the lease or receive asked for by call ``of``: leave the queue.
 
@@ -207,6 +213,7 @@ Request = (
     | MatchPrefix
     | GetSnapshot
     | Subscribe
+    | Unsubscribe
     | CancelCall
 )
 

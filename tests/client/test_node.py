@@ -474,9 +474,10 @@ async def test_events_are_pushed_in_order_and_a_gap_is_an_item(daemon: Daemon) -
         daemon.push(wire.Events(0, (Evicted(10, 0.0, 1, 1, "room"),)))
         assert await waiting == Evicted(10, 0.0, 1, 1, "room")
         await later.aclose()
+        await until(lambda: len(daemon.got) == 2)
 
     assert taken == [first, EventsLost(3), second]
-    assert daemon.got == [wire.Subscribe(1)]
+    assert daemon.got == [wire.Subscribe(1), wire.Unsubscribe(2)]
 
 
 async def test_two_sessions_see_the_same_memory(daemon: Daemon) -> None:

@@ -24,7 +24,7 @@ INTEGERS = (0, 1, 2, 3, -1, 7, 16, 40, 100, 101, 2**31, 2**63 - 1, 2**63, 2**64 
 FLOATS = (0.0, 0.3, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
 TEXTS = ("", "p", "d", "x", "lora", "\0", "strict", "unlocked", "page", "room", "lease", "node")
 TOKENS = (Tokens(b""), tokens((1, 10)), PROMPT, tokens((1, 5000)), tokens((-5, 40)))
-OWNED_ONLY_BY_THE_SHELL = (client.Subscribe, admin.ListEvents)
+OWNED_ONLY_BY_THE_SHELL = (client.Subscribe, client.Unsubscribe, admin.ListEvents)
 
 
 def some(rng: random.Random, kind: object) -> object:

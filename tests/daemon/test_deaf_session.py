@@ -1,0 +1,61 @@
+"""A session that does not read: it costs itself, and what it held comes back."""
+
+from __future__ import annotations
+
+import zmq
+
+from kvd.client.blocking import attach
+from kvd.errors import Code
+from kvd.sockets import BACKLOG_MESSAGES, open_dealer
+from kvd.wire import client
+from kvd.wire.codec import CLIENT_REQUESTS
+from tests.daemon.conftest import until
+from tests.daemon.intruder import RawSession
+from tests.daemon.kv import tokens_of
+
+REQUESTS = 2 * BACKLOG_MESSAGES
+"""More answers than its own queue, the kernel and the daemon's queue take together."""
+
+
+def test_session_that_reads_no_answer_is_ended_and_its_lease_released(engines):
+    daemon = engines.pair.decode
+    attachment = attach(daemon.client, client.Attach("deaf"))
+    context = zmq.Context()
+    socket = open_dealer(context, routing_id=attachment.attached.token)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.SNDTIMEO, 5_000)
+    socket.connect(daemon.client)
+    tokens = tokens_of(100, seed=1).tobytes()
+
+    socket.send_multipart([CLIENT_REQUESTS.encode(client.OpenLease(1)), tokens])
+    for call in range(2, REQUESTS):
+        socket.send(CLIENT_REQUESTS.encode(client.GetSnapshot(call)))
+    until(lambda: "deaf" not in [one.name for one in daemon.snapshot().clients])
+
+    assert daemon.snapshot().leases == ()
+    why = attachment.last_word()
+    assert why is not None
+    assert why.code is Code.CLIENT_GONE
+    assert f"{BACKLOG_MESSAGES} messages of the daemon unread" in why.message
+    socket.close(linger=0)
+    context.term()
+    attachment.close()
+
+
+def test_session_that_unsubscribed_is_told_no_more(engines):
+    session = RawSession(engines.pair.decode)
+    tokens = tokens_of(20, seed=2).tobytes()
+    session.request(client.Subscribe(1))
+    session.say(CLIENT_REQUESTS.encode(client.OpenLease(2)), tokens)
+    both = [session.hear(), session.hear()]
+    [leased] = [one for one in both if isinstance(one, client.Leased)]
+    assert [type(one) for one in both if one is not leased] == [client.Events]
+
+    heard = [
+        session.request(client.Unsubscribe(3)),
+        session.request(client.ReleaseLease(4, leased.lease)),
+        session.request(client.GetSnapshot(5)),
+    ]
+
+    assert [type(one) for one in heard] == [client.Done, client.Done, client.Snapshotted]
+    session.close()
