@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 SCRATCH_BYTES: Final = 128 * 2**10
 WARM_LIMIT_S: Final = 10.0
 IDLE_WAKES: Final = 64
+BUILDER: Final = "builder"
+"""The name of its thread."""
+_ABOUT_THE_PEER: Final = (NixlUnusable, OSError, RuntimeError, ValueError, IndexError, MemoryError)
+"""What a peer's blob can bring about: the binding turns C++ exceptions into any of these."""
 
 
 class Key(NamedTuple):
@@ -78,10 +82,14 @@ class Builder:
 
     def start(self) -> None:
         """Start the thread that builds."""
-        threading.Thread(target=self._run, name="builder", daemon=True).start()
+        threading.Thread(target=self._run, name=BUILDER, daemon=True).start()
 
     def _run(self) -> None:
-        """Build for ever; an agent name is never used twice."""
+        """Build for ever; an agent name is never used twice.
+
+        Any exception but those about one peer is a bug; the worker's hook ends the process, since
+        without this thread every later ``Load`` would wait for ever.
+        """
         while True:
             key, peer = self._wanted.get()
             self._made += 1
@@ -90,8 +98,9 @@ class Builder:
                 sender: Sender | NixlUnusable = Sender(
                     self._binding, name, spans=self._mine.spans(), peer=peer
                 )
-            except NixlUnusable as exc:
-                sender = exc
+            except _ABOUT_THE_PEER as exc:
+                what = "" if isinstance(exc, NixlUnusable) else f"{type(exc).__name__}: "
+                sender = NixlUnusable(f"{what}{exc}")
             self._on_built(Built(key, peer, sender))
             del sender  # the loop's is the only reference: the last one destroys the agent
 

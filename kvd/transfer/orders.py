@@ -108,6 +108,12 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):
     why: str
 
 
+class Dying(msgspec.Struct, frozen=True, tag="dying"):
+    """The last report of a process that met a bug of its own and is about to exit."""
+
+    why: str
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The sending agent exists and a first write through it has arrived, by ``path``."""
 
@@ -179,6 +185,7 @@ class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
 Report = (
     Ready
     | StartFailed
+    | Dying
     | Loaded
     | LoadFailed
     | Moved

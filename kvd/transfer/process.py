@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.transfer import witness
 from kvd.transfer.base import TransportDown
-from kvd.transfer.orders import Begin, Frames, Ready, StartFailed, frame_of, reports_of
+from kvd.transfer.orders import Begin, Dying, Frames, Ready, StartFailed, frame_of, reports_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,6 +70,7 @@ class TransferProcess:
         self._state = _State.NEW
         self._frames = Frames()
         self._unsent = bytearray()
+        self._last_words = ""
 
     @property
     def pid(self) -> int:
@@ -170,6 +171,9 @@ class TransferProcess:
                 case other:
                     why = f"transfer process began with {type(other).__name__}"
                     self._ready.set_exception(TransportDown(why))
+        for report in reports:
+            if isinstance(report, Dying):
+                self._last_words = f": {report.why}"
         if reports:
             self._on_reports(reports)
 
@@ -196,7 +200,8 @@ class TransferProcess:
         self._loop.remove_writer(self._socket)
         self._socket.close()
         os.close(self._pidfd)
-        self._bury(f"transfer process {self._child.pid} {_ending(status)}")
+        why = f"transfer process {self._child.pid} {_ending(status)}{self._last_words}"
+        self._bury(why)
 
     def _bury(self, why: str) -> None:
         """Be gone once no memory map of it is left; look again in a moment if one is."""

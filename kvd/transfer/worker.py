@@ -9,23 +9,28 @@ up posts) and, for a while, the collapser. They hand their results to the loop's
                        |---Post--> Lane: handles --> Moved, Posted, PostFailed
                        '---Drop--> Lane.destroy --> Dropped
 
+An exception that ends the builder is a bug: the process says so and ends too, for without it every
+later load would wait for ever. Without the collapser, copies are slower, and that is all.
+
 The process ends with its parent: by the death signal, and by the end of the order socket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 from collections import deque
-from typing import Final, assert_never
+from typing import Final, NamedTuple, NoReturn, assert_never
 
 from kvd.transfer import witness
 from kvd.transfer.inflow import Inflow
-from kvd.transfer.links import SCRATCH_BYTES, Builder, Built, Links, Mine
+from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
 from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, Receiver
@@ -33,6 +38,7 @@ from kvd.transfer.orders import (
     Begin,
     Collapsed,
     Drop,
+    Dying,
     Frames,
     Load,
     Order,
@@ -51,7 +57,14 @@ TICK_S: Final = 0.02
 BLIND_TICK_S: Final = 0.0005
 QUIESCE_TICK_S: Final = 0.002
 READ_BYTES: Final = 2**20
+LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class Broken(NamedTuple):
+    """The builder ended by a bug."""
+
+    why: str
 
 
 class Inbox:
@@ -59,14 +72,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._items: deque[Built | Outcome] = deque()
+        self._items: deque[Built | Outcome | Broken] = deque()
 
-    def put(self, item: Built | Outcome) -> None:
+    def put(self, item: Built | Outcome | Broken) -> None:
         """Add a result; from any thread."""
         self._items.append(item)
         os.eventfd_write(self.descriptor, 1)
 
-    def take(self) -> list[Built | Outcome]:
+    def take(self) -> list[Built | Outcome | Broken]:
         """Everything added so far."""
         os.eventfd_read(self.descriptor)
         return [self._items.popleft() for _ in range(len(self._items))]
@@ -105,6 +118,7 @@ class Worker:
         self._links = Links(
             builder=builder, mine=mine, poll=self._poll, report=self._reports.append
         )
+        threading.excepthook = self._broke
         builder.start()
         notes = tuple(regions.values())
         blob = self._receiver.blob
@@ -136,10 +150,20 @@ class Worker:
             if self._reports or self._unsent:
                 self._flush()
 
-    def fail(self, why: str) -> None:
-        """Report that there will be no ``Ready``."""
-        self._orders.settimeout(None)
-        self._orders.sendall(frame_of([StartFailed(why)]))
+    def fail(self, last: StartFailed | Dying) -> NoReturn:
+        """Send what is unsent and the last words, and end."""
+        self._unsent += frame_of([*self._reports, last])
+        self._orders.settimeout(LAST_WORDS_S)
+        with contextlib.suppress(OSError):
+            self._orders.sendall(self._unsent)
+        os._exit(1)
+
+    def _broke(self, args: threading.ExceptHookArgs) -> None:
+        """Show the traceback of a thread that ended by an exception; end if it was the builder."""
+        threading.__excepthook__(args)
+        if args.thread is not None and args.thread.name == BUILDER:
+            what = f"{args.exc_type.__name__}: {args.exc_value}"
+            self._inbox.put(Broken(f"thread {BUILDER} ended by {what}"))
 
     def _first_order(self) -> tuple[Begin, list[Order]]:
         while True:
@@ -202,6 +226,8 @@ class Worker:
                     self._links.built(item)
                 case Outcome(region, huge_bytes, why):
                     self._reports.append(Collapsed(region, huge_bytes, why))
+                case Broken(why):
+                    self.fail(Dying(why))
                 case _:
                     assert_never(item)
 
@@ -251,8 +277,7 @@ def main() -> None:
     try:
         worker.begin()
     except (NixlUnusable, RegionUnusable) as exc:
-        worker.fail(str(exc))
-        os._exit(1)
+        worker.fail(StartFailed(str(exc)))
     worker.run()
 
 

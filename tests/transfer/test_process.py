@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import pathlib
 import select
 import signal
 import subprocess
@@ -19,7 +20,17 @@ import uvloop
 from kvd.core.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
-from kvd.transfer.orders import Collapsed, Load, Loaded, Path, Posted, PostFailed, Quiesce, Quiet
+from kvd.transfer.orders import (
+    Collapsed,
+    Load,
+    Loaded,
+    LoadFailed,
+    Path,
+    Posted,
+    PostFailed,
+    Quiesce,
+    Quiet,
+)
 from kvd.transfer.process import TransferProcess
 
 EVERYTHING = list(range(1, 25))
@@ -70,6 +81,34 @@ async def test_a_peer_with_little_scratch_memory_is_still_found_to_be_across_a_n
     sender.transport.order(Load("receiver", 1, pack(told)))
 
     assert await sender.hears(Loaded) == Loaded("receiver", 1, Path.NETWORK)
+
+
+async def test_a_blob_with_a_name_that_is_no_text_fails_its_load_and_no_other(real):
+    sender, receiver = await asyncio.gather(real.node("sender"), real.node("receiver"))
+    told = unpack(receiver.ready.metadata)
+    name = told.agent.encode()
+    spoilt = told.blob.replace(name, b"\xff" + name[1:])
+    assert spoilt != told.blob
+
+    bad = msgspec.structs.replace(told, blob=spoilt)
+    sender.transport.order(Load("bad", 1, pack(bad)))
+    failed = await sender.hears(LoadFailed)
+    await sender.load(receiver)
+
+    assert failed.peer == "bad"
+    assert "UnicodeDecodeError" in failed.why
+
+
+async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkeypatch):
+    receiver = await real.node("receiver")
+    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.broken_worker")
+    sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+
+    sender.transport.order(Load("receiver", 1, receiver.ready.metadata))
+    await sender.until(lambda: sender.exits)
+
+    (why,) = sender.exits
+    assert why.endswith("exited with status 1: thread builder ended by TypeError: a bug")
 
 
 async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
