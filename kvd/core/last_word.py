@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
 
+GRACE_S = 2.0
+"""At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
+
 
 class LastWord:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
@@ -44,6 +47,7 @@ class LastWord:
         self.settled[part.id] = part
         self._let_go(part, "sent")
         part.linger_s = self._out.at_s + self._settings.linger_s
+        part.answer_s = max(part.deadline_s, self._out.at_s + GRACE_S)
         part.resend_gap_s = self._settings.resend_s
         if part.incarnation in self._peers.by_incarnation:
             self.say(part)
@@ -69,6 +73,11 @@ class LastWord:
         part.resend_s = self._out.at_s + part.resend_gap_s
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
         peer = self._peers.by_incarnation.get(part.incarnation)
+        outcome, why = part.outcome, part.ended
+        if outcome is Outcome.DELIVERED and part.state is Prefill.CLOSED:
+            # Its aux is gone: without it nothing is delivered to who has not heard of it before.
+            outcome = Outcome.FAILED
+            why = self._unknown("asks again after this side stopped waiting for it")
         if peer is not None:
             self._out.send(
                 peer.link,
@@ -76,9 +85,9 @@ class LastWord:
                     self._settings.incarnation,
                     part.incarnation,
                     part.handoff,
-                    part.outcome,
-                    part.ended,
-                    (part.aux or b"") if part.outcome is Outcome.DELIVERED else b"",
+                    outcome,
+                    why,
+                    (part.aux or b"") if outcome is Outcome.DELIVERED else b"",
                     part.moved_bytes,
                     part.in_doubt,
                 ),
@@ -108,12 +117,17 @@ class LastWord:
         self._bury(
             part,
             part.ended
-            or Refusal(
-                Code.UNKNOWN_OUTCOME,
-                "everything was sent, but the decode side never said whether it committed: it "
-                f"restarted, or was silent for {self._settings.linger_s:.0f} s",
-                side=self._settings.name,
+            or self._unknown(
+                "never said whether it committed: it restarted, or was silent for "
+                f"{self._settings.linger_s:.0f} s"
             ),
+        )
+
+    def _unknown(self, what: str) -> Refusal:
+        return Refusal(
+            Code.UNKNOWN_OUTCOME,
+            f"everything was sent, but the decode side {what}",
+            side=self._settings.name,
         )
 
     def tick(self) -> None:
@@ -122,7 +136,12 @@ class LastWord:
         for part in list(self.settled.values()):
             if part.linger_s <= now_s:
                 self.outlive(part)
-            elif part.resend_s <= now_s:
+                continue
+            if part.answer_s <= now_s:
+                self._answer_finish(
+                    part, self._unknown("has not said whether it committed by the deadline")
+                )
+            if part.resend_s <= now_s:
                 self.say(part)
 
     def fold(self, peer: Peer) -> None:

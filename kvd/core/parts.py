@@ -98,6 +98,7 @@ class PrefillPart:
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
     __slots__ = (
+        "answer_s",
         "aux",
         "cursor_tokens",
         "deadline_s",
@@ -137,6 +138,8 @@ class PrefillPart:
         self.deadline_s = at_s
         self.drain_s = at_s
         self.linger_s = at_s
+        self.answer_s = at_s
+        """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
         self.resend_s = at_s
         self.resend_gap_s = 0.0
         self.session = 0

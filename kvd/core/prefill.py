@@ -268,7 +268,8 @@ class Prefiller:
             self._accept(peer, part)
         if part.engine is not None:
             self._out.answer(part.engine.session, client.Accepted(part.id, part.decode_prefix_len))
-        if peer is not None and peer.agent is Agent.FAILED:
+        is_short = part.posted_tokens < part.prompt_tokens
+        if peer is not None and peer.agent is Agent.FAILED and is_short:
             self.give_up(part, self._post_failed(f"no sending agent: {peer.agent_why}"))
             return
         if part.aux is not None:
@@ -322,9 +323,6 @@ class Prefiller:
             del self.by_room[part.room]
 
     # ---- small things ------------------------------------------------------------------------
-
-    def _of(self, incarnation: str) -> list[PrefillPart]:
-        return [part for part in self.by_room.values() if part.incarnation == incarnation]
 
     def _new_part(self, room: int, state: Prefill) -> PrefillPart:
         self._last_part += 1
@@ -393,9 +391,13 @@ class Prefiller:
             P.AWAIT_ENGINE: "no engine here called send() for it",
             P.AWAIT_OFFER: "no decode side offered pages for it",
         }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
+        longest_s = self._settings.max_deadline_s
+        cut = ""
+        if part.deadline_s - part.since_s >= longest_s:
+            cut = f" (the longest deadline here: admission.max_deadline_s={longest_s:g})"
         return Refusal(
             Code.DEADLINE,
-            f"room {part.room} was open for {waited_s:.1f} s: {what}",
+            f"room {part.room} was open for {waited_s:.1f} s{cut}: {what}",
             side=self._settings.name,
             numbers={"waited_s": round(waited_s, 3)},
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core.agents import Agent
 from kvd.core.lease import ENGINE
 from kvd.errors import Code
 from kvd.wire import client, events
+from kvd.wire.peer import Closed, Outcome, Settled
+from tests.core.engines import FULL, Sender, cached, offered
 from tests.core.world import World, tokens
 
 PROMPT = tokens((1, 100))
@@ -97,3 +100,90 @@ def test_failed_sends_that_no_engine_ends_are_bounded(monkeypatch):
     sends = [opened(world, room)[1].send for room in (1, 2, 3)]
     world.pass_time(31)
     assert list(world.p.node.prefiller.failed) == sends[1:]
+
+
+def test_a_full_hit_needs_no_sending_agent():
+    """Nothing is posted, so that nothing can fail: on the offer, and when the agent fails."""
+    for fails_first in (True, False):
+        world = World()
+        cached(world.d, FULL)
+        world.p.fails_loading = 1
+        world.hold_shells = not fails_first
+        world.d.restart_transfer("crashed")
+        world.run()
+        world.replace_processes()
+        world.run()
+        sender = Sender(world, FULL)
+        world.d.call(client.Receive, FULL, room=7, source=("p",))
+        world.hold_shells = False
+        world.run()
+        assert world.p.node.peers.by_name["d"].agent is Agent.FAILED
+
+        finished = sender.finish()
+
+        assert isinstance(finished, client.Finished)
+        assert (finished.failure, finished.decode_prefix_len) == (None, 96)
+        assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_finish_is_answered_by_its_deadline_and_the_end_is_still_learned():
+    """The decode side's Closed is lost: unknown at the deadline, committed for who watches."""
+    world = World(lost_s=100.0)
+    lease = world.p.lease(PROMPT)
+    world.p.write(lease.pages, PROMPT)
+    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, deadline_s=5.0)
+    assert isinstance(send, client.Sending)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.lost = {Closed}
+    assert world.p.call(client.Finish, send=send.send, aux=b"x") is None
+    call = world.p.calls
+
+    world.pass_time(4.9)
+    assert world.p.answer(call) is None
+    world.pass_time(0.2)
+
+    finished = world.p.answer(call)
+    assert isinstance(finished, client.Finished)
+    assert finished.failure is not None
+    assert finished.failure.code is Code.UNKNOWN_OUTCOME
+    assert finished.failure.message == (
+        "everything was sent, but the decode side has not said whether it committed by the deadline"
+    )
+    world.lost = set()
+    world.pass_time(2)
+    (ended,) = [one for one in world.p.events if isinstance(one, events.HandoffEnded)]
+    assert (ended.outcome, ended.code) == ("committed", "")
+
+
+def test_a_deadline_that_was_cut_says_by_what():
+    world = World()
+    lease = world.p.lease(PROMPT)
+    world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, deadline_s=600.0)
+    world.pass_time(31)
+    failed = world.p.take()[-1]
+    assert isinstance(failed, client.SendFailed)
+    assert failed.refusal.message == (
+        "room 7 was open for 30.0 s (the longest deadline here: admission.max_deadline_s=30): "
+        "no decode side offered pages for it"
+    )
+
+
+def test_an_offer_repeated_after_its_end_is_not_delivered_without_its_aux():
+    world = World(linger_s=3.0, lost_s=100.0)
+    sender = Sender(world)
+    world.lost = {Settled}
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=20.0)
+    offer = offered(world)
+    sender.finish()
+    world.pass_time(3.2)
+    assert world.p.node.prefiller.last_word.settled == {}
+    world.lost = set()
+
+    world.inject(world.p, offer)
+
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.UNKNOWN_OUTCOME
+    assert world.d.node.leases.leases == {}
+    (ended,) = [one for one in world.d.events if isinstance(one, events.HandoffEnded)]
+    assert ended.outcome == Outcome.FAILED.value
