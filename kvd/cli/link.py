@@ -33,7 +33,7 @@ FIRST_PAUSE_MS = 50
 LONGEST_PAUSE_MS = 1000
 """How long ZMQ waits between attempts to reach a daemon that is down: at first, and at most."""
 LOOK_AGAIN_MS = 10_000
-"""Without a connection for this long, what stands in the way may have become another: look again."""
+"""Without a connection for this long, the obstacle may be another one by now: look again."""
 
 
 class Target(msgspec.Struct, frozen=True):

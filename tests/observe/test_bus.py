@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.observe.bus import RING_EVENTS, Bus
-from kvd.wire.events import Flushed
+from kvd.wire.events import Event, Flushed
 
 
 def flushed(seq: int) -> Flushed:
@@ -11,7 +11,8 @@ def flushed(seq: int) -> Flushed:
 
 
 def test_bus_gives_a_taker_every_event_in_order() -> None:
-    bus, taken = Bus(), []
+    bus = Bus()
+    taken: list[Event] = []
     bus.subscribe(taken.append)
 
     for seq in (1, 2, 3):
