@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
 """What metrics call each request: its tag on the wire."""
 
+UNKNOWN_OP = "client"
+"""What metrics call a request that could not be read, or that was refused after a wait."""
+
 WITH_TOKENS = 3
 
 FRAMES: dict[type, int] = {
@@ -59,6 +62,8 @@ class ClientPort:
         """Session to number of events lost since the last that was taken."""
         self._fresh: list[Event] = []
         self._is_listening = False
+        self._call, self._op = NO_CALL, UNKNOWN_OP
+        """The request that is being carried out: most are answered at once."""
 
     def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Serve ``socket``, a bound ROUTER."""
@@ -81,7 +86,8 @@ class ClientPort:
             return
         message = effect.message
         if isinstance(message, client.Failed):
-            self._metrics.rpc_failed("client", message.refusal.code.value)
+            op = self._op if message.call == self._call else UNKNOWN_OP
+            self._metrics.rpc_failed(op, message.refusal.code.value)
         if self._socket.send([token, CLIENT_REPLIES.encode(message)]) is Sent.FULL:
             self._give_up(effect.session)
 
@@ -115,10 +121,12 @@ class ClientPort:
         if isinstance(message, client.Subscribe | client.Unsubscribe):
             self._subscribe(session, message)
             return
+        self._call, self._op = message.call, OPS[kind]
         reactor = self._reactor
         began_s = reactor.clock()
         reactor.feed(FromClient(began_s, session, message, tokens))
-        self._metrics.rpc(OPS[kind], reactor.clock() - began_s)
+        self._call = NO_CALL
+        self._metrics.rpc(self._op, reactor.clock() - began_s)
 
     def _subscribe(self, session: int, asked: client.Subscribe | client.Unsubscribe) -> None:
         if not self._is_listening:
@@ -146,6 +154,7 @@ class ClientPort:
     def _refuse(
         self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = NO_CALL
     ) -> None:
+        self._metrics.rpc_failed(UNKNOWN_OP, refusal.code.value)
         self._socket.send([token, CLIENT_REPLIES.encode(client.Failed(call, refusal))])
         sender = f"{token[:4].hex()}, {sum(map(len, frames[1:]))} bytes"
         self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
