@@ -69,6 +69,11 @@ class Sent(enum.Enum):
     """Not sent: no peer of that routing id is connected (ROUTER), or this socket is closed."""
 
 
+def is_ipv6(endpoint: str) -> bool:
+    """Whether an endpoint has an IPv6 address: libzmq takes those only when told so."""
+    return endpoint.startswith("tcp://[")
+
+
 def open_router(
     context: zmq.Context[zmq.Socket[bytes]], *, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:

@@ -48,7 +48,7 @@ from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import build_pool, pool_memory
-from kvd.sockets import open_router
+from kvd.sockets import is_ipv6, open_router
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation, NodeName
@@ -179,7 +179,7 @@ class Daemon:
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
         socket = open_router(context, max_frame_bytes=self.config.limits.max_frame_bytes)
-        if ":[" in endpoint:
+        if is_ipv6(endpoint):
             socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.bind(endpoint)

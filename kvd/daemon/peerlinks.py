@@ -10,17 +10,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import zmq
+
 from kvd.core.inputs import FromPeer, LinkDialed, Unreadable
 from kvd.errors import Code, Refusal
-from kvd.sockets import LoopSocket, open_dealer
+from kvd.sockets import LoopSocket, is_ipv6, open_dealer
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Reject
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping
-
-    import zmq
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
@@ -51,6 +51,8 @@ class PeerLinks:
         for name, address in connect.items():
             link = OUTWARD + name
             dealer = open_dealer(self._context, max_frame_bytes=max_frame_bytes)
+            if is_ipv6(address):
+                dealer.setsockopt(zmq.IPV6, 1)
             dealer.connect(address)
             self._dealers[link] = LoopSocket(dealer, partial(self._take, link), loop=loop)
             self._reactor.feed(LinkDialed(self._reactor.clock(), link, name, address))
