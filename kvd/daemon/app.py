@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from socket import SOCK_STREAM
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -39,7 +40,7 @@ from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
-from kvd.daemon.seqpacket import AddressInUse
+from kvd.daemon.seqpacket import AddressInUse, clear_stale, remove_own
 from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
@@ -123,7 +124,7 @@ class Daemon:
     def _take_lock(self) -> int:
         sockets = self.config.sockets
         for endpoint in (sockets.client, sockets.admin):
-            _own_directory(Path(endpoint.removeprefix(IPC)).parent)
+            _own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
         descriptor = lock.take(sockets.client.removeprefix(IPC) + ".lock")
         self._up.callback(os.close, descriptor)
         return descriptor
@@ -178,6 +179,9 @@ class Daemon:
         self._up.callback(self.links.close)
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+        path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
+        if path is not None:
+            clear_stale(path, SOCK_STREAM)
         socket = open_router(context, max_frame_bytes=self.config.limits.max_frame_bytes)
         if is_ipv6(endpoint):
             socket.setsockopt(zmq.IPV6, 1)
@@ -186,12 +190,11 @@ class Daemon:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
-        if endpoint.startswith(IPC):
-            path = endpoint.removeprefix(IPC)
+        if path is not None:
             os.chmod(path, int(self.config.sockets.mode, 8))
             if self.config.sockets.group is not None:
                 shutil.chown(path, group=self.config.sockets.group)
-            self._up.callback(Path(path).unlink, missing_ok=True)
+            self._up.callback(remove_own, path, os.stat(path).st_ino)
         return socket
 
     def _wire(self) -> None:
@@ -238,13 +241,20 @@ class Daemon:
         self.reactor.feed(Tick(now_s))
 
 
-def _own_directory(directory: Path) -> None:
-    """Make the directory of a socket, or see that nobody else owns it.
+def _own_directory(directory: Path, group: str | None) -> None:
+    """Make the directory of a socket for ``group``, or see that nobody else owns the one there is.
 
     Raises:
         OSError: it belongs to another user, who could put sockets of their own there.
     """
-    directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o750, parents=True)
+    except FileExistsError:
+        pass
+    else:
+        if group is not None:
+            shutil.chown(directory, group=group)
+            directory.chmod(0o750)
     owner = directory.stat().st_uid
     if owner not in {0, os.geteuid()}:
         msg = (

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.daemon.seqpacket import listen, peer_pid
+from kvd.daemon.seqpacket import listen, peer_pid, remove_own
 from kvd.errors import Code, Refusal
 from kvd.wire.client import PROTOCOL, Attach, Attached, Join, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
@@ -169,11 +169,7 @@ class AttachServer:
         for connection in list(self._connections):
             self._drop(connection)
         self._sessions.clear()
-        try:
-            if os.stat(self._path).st_ino == self._inode:
-                os.unlink(self._path)
-        except FileNotFoundError:
-            pass
+        remove_own(self._path, self._inode)
 
     def session_of(self, token: bytes) -> int | None:
         """The live session that a ZMQ routing id belongs to."""

@@ -6,6 +6,7 @@ the message it belongs to.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -31,7 +32,7 @@ def listen(path: str, *, mode: int, group: str | None) -> socket.socket:
         AddressInUse: another process listens on the path, or what lies there is no socket.
         OSError: the directory is missing or not ours, or there is no such group.
     """
-    _clear_stale(path)
+    clear_stale(path, socket.SOCK_SEQPACKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         before = os.umask(0o177)
@@ -49,8 +50,8 @@ def listen(path: str, *, mode: int, group: str | None) -> socket.socket:
     return listener
 
 
-def _clear_stale(path: str) -> None:
-    """Remove a socket file that nobody listens on.
+def clear_stale(path: str, kind_of_socket: socket.SocketKind) -> None:
+    """Remove a socket file that nobody listens on; libzmq would remove one that somebody does.
 
     Raises:
         AddressInUse: somebody listens, or what lies there is no socket.
@@ -60,16 +61,28 @@ def _clear_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise AddressInUse(f"{path} exists and is no socket: remove it, or set sockets.client")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        raise AddressInUse(
+            f"{path} exists and is no socket: remove it, or set sockets.client and sockets.admin"
+        )
+    with socket.socket(socket.AF_UNIX, kind_of_socket | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
             return
-        except BlockingIOError:
-            pass
+        except OSError as error:
+            if error.errno not in {errno.EAGAIN, errno.EPROTOTYPE}:
+                raise
     raise AddressInUse(
         f"a process listens on {path}: another kvd runs here; stop it, or give this one its own "
-        "sockets.client"
+        "sockets.client and sockets.admin"
     )
+
+
+def remove_own(path: str, inode: int) -> None:
+    """Remove the socket file that we made, unless it is someone else's by now."""
+    try:
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
