@@ -16,6 +16,7 @@ from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
 from kvd.core.lease import LeaseTable
+from kvd.core.life import Life
 from kvd.core.operators import Operators
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
@@ -37,6 +38,7 @@ from kvd.wire.peer import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.peer import Peer
     from kvd.core.settings import Settings
 
 
@@ -203,11 +205,32 @@ class Node:
         self.decoder.tick()
         self.prefiller.tick()
         if self.peers.is_beat_due():
-            for peer in self.peers.by_name.values():
-                self.peers.agents.retry(peer)
-                self.peers.beat(
-                    peer,
-                    self.decoder.offer_floor(peer.incarnation),
-                    self.prefiller.last_word.floor(peer),
-                )
+            for peer in list(self.peers.by_name.values()):
+                self._beat(peer)
             self.peers.redial()
+
+    def _beat(self, peer: Peer) -> None:
+        if peer.life is not Life.LOST:
+            self.peers.agents.retry(peer)
+            self.peers.beat(
+                peer,
+                self.decoder.offer_floor(peer.incarnation),
+                self.prefiller.last_word.floor(peer),
+            )
+        elif self.peers.is_stale(peer) and not self._is_involved(peer):
+            self.prefiller.last_word.forget(peer.incarnation)
+            self.peers.forget(peer)
+
+    def _is_involved(self, peer: Peer) -> bool:
+        """Whether anything is open with it, or it may still ask how something ended."""
+        incarnation = peer.incarnation
+        last_word = self.prefiller.last_word
+        return (
+            any(
+                part.incarnation == incarnation or part.peer == peer.name
+                for part in self.decoder.parts.values()
+            )
+            or any(kept.target == incarnation for kept in self.decoder.outcomes.kept.values())
+            or bool(self.prefiller.parts_of(incarnation))
+            or any(part.incarnation == incarnation for part in last_word.settled.values())
+        )

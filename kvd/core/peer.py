@@ -325,6 +325,19 @@ class Peers:
             ),
         )
 
+    def is_stale(self, peer: Peer) -> bool:
+        """Whether it came to us, and has been silent for so long that it need not be known."""
+        silent_s = self._out.at_s - peer.heard_s
+        if peer.life is not Life.LOST or silent_s < self._settings.forget_s:
+            return False
+        return all(dialed.name != peer.name for dialed in self.dialed.values())
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is open with it: whoever comes by this name again says Hello first."""
+        self.agents.leave(peer)
+        self.by_incarnation.pop(peer.incarnation, None)
+        del self.by_name[peer.name]
+
     def redial(self) -> None:
         """Say Hello again where nobody has answered yet, or the answerer is lost."""
         lost = {p.name for p in self.by_name.values() if p.life is Life.LOST}

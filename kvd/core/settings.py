@@ -19,8 +19,10 @@ class Settings(msgspec.Struct, frozen=True):
     allow: tuple[str, ...] = ()
     """Node names that may exchange KV with us; empty: every one that can reach the socket."""
     heartbeat_s: float = 0.5
-    suspect_s: float = 1.5
-    lost_s: float = 3.0
+    suspect_s: float = 1.25
+    lost_s: float = 2.5
+    forget_s: float = 60.0
+    """A lost peer that came to us, and with which nothing is open, is forgotten after this."""
     max_deadline_s: float = 30.0
     max_queue: int = 1024
     max_prompt_tokens: int = 1_048_576

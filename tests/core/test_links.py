@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
+from kvd.core.agents import Agent
 from kvd.core.life import Life
 from kvd.wire import client
-from kvd.wire.peer import Ping
+from kvd.wire.peer import Closed, Ping
 from tests.core.engines import PROMPT, Sender
 from tests.core.world import World
 
@@ -36,3 +37,41 @@ def test_a_room_goes_on_after_the_connection_was_reset():
     world.pass_time(5)
     lives = [world.p.node.peers.by_name["d"].life, world.d.node.peers.by_name["p"].life]
     assert lives == [Life.UP, Life.UP]
+
+
+def test_a_lost_peer_that_came_to_us_is_not_pinged_and_forgotten_in_the_end():
+    world = World()
+    world.cut = {"d"}
+    world.pass_time(5)
+    p, d = world.p.node.peers, world.d.node.peers
+    assert (p.by_name["d"].life, d.by_name["p"].life) == (Life.LOST, Life.LOST)
+    world.p.effects.clear()
+
+    world.pass_time(54)
+    assert list(p.by_name) == ["d"]
+    world.pass_time(2)
+
+    assert world.p.effects == [effects.DropAgent(world.d.incarnation, 1)]
+    assert (p.by_name, p.by_incarnation) == ({}, {})
+    assert list(d.by_name) == ["p"], "who is dialed is known for ever"
+    world.cut = set()
+    world.pass_time(1)
+    assert p.by_name["d"].agent is Agent.LOADED
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.finish()
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_a_lost_peer_is_known_while_it_may_ask_how_something_ended():
+    world = World(linger_s=1000.0)
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.lost = {Closed}
+    sender.finish()
+    world.cut = {"d"}
+    world.pass_time(100, 0.5)
+    assert list(world.p.node.peers.by_name) == ["d"]
+    world.cut = world.lost = set()
+    world.pass_time(3)
+    assert world.p.node.prefiller.last_word.by_handoff == {}

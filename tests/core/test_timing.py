@@ -191,7 +191,7 @@ def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.PEER_LOST
-    assert failed.refusal.message.startswith("p has been silent for 3.0 s (limit 3.0 s)")
+    assert failed.refusal.message.startswith("p has been silent for 2.5 s (limit 2.5 s)")
     (lease,) = world.d.node.leases.leases.values()
     assert lease.quarantine is not None
     assert lease.quarantine.incarnation == world.p.incarnation
