@@ -23,6 +23,7 @@ from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart
 from kvd.core.prompt import prompt_digest
 from kvd.core.tables import Decode, DecodeTrigger
+from kvd.core.verdict import bounded
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count, short
 from kvd.wire import client, events
@@ -136,6 +137,7 @@ class Decoder:
         if part is None:
             self.outcomes.answer(peer, message.handoff)
             return
+        message = bounded(message, self._settings)
         is_delivered = message.outcome is Outcome.DELIVERED
         trigger = T.DELIVERED if is_delivered else T.SETTLED
         was_wanted = part.state in ASKING

@@ -21,6 +21,9 @@ INCARNATION: Final = re.compile("[0-9a-f]{32}")
 MAX_PEERS: Final = 4096
 """Names kept: far above any cluster, and an end to a stranger that invents names."""
 
+MAX_LAYOUT_CHARS: Final = 65_536
+"""Of a pool layout as text: hundreds of components. Nothing longer is read."""
+
 
 def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
@@ -60,7 +63,20 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             side=mine.name,
             numbers={"peers": len(peers.by_name), "limit": MAX_PEERS},
         )
-    return _unexpected_name(message, link, peers, mine.name)
+    return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
+
+
+def _too_long(message: Hello, side: str) -> Refusal | None:
+    n_chars = len(message.layout)
+    if n_chars <= MAX_LAYOUT_CHARS:
+        return None
+    return Refusal(
+        Code.TOO_LARGE,
+        f"{message.node[:80]} describes its pool in {n_chars} characters, {MAX_LAYOUT_CHARS} are "
+        "read at most",
+        side=side,
+        numbers={"chars": n_chars, "limit": MAX_LAYOUT_CHARS},
+    )
 
 
 def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:

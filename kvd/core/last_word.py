@@ -8,6 +8,7 @@ side's floor has passed its id.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core.machine import move_prefill
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 GRACE_S = 2.0
 """At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
 
+MAX_RECORDS = 16_384
+"""Of one peer, tombstones included: half a minute of 500 handoffs a second."""
+
+MAX_OPEN = 4096
+"""Of one peer, tombstones not included: each may keep an Offer with its pages."""
+
 
 class LastWord:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
@@ -35,11 +42,48 @@ class LastWord:
         """Every part that has met an Offer or an Abort, live ones included."""
         self.settled: dict[int, PrefillPart] = {}
         """By send id: those that wait for Closed."""
+        self._records: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
         self.delivered = self.failed = 0
         self._settings = settings
         self._leases = leases
         self._peers = peers
         self._out = out
+
+    def join(self, part: PrefillPart) -> None:
+        """The part has met its Offer or Abort: it answers for that handoff from now on."""
+        self.by_handoff[part.incarnation, part.handoff] = part
+        self._records[part.incarnation] += 1
+        self._open[part.incarnation] += 1
+
+    def is_full(self, peer: Peer, handoff: int) -> bool:
+        """Refuse a message about a handoff that we would have to remember, and cannot.
+
+        A Reject, not a Settled: that would have to stay true, which only a record makes sure of.
+        An honest peer repeats the message until there is room.
+        """
+        n_open, n_records = self._open[peer.incarnation], self._records[peer.incarnation]
+        if n_open < MAX_OPEN and n_records < MAX_RECORDS:
+            return False
+        self._peers.reject(
+            peer.link,
+            peer.incarnation,
+            Refusal(
+                Code.NO_ROOM,
+                f"handoff {handoff} of {peer.name}: {n_open} of it are open here and {n_records} "
+                f"remembered, the limits are {MAX_OPEN} and {MAX_RECORDS}",
+                side=self._settings.name,
+                numbers={"open": n_open, "records": n_records},
+            ),
+        )
+        return True
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        """Only of a part that is CLOSED."""
+        if self.by_handoff.pop(key, None) is not None:
+            self._records[key[0]] -= 1
+            if not self._records[key[0]]:
+                del self._records[key[0]]
 
     def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
         """The part is SETTLED: let the source lease go, and say so from now on."""
@@ -53,7 +97,7 @@ class LastWord:
             self.say(part)
         else:  # a newer process of that node has said Hello meanwhile: nobody will answer
             self.outlive(part)
-            self.by_handoff.pop((part.incarnation, part.handoff), None)
+            self._drop((part.incarnation, part.handoff))
 
     def forgotten(self, part: PrefillPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
@@ -154,15 +198,17 @@ class LastWord:
             and part.state is Prefill.CLOSED
         ]
         for key in over:
-            del self.by_handoff[key]
+            self._drop(key)
 
     def forget(self, incarnation: str) -> None:
         """The decode side's process is over: its tombstones answer nobody."""
-        self.by_handoff = {
-            key: part
+        over = [
+            key
             for key, part in self.by_handoff.items()
-            if key[0] != incarnation or part.state is not Prefill.CLOSED
-        }
+            if key[0] == incarnation and part.state is Prefill.CLOSED
+        ]
+        for key in over:
+            self._drop(key)
 
     def floor(self, peer: Peer) -> int:
         """Handoff ids of this peer below it are closed here, and no Offer of them can come.
@@ -203,6 +249,9 @@ class LastWord:
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
+        self._open[part.incarnation] -= 1
+        if not self._open[part.incarnation]:
+            del self._open[part.incarnation]
         part.offer = None
         part.ended = refusal
         part.aux = b""

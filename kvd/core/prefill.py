@@ -164,6 +164,8 @@ class Prefiller:
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
+        if self.last_word.is_full(peer, message.handoff):
+            return
         part = self.by_room.get(message.room)
         refusal = self._unacceptable(peer, message, part)
         if refusal is not None:
@@ -191,6 +193,8 @@ class Prefiller:
             self.last_word.answer_below_floor(peer, message.handoff)
             return
         if part is None:
+            if self.last_word.is_full(peer, message.handoff):
+                return
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
@@ -332,7 +336,7 @@ class Prefiller:
         part.peer = peer.name
         part.incarnation = peer.incarnation
         part.handoff = handoff
-        self.last_word.by_handoff[peer.incarnation, handoff] = part
+        self.last_word.join(part)
 
     def _unacceptable(
         self, peer: Peer, message: Offer, other: PrefillPart | None

@@ -142,13 +142,23 @@ def fingerprint(spec: PoolSpec) -> str:
     return msgspec.json.encode(comparable, order="deterministic").decode()
 
 
+MAX_DIFFERENCE_CHARS = 500
+"""Of what is said about a peer's layout: a dozen fields."""
+
+_MAX_DEPTH = 8
+"""Our own layouts nest four deep; below this a stranger's is shown as one value."""
+
+
 def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
-    """The differences between our layout and a peer's fingerprint, in words; None when equal."""
+    """The differences between our layout and a peer's fingerprint, in words; None when equal.
+
+    The cost is linear in ``theirs``, and what is said is cut to ``MAX_DIFFERENCE_CHARS``.
+    """
     if fingerprint(ours) == theirs:
         return None
-    mine = _flatten(msgspec.json.decode(fingerprint(ours)), "")
+    mine = _flatten(msgspec.json.decode(fingerprint(ours)))
     try:
-        other = _flatten(msgspec.json.decode(theirs), "")
+        other = _flatten(msgspec.json.decode(theirs))
     except (msgspec.DecodeError, RecursionError):
         return f"theirs is no layout: {theirs[:40]!r}"
     parts = [
@@ -156,23 +166,36 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
         for key in sorted(mine.keys() | other.keys())
         if mine.get(key) != other.get(key)
     ]
-    return "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
+    said = "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
+    if len(said) > MAX_DIFFERENCE_CHARS:
+        return said[: MAX_DIFFERENCE_CHARS - 3] + "..."
+    return said
 
 
 _TOP = {"0": "family", "1": "order", "2": "components"}
 
 
-def _flatten(value: object, path: str) -> dict[str, object]:
-    """Leaves of nested lists and maps by dotted path."""
-    items: list[tuple[str, object]]
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        return {path: value}
-    out: dict[str, object] = {}
-    for key, item in items:
-        name = _TOP.get(key, key) if not path else f"{path}.{key}"
-        out.update(_flatten(item, name))
-    return out
+def _flatten(value: object) -> dict[str, str]:
+    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part."""
+    leaves: dict[str, str] = {}
+    stack: list[tuple[str, int, object]] = [("", 0, value)]
+    while stack:
+        path, depth, found = stack.pop()
+        items: list[tuple[str, object]]
+        if isinstance(found, dict) and depth < _MAX_DEPTH:
+            items = list(found.items())
+        elif isinstance(found, list) and depth < _MAX_DEPTH:
+            items = [(str(index), item) for index, item in enumerate(found)]
+        else:
+            leaves[path] = _shown(found)
+            continue
+        for key, item in items:
+            name = f"{path}.{key[:40]}" if depth else _TOP.get(key, key[:40])
+            stack.append((name, depth + 1, item))
+    return leaves
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return str(value)[:80]

@@ -1,0 +1,115 @@
+"""What a hostile peer may make us keep or read is bounded, and said."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvd.core import effects, inputs
+from kvd.core.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
+from kvd.errors import Code
+from kvd.wire import client
+from kvd.wire.peer import Abort, Closed, Hello, Outcome, Reject, Settled
+from tests.core.engines import PROMPT, totals
+from tests.core.side import incarnation
+from tests.core.world import World, spec
+
+
+def abort(world: World, handoff: int) -> list[effects.Effect]:
+    """What the prefill side does about an Abort of a handoff that it has not met."""
+    message = Abort(world.d.incarnation, world.p.incarnation, handoff, 7, "why")
+    return world.p.feed(inputs.FromPeer(world.now_s, "in:d", message))
+
+
+def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
+    monkeypatch.setattr("kvd.core.last_word.MAX_OPEN", 3)
+    world = World()
+    world.lost = {Closed, Settled}
+    for handoff in (1, 2, 3):
+        abort(world, handoff)
+    last_word = world.p.node.prefiller.last_word
+    assert len(last_word.by_handoff) == 3
+
+    (sent,) = abort(world, 4)
+
+    assert isinstance(sent, effects.Send)
+    assert isinstance(sent.message, Reject)
+    assert sent.message.refusal.code is Code.NO_ROOM
+    assert sent.message.refusal.message == (
+        "handoff 4 of d: 3 of it are open here and 3 remembered, the limits are 3 and 16384"
+    )
+    assert len(last_word.by_handoff) == 3
+    world.lost = set()
+    world.pass_time(3)
+    (sent,) = abort(world, 10)
+    assert isinstance(sent, effects.Send)
+    assert isinstance(sent.message, Settled)
+
+
+def test_tombstones_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("kvd.core.last_word.MAX_RECORDS", 3)
+    world = World()
+    for handoff in (1, 2, 3):
+        abort(world, handoff)
+        world.inject(
+            world.p,
+            Closed(world.d.incarnation, world.p.incarnation, handoff, Outcome.ABORTED),
+        )
+    (sent,) = abort(world, 4)
+    assert isinstance(sent, effects.Send)
+    assert isinstance(sent.message, Reject)
+
+
+def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():
+    world = World()
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.hold_wire = True
+    long = Settled(
+        world.p.incarnation,
+        world.d.incarnation,
+        1,
+        Outcome.DELIVERED,
+        aux=b"x" * 65_537,
+    )
+
+    world.inject(world.d, long)
+
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.TOO_LARGE
+    assert failed.refusal.message == (
+        "the prefill side sent aux of 65537 bytes, d takes 65536 at most: make "
+        "limits.max_aux_bytes equal on both"
+    )
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+    (closed,) = [one.message for one in world.held(Closed)]
+    assert isinstance(closed, Closed)
+    assert closed.outcome is Outcome.FAILED
+
+
+def test_a_layout_that_is_too_long_is_refused_unread():
+    world = World()
+    world.hold_wire = True
+    hello = Hello(incarnation("x", 1), "", "x", "[" * 65_537, 1, b"", 1, 1)
+    world.p.node.step(inputs.FromPeer(world.now_s, "in:d", hello))
+    assert list(world.p.node.peers.by_name) == ["d"]
+    assert world.p.node.refused == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "[" * 500 + ",".join("0" * 30_000) + "]" * 500,
+        '{"' + "k" * 30_000 + '":[' + ",".join("0" * 15_000) + "]}",
+        '["' + "v" * 60_000 + '"]',
+        "{" + ",".join(f'"{key}":0' for key in range(7000)) + "}",
+    ],
+)
+def test_a_hostile_layout_costs_little_and_is_told_in_few_words(layout):
+    began_s = time.process_time()
+    difference = layout_difference(spec(64), layout)
+    assert time.process_time() - began_s < 0.5
+    assert difference is not None
+    assert len(difference) <= MAX_DIFFERENCE_CHARS
+    assert layout_difference(spec(64), fingerprint(spec(64))) is None
