@@ -43,7 +43,11 @@ async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quie
     for post in range(1, 60):
         sender.post(post, receiver, EVERYTHING, EVERYTHING)
     await sender.until(lambda: sender.heard(Posted))
-    os.kill(receiver.transport.pid, signal.SIGSTOP)
+    _halt(receiver.transport.pid)
+    sender.transport.order(Load(receiver.name, 1, receiver.ready.metadata))
+    loads = await sender.until(  # the turn that answers has posted a handle nobody can confirm
+        lambda: sender.heard(Loaded) if len(sender.heard(Loaded)) == 2 else []
+    )
 
     dropped = await sender.drop(receiver)
     receiver.transport.order(Quiesce(1))
@@ -51,6 +55,7 @@ async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quie
     await receiver.hears(Quiet)
     at_rest = memory.bytes.copy()
 
+    assert [load.path for load in loads] == [Path.NETWORK, Path.NETWORK]
     assert dropped.unacknowledged_bytes > 0
     receiver.transport.order(Quiesce(2))
     await receiver.hears(Quiet, ticket=2)
@@ -256,6 +261,12 @@ async def serve():
 
 asyncio.run(serve())
 """
+
+
+def _halt(pid: int) -> None:
+    """Stop a child; on return every thread of it stands."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def _is_reaped(pid: int) -> bool:
