@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 
+from kvd import places
 from kvd.errors import Code, KvdError, Refusal
 
-SYSTEM_ENDPOINT = "ipc:///run/kvd/client.sock"
+SOCKET = "client.sock"
 
 
 def client_endpoint(endpoint: str | None = None) -> str:
     """The client socket: the argument, else the environment, else where a daemon would put it.
+
+    Of the places where one would, that of this user's own daemon comes first, then the system's.
 
     Raises:
         KvdError: ``bad-request`` when it is no ``ipc://`` address of this node.
@@ -21,7 +24,7 @@ def client_endpoint(endpoint: str | None = None) -> str:
             Refusal(
                 Code.BAD_REQUEST,
                 f"{found!r} is no client endpoint: engines reach the daemon of their own node by "
-                f"ipc:// and an absolute path, for example {SYSTEM_ENDPOINT}",
+                "ipc:// and an absolute path, for example ipc:///run/kvd/client.sock",
                 side="client",
             )
         )
@@ -35,7 +38,7 @@ def attach_path(endpoint: str) -> str:
 
 
 def _default() -> str:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime is None or os.path.exists(SYSTEM_ENDPOINT.removeprefix("ipc://")):
-        return SYSTEM_ENDPOINT
-    return f"ipc://{runtime}/kvd/client.sock"
+    own = places.runtime_directory(os.environ, os.getuid()) / SOCKET
+    system = places.SYSTEM_RUNTIME / SOCKET
+    found = system if system.exists() and not own.exists() else own
+    return f"ipc://{found}"

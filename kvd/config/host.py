@@ -9,15 +9,14 @@ import grp
 import os
 import re
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.places import runtime_directory
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-SYSTEM_RUNTIME = Path("/run/kvd")
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -36,7 +35,7 @@ def this_host(environ: Mapping[str, str]) -> Host:
     """The facts of the host and the user that this process runs as."""
     uid = os.getuid()
     group = "kvd" if uid == 0 and has_group("kvd") else None
-    return Host(node_name=_node_name(), runtime=str(_runtime(environ, uid)), group=group)
+    return Host(node_name=_node_name(), runtime=str(runtime_directory(environ, uid)), group=group)
 
 
 def has_group(name: str) -> bool:
@@ -52,15 +51,3 @@ def _node_name() -> str:
     """The host name with what no node name may hold replaced by ``-``."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("-._")
     return name or "kvd"
-
-
-def _runtime(environ: Mapping[str, str], uid: int) -> Path:
-    """Where sockets lie: /run/kvd for root, else the user's runtime directory, else /tmp."""
-    if uid == 0:
-        return SYSTEM_RUNTIME
-    own = environ.get("XDG_RUNTIME_DIR", "")
-    if own.startswith("/") and Path(own).is_dir():
-        return Path(own) / "kvd"
-    if SYSTEM_RUNTIME.is_dir():
-        return SYSTEM_RUNTIME
-    return Path(f"/tmp/kvd-{uid}")

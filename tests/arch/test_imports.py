@@ -13,14 +13,15 @@ import pytest
 BOTTOM = {"kvd.types", "kvd.errors"}
 WIRE = BOTTOM | {"kvd.wire"}
 CORE = WIRE | {"kvd.core"}
-MIDDLE = CORE | {"kvd.sockets"}
-ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.client"}
+MIDDLE = CORE | {"kvd.sockets", "kvd.places"}
+ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {"kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe"}
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
 MAY_IMPORT = {
     "kvd.types": set(),
     "kvd.errors": set(),
+    "kvd.places": set(),
     "kvd.sockets": BOTTOM,
     "kvd.text": WIRE,
     "kvd.wire": WIRE,
