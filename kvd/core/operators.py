@@ -53,7 +53,11 @@ class Operators:
 
     def _tree(self, got: admin.ShowTree) -> admin.Tree:
         edges = why.in_display_order(self._node.leases.tree)
-        shown = tuple(why.tree_node(self._node, edge) for edge in edges[: max(0, got.limit)])
+        by_edge = why.holders(self._node)
+        shown = tuple(
+            why.tree_node(self._node, edge, by_edge.get(edge.id, []))
+            for edge in edges[: max(0, got.limit)]
+        )
         return admin.Tree(got.call, shown, len(edges))
 
     def _flush(self, got: admin.Flush) -> admin.Report | Refusal:
@@ -65,9 +69,10 @@ class Operators:
                 side=node.settings.name,
             )
         locked = [edge for edge in node.leases.tree.nodes() if edge.lock_ref]
+        by_edge = why.holders(node)
         kept = tuple(
             f"node {edge.id} kept, {len(edge.pages) // 4} pages: "
-            + "; ".join(why.describe_holder(node, lease) for lease in why.holders(node, edge))
+            + "; ".join(why.describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
             for edge in locked
         )
         if got.mode == STRICT and locked:

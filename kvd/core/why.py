@@ -34,15 +34,17 @@ def because(node: Node, call: int, kind: str, number: int) -> Because | Refusal:
     return Because(call, said[0], tuple(said[1:]))
 
 
-def holders(node: Node, edge: TreeEdge) -> list[Lease]:
-    """The leases whose path crosses ``edge``; their number is its lock_ref (I2)."""
-    found = []
+def holders(node: Node) -> dict[int, list[Lease]]:
+    """By node id, the leases whose path crosses it; their number is its lock_ref (I2).
+
+    One walk up from each lease, whatever the size of the tree.
+    """
+    found: dict[int, list[Lease]] = {}
     for lease in node.leases.leases.values():
         step = lease.anchor
-        while step is not None and step is not edge:
+        while step is not None:
+            found.setdefault(step.id, []).append(lease)
             step = step.parent
-        if step is edge:
-            found.append(lease)
     return found
 
 
@@ -72,8 +74,8 @@ def in_display_order(tree: RadixTree) -> list[TreeEdge]:
     return shown
 
 
-def tree_node(node: Node, edge: TreeEdge) -> TreeNode:
-    """One node of the tree with its holders."""
+def tree_node(node: Node, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
+    """One node of the tree with its holders, which are ``crossing``."""
     parent = edge.parent
     tokens = np.frombuffer(edge.edge, dtype="<i4")
     return TreeNode(
@@ -85,7 +87,7 @@ def tree_node(node: Node, edge: TreeEdge) -> TreeNode:
         pages=len(edge.pages) // 4,
         lock_ref=edge.lock_ref,
         hits=edge.hits,
-        holders=tuple(describe_holder(node, lease) for lease in holders(node, edge)),
+        holders=tuple(describe_holder(node, lease) for lease in crossing),
         first_tokens=tuple(tokens[:FIRST_TOKENS_SHOWN].tolist()),
     )
 
@@ -123,7 +125,7 @@ def _node(node: Node, number: int) -> list[str] | Refusal:
 
 
 def _edge(node: Node, edge: TreeEdge) -> list[str]:
-    shown = tree_node(node, edge)
+    shown = tree_node(node, edge, holders(node).get(edge.id, []))
     where = (
         f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
         f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, {shown.pages} pages)"
