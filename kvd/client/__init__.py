@@ -3,7 +3,7 @@
 Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the first tensor view.
 """
 
-from kvd.client.api import Connecting, Node, connect
+from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send
 from kvd.client.lease import Lease
 from kvd.client.pool import Pool, Worker, join
@@ -18,6 +18,7 @@ __all__ = [
     "HandoffError",
     "KvdError",
     "Lease",
+    "Matched",
     "Node",
     "Outcome",
     "Pool",

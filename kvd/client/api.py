@@ -14,6 +14,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvd.client.connection import Connection
 from kvd.client.endpoint import client_endpoint
 from kvd.client.handoff import Receive, Send
@@ -39,6 +41,17 @@ if TYPE_CHECKING:
 
 NEVER_S = 3600.0
 """One wait for events; waiting goes on after it."""
+
+
+class Matched(msgspec.Struct, frozen=True):
+    """What a router asks of a node.
+
+    ``tokens`` are cached, ``load`` handoffs are open or requests wait, ``free`` pages can be had.
+    """
+
+    tokens: int
+    load: int
+    free: int
 
 
 class Node:
@@ -176,14 +189,11 @@ class Node:
             raise confused(request, call.answer.value)
         return Send(self._port, call.send, within(deadline_s))
 
-    async def match(self, tokens: TokenIds, *, namespace: str = "") -> wire.Matched:
-        """How much of ``tokens`` is cached here, how loaded the node is, what is free; read-only.
-
-        Returns:
-            ``tokens`` cached, ``load`` (open handoffs and waiting requests), ``free`` pages.
-        """
+    async def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
+        """How much of ``tokens`` is cached here, how loaded this is, what is free; changes nothing."""
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        return await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
+        found = await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
+        return Matched(found.tokens, found.load, found.free)
 
     async def snapshot(self) -> Snapshot:
         """The daemon's whole state: what ``kvd status --format json`` prints."""

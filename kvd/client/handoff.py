@@ -162,9 +162,11 @@ class Send:
     async def advance(self, upto_tokens: int) -> None:
         """The KV of all tokens below ``upto_tokens`` is written; legal before the offer has come.
 
+        Less than before changes nothing: what is written stays written.
+
         Raises:
             HandoffError: the handoff has ended: there is no need to compute the rest for it.
-            KvdError: ``bad-request`` when it is more than the prompt, or less than before.
+            KvdError: ``bad-request`` when it is negative, or more than the prompt.
         """
         self._raise_if_ended()
         call = self._port.connection.next_call()

@@ -46,7 +46,8 @@ class Lease:
     def pages(self) -> NDArray[np.int32]:
         """Page ids of all its tokens and of the reserve, in token order; read-only.
 
-        A commit may swap pages for equal cached ones: read this again after it.
+        A commit may swap pages for equal cached ones: read this again after it. ``torch`` knows no
+        read-only tensors, so it takes a copy: ``torch.from_numpy(lease.pages.copy())``.
 
         Raises:
             KvdError: ``unknown-lease`` after the release: the pages are someone else's now.
@@ -85,7 +86,8 @@ class Lease:
         """The KV of the known tokens and of ``new_tokens`` is written: whole pages are cached.
 
         Raises:
-            KvdError: ``no-room`` when the lease holds no pages for so many tokens.
+            KvdError: ``bad-request`` when the lease holds no pages for so many tokens: ``extend``
+                it first. It is as it was.
         """
         request = wire.CommitLease(self._port.connection.next_call(), self.id)
         await self._port.ask(request, wire.Row, tokens=token_frame(new_tokens), lease=self._state)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvd.client.api import Matched
     from kvd.client.handoff import Outcome, Receive, Send
     from kvd.client.lease import Lease
     from kvd.client.pool import Pool
@@ -237,7 +238,7 @@ class SyncNode:
         )
         return SyncSend(run(verb))
 
-    def match(self, tokens: TokenIds, *, namespace: str = "") -> wire.Matched:
+    def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
         """As ``Node.match``."""
         return run(self.wrapped.match(tokens, namespace=namespace))
 

@@ -69,7 +69,7 @@ async def test_connect_can_be_awaited(daemon: Daemon) -> None:
 
     found = await node.match([1, 2, 3], namespace="lora-a")
 
-    assert (found.tokens, found.load, found.free) == (8, 2, 100)
+    assert found == kvd.client.Matched(tokens=8, load=2, free=100)
     assert daemon.got == [wire.MatchPrefix(1, "lora-a")]
     assert daemon.tokens == [pack_ids([1, 2, 3])]
     await node.close()
