@@ -88,7 +88,7 @@ def test_neighbours_on_both_sides_are_joined_up_to_the_cut(source, destination, 
     assert len(plan.source) == descriptors
 
 
-def test_handles_hold_eight_mebibytes_or_fewer_small_pieces():
+def test_handles_hold_sixteen_mebibytes_or_fewer_small_pieces():
     huge = note(0, pieces=[4 * CUT_BYTES], gap=0)
     tiny = note(0, pieces=[4096] * 80, gap=64)
     ids = Pages(pack_ids(list(range(1, 33))))
@@ -97,4 +97,4 @@ def test_handles_hold_eight_mebibytes_or_fewer_small_pieces():
         np.diff(writes(ids, ids, region, region).bounds).tolist() for region in (huge, tiny)
     ]
 
-    assert by_handle == [[16] * 8, [423, 422, 423, 422, 422, 423, 25]]
+    assert by_handle == [[32] * 4, [845, 845, 845, 25]]
