@@ -190,7 +190,7 @@ class Node:
         return Send(self._port, call.send, within(deadline_s))
 
     async def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
-        """How much of ``tokens`` is cached here, how loaded this is, what is free; changes nothing."""
+        """How much of ``tokens`` is cached here, and how busy the node is; changes nothing."""
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
         found = await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
         return Matched(found.tokens, found.load, found.free)
