@@ -84,18 +84,6 @@ def test_give_refuses_more_pages_than_the_pool_has():
     assert pool.free_pages == 7
 
 
-def test_tidy_restores_runs_and_keeps_the_pages():
-    pool = PagePool("kv", 10)
-    taken = page_ids(pool.take(9))
-    for page in (4, 9, 2, 7, 1, 3, 8, 6, 5):
-        pool.give(pages(page))
-
-    pool.tidy()
-
-    assert page_ids(pool.free_ids()) == sorted(taken)
-    assert runs_of(pool.take(9)) == [PageRun(1, 9)]
-
-
 def test_pool_of_the_null_page_alone_is_empty():
     assert PagePool("kv", 1).free_pages == 0
 
