@@ -2,12 +2,12 @@
 
 Each row of a region gives one piece per page. Where neighbours in the list are neighbours in
 memory on both sides, their pieces are one segment; segments are cut into descriptors of at most
-512 KiB, and descriptors are dealt into handles of about 8 MiB::
+512 KiB, and descriptors are dealt into handles of about 16 MiB::
 
     pages        7  8  9 | 3      (source and destination both step by +1 inside a run)
     segments     [7  8  9] [3]
     descriptors  512K 512K 512K ... | ...
-    handles      as many descriptors as make about 8 MiB
+    handles      as many descriptors as make about 16 MiB
 
 Measured: writes of 512 KiB are the fastest over TCP (2 MiB ones lose 40 %) and as fast as any on
 one host; a handle is what other posts wait for, so it is as small as throughput allows.
@@ -153,7 +153,7 @@ def _segments(
 
 
 def _bounds(size: Words) -> list[int]:
-    """Deal descriptors into handles of about 8 MiB, fewer bytes where pieces are small."""
+    """Deal descriptors into handles of about 16 MiB, fewer bytes where pieces are small."""
     if not size.size:
         return [0]
     cost = size + np.uint64(DESCRIPTOR_COST_BYTES)
