@@ -93,7 +93,7 @@ def test_offers_that_cannot_be_served_are_settled_as_refused(mallory):
 
     found = []
     for handoff, (changes, _) in enumerate(BAD_OFFERS, 1):
-        mallory.offer(**{"handoff": handoff, "room": handoff, **changes})
+        mallory.offer(**{"handoff": handoff, "room": 900_000 + handoff, **changes})
         settled = mallory.hears(peer.Settled)
         mallory.close_room(handoff)
         assert (settled.handoff, settled.outcome) == (handoff, peer.Outcome.REFUSED)
