@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kvd.bench.daemons import DaemonFailed
 from kvd.bench.goodput import (
     CaseResult,
     Plan,
@@ -74,8 +75,8 @@ def command(pages: int, repeats: int, lag_s: float, seed: int, file: Path | None
                 ):
                     site = stack.enter_context(namespaces(memory))
                     sites.append(measure_site(site, plan, Path(directory), told))
-            except NoNamespaces as why:
-                skipped = [Skipped("TCP, two namespaces", str(why))]
+            except (NoNamespaces, DaemonFailed) as why:
+                skipped.append(Skipped(f"TCP, two namespaces, {memory}", str(why)))
     result = StreamResult(plan, tuple(sites), tuple(skipped), goals_of(tuple(sites)))
     _show(result)
     if file is not None:
