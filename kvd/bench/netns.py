@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 HOSTS: Final = ("10.231.77.1", "10.231.77.2")
 DEVICE: Final = "kvd0"
+UP_WITHIN_S: Final = 5.0
 
 _CLONE_NEWNET: Final = 0x40000000
 
@@ -90,6 +92,8 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
             _ip("-n", name, "address", "add", f"{host}/30", "dev", DEVICE)
             _ip("-n", name, "link", "set", DEVICE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
+        for name in names:
+            _wait_until_up(name)
         first, second = (Namespace(*each) for each in zip(names, HOSTS, strict=True))
         yield first, second
 
@@ -98,6 +102,17 @@ def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoNamespaces(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+
+
+def _wait_until_up(name: str) -> None:
+    """Until the kernel has noticed that the cable is plugged in: before that UCX sees no device."""
+    deadline_s = time.monotonic() + UP_WITHIN_S
+    look = ["ip", "-n", name, "-o", "link", "show", "dev", DEVICE]
+    while (
+        "state UP" not in subprocess.run(look, capture_output=True, text=True, check=False).stdout
+    ):
+        if time.monotonic() > deadline_s:
+            raise NoNamespaces(f"{DEVICE} in {name} is not up after {UP_WITHIN_S:g} s")
 
 
 def _enter(name: str) -> None:
