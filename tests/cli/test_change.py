@@ -45,7 +45,7 @@ def test_json_has_what_changed_and_what_was_refused(run, daemon, name):
 
 @pytest.mark.parametrize("name", VERBS)
 def test_a_refusal_fails_except_where_skipping_is_the_point(run, daemon, name):
-    """Scenario A40: flush skips what is locked and says so; flush --strict is refused."""
+    """scenario A40: flush skips what is locked and says so; flush --strict is refused."""
     daemon.answer = lambda _request: Report(0, {}, ("page 9 is locked by lease 7 of decode-0",))
 
     done = run(*VERBS[name][0])

@@ -90,7 +90,7 @@ def test_pools_say_that_a_page_is_missing(run, daemon, snapshot):
 
 
 def test_locks_name_owner_process_reason_room_pages_and_age(run, hostile):
-    """Scenario A40: whoever holds a lock is named."""
+    """scenario A40: whoever holds a lock is named."""
     done = run("locks")
 
     lines = done.stdout.splitlines()

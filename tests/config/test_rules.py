@@ -92,7 +92,7 @@ def test_rules_refuse(text: str) -> None:
     + [("pool.device", "cuda:0", "pools on a GPU are not built yet")],
 )
 def test_rules_refuse_what_is_not_built_with_the_reason(key: str, value: str, reason: str) -> None:
-    """Scenario E11: whatever is not supported is refused by the check, never half done."""
+    """scenario E11: whatever is not supported is refused by the check, never half done."""
     [(found, rule, fix)] = findings(f"{key}={value}")
 
     assert (found, rule) == (key, f"is refused: {reason}")

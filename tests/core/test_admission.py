@@ -22,7 +22,7 @@ def totals(side: Side) -> tuple[int, int, int, int]:
 
 
 def test_headroom_is_read_after_the_prefix_is_locked():
-    """Scenario A11: with 32 tokens in reserve the number from before the lock would admit."""
+    """scenario A11: with 32 tokens in reserve the number from before the lock would admit."""
     world = World(d_pages=12)
     d = world.d
     d.lease(tokens((9000, 32)))
@@ -47,7 +47,7 @@ def test_headroom_is_read_after_the_prefix_is_locked():
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
-    """Scenario A16."""
+    """scenario A16."""
     world = World(d_pages=10)
     reply = world.d.call(client.OpenLease, tokens((1, 145)))
     assert isinstance(reply, client.Failed)
@@ -56,7 +56,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once():
 
 
 def test_the_first_that_does_not_fit_blocks_a_small_one_behind_it():
-    """Scenario A13: a small late request never overtakes, so a large one cannot starve."""
+    """scenario A13: a small late request never overtakes, so a large one cannot starve."""
     world = World(d_pages=10)
     d = world.d
     holder = d.lease(tokens((1, 100)))
@@ -79,7 +79,7 @@ def test_the_first_that_does_not_fit_blocks_a_small_one_behind_it():
 
 
 def test_higher_priority_goes_first_and_equals_in_order():
-    """Scenario A13: sorted before anything is matched."""
+    """scenario A13: sorted before anything is matched."""
     world = World(d_pages=10)
     d = world.d
     holder = d.lease(tokens((1, 144)))
@@ -151,7 +151,7 @@ def test_a_receive_that_waits_for_its_peer_is_passed_over():
 
 
 def test_a_full_queue_refuses_the_next_with_both_numbers():
-    """Scenario G18: what is exhausted delays up to a limit, and then says so."""
+    """scenario G18: what is exhausted delays up to a limit, and then says so."""
     world = World(d_pages=10, max_queue=2)
     d = world.d
     d.lease(tokens((1, 144)))
@@ -195,7 +195,7 @@ def test_the_end_of_a_wait_lets_the_next_one_in():
 
 
 def test_quarantined_pages_are_no_headroom():
-    """Scenario A26: a request waits for them until the writer has settled."""
+    """scenario A26: a request waits for them until the writer has settled."""
     world = World(d_pages=10)
     d = world.d
     d.call(client.Receive, tokens((1, 100)), room=7, source=("p",))
@@ -243,7 +243,7 @@ def test_extend_takes_evictable_pages_and_never_those_under_a_lock():
 
 
 def test_flush_drops_what_nobody_locks_and_names_the_holders_of_the_rest():
-    """Scenario A40."""
+    """scenario A40."""
     world = World()
     d = world.d
     cached(d, tokens((1, 64)))
@@ -261,7 +261,7 @@ def test_flush_drops_what_nobody_locks_and_names_the_holders_of_the_rest():
 
 
 def test_a_strict_flush_of_an_unlocked_tree_frees_all():
-    """Scenario A37."""
+    """scenario A37."""
     world = World()
     cached(world.d, tokens((1, 64)))
     reply = world.d.ask(admin.Flush(1, mode="strict"))
@@ -284,7 +284,7 @@ def test_evict_says_how_much_a_lock_kept_from_it():
 
 
 def test_a_caller_that_goes_away_leaves_the_queue():
-    """Scenario A25: nothing was held for it, and who waited behind it goes ahead."""
+    """scenario A25: nothing was held for it, and who waited behind it goes ahead."""
     world = World(d_pages=10)
     d = world.d
     full = d.lease(tokens((1, 9 * 16)))

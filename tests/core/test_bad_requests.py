@@ -80,7 +80,10 @@ def test_the_largest_room_works():
     ],
 )
 def test_a_bad_receive_is_refused_before_anything_is_held(fields, code, message):
-    """Scenarios A14, A16, A19: no lock, no split, no page, and no word to the peer."""
+    """No lock, no split, no page, and no word to the peer.
+
+    Covers scenario A14, scenario A16, scenario A19.
+    """
     world = World()
     cached = world.d.lease(PROMPT)
     world.d.call(client.CommitAndRelease, lease=cached.lease)
@@ -97,7 +100,7 @@ def test_a_bad_receive_is_refused_before_anything_is_held(fields, code, message)
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_without_a_word_to_the_peer():
-    """Scenario A16: 1008 tokens fill the pool, 1009 can never fit."""
+    """scenario A16: 1008 tokens fill the pool, 1009 can never fit."""
     world = World()
 
     fits = world.d.call(client.Receive, tokens((1, 1008)), room=7, source=("p",))
@@ -277,7 +280,7 @@ def test_a_session_that_is_over_is_told_so():
 
 
 def test_a_second_send_for_a_room_is_refused_and_the_first_goes_on():
-    """Scenario A44: sampling n=2 with one room fails once, loudly."""
+    """scenario A44: sampling n=2 with one room fails once, loudly."""
     world = World()
     lease = world.p.lease(PROMPT)
     first = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
@@ -292,7 +295,7 @@ def test_a_second_send_for_a_room_is_refused_and_the_first_goes_on():
 
 
 def test_a_second_receive_for_a_room_is_refused_by_the_writer_and_the_first_goes_on():
-    """Scenario A44, on the decode side: the pages of the second are free again."""
+    """scenario A44, on the decode side: the pages of the second are free again."""
     world = World()
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
     world.d.take()

@@ -75,12 +75,12 @@ def script(policy: Policy) -> Shelf:
     ],
 )
 def test_order_follows_the_policy_for_scripted_accesses(policy: Policy, order: list[str]):
-    """Scenario R6."""
+    """scenario R6."""
     assert script(policy).drain() == order
 
 
 def test_lru_and_lfu_differ_when_the_often_read_is_older():
-    """Scenario R6."""
+    """scenario R6."""
     drained = {}
     for policy in (Policy.LRU, Policy.LFU):
         shelf = script(policy)
@@ -129,7 +129,7 @@ def test_priority_rises_when_the_same_tokens_come_again_more_urgently():
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_parent_follows_its_last_child(policy: Policy):
-    """Scenario R3."""
+    """scenario R3."""
     shelf = Shelf(policy)
     shelf.put("xxaa")
     shelf.put("xxbb")

@@ -26,7 +26,7 @@ from tests.core.world import World, tokens
     ],
 )
 def test_an_offer_names_the_prefix_and_the_pages_of_the_rest(in_tree, prompt, prefix, pages):
-    """Scenarios A1 to A6, A10: a whole hit is offered too, with a range and no pages."""
+    """scenario A1 to A6, A10: a whole hit is offered too, with a range and no pages."""
     world = World()
     if in_tree:
         cached(world.d, tokens((1, in_tree)))
@@ -53,7 +53,7 @@ def offer_lease(world: World) -> int:
 
 
 def test_a_cold_prompt_streams_in_whole_pages_and_ends_with_the_partial_one():
-    """Scenario B1: chunks of 40 are posts of 2, 3 and 2 pages; cumulative 7, only one is last."""
+    """scenario B1: chunks of 40 are posts of 2, 3 and 2 pages; cumulative 7, only one is last."""
     world = World()
     world.hold_posts = True
     sender = Sender(world)
@@ -107,7 +107,7 @@ def test_the_two_halves_meet_in_any_order(order):
 
 
 def test_a_full_hit_sends_no_page_and_still_delivers_the_aux():
-    """Scenarios A4, B3: nothing is posted, nothing is evicted, the first token arrives."""
+    """scenario A4, scenario B3: nothing is posted, nothing is evicted, the first token arrives."""
     world = World(d_pages=8)
     cached(world.d, FULL)
     world.d.lease(tokens((9000, 1)))
@@ -129,7 +129,7 @@ def test_a_full_hit_sends_no_page_and_still_delivers_the_aux():
 
 
 def test_a_chunk_that_ends_where_the_prefix_does_sends_nothing():
-    """Scenario B4: prefix 80, chunk end 80: no post, the cursor is at 80."""
+    """scenario B4: prefix 80, chunk end 80: no post, the cursor is at 80."""
     world = World()
     cached(world.d, tokens((1, 80)))
     sender = Sender(world)
@@ -147,7 +147,7 @@ def test_a_chunk_that_ends_where_the_prefix_does_sends_nothing():
 
 
 def test_only_what_the_decode_side_lacks_is_sent():
-    """Scenario A2: bytes sent are the pages beyond the prefix, to the byte."""
+    """scenario A2: bytes sent are the pages beyond the prefix, to the byte."""
     world = World()
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
@@ -183,7 +183,7 @@ def test_several_rooms_at_once_do_not_mix():
 
 
 def test_a_delivered_prompt_is_cached_in_whole_pages_and_locked_once():
-    """Scenario A21: the lock moves from the 64-token node to the end; the tail stays with the
+    """scenario A21: the lock moves from the 64-token node to the end; the tail stays with the
     lease."""
     world = World()
     cached(world.d, tokens((1, 64)))
@@ -201,7 +201,7 @@ def test_a_delivered_prompt_is_cached_in_whole_pages_and_locked_once():
 
 
 def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
-    """Scenario A22: both transfer 7 pages; the tree keeps the first six, nothing is freed twice."""
+    """scenario A22: both transfer 7 pages; the tree keeps the first six, nothing is freed twice."""
     world = World()
     for room in (1, 2):
         world.d.call(client.Receive, PROMPT, room=room, source=("p",))
@@ -220,7 +220,7 @@ def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
 
 
 def test_the_second_of_two_equal_prompts_is_cached_when_the_first_fails():
-    """Scenario A23."""
+    """scenario A23."""
     world = World()
     for room in (1, 2):
         world.d.call(client.Receive, PROMPT, room=room, source=("p",))
@@ -234,7 +234,7 @@ def test_the_second_of_two_equal_prompts_is_cached_when_the_first_fails():
 
 
 def test_a_warm_up_handoff_caches_nothing():
-    """Scenario A37."""
+    """scenario A37."""
     world = World()
     sender = Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",), cache=False)
@@ -247,7 +247,7 @@ def test_a_warm_up_handoff_caches_nothing():
 
 
 def test_a_first_token_that_ends_the_request_leaves_its_prompt_cached():
-    """Scenario A33: one output token without KV; 96 tokens stay."""
+    """scenario A33: one output token without KV; 96 tokens stay."""
     world = World()
     sender = Sender(world, FULL)
     world.d.call(client.Receive, FULL, room=7, source=("p",))
@@ -259,7 +259,7 @@ def test_a_first_token_that_ends_the_request_leaves_its_prompt_cached():
 
 
 def test_five_turns_send_only_what_is_new():
-    """Scenario A39: turn k is the last prompt, its output and 40 more tokens."""
+    """scenario A39: turn k is the last prompt, its output and 40 more tokens."""
     world = World(p_pages=128, d_pages=128)
     history = tokens((1, 40))
     for turn in range(5):

@@ -13,7 +13,7 @@ from tests.core.world import World, tokens
 
 
 def test_a_transfer_that_fails_frees_the_delta_and_keeps_the_prefix():
-    """Scenario A20: exactly 3 pages come back, 64 tokens stay cached, the retry has them."""
+    """scenario A20: exactly 3 pages come back, 64 tokens stay cached, the retry has them."""
     world = World()
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
@@ -33,7 +33,7 @@ def test_a_transfer_that_fails_frees_the_delta_and_keeps_the_prefix():
 
 
 def test_a_handshake_that_fails_leaves_both_trees_as_they_were():
-    """Scenario A19: the peer never says Hello; at the deadline nothing was held."""
+    """scenario A19: the peer never says Hello; at the deadline nothing was held."""
     world = World()
     cached(world.d, tokens((1, 64)))
     world.cut = {"p"}
@@ -55,7 +55,7 @@ def test_a_handshake_that_fails_leaves_both_trees_as_they_were():
 
 
 def test_an_abort_before_anything_is_held_is_told_once():
-    """Scenario A25: queued for room, then aborted by an operator."""
+    """scenario A25: queued for room, then aborted by an operator."""
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 100)))
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
@@ -72,7 +72,7 @@ def test_an_abort_before_anything_is_held_is_told_once():
 
 
 def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_settles():
-    """Scenario A26: the prefix lock is dropped at once; the delta is nobody's until Settled."""
+    """scenario A26: the prefix lock is dropped at once; the delta is nobody's until Settled."""
     world = World()
     cached(world.d, tokens((1, 64)))
     world.hold_posts = True
@@ -103,7 +103,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
 
 
 def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
-    """Scenario A28: bytes in doubt stay in quarantine until no byte can land."""
+    """scenario A28: bytes in doubt stay in quarantine until no byte can land."""
     world = World()
     world.hold_posts = True
     sender = Sender(world)
@@ -129,7 +129,7 @@ def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
 
 
 def test_bytes_in_doubt_keep_their_pages_until_the_receiving_host_is_quiet():
-    """Scenario A28: what a destroyed agent had sent may still be in the receiver's sockets."""
+    """scenario A28: what a destroyed agent had sent may still be in the receiver's sockets."""
     world = World()
     world.hold_posts = world.hold_quiet = world.doubts = True
     sender = Sender(world)
@@ -169,7 +169,7 @@ def test_other_rooms_through_a_destroyed_agent_fail_too():
 
 
 def test_a_writer_that_aborts_in_mid_chunk_is_heard_at_once():
-    """Scenario B11: the decode engine knows it without a clock."""
+    """scenario B11: the decode engine knows it without a clock."""
     world = World()
     sender = Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
@@ -184,7 +184,7 @@ def test_a_writer_that_aborts_in_mid_chunk_is_heard_at_once():
 
 
 def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
-    """Scenario G5: a new incarnation is proof that the old one writes no more."""
+    """scenario G5: a new incarnation is proof that the old one writes no more."""
     world = World()
     world.hold_posts = True
     sender = Sender(world)
@@ -206,7 +206,7 @@ def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
 
 
 def test_a_writer_that_restarts_under_a_wanted_room_fails_it_with_what_to_do():
-    """Scenario G5."""
+    """scenario G5."""
     world = World()
     Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
@@ -224,7 +224,7 @@ def test_a_writer_that_restarts_under_a_wanted_room_fails_it_with_what_to_do():
 
 
 def test_a_restarted_decode_side_ends_its_rooms_and_no_other():
-    """Scenario G6: posts to it fail, the rooms of another decode node go on."""
+    """scenario G6: posts to it fail, the rooms of another decode node go on."""
     world = World(names=("d", "e"))
     d, e = world.d, world.sides["e"]
     world.hold_posts = True

@@ -192,7 +192,7 @@ def test_nothing_a_peer_says_raises_on_the_decode_side(state, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hostile_peer_disturbs_no_room_but_its_own(seed):
-    """Scenario G6: rooms of other peers go on as if nothing had happened."""
+    """scenario G6: rooms of other peers go on as if nothing had happened."""
     world = World(names=("d", "e"))
     p, d, e = world.p, world.d, world.sides["e"]
     (hello,) = [step for step in e.log if isinstance(step, inputs.FromPeer)][:1]

@@ -61,7 +61,7 @@ def test_a_lease_of_another_session_is_unknown(kind, fields):
 
 
 def test_a_lease_of_a_cold_prompt_holds_the_pages_of_all_its_tokens():
-    """Scenario A1: 100 tokens are 7 pages, the last with 4 tokens."""
+    """scenario A1: 100 tokens are 7 pages, the last with 4 tokens."""
     world = World()
 
     lease = world.p.lease(PROMPT)
@@ -72,7 +72,7 @@ def test_a_lease_of_a_cold_prompt_holds_the_pages_of_all_its_tokens():
 
 
 def test_commit_caches_whole_pages_and_leaves_the_tail_to_the_lease():
-    """Scenario R1: 40 tokens are 32 in the tree and 8 with their owner."""
+    """scenario R1: 40 tokens are 32 in the tree and 8 with their owner."""
     world = World()
     prompt = tokens((1, 40))
     lease = world.p.lease(prompt)
@@ -87,7 +87,7 @@ def test_commit_caches_whole_pages_and_leaves_the_tail_to_the_lease():
 
 
 def test_commit_swaps_pages_that_the_tree_has_already():
-    """Scenario A22: the second commit of a prompt gives its six duplicates back."""
+    """scenario A22: the second commit of a prompt gives its six duplicates back."""
     world = World()
     first, second = world.p.lease(PROMPT), world.p.lease(PROMPT)
     world.p.call(client.CommitLease, lease=first.lease)
@@ -154,7 +154,7 @@ def test_extend_without_room_names_the_numbers_and_the_holders():
 
 
 def test_a_warm_up_request_caches_nothing():
-    """Scenario A37: ``cache=False`` leaves the tree empty, and a flush finds nothing."""
+    """scenario A37: ``cache=False`` leaves the tree empty, and a flush finds nothing."""
     world = World()
     lease = world.p.lease(PROMPT, cache=False)
 
@@ -166,7 +166,7 @@ def test_a_warm_up_request_caches_nothing():
 
 
 def test_equal_tokens_of_another_namespace_are_not_matched():
-    """Scenario A9: the namespace holds what isolates equal tokens (LoRA, cache salt)."""
+    """scenario A9: the namespace holds what isolates equal tokens (LoRA, cache salt)."""
     world = World()
     lease = world.p.lease(PROMPT, namespace="lora-1")
     world.p.call(client.CommitAndRelease, lease=lease.lease)
@@ -176,7 +176,7 @@ def test_equal_tokens_of_another_namespace_are_not_matched():
 
 
 def test_text_shared_up_to_the_middle_of_a_page_is_matched_in_whole_pages():
-    """Scenario A3: 70 common tokens match 64."""
+    """scenario A3: 70 common tokens match 64."""
     world = World()
     lease = world.p.lease(tokens((1, 70), (900, 26)))
     world.p.call(client.CommitAndRelease, lease=lease.lease)
@@ -185,7 +185,7 @@ def test_text_shared_up_to_the_middle_of_a_page_is_matched_in_whole_pages():
 
 
 def test_a_prompt_shorter_than_a_page_caches_nothing_until_its_page_is_whole():
-    """Scenario A10: 10 tokens cache nothing; with 6 more they are a page."""
+    """scenario A10: 10 tokens cache nothing; with 6 more they are a page."""
     world = World()
     short = tokens((1, 10))
     first = world.p.lease(short)
@@ -200,7 +200,7 @@ def test_a_prompt_shorter_than_a_page_caches_nothing_until_its_page_is_whole():
 
 
 def test_five_turns_of_a_conversation_leave_nothing_protected():
-    """Scenario A39: each turn is the last one, its output and 40 more tokens."""
+    """scenario A39: each turn is the last one, its output and 40 more tokens."""
     world = World(p_pages=128)
     table = world.p.node.leases
     history = tokens((1, 40))

@@ -89,7 +89,7 @@ def tampered(world: World, **changes: object) -> Settled:
     ],
 )
 def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, message):
-    """Scenarios B6, B12, B13: refused loudly before a byte, never truncated."""
+    """scenario B6, scenario B12, scenario B13: refused loudly before a byte, never truncated."""
     world = World()
 
     settled = (
@@ -149,7 +149,7 @@ def test_prompts_that_differ_are_refused_in_words(first):
 
 
 def test_namespaces_that_differ_are_refused():
-    """Scenario A9: the digest covers the namespace."""
+    """scenario A9: the digest covers the namespace."""
     world = World()
     Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",), namespace="lora")

@@ -13,7 +13,7 @@ def pages(*ids: int) -> Pages:
 
 
 def test_pool_never_hands_out_the_null_page():
-    """Scenario R13."""
+    """scenario R13."""
     pool = PagePool("kv", 8)
 
     assert sorted(page_ids(pool.take(7))) == [1, 2, 3, 4, 5, 6, 7]
@@ -21,7 +21,7 @@ def test_pool_never_hands_out_the_null_page():
 
 
 def test_give_refuses_the_null_page():
-    """Scenario R13."""
+    """scenario R13."""
     pool = PagePool("kv", 8)
     taken = pool.take(3)
 
@@ -32,7 +32,7 @@ def test_give_refuses_the_null_page():
 
 
 def test_take_takes_nothing_when_one_page_is_missing():
-    """Scenario R10."""
+    """scenario R10."""
     pool = PagePool("kv", 8)
     pool.take(4)
     before = pool.free_ids()

@@ -194,7 +194,7 @@ def test_a_hello_of_an_older_process_is_stale():
 @pytest.mark.parametrize("kind", [Ping, Offer, Abort, Closed, Accept, Progress, Settled])
 @pytest.mark.parametrize("who", ["unknown", "superseded", "to another incarnation"])
 def test_a_message_between_other_processes_is_answered_and_never_acted_on(kind, who):
-    """Scenario G3: from nobody we know, from a replaced process, or for our predecessor."""
+    """scenario G3: from nobody we know, from a replaced process, or for our predecessor."""
     world = World()
     older = world.d.incarnation
     world.restart(world.d)
@@ -263,7 +263,7 @@ def test_a_ping_of_nothing_is_not_echoed_for_ever():
     ],
 )
 def test_pools_of_other_layouts_are_refused_before_a_page_is_held(theirs, difference):
-    """Scenario G10: page size, dtype and order, each with both values."""
+    """scenario G10: page size, dtype and order, each with both values."""
     world = World()
     world.p.config = msgspec.structs.replace(world.p.config, spec=theirs)
     world.restart(world.p)
@@ -282,7 +282,7 @@ def test_pools_of_other_layouts_are_refused_before_a_page_is_held(theirs, differ
 
 @pytest.mark.parametrize("layout", ["", "{", "[" * 5000, "null", '"x"', "[]"])
 def test_a_layout_that_is_none_is_refused_like_any_other(layout):
-    """Scenario G2: what cannot be read is refused, and says so."""
+    """scenario G2: what cannot be read is refused, and says so."""
     world = World()
     world.p.node.step(inputs.FromPeer(world.now_s, "in:x", hello_of(world, layout=layout)))
 

@@ -56,7 +56,7 @@ def locks(node: Node) -> list[int]:
 
 
 def test_insert_stores_whole_pages_and_leaves_the_tail():
-    """Scenario R1: 40 tokens at page 16 store 32; the 8 tail tokens stay with their owner."""
+    """scenario R1: 40 tokens at page 16 store 32; the 8 tail tokens stay with their owner."""
     tree = tree_of()
 
     put(tree, text(40), 1)
@@ -66,7 +66,7 @@ def test_insert_stores_whole_pages_and_leaves_the_tail():
 
 
 def test_match_is_floored_to_a_page_when_text_is_shared_further():
-    """Scenario A3: 70 common tokens match 64, never 70."""
+    """scenario A3: 70 common tokens match 64, never 70."""
     tree = tree_of()
     put(tree, text(70), 1)
 
@@ -74,7 +74,7 @@ def test_match_is_floored_to_a_page_when_text_is_shared_further():
 
 
 def test_match_stops_where_the_tokens_diverge():
-    """Scenario A3: the divergence is inside an edge and inside a page."""
+    """scenario A3: the divergence is inside an edge and inside a page."""
     tree = tree_of()
     stored = put(tree, text(128), 1).node
     query = fork(text(128), 70, 128)
@@ -126,7 +126,7 @@ def test_match_of_nothing_is_the_root_of_the_namespace():
 
 
 def test_match_keeps_namespaces_apart():
-    """Scenario A9: equal tokens under another adapter or salt match nothing."""
+    """scenario A9: equal tokens under another adapter or salt match nothing."""
     tree = tree_of()
     put(tree, text(64), 1, "m")
     put(tree, text(32), 5, "m+lora")
@@ -175,7 +175,7 @@ def test_lock_counts_on_the_whole_path_and_unlock_takes_it_back():
 
 
 def test_unlock_below_zero_is_refused_and_changes_nothing():
-    """Scenario R5."""
+    """scenario R5."""
     tree = tree_of()
     node = put(tree, text(64), 1).node
     tree.lock(node)
@@ -226,7 +226,7 @@ def test_split_under_a_lock_keeps_the_holders_node():
 
 
 def test_extend_continues_from_the_locked_node():
-    """Scenario A21: 64 of 100 were cached; the commit adopts pages of [64, 96)."""
+    """scenario A21: 64 of 100 were cached; the commit adopts pages of [64, 96)."""
     tree = tree_of()
     put(tree, text(64), 1)
     prompt = text(100)
@@ -253,7 +253,7 @@ def test_extend_accepts_the_continuation_alone():
 
 
 def test_extend_returns_duplicates_when_another_was_first():
-    """Scenario A22: two handoffs of one prompt; the second's pages lose, its row is rewritten."""
+    """scenario A22: two handoffs of one prompt; the second's pages lose, its row is rewritten."""
     tree = tree_of()
     root = tree.match(text(100), "m")
     tree.lock(root)
@@ -329,7 +329,7 @@ def test_extend_keeps_a_new_buffer_without_a_copy():
 
 
 def test_evict_takes_the_unlocked_sibling_and_no_parent_before_its_child():
-    """Scenario R3."""
+    """scenario R3."""
     tree = tree_of()
     locked = put(tree, text(128), 1).node
     sibling = put(tree, fork(text(128), 64, 96), 20).node
@@ -372,7 +372,7 @@ def test_evict_spares_what_was_matched_lately_and_both_halves_of_a_split():
 
 
 def test_flush_drops_what_is_unlocked_and_counts_the_rest():
-    """Scenario A40: the tree's share; its caller names the holders."""
+    """scenario A40: the tree's share; its caller names the holders."""
     tree = tree_of()
     locked = put(tree, text(64), 1).node
     put(tree, text(128), 10)

@@ -113,7 +113,7 @@ def test_a_decode_side_that_never_says_closed_is_waited_for_until_linger():
 
 @pytest.mark.parametrize(("deadline_s", "told"), [(0.5, "0.5"), (2.0, "2.0")])
 def test_a_room_without_an_engine_ends_at_the_deadline_of_the_offer(deadline_s, told):
-    """Scenario G8: measured from the receive, whatever the other side does."""
+    """scenario G8: measured from the receive, whatever the other side does."""
     world = World()
     world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=deadline_s)
 
@@ -132,7 +132,7 @@ def test_a_room_without_an_engine_ends_at_the_deadline_of_the_offer(deadline_s, 
 
 
 def test_a_send_without_an_offer_ends_at_its_deadline():
-    """Scenario G8: measured from send, even if no decode side ever comes."""
+    """scenario G8: measured from send, even if no decode side ever comes."""
     world = World()
     send = sending(world, 7, deadline_s=0.5)
 
@@ -171,7 +171,7 @@ def test_the_drain_deadline_destroys_the_sending_agent_so_that_the_pages_come_ba
 
 
 def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
-    """Scenario G5: its rooms drain at once, and the engine is told why."""
+    """scenario G5: its rooms drain at once, and the engine is told why."""
     world = World()
     send = sending(world, 7)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
@@ -298,7 +298,7 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
 
 
 def test_a_repeated_settled_is_answered_and_changes_nothing():
-    """Scenario A26: a late or repeated Settled frees nothing twice."""
+    """scenario A26: a late or repeated Settled frees nothing twice."""
     world = World()
     send = sending(world, 7)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))

@@ -104,7 +104,7 @@ IMPOSSIBLE_REQUESTS = [
 
 
 def test_client_requests_with_impossible_figures_are_refused(session):
-    """Scenario A16 too: what can never fit is refused at once."""
+    """scenario A16 too: what can never fit is refused at once."""
     found = [session.request(message, TOKENS) for message, _ in IMPOSSIBLE_REQUESTS]
 
     assert found == [code for _, code in IMPOSSIBLE_REQUESTS]
@@ -170,7 +170,7 @@ def test_receive_whose_deadline_has_passed_ends(session, engines):
 
 
 def test_prompt_larger_than_the_pool_is_refused_with_both_figures(session):
-    """Scenario A16."""
+    """scenario A16."""
     answer = session.asked(CLIENT_REQUESTS.encode(client.OpenLease(1)), bytes(4 * 16 * 300))
 
     assert answer.refusal.code is Code.TOO_LARGE

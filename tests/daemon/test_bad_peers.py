@@ -32,14 +32,14 @@ def mallory(engines):
 
 
 def test_peer_messages_that_cannot_be_read_are_rejected(mallory):
-    """Scenarios G1 and G2."""
+    """scenario G1, scenario G2."""
     for frames in ([b""], [b"\xff" * 30], [b"\x94" * 5_000], [b"a", b"b"], [bytes(5 * 2**20)]):
         mallory.say(*frames)
         assert mallory.hears(peer.Reject).refusal.code is Code.BAD_REQUEST, frames[0][:20]
 
 
 def test_offer_before_any_hello_is_answered_with_one_and_opens_nothing(engines, mallory):
-    """Scenario G3: nothing is held for a peer before its Hello."""
+    """scenario G3: nothing is held for a peer before its Hello."""
     mallory.offer(room=77)
 
     assert mallory.hears(peer.Hello).node == "p"
@@ -55,7 +55,7 @@ def test_hello_of_another_protocol_is_rejected_with_both_versions(mallory):
 
 
 def test_offers_of_a_peer_with_another_layout_are_refused(engines, mallory):
-    """Scenario G10."""
+    """scenario G10."""
     for number, layout in enumerate(('["mha","layer_first",[]]', "\x00garbage", "[" * 5_000), 1):
         greeting = msgspec.structs.replace(mallory.greeting, layout=layout, generation=number)
         mallory.tell(greeting)
@@ -88,7 +88,7 @@ BAD_OFFERS = [
 
 
 def test_offers_that_cannot_be_served_are_settled_as_refused(mallory):
-    """Scenarios B12 and B13."""
+    """scenario B12, scenario B13."""
     mallory.greet()
 
     found = []

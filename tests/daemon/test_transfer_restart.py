@@ -83,7 +83,7 @@ async def test_daemon_starts_a_new_transfer_process_when_the_old_one_is_killed(
 
 
 async def test_fence_frees_the_quarantine_of_a_writer_that_does_not_answer(pair: Pair) -> None:
-    """Scenario A26: the pages come back by a fence, not by time."""
+    """scenario A26: the pages come back by a fence, not by time."""
     os.kill(pair.prefill.pid, signal.SIGSTOP)
     try:
         async with kvd.client.connect(pair.decode.client, name="decode") as decode:

@@ -65,7 +65,7 @@ async def layered_pair(tmp_path_factory):
 
 
 async def test_cold_prompt_arrives_byte_for_byte(engines: Engines):
-    """Scenario A1: 100 tokens are 7 pages, the last one partial."""
+    """scenario A1: 100 tokens are 7 pages, the last one partial."""
     tokens = tokens_of(100, seed=1)
 
     found = await hand_over(engines.p, engines.d, engines.room(), tokens)
@@ -79,7 +79,7 @@ async def test_cold_prompt_arrives_byte_for_byte(engines: Engines):
 
 
 async def test_cached_prefix_is_not_sent(engines: Engines):
-    """Scenario A2: 64 of 100 tokens are cached on the decode side, 3 pages travel."""
+    """scenario A2: 64 of 100 tokens are cached on the decode side, 3 pages travel."""
     tokens = tokens_of(100, seed=2)
     await (await hand_over(engines.p, engines.d, engines.room(), tokens[:64])).end()
 
@@ -98,7 +98,10 @@ async def test_cached_prefix_is_not_sent(engines: Engines):
 async def test_full_hit_delivers_the_aux_and_sends_only_what_lacks(
     engines: Engines, prompt, sent_pages
 ):
-    """Scenarios A4, A5 and B3: a full hit moves no page and is a handoff all the same."""
+    """A full hit moves no page and is a handoff all the same.
+
+    Covers scenario A4, scenario A5, scenario B3.
+    """
     tokens = tokens_of(97, seed=3)
     await (await hand_over(engines.p, engines.d, engines.room(), tokens[:96])).end()
 
@@ -111,7 +114,7 @@ async def test_full_hit_delivers_the_aux_and_sends_only_what_lacks(
 
 
 async def test_prompt_shorter_than_a_page_is_sent_and_not_cached(engines: Engines):
-    """Scenario A10."""
+    """scenario A10."""
     found = await hand_over(engines.p, engines.d, engines.room(), tokens_of(10, seed=4))
 
     assert found.is_exact
@@ -121,7 +124,7 @@ async def test_prompt_shorter_than_a_page_is_sent_and_not_cached(engines: Engine
 
 
 async def test_equal_tokens_of_another_namespace_are_not_shared(engines: Engines):
-    """Scenario A9."""
+    """scenario A9."""
     tokens = tokens_of(64, seed=5)
     await (await hand_over(engines.p, engines.d, engines.room(), tokens)).end()
     room = engines.room()
@@ -136,7 +139,7 @@ async def test_equal_tokens_of_another_namespace_are_not_shared(engines: Engines
 
 
 async def test_chunks_are_sent_as_they_are_written(engines: Engines):
-    """Scenario B1: chunks of 40 of 100 tokens; one is announced before the offer has come."""
+    """scenario B1: chunks of 40 of 100 tokens; one is announced before the offer has come."""
     p, d, pair = engines.p, engines.d, engines.pair
     tokens, room = tokens_of(100, seed=6), engines.room()
     lease = await p.lease(tokens)
@@ -163,7 +166,7 @@ async def test_chunks_are_sent_as_they_are_written(engines: Engines):
 
 
 async def test_rooms_in_both_directions_do_not_mix(engines: Engines):
-    """Scenario G21: eight handoffs at once, four each way, each with its own bytes."""
+    """scenario G21: eight handoffs at once, four each way, each with its own bytes."""
     p, d = engines.p, engines.d
     ways = [(p, d, "p"), (d, p, "d")] * 4
 
@@ -206,7 +209,7 @@ async def test_scattered_pages_arrive_in_order(engines: Engines):
 
 
 async def test_uncached_handoff_leaves_no_trace_in_the_trees(engines: Engines):
-    """Scenario A37."""
+    """scenario A37."""
     found = await hand_over(engines.p, engines.d, engines.room(), tokens_of(100, 32), cache=False)
     assert found.is_exact
     await found.end()
@@ -215,7 +218,7 @@ async def test_uncached_handoff_leaves_no_trace_in_the_trees(engines: Engines):
 
 
 async def test_two_equal_prompts_at_once_are_cached_once(engines: Engines):
-    """Scenario A22: both are sent, the second commit swaps its duplicates for the tree's pages."""
+    """scenario A22: both are sent, the second commit swaps its duplicates for the tree's pages."""
     p, d = engines.p, engines.d
     tokens, rooms = tokens_of(100, seed=33), (engines.room(), engines.room())
     lease = await p.lease(tokens)
@@ -245,7 +248,7 @@ async def test_match_tells_what_is_cached_and_changes_nothing(engines: Engines):
 
 
 async def test_room_aborted_by_an_operator_is_told_to_both_engines(engines: Engines):
-    """Scenario B11: the pages are free again, the cached prefix stays."""
+    """scenario B11: the pages are free again, the cached prefix stays."""
     p, d, pair = engines.p, engines.d, engines.pair
     tokens, room = tokens_of(100, seed=36), engines.room()
     await (await hand_over(p, d, engines.room(), tokens[:64])).end()
@@ -315,7 +318,7 @@ async def test_operators_see_who_holds_what_and_why(engines: Engines):
 
 
 async def test_flush_skips_what_is_locked_and_strict_flush_changes_nothing(engines: Engines):
-    """Scenarios A37 and A40."""
+    """scenario A37, scenario A40."""
     p, d, decode = engines.p, engines.d, engines.pair.decode
     await (await hand_over(p, d, engines.room(), tokens_of(64, seed=40))).end()
     held = await hand_over(p, d, engines.room(), tokens_of(96, seed=41))

@@ -89,7 +89,7 @@ def test_paged_cache_equals_a_dynamic_cache(
 def test_paged_cache_reads_another_sequences_prefix_in_place(
     model: PreTrainedModel, order: Order
 ) -> None:
-    """Scenario A2: 64 of 100 tokens come from pages that a first sequence wrote."""
+    """scenario A2: 64 of 100 tokens come from pages that a first sequence wrote."""
     layers = pool(order)
     prompt = tokens(100)
     first = paged_cache(layers, [9, 4, 30, 2, 11, 12, 13], written_tokens=0, shared_tokens=0)
@@ -109,7 +109,7 @@ def test_paged_cache_reads_another_sequences_prefix_in_place(
 def test_paged_cache_writes_nothing_when_the_last_token_is_recomputed_after_a_full_hit(
     model: PreTrainedModel, order: Order
 ) -> None:
-    """Scenario A6: the first output is computed, the shared page stays as it is, bit for bit."""
+    """scenario A6: the first output is computed, the shared page stays as it is, bit for bit."""
     layers = pool(order)
     prompt = tokens(96)
     whole = run(

@@ -9,7 +9,7 @@ from kvd.demo.conversation import Dialogues, ExpectedCache, write_script
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_script_repeats_a_prompt_of_whole_pages(page_size: int) -> None:
-    """Scenario A4: the retry finds every token of its prompt cached."""
+    """scenario A4: the retry finds every token of its prompt cached."""
     script = write_script(turns=5, vocabulary=2048, page_size=page_size, seed=1)
     dialogues = Dialogues(script.system)
     prompts = {(turn.conversation, turn.number): dialogues.prompt(turn) for turn in script.turns}
@@ -26,7 +26,7 @@ def test_script_repeats_a_prompt_of_whole_pages(page_size: int) -> None:
 
 
 def test_prompt_is_the_previous_prompt_its_answer_and_a_new_message() -> None:
-    """Scenario A39: turn k's prompt is the previous prompt, the output and 40 tokens."""
+    """scenario A39: turn k's prompt is the previous prompt, the output and 40 tokens."""
     script = write_script(turns=2, vocabulary=2048, page_size=16, seed=1)
     dialogues = Dialogues(script.system)
     first, second = script.turns[:2]
@@ -61,7 +61,7 @@ def test_script_bounds_what_it_needs() -> None:
 def test_expected_cache_finds_the_longest_prefix_in_whole_pages(
     cached: tuple[int, ...], prompt: tuple[int, ...], prefix: int
 ) -> None:
-    """Scenarios A1 to A5, as the demo works them out without a daemon."""
+    """scenario A1 to A5, as the demo works them out without a daemon."""
     cache = ExpectedCache(16)
     cache.add((5, 5, 5))
     cache.add(cached)

@@ -126,7 +126,7 @@ async def test_leases_of_a_killed_engine_are_released_and_what_it_committed_stay
 
 
 async def test_prefill_engine_is_told_when_the_receiving_engine_is_killed(pair, engine):
-    """Scenario A26: the pages are quarantined until the writer settles, then free."""
+    """scenario A26: the pages are quarantined until the writer settles, then free."""
     receiver = engine(ENGINE, "receiver", pair.decode.client, 20_000, 21)
     tokens = list(range(20_000, 20_100))
     async with kvd.client.connect(pair.prefill.client, name="prefill-engine") as p:
@@ -148,7 +148,7 @@ async def test_prefill_engine_is_told_when_the_receiving_engine_is_killed(pair, 
 
 
 async def test_decode_engine_is_told_when_the_sending_engine_is_killed(pair, engine):
-    """Scenario B11: at once, not when a deadline passes; what came is not cached."""
+    """scenario B11: at once, not when a deadline passes; what came is not cached."""
     tokens = list(range(30_000, 30_100))
     async with kvd.client.connect(pair.decode.client, name="decode-engine") as d:
         receive = await d.receive(31, tokens, "p")

@@ -34,7 +34,8 @@ def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
 
 
 def test_demo_decodes_the_same_tokens_and_sends_only_what_is_lacking(tmp_path: Path) -> None:
-    """Scenarios A1, A2, A3, A4, A6, A33 and A39 with real daemons, bytes and a real model.
+    """Real daemons, real bytes, a real model: scenario A1, scenario A2, scenario A3, scenario A4,
+    scenario A6, scenario A33, scenario A39.
 
     The figures follow from the script: 300 tokens of system prompt, messages of 40, answers of 16
     whose last token has no KV, pages of 16. The retry's prompt has 352 tokens, 22 whole pages. In

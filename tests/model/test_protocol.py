@@ -2,7 +2,7 @@
 
 By default the bound is small. ``KVD_MODEL=full pytest -m slow tests/model`` explores the whole
 budget: four faults of every kind for one handoff, and two handoffs in one room with each kind of
-fault by itself. Scenarios A26, A28, B11, E13.
+fault by itself. scenario A26, scenario A28, scenario B11, scenario E13.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The tree and a pool against a dict model, step by step. Scenarios R1, R3, R5, R10, R13, R14.
+"""The tree and a pool against a dict model, step by step.
+
+Covers scenario R1, scenario R3, scenario R5, scenario R10, scenario R13, scenario R14.
 
 The model is one dict: (namespace, the tokens of a whole-page prefix) -> the page that holds its
 last page of tokens. After every step the tree must hold exactly what the model holds, on the same
@@ -274,7 +276,7 @@ class Machine:
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(2))
 def test_tree_and_pool_agree_with_the_model_at_every_step(page: int, policy: Policy, seed: int):
-    """Scenario R14; the seed is in the test's name."""
+    """scenario R14; the seed is in the test's name."""
     machine = Machine(page, policy, seed)
 
     for _ in range(STEPS):

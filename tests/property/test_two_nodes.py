@@ -1,6 +1,7 @@
 """Two nodes in a random world: nothing unsafe while it rages, nothing left when it is calm.
 
-Scenarios A22, A23, A26, A28, A44, B11, G5, G6, G8 happen here in every order. The seed of a failure
+scenario A22, scenario A23, scenario A26, scenario A28, scenario A44, scenario B11, scenario G5,
+scenario G6, scenario G8 happen here in every order. The seed of a failure
 is in the test's name; ``KVD_SEEDS=first:last`` runs others, ``KVD_STEPS`` makes each longer.
 """
 

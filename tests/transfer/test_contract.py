@@ -1,6 +1,6 @@
 """What every transport promises, asked of the loopback and of real transfer processes.
 
-Scenarios A28, B6, B12, G5.
+scenario A28, scenario B6, scenario B12, scenario G5.
 """
 
 from __future__ import annotations

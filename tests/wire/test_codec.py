@@ -86,7 +86,7 @@ def test_codec_keeps_refusals_with_their_numbers() -> None:
 @pytest.mark.parametrize("name", CODECS)
 @given(frame=st.binary(max_size=64))
 def test_codec_never_raises_on_random_bytes(name: str, frame: bytes) -> None:
-    """Scenario G1, G2: foreign bytes are a value, not an exception."""
+    """scenario G1, scenario G2: foreign bytes are a value, not an exception."""
     CODECS[name].decode(frame)
 
 
@@ -130,7 +130,7 @@ def test_codec_refuses_a_message_of_another_socket() -> None:
     ids=["not whole", "too many"],
 )
 def test_check_tokens_refuses(frame: bytes, code: Code) -> None:
-    """Scenario G2: a length that is not a multiple of 4, and more tokens than the limit."""
+    """scenario G2: a length that is not a multiple of 4, and more tokens than the limit."""
     refusal = check_tokens(frame, max_tokens=10)
 
     assert isinstance(refusal, Refusal)
