@@ -86,17 +86,19 @@ class Engines:
         )
         call = message.call
         answer = self._out.answer
+
+        def admitted(lease: Lease) -> None:
+            answer(session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row))
+
         lease = node.admission.at_once(claim)
         if isinstance(lease, Lease):
-            answer(session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row))
+            admitted(lease)
             return None
         wait_s = min(node.settings.max_deadline_s, message.deadline_s)
         waiter = Waiter(
             claim,
             self._out.at_s + wait_s,
-            admitted=lambda lease: answer(
-                session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row)
-            ),
+            admitted=admitted,
             refused=lambda why: answer(session, client.Failed(call, why)),
             blocked=_only_memory,
         )
@@ -136,9 +138,7 @@ class Engines:
         lease = self._lease(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        self._node.sessions.end_lease(lease, "normal")
-        self._out.answer(session, client.Done(message.call))
-        self._node.admission.pump()
+        self._release(session, message.call, lease)
         return None
 
     def _commit_and_release(
@@ -150,10 +150,13 @@ class Engines:
         first = self._node.leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
-        self._node.sessions.end_lease(lease, "normal")
-        self._out.answer(session, client.Done(message.call))
-        self._node.admission.pump()
+        self._release(session, message.call, lease)
         return None
+
+    def _release(self, session: int, call: int, lease: Lease) -> None:
+        self._node.sessions.end_lease(lease, "normal")
+        self._out.answer(session, client.Done(call))
+        self._node.admission.pump()
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
+    from kvd.core.spec import PoolSpec
     from kvd.observe.log import EventLog
     from kvd.transfer.base import Transport
 
@@ -85,15 +86,15 @@ class Daemon:
             NotReserved, AlreadyRunning, AddressInUse, TransportDown, OSError: it cannot serve.
         """
         config = self.config
-        lock_fd = self._take_lock()
+        self._lock_fd = self._take_lock()
         spec = pool_spec(config)
         placed = build_pool(spec)
         for place in placed:
             self._up.callback(place.arena.close)
         in_huge_pages = config.pool.huge_pages == "collapse"
         regions = [RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages) for p in placed]
-        incarnation = f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}"
-        self.node = Node(_settings(config, Incarnation(incarnation)), self._clock())
+        incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"
+        self.node = Node(_settings(config, spec, Incarnation(incarnation)), self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
@@ -106,7 +107,6 @@ class Daemon:
         self._open_admin(context)
         self._open_peers(context)
         self._wire()
-        self._lock_fd = lock_fd
         self._up.push_async_callback(self.mover.stop)
         await self.mover.start("start")
         self.links.dial(config.peers.connect, config.limits.max_frame_bytes, self._loop)
@@ -264,11 +264,11 @@ def _own_directory(directory: Path, group: str | None) -> None:
         raise PermissionError(msg)
 
 
-def _settings(config: Config, incarnation: Incarnation) -> Settings:
+def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Settings:
     return Settings(
         name=NodeName(config.node.name),
         incarnation=incarnation,
-        spec=pool_spec(config),
+        spec=spec,
         policy=Policy(config.radix.policy),
         allow=config.peers.allow,
         heartbeat_s=config.peers.heartbeat_s,
