@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.effects import Outbox
-    from kvd.core.lease import LeaseTable
+    from kvd.core.lease_table import LeaseTable
 
 
 class Waiter:

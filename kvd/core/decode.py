@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core import effects
 from kvd.core.admission import Admission, Waiter
-from kvd.core.lease import ARRIVAL, Claim, Lease, LeaseTable, Quarantine
+from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart
 from kvd.core.prompt import prompt_digest
+from kvd.core.settling import Settling
 from kvd.core.tables import Decode, DecodeTrigger
 from kvd.core.verdict import bounded
 from kvd.errors import Code, Refusal
@@ -31,6 +31,7 @@ from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settle
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
+    from kvd.core.lease_table import LeaseTable
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
 
@@ -65,8 +66,7 @@ class Decoder:
         self.outcomes = Outcomes(settings, out)
         self.delivered = self.failed = self.received_bytes = self.saved_bytes = 0
         self._by_handoff: dict[int, DecodePart] = {}
-        self._settling: dict[int, Lease] = {}
-        """Quarantined leases whose writer is over, until this host is quiet."""
+        self.settling = Settling(leases, peers, out)
         self._settings = settings
         self._leases = leases
         self._admission = admission
@@ -151,7 +151,7 @@ class Decoder:
             self._verified(part)
         else:
             self._fail(part, why)
-            self._free(part, "settled", in_doubt=message.in_doubt)
+            self.settling.free(part, "settled", in_doubt=message.in_doubt)
             self._close(part, message.outcome, why)
 
     def writer_gone(self, incarnation: str) -> None:
@@ -166,7 +166,7 @@ class Decoder:
             self._move(part, T.WRITER_GONE, "new incarnation")
             if was_wanted:
                 self._fail(part, refusal)
-                self._free(part, "writer-gone", in_doubt=True)
+                self.settling.free(part, "writer-gone", in_doubt=True)
                 self._close(part, Outcome.FAILED, refusal)
             else:
                 self._close_drained(part, "new-incarnation", in_doubt=True)
@@ -179,15 +179,13 @@ class Decoder:
                 self._move(part, T.FENCED, "new transport generation")
                 if part.state is D.CLOSED:
                     self._close_drained(part, "fenced", in_doubt=False)
-        for lease in list(self._settling.values()):
-            self.quiet(lease.id)
+        self.settling.fenced()
+        self._admission.pump()
 
     def quiet(self, lease_id: int) -> None:
         """Nothing that had reached this host for the lease's pages can land any more."""
-        lease = self._settling.pop(lease_id, None)
-        if lease is not None:
-            self._leases.end_quarantine(lease, "quiet")
-            self._admission.pump()
+        self.settling.quiet(lease_id)
+        self._admission.pump()
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
@@ -289,9 +287,7 @@ class Decoder:
             return
         self._fail(part, refusal)
         self._move(part, T.GIVEN_UP, refusal.message)
-        self._leases.quarantine(
-            lease, Quarantine(part.peer, part.incarnation, self._out.at_s, refusal.message)
-        )
+        self.settling.quarantine(part, lease, refusal.message)
         part.unanswered = Abort(
             self._settings.incarnation,
             part.incarnation,
@@ -306,10 +302,7 @@ class Decoder:
     def _close_drained(self, part: DecodePart, proof: str, *, in_doubt: bool) -> None:
         """DRAINING -> CLOSED: the writer is done, and the quarantine over unless it is in doubt."""
         if part.lease is not None:
-            if in_doubt:
-                self._settle_down(part.lease)
-            else:
-                self._leases.end_quarantine(part.lease, proof)
+            self.settling.end(part.lease, proof, in_doubt=in_doubt)
         self._close(part, Outcome.ABORTED, part.ended)
 
     def _close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
@@ -328,27 +321,6 @@ class Decoder:
     def _fail(self, part: DecodePart, refusal: Refusal) -> None:
         part.ended = refusal
         self._out.answer(part.session, client.ReceiveFailed(part.id, refusal))
-
-    def _free(self, part: DecodePart, cause: str, *, in_doubt: bool) -> None:
-        """Give the delta back, at once or when the bytes in doubt have come to rest."""
-        lease = part.lease
-        if lease is None:
-            return
-        if in_doubt:
-            self._leases.quarantine(
-                lease, Quarantine(part.peer, part.incarnation, self._out.at_s, cause)
-            )
-            self._settle_down(lease)
-        else:
-            self._leases.release(lease, ARRIVAL, cause)
-
-    def _settle_down(self, lease: Lease) -> None:
-        """The writer is gone, but what it sent may still be in our own socket buffers."""
-        self._settling[lease.id] = lease
-        if self._peers.generation:
-            self._out.effects.append(effects.Quiesce(lease.id))
-        else:
-            self.quiet(lease.id)
 
     def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
         out = self._out

@@ -19,7 +19,7 @@ from kvd.wire.peer import Closed, Outcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.lease import LeaseTable
+    from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import PrefillPart
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings

@@ -15,7 +15,7 @@ from kvd.core.admission import Admission
 from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
-from kvd.core.lease import LeaseTable
+from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
 from kvd.core.operators import Operators
 from kvd.core.peer import Peers

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.tables import Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
 
 if TYPE_CHECKING:
-    from kvd.core.parts import Engine
+    from kvd.core.parts import Engine, PrefillPart
+    from kvd.core.peer import Peer
+    from kvd.core.settings import Settings
     from kvd.core.spec import Component
     from kvd.wire.peer import Offer
 
@@ -80,17 +83,49 @@ def _bad_grant(offer: Offer, component: Component, side: str) -> Refusal | None:
     return None
 
 
-def disagreement(offer: Offer, engine: Engine) -> str | None:
-    """How the two sides' prompts differ, in words; None when they are the same."""
+def disagreement(offer: Offer, engine: Engine, side: str) -> Refusal | None:
+    """How the two sides' prompts differ; None when they are the same."""
     if offer.prompt_tokens != engine.prompt_tokens:
-        return (
+        difference = (
             f"the decode side has a prompt of {offer.prompt_tokens} tokens, "
             f"the prefill engine one of {engine.prompt_tokens}"
         )
-    if offer.digest != engine.digest:
-        return (
+    elif offer.digest != engine.digest:
+        difference = (
             f"both prompts have {offer.prompt_tokens} tokens, but the digests differ "
             f"({offer.digest.hex()[:8]} and {engine.digest.hex()[:8]}): the tokens or the "
             "namespaces are not the same"
         )
-    return None
+    else:
+        return None
+    return Refusal(Code.PROMPT_MISMATCH, difference, side=side)
+
+
+def unacceptable(
+    offer: Offer, peer: Peer, other: PrefillPart | None, mine: Settings
+) -> Refusal | None:
+    """Why the Offer cannot be served here and now; ``other`` is the part that has its room."""
+    side = mine.name
+    if offer.handoff < peer.offer_floor:
+        return Refusal(
+            Code.PEER_STALE, f"handoff {offer.handoff} is over on {peer.name}", side=side
+        )
+    if peer.refusal is not None:
+        return peer.refusal
+    if offer.generation < peer.generation:
+        return Refusal(
+            Code.POST_FAILED,
+            f"generation {offer.generation} of {peer.name} is over, {peer.generation} serves",
+            side=side,
+        )
+    if other is not None and other.state is not Prefill.AWAIT_OFFER:
+        return Refusal(
+            Code.DUPLICATE_ROOM,
+            f"room {offer.room} is already open here ({other.state.value}, "
+            f"handoff {other.handoff} of {other.peer})",
+            side=side,
+        )
+    refusal = bad_offer(offer, mine.spec.components[0], side)
+    if refusal is None and other is not None and other.engine is not None:
+        refusal = disagreement(offer, other.engine, side)
+    return refusal

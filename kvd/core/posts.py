@@ -20,7 +20,7 @@ from kvd.core.tables import Prefill
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
-    from kvd.core.lease import LeaseTable
+    from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import Engine, PrefillPart
     from kvd.core.peer import Peers
     from kvd.wire.peer import Offer

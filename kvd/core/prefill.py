@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from kvd.core.agents import Agent
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
-from kvd.core.offer import bad_offer, disagreement
+from kvd.core.offer import disagreement, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
+from kvd.core.verdict import too_late
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
@@ -29,7 +30,7 @@ from kvd.wire.peer import Abort, Accept, Offer, Outcome
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.lease import LeaseTable
+    from kvd.core.lease_table import LeaseTable
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
 
@@ -167,7 +168,7 @@ class Prefiller:
         if self.last_word.is_full(peer, message.handoff):
             return
         part = self.by_room.get(message.room)
-        refusal = self._unacceptable(peer, message, part)
+        refusal = unacceptable(message, peer, part, self._settings)
         if refusal is not None:
             stranger = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(stranger, peer, message.handoff)
@@ -260,7 +261,7 @@ class Prefiller:
                     )
             elif part.deadline_s <= now_s:
                 part.outcome = Outcome.TIMED_OUT
-                self.give_up(part, self._too_late(part))
+                self.give_up(part, too_late(part, now_s, self._settings))
 
     # ---- edges -------------------------------------------------------------------------------
 
@@ -338,37 +339,8 @@ class Prefiller:
         part.handoff = handoff
         self.last_word.join(part)
 
-    def _unacceptable(
-        self, peer: Peer, message: Offer, other: PrefillPart | None
-    ) -> Refusal | None:
-        side = self._settings.name
-        if message.handoff < peer.offer_floor:
-            return Refusal(
-                Code.PEER_STALE, f"handoff {message.handoff} is over on {peer.name}", side=side
-            )
-        if peer.refusal is not None:
-            return peer.refusal
-        if message.generation < peer.generation:
-            return self._post_failed(
-                f"generation {message.generation} of {peer.name} is over, {peer.generation} serves"
-            )
-        if other is not None and other.state is not P.AWAIT_OFFER:
-            return Refusal(
-                Code.DUPLICATE_ROOM,
-                f"room {message.room} is already open here ({other.state.value}, "
-                f"handoff {other.handoff} of {other.peer})",
-                side=side,
-            )
-        refusal = bad_offer(message, self._settings.spec.components[0], side)
-        if refusal is None and other is not None and other.engine is not None:
-            refusal = self._disagreement(message, other.engine)
-        return refusal
-
     def _disagreement(self, offer: Offer, engine: Engine) -> Refusal | None:
-        difference = disagreement(offer, engine)
-        if difference is None:
-            return None
-        return Refusal(Code.PROMPT_MISMATCH, difference, side=self._settings.name)
+        return disagreement(offer, engine, self._settings.name)
 
     def _accept(self, peer: Peer, part: PrefillPart) -> None:
         self._out.send(
@@ -388,23 +360,6 @@ class Prefiller:
 
     def _post_failed(self, why: str) -> Refusal:
         return Refusal(Code.POST_FAILED, why, side=self._settings.name)
-
-    def _too_late(self, part: PrefillPart) -> Refusal:
-        waited_s = self._out.at_s - part.since_s
-        what = {
-            P.AWAIT_ENGINE: "no engine here called send() for it",
-            P.AWAIT_OFFER: "no decode side offered pages for it",
-        }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
-        longest_s = self._settings.max_deadline_s
-        cut = ""
-        if part.deadline_s - part.since_s >= longest_s:
-            cut = f" (the longest deadline here: admission.max_deadline_s={longest_s:g})"
-        return Refusal(
-            Code.DEADLINE,
-            f"room {part.room} was open for {waited_s:.1f} s{cut}: {what}",
-            side=self._settings.name,
-            numbers={"waited_s": round(waited_s, 3)},
-        )
 
     def _move(self, part: PrefillPart, trigger: PrefillTrigger, why: str) -> None:
         move_prefill(part, trigger, why, self._out)

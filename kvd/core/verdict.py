@@ -1,4 +1,4 @@
-"""What a Settled must satisfy before its aux goes to an engine."""
+"""Sentences about the end of a part: an aux that is too long, a send that took too long."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.tables import Prefill
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Outcome, Settled
 
 if TYPE_CHECKING:
+    from kvd.core.parts import PrefillPart
     from kvd.core.settings import Settings
 
 
@@ -26,3 +28,22 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         numbers={"bytes": n_bytes, "limit": limit},
     )
     return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
+
+
+def too_late(part: PrefillPart, now_s: float, mine: Settings) -> Refusal:
+    """The send passed its deadline: what it waited for."""
+    waited_s = now_s - part.since_s
+    what = {
+        Prefill.AWAIT_ENGINE: "no engine here called send() for it",
+        Prefill.AWAIT_OFFER: "no decode side offered pages for it",
+    }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
+    longest_s = mine.max_deadline_s
+    cut = ""
+    if part.deadline_s - part.since_s >= longest_s:
+        cut = f" (the longest deadline here: admission.max_deadline_s={longest_s:g})"
+    return Refusal(
+        Code.DEADLINE,
+        f"room {part.room} was open for {waited_s:.1f} s{cut}: {what}",
+        side=mine.name,
+        numbers={"waited_s": round(waited_s, 3)},
+    )

@@ -1,0 +1,306 @@
+"""The lease table: everything that moves a page or a lock.
+
+A commit moves whole pages of a lease from *held* to *cached*: its anchor moves down, ``owned``
+grows, and where the tree had the same tokens already the row takes the tree's pages and the
+duplicates are given back (after the last post that reads them). A quarantined lease keeps its held
+pages and nothing else: a remote may still write them, so they are neither free nor anyone's.
+
+Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.eviction import eviction_order
+from kvd.core.lease import ENGINE, Lease, Shortage
+from kvd.core.pages import PagePool
+from kvd.core.radix import RadixTree
+from kvd.core.spec import page_bytes
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.eviction import Policy
+    from kvd.core.lease import Claim, Quarantine
+    from kvd.core.radix_node import Node
+    from kvd.core.spec import PoolSpec
+
+
+class LeaseTable:
+    """Pages, tree and leases of one pool, moved together or not at all."""
+
+    def __init__(self, spec: PoolSpec, policy: Policy, out: Outbox) -> None:
+        component = spec.components[0]
+        self.pool = PagePool(component.name, spec.pages[0])
+        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy))
+        self.page_size = component.page_size
+        self.capacity_pages = spec.pages[0] - 1
+        """Pages that exist, the null page not counted."""
+        self.page_bytes = page_bytes(component)
+        self.leases: dict[int, Lease] = {}
+        self.releases = 0
+        """Grows whenever headroom may have grown: a blocked request need not look before.
+
+        Eviction is no reason: it makes free pages of evictable ones, and both are headroom.
+        """
+        self.opened = 0
+        self.released = 0
+        self.evicted_pages = 0
+        self._out = out
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages obtainable now."""
+        return self.pool.free_pages + self.tree.evictable_pages
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that ``n_tokens`` take."""
+        return -(-n_tokens // self.page_size)
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """Bytes of the pages that ``n_tokens`` take."""
+        return self.pages_for(n_tokens) * self.page_bytes
+
+    # ---- one claim ---------------------------------------------------------------------------
+
+    def open(self, claim: Claim) -> Lease | Shortage:
+        """Lock the cached prefix, then hold pages for the rest; all of it or nothing.
+
+        The headroom is read after the lock, because locking turns evictable pages into protected
+        ones: the number from before would admit too much (scenario A11).
+        """
+        total = -(-claim.room_tokens // self.page_size)
+        if total > self.capacity_pages:
+            return Shortage(total, self.headroom_pages)
+        tree = self.tree
+        anchor = tree.hold(claim.tokens, claim.namespace)
+        owned = anchor.end_tokens // self.page_size
+        needed = total - owned
+        if not self._make_room(needed):
+            tree.unlock(anchor)
+            return Shortage(needed, self.headroom_pages)
+        row = self.pool.take(needed)
+        if owned:
+            row = Pages(tree.path_pages(anchor) + row)
+        self.opened += 1
+        out = self._out
+        lease = Lease(self.opened, claim, anchor, row)
+        lease.owned = owned
+        lease.since_s = out.at_s
+        self.leases[lease.id] = lease
+        out.emit(
+            events.LeaseOpened(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                lease.session,
+                lease.reason,
+                lease.room,
+                lease.prefix_tokens,
+                needed,
+            )
+        )
+        return lease
+
+    def extend(self, lease: Lease, n_tokens: int) -> Shortage | None:
+        """Hold pages for ``n_tokens`` more, now or not at all."""
+        room_tokens = lease.room_tokens + n_tokens
+        needed = self.pages_for(room_tokens) - count(lease.row)
+        if needed > 0:
+            if not self._make_room(needed):
+                return Shortage(needed, self.headroom_pages)
+            lease.row = Pages(lease.row + self.pool.take(needed))
+            out = self._out
+            out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
+        lease.room_tokens = room_tokens
+        return None
+
+    def commit(self, lease: Lease, new_tokens: Tokens) -> int | Refusal:
+        """KV of the known and the new tokens is written: whole pages join the tree.
+
+        Returns:
+            The first page index at which the row may have changed, or why nothing was changed.
+        """
+        n_tokens = count(lease.tokens) + count(new_tokens)
+        if n_tokens > len(lease.row) // ID_BYTES * self.page_size:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"commit of {n_tokens} tokens on lease {lease.id}, which holds pages for "
+                f"{len(lease.row) // ID_BYTES * self.page_size}: extend it before writing",
+                numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
+            )
+        if new_tokens:
+            lease.tokens = Tokens(lease.tokens + new_tokens)
+            lease.room_tokens = max(lease.room_tokens, n_tokens)
+        first = lease.owned
+        last = n_tokens // self.page_size
+        if lease.cache and lease.anchor is not None and last > first:
+            self._cache(lease, lease.anchor, last)
+        return first
+
+    def _cache(self, lease: Lease, anchor: Node, last: int) -> None:
+        """Move the pages ``[owned, last)`` of the row into the tree; the lock follows them."""
+        first = lease.owned
+        row = lease.row
+        mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
+        extension = self.tree.extend(
+            anchor,
+            lease.tokens,
+            mine,
+            start_tokens=anchor.end_tokens,
+            priority=lease.priority,
+        )
+        self.tree.relock(anchor, extension.node)
+        lease.anchor = extension.node
+        lease.owned = last
+        if extension.duplicates:
+            lease.row = Pages(
+                row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
+            )
+            self._give_back(lease, extension.duplicates)
+        out = self._out
+        out.emit(
+            events.LeaseCommitted(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                last * self.page_size,
+                count(extension.duplicates),
+            )
+        )
+
+    def _give_back(self, lease: Lease, duplicates: Pages) -> None:
+        """Free replaced pages, but not under a post that reads them."""
+        if lease.reads:
+            lease.deferred = Pages(lease.deferred + duplicates)
+        else:
+            self.pool.give(duplicates)
+            self.releases += 1
+
+    # ---- holders and readers -----------------------------------------------------------------
+
+    def hold(self, lease: Lease, holder: str) -> None:
+        """One more holder: the lease ends when the last one lets go."""
+        lease.holders.add(holder)
+
+    def hand_over(self, lease: Lease, reason: str) -> None:
+        """The prompt is here: from now on the lease is the engine's."""
+        lease.holders = {ENGINE}
+        lease.reason = reason
+
+    def begin_read(self, lease: Lease) -> None:
+        """A post reads the row's pages from now on."""
+        lease.reads += 1
+
+    def end_read(self, lease: Lease) -> None:
+        """That post is over."""
+        lease.reads -= 1
+        if not lease.reads and lease.deferred:
+            self.pool.give(lease.deferred)
+            lease.deferred = NO_PAGES
+            self.releases += 1
+
+    def release(self, lease: Lease, holder: str, cause: str) -> None:
+        """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
+        lease.holders.discard(holder)
+        if lease.holders:
+            return
+        self._unlock(lease)
+        freed = lease.held
+        if freed:
+            self.pool.give(freed)
+        self._forget(lease, cause, count(freed))
+
+    # ---- quarantine --------------------------------------------------------------------------
+
+    def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
+        """A remote may still write the held pages: keep them from everybody, unlock the rest."""
+        self._unlock(lease)
+        lease.row = lease.held
+        lease.deferred = NO_PAGES
+        lease.owned = 0
+        lease.tokens = NO_TOKENS
+        lease.holders = set()
+        lease.quarantine = quarantine
+        self.releases += 1
+        out = self._out
+        out.emit(
+            events.Quarantined(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                count(lease.row),
+                quarantine.peer,
+                quarantine.incarnation,
+                quarantine.why,
+            )
+        )
+
+    def end_quarantine(self, lease: Lease, proof: str) -> None:
+        """The writer has settled, is proven gone, or was fenced: the pages are free."""
+        out = self._out
+        since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
+        n_pages = count(lease.row)
+        self.pool.give(lease.row)
+        out.emit(
+            events.QuarantineEnded(
+                out.next_seq(), out.at_s, lease.id, n_pages, proof, out.at_s - since_s
+            )
+        )
+        self._forget(lease, proof, n_pages)
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def evict(self, n_pages: int, reason: str) -> int:
+        """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
+        evicted = self.tree.evict(n_pages)
+        n_freed = count(evicted.pages)
+        self.pool.give(evicted.pages)
+        self.evicted_pages += n_freed
+        out = self._out
+        out.emit(events.Evicted(out.next_seq(), out.at_s, n_freed, len(evicted.victims), reason))
+        return n_freed
+
+    def flush(self) -> tuple[int, int]:
+        """Drop every unlocked cached page; returns pages freed and pages kept by a lock."""
+        flushed = self.tree.flush()
+        n_freed = count(flushed.pages)
+        self.pool.give(flushed.pages)
+        out = self._out
+        out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
+        return n_freed, flushed.kept_pages
+
+    def _make_room(self, n_pages: int) -> bool:
+        """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing."""
+        short = n_pages - self.pool.free_pages
+        if short <= 0:
+            return True
+        if short > self.tree.evictable_pages:
+            return False
+        self.evict(short, "room")
+        return True
+
+    def _unlock(self, lease: Lease) -> None:
+        if lease.anchor is not None:
+            self.tree.unlock(lease.anchor)
+            lease.anchor = None
+
+    def _forget(self, lease: Lease, cause: str, freed_pages: int) -> None:
+        del self.leases[lease.id]
+        self.releases += 1
+        self.released += 1
+        out = self._out
+        out.emit(
+            events.LeaseReleased(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                lease.reason,
+                cause,
+                freed_pages,
+                out.at_s - lease.since_s,
+            )
+        )

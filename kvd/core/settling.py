@@ -1,0 +1,74 @@
+"""Pages that a remote may still write: who may, and what gives them back.
+
+A part that ends gives its delta back at once where nothing can land any more. Otherwise the pages
+go into quarantine, and come back when the writer has settled, is proven gone, or was fenced. Where
+the writer is over but what it sent may still sit in this host's own socket buffers, they come back
+when our transfer process says Quiet. No timer gives a page back.
+
+What must not live here: transitions (``decode``), and whose turn it is then (``admission``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core import effects
+from kvd.core.lease import ARRIVAL, Quarantine
+
+if TYPE_CHECKING:
+    from kvd.core.lease import Lease
+    from kvd.core.lease_table import LeaseTable
+    from kvd.core.parts import DecodePart
+    from kvd.core.peer import Peers
+
+
+class Settling:
+    """Quarantined leases whose writer is over, until this host is quiet; and the way there."""
+
+    def __init__(self, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+        self.leases: dict[int, Lease] = {}
+        """By lease id."""
+        self._table = leases
+        self._peers = peers
+        self._out = out
+
+    def quarantine(self, part: DecodePart, lease: Lease, why: str) -> None:
+        """The part's writer may still write its pages: keep them from everybody."""
+        self._table.quarantine(lease, Quarantine(part.peer, part.incarnation, self._out.at_s, why))
+
+    def free(self, part: DecodePart, cause: str, *, in_doubt: bool) -> None:
+        """Give the delta back, at once or when the bytes in doubt have come to rest."""
+        lease = part.lease
+        if lease is None:
+            return
+        if in_doubt:
+            self.quarantine(part, lease, cause)
+            self._await_quiet(lease)
+        else:
+            self._table.release(lease, ARRIVAL, cause)
+
+    def end(self, lease: Lease, proof: str, *, in_doubt: bool) -> None:
+        """The writer of a quarantined lease is over."""
+        if in_doubt:
+            self._await_quiet(lease)
+        else:
+            self._table.end_quarantine(lease, proof)
+
+    def quiet(self, lease_id: int) -> None:
+        """Nothing that had reached this host for the lease's pages can land any more."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is not None:
+            self._table.end_quarantine(lease, "quiet")
+
+    def fenced(self) -> None:
+        """Our receiving transfer process is reaped: nothing can land through it any more."""
+        for lease_id in list(self.leases):
+            self.quiet(lease_id)
+
+    def _await_quiet(self, lease: Lease) -> None:
+        """The writer is gone, but what it sent may still be in our own socket buffers."""
+        self.leases[lease.id] = lease
+        if self._peers.generation:
+            self._out.effects.append(effects.Quiesce(lease.id))
+        else:
+            self.quiet(lease.id)
