@@ -9,17 +9,28 @@ memory is passed over, because it would block everybody for a reason that is not
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvd.core.effects import Outbox
     from kvd.core.lease_table import LeaseTable
+
+
+class Asker(Protocol):
+    """Who asked for room, and what becomes of the answer."""
+
+    def admitted(self, lease: Lease) -> None:
+        """There is room: this is the lease."""
+
+    def refused(self, refusal: Refusal) -> None:
+        """It gave up, or can never fit."""
+
+    def blocked(self) -> str | None:
+        """What it waits for apart from memory; None when only memory counts."""
 
 
 class Waiter:
@@ -28,36 +39,15 @@ class Waiter:
     Args:
         claim: What it asks for.
         deadline_s: When it gives up, on the node's clock.
-        admitted: Called with the lease.
-        refused: Called with the reason when it gives up or can never fit.
-        blocked: Says what it waits for apart from memory; None when only memory counts.
+        asker: Who hears of it.
     """
 
-    __slots__ = (
-        "admitted",
-        "blocked",
-        "claim",
-        "deadline_s",
-        "needed_pages",
-        "number",
-        "refused",
-        "since_s",
-    )
+    __slots__ = ("asker", "claim", "deadline_s", "needed_pages", "number", "since_s")
 
-    def __init__(
-        self,
-        claim: Claim,
-        deadline_s: float,
-        *,
-        admitted: Callable[[Lease], None],
-        refused: Callable[[Refusal], None],
-        blocked: Callable[[], str | None],
-    ) -> None:
+    def __init__(self, claim: Claim, deadline_s: float, asker: Asker) -> None:
         self.claim = claim
         self.deadline_s = deadline_s
-        self.admitted = admitted
-        self.refused = refused
-        self.blocked = blocked
+        self.asker = asker
         self.since_s = 0.0
         self.number = 0
         self.needed_pages = 0
@@ -90,7 +80,7 @@ class Admission:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
         refusal = self._unfit(waiter.claim)
         if refusal is not None:
-            waiter.refused(refusal)
+            waiter.asker.refused(refusal)
             return
         self._count += 1
         waiter.number = self._count
@@ -155,7 +145,7 @@ class Admission:
         for waiter in self.queue:
             if (waiter.claim.session, waiter.claim.call) == (session, call):
                 self.withdraw(waiter)
-                waiter.refused(refusal)
+                waiter.asker.refused(refusal)
                 return
 
     def withdraw_session(self, session: int) -> None:
@@ -168,7 +158,7 @@ class Admission:
         late = [waiter for waiter in self.queue if waiter.deadline_s <= now_s]
         for waiter in late:
             self.queue.remove(waiter)
-            waiter.refused(self._too_late(waiter))
+            waiter.asker.refused(self._too_late(waiter))
         if late:
             self.wake()
 
@@ -177,7 +167,7 @@ class Admission:
         for one in self.queue:
             if one is waiter:
                 return False
-            if one.blocked() is None:
+            if one.asker.blocked() is None:
                 return True
         return False
 
@@ -186,7 +176,7 @@ class Admission:
         waiting = self.queue
         self.queue = []
         for index, waiter in enumerate(waiting):
-            if waiter.blocked() is not None:
+            if waiter.asker.blocked() is not None:
                 kept.append(waiter)
                 continue
             lease = self._leases.open(waiter.claim)
@@ -194,13 +184,13 @@ class Admission:
                 waiter.needed_pages = lease.needed_pages
                 kept.extend(waiting[index:])
                 break
-            waiter.admitted(lease)
+            waiter.asker.admitted(lease)
         self.queue = kept
 
     def _too_late(self, waiter: Waiter) -> Refusal:
         table = self._leases
         waited_s = self._out.at_s - waiter.since_s
-        other = waiter.blocked()
+        other = waiter.asker.blocked()
         why = other or (
             f"{waiter.needed_pages} pages are needed and {table.headroom_pages} obtainable "
             f"({table.pool.free_pages} free, {table.tree.evictable_pages} evictable)"

@@ -48,6 +48,29 @@ UNANSWERED = {D.OFFERED, D.RECEIVING, D.DRAINING}
 """What we said last is repeated: a lost Settled must not leave only the deadline to end it."""
 
 
+class ReceiveAsker:
+    """A part in the queue: it waits for memory, and for its peer."""
+
+    __slots__ = ("_call", "_decoder", "_part")
+
+    def __init__(self, decoder: Decoder, part: DecodePart, call: int) -> None:
+        self._decoder = decoder
+        self._part = part
+        self._call = call
+
+    def admitted(self, lease: Lease) -> None:
+        """QUEUED -> OFFERED."""
+        self._decoder.admitted(self._part, lease, self._call)
+
+    def refused(self, refusal: Refusal) -> None:
+        """QUEUED -> CLOSED."""
+        self._decoder.not_admitted(self._part, refusal, self._call)
+
+    def blocked(self) -> str | None:
+        """Its peer, unless an Offer can go out."""
+        return self._decoder.peers.not_ready(self._part.peer)
+
+
 class Decoder:
     """The live parts of this node's decode side."""
 
@@ -70,7 +93,7 @@ class Decoder:
         self._settings = settings
         self._leases = leases
         self._admission = admission
-        self._peers = peers
+        self.peers = peers
         self._out = out
         self._last_part = 0
         self._last_handoff = 0
@@ -92,14 +115,7 @@ class Decoder:
             message.cache,
             ARRIVAL,
         )
-        call = message.call
-        part.waiter = Waiter(
-            claim,
-            part.deadline_s,
-            admitted=lambda lease: self._admitted(part, lease, call),
-            refused=lambda why: self._not_admitted(part, why, call),
-            blocked=lambda: self._peers.not_ready(part.peer),
-        )
+        part.waiter = Waiter(claim, part.deadline_s, ReceiveAsker(self, part, message.call))
         self._admission.submit(part.waiter)
 
     def cancel(self, part: DecodePart, refusal: Refusal) -> None:
@@ -107,7 +123,7 @@ class Decoder:
         waiter = part.waiter
         if waiter is not None:
             self._admission.withdraw(waiter)
-            waiter.refused(refusal)
+            waiter.asker.refused(refusal)
         else:
             self._give_up(part, refusal)
 
@@ -225,9 +241,9 @@ class Decoder:
 
     # ---- edges -------------------------------------------------------------------------------
 
-    def _admitted(self, part: DecodePart, lease: Lease, call: int) -> None:
+    def admitted(self, part: DecodePart, lease: Lease, call: int) -> None:
         """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offer."""
-        peer = self._peers.by_name[part.peer]
+        peer = self.peers.by_name[part.peer]
         part.waiter = None
         part.lease = lease
         part.incarnation = peer.incarnation
@@ -243,7 +259,7 @@ class Decoder:
             target=peer.incarnation,
             handoff=part.handoff,
             room=part.room,
-            generation=self._peers.generation,
+            generation=self.peers.generation,
             prompt_tokens=part.prompt_tokens,
             decode_prefix_len=part.prefix_tokens,
             digest=prompt_digest(lease.tokens, lease.namespace),
@@ -257,7 +273,7 @@ class Decoder:
         part.resend_gap_s = self._settings.resend_s
         self._resend(part)
 
-    def _not_admitted(self, part: DecodePart, why: Refusal, call: int) -> None:
+    def not_admitted(self, part: DecodePart, why: Refusal, call: int) -> None:
         """QUEUED -> CLOSED: nothing was held."""
         part.waiter = None
         self._move(part, T.GIVEN_UP, why.message)
@@ -309,7 +325,7 @@ class Decoder:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
         del self.parts[part.id]
         del self._by_handoff[part.handoff]
-        peer = self._peers.by_incarnation.get(part.incarnation)
+        peer = self.peers.by_incarnation.get(part.incarnation)
         self.outcomes.keep(peer, part, outcome, reason)
         if outcome is Outcome.COMMITTED:
             self.delivered += 1
@@ -348,7 +364,7 @@ class Decoder:
 
     def _new_part(self, session: int, message: client.Receive, n_tokens: int) -> DecodePart:
         self._last_part += 1
-        name = self._peers.find(message.source[0]) or message.source[0]
+        name = self.peers.find(message.source[0]) or message.source[0]
         part = DecodePart(self._last_part, message.room, session, name, self._out.at_s)
         part.prompt_tokens = n_tokens
         part.deadline_s += min(self._settings.max_deadline_s, message.deadline_s)
@@ -366,7 +382,7 @@ class Decoder:
         return part if part is not None and part.incarnation == peer.incarnation else None
 
     def _resend(self, part: DecodePart) -> None:
-        peer = self._peers.by_incarnation.get(part.incarnation)
+        peer = self.peers.by_incarnation.get(part.incarnation)
         if peer is not None and part.unanswered is not None:
             self._out.send(peer.link, part.unanswered)
         part.resend_s = self._out.at_s + part.resend_gap_s

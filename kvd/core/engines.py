@@ -19,8 +19,34 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
     from kvd.core.node import Node
+
+
+class LeaseAsker:
+    """An engine that asked for a plain lease: it waits for memory and nothing else."""
+
+    __slots__ = ("_call", "_out", "_session")
+
+    def __init__(self, session: int, call: int, out: Outbox) -> None:
+        self._session = session
+        self._call = call
+        self._out = out
+
+    def admitted(self, lease: Lease) -> None:
+        """Answer with the lease."""
+        self._out.answer(
+            self._session, client.Leased(self._call, lease.id, lease.prefix_tokens, lease.row)
+        )
+
+    def refused(self, refusal: Refusal) -> None:
+        """Answer with the reason."""
+        self._out.answer(self._session, client.Failed(self._call, refusal))
+
+    def blocked(self) -> str | None:
+        """Nothing but memory."""
+        return None
 
 
 class Engines:
@@ -84,25 +110,13 @@ class Engines:
             message.priority,
             message.cache,
         )
-        call = message.call
-        answer = self._out.answer
-
-        def admitted(lease: Lease) -> None:
-            answer(session, client.Leased(call, lease.id, lease.prefix_tokens, lease.row))
-
+        asker = LeaseAsker(session, message.call, self._out)
         lease = node.admission.at_once(claim)
         if isinstance(lease, Lease):
-            admitted(lease)
+            asker.admitted(lease)
             return None
         wait_s = min(node.settings.max_deadline_s, message.deadline_s)
-        waiter = Waiter(
-            claim,
-            self._out.at_s + wait_s,
-            admitted=admitted,
-            refused=lambda why: answer(session, client.Failed(call, why)),
-            blocked=_only_memory,
-        )
-        node.admission.submit(waiter, lease)
+        node.admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
@@ -368,8 +382,3 @@ class Engines:
             side=self._name,
             numbers={kind: part_id},
         )
-
-
-def _only_memory() -> str | None:
-    """What a plain lease waits for apart from memory: nothing."""
-    return None

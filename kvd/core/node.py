@@ -71,16 +71,16 @@ class Node:
             i.FromOperator: self.operators.request,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,
-            i.LinkDialed: lambda got: self.peers.dial(got.link, got.name, got.address),
+            i.LinkDialed: self._link_dialed,
             i.TransferReady: self._transfer_ready,
             i.TransferGone: self._transfer_gone,
             i.AgentLoaded: self._agent_loaded,
             i.AgentFailed: self._agent_failed,
             i.AgentDropped: self._agent_dropped,
-            i.PostMoved: lambda got: self.transfers.post_moved(got.post, got.moved_bytes),
-            i.PostDone: lambda got: self.transfers.post_done(got.post, got.moved_bytes),
-            i.PostFailed: lambda got: self.transfers.post_failed(got.post, got.why),
-            i.Quiet: lambda got: self.decoder.quiet(got.lease),
+            i.PostMoved: self.transfers.post_moved,
+            i.PostDone: self.transfers.post_done,
+            i.PostFailed: self.transfers.post_failed,
+            i.Quiet: self._quiet,
             i.Tick: self._tick,
         }
         self._from_peers: dict[type, Callable[[Any, Any], None]] = {
@@ -130,6 +130,9 @@ class Node:
         if lost:
             self.admission.wake()
         self._from_peers[type(message)](peer, message)
+
+    def _link_dialed(self, got: i.LinkDialed) -> None:
+        self.peers.dial(got.link, got.name, got.address)
 
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)
@@ -194,6 +197,9 @@ class Node:
         peer = self.peers.current(got.incarnation, got.generation)
         if peer is not None:
             self.peers.agents.dropped(peer)
+
+    def _quiet(self, got: i.Quiet) -> None:
+        self.decoder.quiet(got.lease)
 
     # ---- time --------------------------------------------------------------------------------
 

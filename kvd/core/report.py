@@ -150,7 +150,7 @@ def _waiting_states(node: Node) -> list[WaitingState]:
                 waited_s=node.out.at_s - waiter.since_s,
                 deadline_in_s=waiter.deadline_s - node.out.at_s,
                 needed_pages=waiter.needed_pages,
-                why=waiter.blocked() or memory,
+                why=waiter.asker.blocked() or memory,
             )
         )
     return out

@@ -18,6 +18,7 @@ from kvd.wire.peer import Progress
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
+    from kvd.core.inputs import PostDone, PostFailed, PostMoved
     from kvd.core.parts import PrefillPart
     from kvd.core.peer import Peer, Peers
     from kvd.core.prefill import Prefiller
@@ -36,22 +37,22 @@ class Transfers:
 
     # ---- posts -------------------------------------------------------------------------------
 
-    def post_moved(self, post: int, moved_bytes: int) -> None:
+    def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
-        part = self._posts.parts.get(post)
+        part = self._posts.parts.get(got.post)
         if part is not None and part.state in WRITING:
-            self._tell_progress(part, part.moved_bytes + moved_bytes)
+            self._tell_progress(part, part.moved_bytes + got.moved_bytes)
 
-    def post_done(self, post: int, moved_bytes: int) -> None:
+    def post_done(self, got: PostDone) -> None:
         """Every byte of the post has landed."""
-        self._over(post, moved_bytes)
+        self._over(got.post, got.moved_bytes)
 
-    def post_failed(self, post: int, why: str) -> None:
+    def post_failed(self, got: PostFailed) -> None:
         """Its bytes are in doubt: only the end of its sending agent makes them certain."""
-        part = self._posts.parts.get(post)
+        part = self._posts.parts.get(got.post)
         if part is not None:
-            self._prefiller.give_up(part, self._failed(why))
-            self._peers.drop_agent(part.incarnation, part.generation, why)
+            self._prefiller.give_up(part, self._failed(got.why))
+            self._peers.drop_agent(part.incarnation, part.generation, got.why)
 
     # ---- agents ------------------------------------------------------------------------------
 
