@@ -23,6 +23,9 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 """A daemon's answer may be a whole snapshot or tree."""
 
 
+MAX_WHY = 300
+"""Characters of a flaw that are told: msgspec quotes the frame, which may be megabytes of a tag."""
+
 NO_CALL = -1
 """The ``call`` of an answer to a request whose own could not be read."""
 
@@ -84,6 +87,8 @@ class Codec(Generic[M]):
 
 
 def _no_message(frame: bytes, why: str) -> Refusal:
+    if len(why) > MAX_WHY:
+        why = f"{why[:MAX_WHY]}..."
     return Refusal(
         Code.BAD_REQUEST,
         f"{len(frame)} bytes are not a message of this socket: {why}",

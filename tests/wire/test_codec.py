@@ -209,3 +209,16 @@ def test_codec_leaves_to_the_core_what_the_core_can_refuse_itself(codec, message
 )
 def test_codec_tells_whose_request_it_refused(frame: bytes, call: int) -> None:
     assert CLIENT_REQUESTS.call_of(frame) == call
+
+
+@pytest.mark.parametrize("codec", [CLIENT_REQUESTS, ATTACH_REQUESTS, ADMIN_REQUESTS, PEER_MESSAGES])
+def test_codec_quotes_little_of_a_frame_that_it_refuses(codec) -> None:
+    """Or whoever sends a long tag has it kept in events, and sent back in a Reject none can read."""
+    tag = "x" * 1_000_000
+    frames = [msgspec.msgpack.encode(shape) for shape in ([tag, 1], {"type": tag}, {tag: 1})]
+
+    refusals = [codec.decode(frame) for frame in frames]
+
+    assert all(len(refusal.message) < 500 for refusal in refusals)
+    rejects = [PEER_MESSAGES.encode(peer.Reject("", "", refusal)) for refusal in refusals]
+    assert all(isinstance(PEER_MESSAGES.decode(frame), peer.Reject) for frame in rejects)
