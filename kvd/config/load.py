@@ -18,12 +18,14 @@ import msgspec
 from kvd.config.host import Host, this_host
 from kvd.config.keys import KEYS, Key, Kind, Value, nearest
 from kvd.config.origin import DEFAULT, ConfigError, Origin, Source
-from kvd.config.rules import RULES, Finding, entry_flaw, flaw_of, reason_not_built
+from kvd.config.rules import RULES, entry_flaw, flaw_of, reason_not_built
 from kvd.config.schema import SECTIONS, Config
 from kvd.config.sources import Assignment, Read, read_environment, read_file, read_sets, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvd.config.finding import Finding
 
 EXCLUSIVE = {"pool.pages": "pool.size", "pool.size": "pool.pages"}
 """Two ways to say one thing: not both in one source; a stronger source replaces the other."""

@@ -8,15 +8,20 @@ still comes out in the same run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
+from kvd.config.finding import Finding, Rule
 from kvd.config.host import has_group
+from kvd.config.key_rules import KEY_RULES
 from kvd.config.pool import component, page_count, size_bytes
-from kvd.config.schema import Config
 from kvd.core.spec import page_bytes
+from kvd.curve import is_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.config.schema import Config
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SOCKET_PATH_BYTES = 107
@@ -87,6 +92,15 @@ def _reachable(text: str) -> str | None:
     return None
 
 
+def _absolute(text: str) -> str | None:
+    is_path = text.startswith("/") and not text.endswith("/") and text.isprintable()
+    return None if is_path else "write for example /etc/kvd/peer.secret"
+
+
+def _key(text: str) -> str | None:
+    return None if is_key(text) else "write the public key that kvd keygen printed on that node"
+
+
 def _http(text: str) -> str | None:
     address = host_port(text)
     if text == "off" or (address is not None and address.is_ip and address.is_loopback):
@@ -111,6 +125,8 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "peers.listen": _listen,
     "peers.allow": _name,
     "peers.connect": _reachable,
+    "peers.secret_key_file": _absolute,
+    "peers.keys": _key,
     "pool.name": _name,
     "pool.size": _size,
     "transfer.ucx": _variable,
@@ -120,19 +136,10 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
 
 def entry_flaw(key: str, entry: str) -> str | None:
     """What to do about the name of an entry of the table ``key``; None if it is right."""
-    if key == "peers.connect":
+    if key in {"peers.connect", "peers.keys"}:
         return _name(entry)
     is_variable = re.fullmatch(r"UCX_[A-Z0-9_]+", entry) is not None
     return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """What a rule holds against ``key``, or against one ``entry`` of a table."""
-
-    key: str
-    rule: str
-    fix: str
-    entry: str | None = None
 
 
 def _pool_fits(config: Config) -> list[Finding]:
@@ -163,25 +170,6 @@ def _silence(config: Config) -> list[Finding]:
     if peers.lost_s <= peers.suspect_s:
         rule = f"must be longer than peers.suspect_s, which is {peers.suspect_s}"
         out.append(Finding("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
-    return out
-
-
-_INSECURE = "leaves this host, and encryption and authentication of peers (CURVE) are not built yet"
-_ACCEPT = "stay on loopback, or set peers.insecure = true if every host of that network is trusted"
-
-
-def _leaves_host(config: Config) -> list[Finding]:
-    """Nothing goes to another host unless the operator said that it may."""
-    if config.peers.insecure:
-        return []
-    out = []
-    listen = tcp_address(config.peers.listen)
-    if listen is not None and not listen.is_loopback:
-        out.append(Finding("peers.listen", _INSECURE, _ACCEPT))
-    for name, endpoint in config.peers.connect.items():
-        address = tcp_address(endpoint)
-        if address is not None and not address.is_loopback:
-            out.append(Finding("peers.connect", _INSECURE, _ACCEPT, name))
     return out
 
 
@@ -253,13 +241,6 @@ def _ports_apart(config: Config) -> list[Finding]:
     return [Finding("http.listen", rule, "choose another port")]
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """``check`` reads only the keys in ``needs``."""
-
-    check: Callable[[Config], list[Finding]]
-    needs: frozenset[str]
-
-
 _PAGE = {f"pool.{name}" for name in ("layers", "heads", "head_dim", "v_dim", "dtype", "page_size")}
 _POOL = frozenset({"pool.pages", "pool.size", *_PAGE})
 
@@ -267,7 +248,7 @@ RULES = (
     Rule(_pool_fits, _POOL),
     Rule(_page_ids_fit, _POOL),
     Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
-    Rule(_leaves_host, frozenset({"peers.listen", "peers.insecure"})),
+    *KEY_RULES,
     Rule(_others, frozenset({"node.name", "peers.listen"})),
     Rule(_allowed, frozenset({"peers.allow"})),
     Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),

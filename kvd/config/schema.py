@@ -81,6 +81,19 @@ class PeersSection(msgspec.Struct, frozen=True):
             extra={"rule": "tcp://IP:PORT, where IP is one address of this host or *"},
         ),
     ] = "tcp://127.0.0.1:7402"
+    secret_key_file: (
+        Annotated[
+            str,
+            Meta(
+                description="File with this node's secret key, from kvd keygen. With it every "
+                "peer, in and out, must prove a key of peers.keys, and bytes between daemons are "
+                "encrypted. Left out: neither, which only loopback permits.",
+                extra={"rule": "an absolute path; nobody but the user of the daemon may read it"},
+                examples=["/etc/kvd/peer.secret"],
+            ),
+        ]
+        | None
+    ) = None
     insecure: Annotated[
         bool,
         Meta(
@@ -104,6 +117,16 @@ class PeersSection(msgspec.Struct, frozen=True):
             "takes as its source.",
             extra={"rule": 'a table of NAME = "tcp://HOST:PORT"'},
             examples=[{"prefill-0": "tcp://127.0.0.1:7412"}],
+        ),
+    ] = {}
+    keys: Annotated[
+        dict[str, str],
+        Meta(
+            description="Public keys by node name: who may connect, each under its own name only, "
+            "and whom to expect when dialing. This node's own may be among them, so that one list "
+            "serves everywhere.",
+            extra={"rule": 'a table of NAME = "KEY", 40 characters as kvd keygen prints them'},
+            examples=[{"prefill-0": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"}],
         ),
     ] = {}
     heartbeat_s: Annotated[

@@ -18,12 +18,17 @@ import msgspec
 
 from kvd.config.keys import KEYS, Kind
 from kvd.config.origin import ConfigError, Origin, Source
+from kvd.curve import is_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 PREFIX = "KVD_"
+
+SECRET = "peers.secret_key_file"
+HIDDEN = "(a key, not shown)"
+"""What errors and origins say where somebody gave the secret key itself instead of its file."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -45,6 +50,8 @@ class Assignment(msgspec.Struct, frozen=True):
     @property
     def quoted(self) -> str:
         """The value as it stands in its source."""
+        if self.key == SECRET and is_key(str(self.value)):
+            return HIDDEN
         if self.origin.source is Source.FILE:
             return shown(self.value)
         return readable(str(self.value))
@@ -205,7 +212,8 @@ def read_sets(sets: Sequence[str]) -> Read:
     errors: list[ConfigError] = []
     for text in sets:
         path, separator, value = text.partition("=")
-        origin = Origin(Source.SET, text)
+        is_secret = path.strip() == SECRET and is_key(value.strip())
+        origin = Origin(Source.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
         if not separator or "." not in path:
             rule = "has the form section.key=value"
             fix = "write for example --set pool.pages=1024"

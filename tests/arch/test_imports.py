@@ -13,7 +13,7 @@ import pytest
 BOTTOM = {"kvd.types", "kvd.errors"}
 WIRE = BOTTOM | {"kvd.wire"}
 CORE = WIRE | {"kvd.core"}
-MIDDLE = CORE | {"kvd.sockets", "kvd.places"}
+MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {"kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe"}
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "kvd.errors": set(),
     "kvd.places": set(),
     "kvd.sockets": BOTTOM,
+    "kvd.curve": BOTTOM,
     "kvd.text": WIRE,
     "kvd.wire": WIRE,
     "kvd.core": CORE,

@@ -141,9 +141,10 @@ def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> Non
         "--set log.x=1: log.x = 1: is no key of kvd; remove it; kvd config explain lists every key",
         "/kvd.toml:7: peers.lost_s = 1.0: must be longer than peers.suspect_s, which is 1.25; "
         "give 2.5, for example",
-        '/kvd.toml:6: peers.listen = "tcp://10.0.0.1:7402": leaves this host, and encryption and '
-        "authentication of peers (CURVE) are not built yet; stay on loopback, or set "
-        "peers.insecure = true if every host of that network is trusted",
+        '/kvd.toml:6: peers.listen = "tcp://10.0.0.1:7402": leaves this host, and '
+        "peers.secret_key_file is not set: nothing would be encrypted, and anyone could speak as "
+        "any node; run kvd keygen and set peers.secret_key_file and peers.keys; or stay on "
+        "loopback; or set peers.insecure = true if every host of that network is trusted",
     ]
     assert found[0] == ConfigError(
         where=f"{file}:2",

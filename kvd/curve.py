@@ -1,0 +1,193 @@
+"""CURVE keys of daemons: the pair of this node, the public keys of its peers, and their files.
+
+A key is 32 bytes, written as 40 characters of Z85. A key file holds one key as text and nothing
+else, so that it can be read, compared and copied with ordinary tools; the public key follows from
+the secret one. What must not live here: sockets in use, and who may connect.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SECRET_FILE: Final = "peer.secret"
+PUBLIC_FILE: Final = "peer.public"
+
+KEY_CHARS: Final = 40
+MAX_FILE_BYTES: Final = 256
+"""Of a key file: a key, white space, and nothing else."""
+
+HANDSHAKE_MS: Final = 3000
+"""A handshake that takes longer is given up, and the dialing side begins anew. A refused one ends
+only then: libzmq waits for the rest of a handshake that will not come."""
+
+ZAP_DOMAIN: Final = b"peers"
+"""Without a domain libzmq would let in whoever asks if nobody answered for the keys."""
+
+_ALPHABET: Final = (
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+)
+_Z85: Final = re.compile(f"[{re.escape(_ALPHABET)}]{{{KEY_CHARS}}}")
+
+
+class KeyPair:
+    """The two keys of one node. No Struct, because its ``repr`` would show the secret."""
+
+    __slots__ = ("public", "secret")
+
+    def __init__(self, public: str, secret: str) -> None:
+        self.public = public
+        self.secret = secret
+
+
+class PeerKeys:
+    """This node's own pair, and the public key of every node that it talks to, by node name."""
+
+    __slots__ = ("of", "own")
+
+    def __init__(self, own: KeyPair, of: Mapping[str, str]) -> None:
+        self.own = own
+        self.of = dict(of)
+
+
+class KeyFlaw(msgspec.Struct, frozen=True):
+    """Why a key or its file cannot be used, as the end of a sentence, and what to do about it."""
+
+    rule: str
+    fix: str
+
+
+class KeyExists(Exception):
+    """There is a key file already; the message names it."""
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` is a key: 40 characters of Z85 that stand for 32 bytes."""
+    if _Z85.fullmatch(text) is None:
+        return False
+    groups = (text[at : at + 5] for at in range(0, KEY_CHARS, 5))
+    return all(_number(group) < 2**32 for group in groups)
+
+
+def _number(group: str) -> int:
+    value = 0
+    for char in group:
+        value = 85 * value + _ALPHABET.index(char)
+    return value
+
+
+def pair_of(secret: str) -> KeyPair:
+    """The pair of a secret key that ``is_key``."""
+    return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
+
+
+def new_pair() -> KeyPair:
+    """A pair that nobody else has."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def read_pair(path: Path | str) -> KeyPair | KeyFlaw:
+    """The pair whose secret key is in ``path``, or why it is not taken; never shows the key."""
+    try:
+        # Without waiting, should it be a pipe; mode and content are of the same open file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return KeyFlaw("does not exist", f"make it with: kvd keygen --out {os.path.dirname(path)}")
+    except OSError as error:
+        return KeyFlaw(f"cannot be read: {error.strerror}", "give it to the user that runs kvd")
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            return KeyFlaw("is no file", "name the secret file that kvd keygen made")
+        if _is_shared(found):
+            mode = f"{stat.S_IMODE(found.st_mode):04o}"
+            return KeyFlaw(f"has mode {mode}, so others can read the key", f"chmod 0600 {path}")
+        text = os.read(descriptor, MAX_FILE_BYTES).decode("ascii", "replace").strip()
+    finally:
+        os.close(descriptor)
+    if not is_key(text):
+        return KeyFlaw(
+            f"holds no key of {KEY_CHARS} characters of Z85 and nothing else",
+            "name the secret file that kvd keygen made",
+        )
+    return pair_of(text)
+
+
+def _is_shared(found: os.stat_result) -> bool:
+    """Whether anyone but the owner and root can get at the key.
+
+    Credentials that systemd passes to a service have mode 0440, group root, and an access list.
+    """
+    others = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
+    if found.st_gid != 0:
+        others |= stat.S_IRGRP
+    return bool(found.st_mode & others)
+
+
+def create_files(directory: Path, pair: KeyPair) -> None:
+    """Write both files; what is there already stays.
+
+    Raises:
+        KeyExists: one of them is there.
+        OSError: they cannot be written.
+    """
+    for name in (SECRET_FILE, PUBLIC_FILE):
+        if os.path.lexists(directory / name):
+            raise KeyExists(str(directory / name))
+    _create(directory / SECRET_FILE, pair.secret, 0o600)
+    _create(directory / PUBLIC_FILE, pair.public, 0o644)
+
+
+def replace_files(directory: Path, pair: KeyPair) -> None:
+    """Write both files in the place of those there are; a reader sees an old key or a new one.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    both = ((SECRET_FILE, pair.secret, 0o600), (PUBLIC_FILE, pair.public, 0o644))
+    for name, key, mode in both:
+        fresh = directory / f"{name}.new"
+        fresh.unlink(missing_ok=True)
+        _create(fresh, key, mode)
+        fresh.replace(directory / name)
+
+
+def _create(path: Path, key: str, mode: int) -> None:
+    """A file that did not exist, with ``mode`` from its first moment, on disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        os.fchmod(descriptor, mode)
+        file.write(f"{key}\n")
+        file.flush()
+        os.fsync(descriptor)
+
+
+def be_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+    """Make a socket take only clients that know our public key; before it is bound.
+
+    Whose keys they are is asked of the ZAP handler of the socket's context; without one nobody
+    gets in.
+    """
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def be_client(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
+    """Make a socket talk only to the holder of the public key ``server``; before it connects."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
