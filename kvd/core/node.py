@@ -22,6 +22,8 @@ from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
 from kvd.core.sessions import Sessions
 from kvd.core.transfers import Transfers
+from kvd.errors import Code
+from kvd.types import short
 from kvd.wire import events
 from kvd.wire.peer import (
     Abort,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from kvd.core.peer import Peer
     from kvd.core.settings import Settings
+    from kvd.wire.peer import Message
 
 
 class Node:
@@ -125,7 +128,7 @@ class Node:
         lost = self.peers.is_lost(message.source)
         peer = self.peers.sender(got.link, message)
         if peer is None:
-            self.refused += 1
+            self._out_of_place(got.link, message)
             return
         if lost:
             self.admission.wake()
@@ -133,6 +136,16 @@ class Node:
 
     def _link_dialed(self, got: i.LinkDialed) -> None:
         self.peers.dial(got.link, got.name, got.address)
+
+    def _out_of_place(self, link: str, message: Message) -> None:
+        """Count a message of, or for, a process that is not, or no longer, what it says."""
+        self.refused += 1
+        out = self.out
+        kind, source = type(message).__name__, short(message.source)
+        code, why = Code.PEER_STALE, f"{kind} of {source} is for another life of this node"
+        if message.source not in self.peers.by_incarnation:
+            code, why = Code.PEER_UNKNOWN, f"{kind} of {source}, which has not said Hello"
+        out.emit(events.MessageRefused(out.next_seq(), out.at_s, "peers", link, code.value, why))
 
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)

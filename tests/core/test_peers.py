@@ -294,3 +294,24 @@ def test_a_layout_that_is_none_is_refused_like_any_other(layout):
 def test_pools_of_other_sizes_exchange_pages():
     world = World(p_pages=64, d_pages=17)
     assert isinstance(handed_over(world), client.Received)
+
+
+def test_messages_of_strangers_and_for_former_lives_are_counted_as_refused():
+    world = World()
+    d, p = world.d, world.p
+    before = d.node.refused
+    heard = [Ping("f" * 32, d.incarnation, 1, 0, 0, 0), Ping(p.incarnation, "e" * 32, 1, 0, 0, 0)]
+
+    for message in heard:
+        d.feed(inputs.FromPeer(world.now_s, "out:p", message))
+
+    refused = [one for one in d.events if isinstance(one, events.MessageRefused)]
+    assert [(one.socket, one.sender, one.code) for one in refused] == [
+        ("peers", "out:p", "peer-unknown"),
+        ("peers", "out:p", "peer-stale"),
+    ]
+    assert [one.why for one in refused] == [
+        "Ping of ffffffff, which has not said Hello",
+        f"Ping of {p.incarnation[16:24]} is for another life of this node",
+    ]
+    assert d.node.refused == before + 2
