@@ -27,7 +27,7 @@ from kvd.config import pool_spec
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
 from kvd.core.eviction import Policy
-from kvd.core.inputs import ClientHungUp, ClientJoined, Tick
+from kvd.core.inputs import ClientHungUp, ClientJoined, Tick, Unreadable
 from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.settings import Settings
@@ -155,6 +155,9 @@ class Daemon:
                 ClientJoined(self._clock(), session, "", pid)
             ),
             on_gone=self._client_gone,
+            on_refused=lambda pid, why: self.reactor.feed(
+                Unreadable(self._clock(), "attach", f"pid {pid}", why)
+            ),
             limits=AttachLimits(
                 mode=int(config.sockets.mode, 8),
                 group=config.sockets.group,
@@ -214,7 +217,9 @@ class Daemon:
         if address is None:
             return
         exposition = self.exposition()
-        server = HttpServer(http_pages(self, exposition), self._log.crashed)
+        server = HttpServer(
+            http_pages(self, exposition), self._log.crashed, self.metrics.http_refused
+        )
         self.http_port = await server.start(address.host, address.port)
         self._up.push_async_callback(server.stop)
         self._loop.run_in_executor(None, exposition.load)

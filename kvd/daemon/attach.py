@@ -111,6 +111,7 @@ class AttachServer:
         on_opened: Callable[[int, str, int], None],
         on_joined: Callable[[int, int], None],
         on_gone: Callable[[int], None],
+        on_refused: Callable[[int, Refusal], None],
         limits: AttachLimits = DEFAULT_LIMITS,
     ) -> None:
         """Prepare; nothing is opened before ``start``.
@@ -124,6 +125,7 @@ class AttachServer:
             on_opened: takes session, name, pid: a new session.
             on_joined: takes session, pid: one more process of it.
             on_gone: takes session: its last process hung up.
+            on_refused: takes pid, why: a process was sent away for its own fault.
             limits: modes and bounds.
         """
         self._path = path
@@ -134,6 +136,7 @@ class AttachServer:
         self._on_opened = on_opened
         self._on_joined = on_joined
         self._on_gone = on_gone
+        self._on_refused = on_refused
         self._limits = limits
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,7 +225,7 @@ class AttachServer:
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
-            self._reject(
+            self._turn_away(
                 connection,
                 Refusal(
                     Code.NO_ROOM,
@@ -239,7 +242,7 @@ class AttachServer:
 
     def _too_late(self, connection: _Connection) -> None:
         within_s = self._limits.request_within_s
-        self._reject(
+        self._turn_away(
             connection,
             Refusal(
                 Code.DEADLINE,
@@ -263,7 +266,7 @@ class AttachServer:
             return
         refusal = self._answer(connection, packet, flags)
         if refusal is not None:
-            self._reject(connection, refusal)
+            self._turn_away(connection, refusal)
 
     def _answer(self, connection: _Connection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
@@ -349,7 +352,7 @@ class AttachServer:
         try:
             connection.sock.sendmsg([packet], passed)
         except OSError as exc:
-            self._reject(
+            self._turn_away(
                 connection,
                 self._refuse(
                     Code.INTERNAL,
@@ -362,6 +365,11 @@ class AttachServer:
         return Refusal(code, message, side=self._node)
 
     # ---- ends ------------------------------------------------------------------------------------
+
+    def _turn_away(self, connection: _Connection, refusal: Refusal) -> None:
+        """Reject it for a fault of its own."""
+        self._on_refused(connection.pid, refusal)
+        self._reject(connection, refusal)
 
     def _reject(self, connection: _Connection, refusal: Refusal) -> None:
         """Say why, then hang up. Unread packets would turn our last word into a reset: read them.

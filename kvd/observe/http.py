@@ -44,6 +44,7 @@ class Response(msgspec.Struct, frozen=True):
 
 Handler = Callable[[], Response]
 OnFault = Callable[[str, BaseException], None]
+OnRefused = Callable[[int], None]
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -61,9 +62,13 @@ def _plain(status: int, text: str) -> Response:
 
 
 class HttpServer:
-    """Serves ``pages``; ``on_fault(what, error)`` hears of an exception that ended a connection."""
+    """Serves ``pages``.
 
-    def __init__(self, pages: Pages, on_fault: OnFault) -> None:
+    ``on_fault(what, error)`` hears of an exception that ended a connection, ``on_refused(status)``
+    of a request that is none of the pages, or none at all.
+    """
+
+    def __init__(self, pages: Pages, on_fault: OnFault, on_refused: OnRefused) -> None:
         self._pages: dict[str, Handler] = {
             "/livez": pages.livez,
             "/healthz": pages.livez,
@@ -73,6 +78,7 @@ class HttpServer:
             "/status": pages.status,
         }
         self._on_fault = on_fault
+        self._on_refused = on_refused
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -95,7 +101,7 @@ class HttpServer:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(reader, writer, self._pages)
+        connection = _Connection(reader, writer, self._pages, self._on_refused)
         is_full = len(self._connections) >= MAX_CONNECTIONS
         task = asyncio.create_task(connection.turn_away() if is_full else connection.serve())
         self._connections.add(task)
@@ -115,7 +121,9 @@ class _Connection:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         pages: dict[str, Handler],
+        on_refused: OnRefused,
     ) -> None:
+        self._on_refused = on_refused
         self._reader = reader
         self._writer = writer
         self._pages = pages
@@ -127,6 +135,8 @@ class _Connection:
         try:
             while await self._answer_one():
                 self._http.start_next_cycle()
+                # Requests that came in one piece are read and answered without a wait: give way.
+                await asyncio.sleep(0)
         except OSError:
             pass  # the client hung up, or does not take its answer in time
         finally:
@@ -210,13 +220,19 @@ class _Connection:
             target = f"/{target.removeprefix('http://').partition('/')[2]}"
         handler = self._pages.get(target.partition("?")[0])
         if handler is None:
-            return _plain(404, f"no such page; there are {' '.join(self._pages)}")
+            return self._refusal(404, f"no such page; there are {' '.join(self._pages)}")
         if request.method not in {b"GET", b"HEAD"}:
-            return _plain(405, "pages here are only read: use GET")
+            return self._refusal(405, "pages here are only read: use GET")
         return handler()
+
+    def _refusal(self, status: int, text: str) -> Response:
+        """Of a request that was read whole: the connection goes on."""
+        self._on_refused(status)
+        return _plain(status, text)
 
     async def _refuse(self, refusal: Response) -> None:
         """Send a refusal as the last thing on this connection."""
+        self._on_refused(refusal.status)
         if self._http.our_state in ANSWERABLE:
             await self._send(refusal, method=b"GET")
             await self._linger()

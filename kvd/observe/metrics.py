@@ -175,6 +175,10 @@ class Metrics:
         """Count one refused request by the code of its refusal."""
         self.rpc_errors.add(1, op, code)
 
+    def http_refused(self, status: int) -> None:
+        """Count one refused HTTP request; it is no event, for anybody who probes may make many."""
+        self.messages_refused.add(1, "http", str(status))
+
     def loop_lag(self, seconds: float) -> None:
         """Count how late a timer of the event loop fired."""
         self.loop_lag_seconds.observe(seconds)

@@ -98,6 +98,7 @@ class Daemon:
             on_opened=lambda session, name, pid: None,
             on_joined=lambda session, pid: None,
             on_gone=self.gone.append,
+            on_refused=lambda pid, why: None,
             limits=AttachLimits(max_frame_bytes=1 << 20),
         )
         self._attach.start(self._loop)

@@ -64,6 +64,7 @@ class Daemon:
     def __init__(self, path: Path, arena: Arena, limits: AttachLimits) -> None:
         self.path = str(path)
         self.said: list[tuple[object, ...]] = []
+        self.sent_away: list[tuple[int, Code]] = []
         self.pools: tuple[PoolMemory, ...] = (POOL,)
         self.server = AttachServer(
             self.path,
@@ -74,6 +75,7 @@ class Daemon:
             on_opened=lambda session, name, pid: self.said.append(("opened", session, name, pid)),
             on_joined=lambda session, pid: self.said.append(("joined", session, pid)),
             on_gone=lambda session: self.said.append(("gone", session)),
+            on_refused=lambda pid, why: self.sent_away.append((pid, why.code)),
             limits=limits,
         )
         self.server.start(asyncio.get_running_loop())
@@ -391,6 +393,7 @@ async def test_a_process_that_keeps_talking_is_sent_away(daemon: Daemon) -> None
     word = attachment.last_word()
     assert word is not None
     assert word.code is Code.WRONG_STATE
+    assert daemon.sent_away == [(os.getpid(), Code.WRONG_STATE)]
     assert daemon.said == [("opened", 1, "chatty", os.getpid()), ("gone", 1)]
     attachment.close()
 

@@ -40,7 +40,12 @@ class Served:
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        self.server = HttpServer(PAGES, lambda what, error: self.faults.append(f"{what}: {error}"))
+        self.refused: list[int] = []
+        self.server = HttpServer(
+            PAGES,
+            lambda what, error: self.faults.append(f"{what}: {error}"),
+            self.refused.append,
+        )
         self.port = 0
 
     async def talk(self, data: bytes, *, finish: bool = True) -> bytes:
@@ -152,6 +157,24 @@ async def test_requests_follow_each_other_on_one_connection() -> None:
     assert answer.endswith(b"\r\n\r\n{}")
 
 
+async def test_many_requests_in_one_piece_do_not_keep_the_loop() -> None:
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with serving() as served:
+        other = asyncio.create_task(turn())
+        answer = await served.talk(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n" * 300)
+        other.cancel()
+
+    assert answer.count(b"HTTP/1.1 200 ") == 300
+    assert turns > 300
+
+
 async def test_http_1_0_closes_after_one_answer() -> None:
     async with serving() as served:
         status, headers, body = parsed(await served.talk(b"GET /livez HTTP/1.0\r\n\r\n"))
@@ -196,6 +219,7 @@ async def test_garbage_gets_a_typed_refusal_and_nothing_else_suffers(
     async with serving() as served:
         found, headers, body = parsed(await served.talk(data, finish=False))
         assert (found, headers["connection"]) == (status, "close")
+        assert served.refused == [status]
         assert int(headers["content-length"]) == len(body)
         assert (await served.get("/livez"))[0] == 200
         assert served.faults == []

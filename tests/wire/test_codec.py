@@ -213,7 +213,7 @@ def test_codec_tells_whose_request_it_refused(frame: bytes, call: int) -> None:
 
 @pytest.mark.parametrize("codec", [CLIENT_REQUESTS, ATTACH_REQUESTS, ADMIN_REQUESTS, PEER_MESSAGES])
 def test_codec_quotes_little_of_a_frame_that_it_refuses(codec) -> None:
-    """Or whoever sends a long tag has it kept in events, and sent back in a Reject none can read."""
+    """A long tag would be kept in events, and sent back in a Reject that nobody reads."""
     tag = "x" * 1_000_000
     frames = [msgspec.msgpack.encode(shape) for shape in ([tag, 1], {"type": tag}, {tag: 1})]
 
