@@ -255,7 +255,7 @@ def waiting(states: tuple[WaitingState, ...]) -> RenderableType:
             duration(one.waited_s),
             duration(one.deadline_in_s),
             str(one.needed_pages),
-            prose=one.why,
+            prose="; ".join([one.why, *(f"held by {who}" for who in one.held_by)]),
         )
     return out if states else nothing("requests waiting for room")
 

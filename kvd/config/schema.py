@@ -264,6 +264,15 @@ class AdmissionSection(msgspec.Struct, frozen=True):
         int,
         Meta(ge=1, le=1_000_000, description="Requests that may wait; the next is refused."),
     ] = 1024
+    overtakers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Head of line: how many later requests that fit may go past one that does "
+            "not, before it blocks them; 0 is strictly first come first served.",
+        ),
+    ] = 0
 
 
 class TransferSection(msgspec.Struct, frozen=True):

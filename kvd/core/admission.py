@@ -1,9 +1,11 @@
 """The one queue in front of the pool: who gets room, in which order, and why the rest waits.
 
 Higher priority first, then first come first served. The first request that does not fit blocks
-those behind it (head of line): a small late one never overtakes, so a large one cannot starve. A
-blocked head is not matched again until pages were given back. What waits for its peer and not for
-memory is passed over, because it would block everybody for a reason that is not theirs.
+those behind it (head of line), so that a large one cannot starve; ``overtakers`` of the settings
+lets so many smaller ones go past it before it does. Whatever a step admits is given room by one
+eviction for all of it. A blocked request is not matched again until it may fit: pages were given
+back, and there are as many as it lacked, or the cache has grown. What waits for its peer and not
+for memory is passed over, because it would block everybody for a reason that is not theirs.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.core.lease import Claim, Lease, Shortage
+from kvd.core.lease import Claim, Claimed, Lease, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.lease_table import LeaseTable
+    from kvd.core.owners import Owners
+    from kvd.core.settings import Settings
 
 
 class Asker(Protocol):
@@ -42,7 +46,17 @@ class Waiter:
         asker: Who hears of it.
     """
 
-    __slots__ = ("asker", "claim", "deadline_s", "needed_pages", "number", "since_s")
+    __slots__ = (
+        "asker",
+        "claim",
+        "deadline_s",
+        "needed_pages",
+        "number",
+        "obtainable_pages",
+        "overtaken",
+        "seen_growth",
+        "since_s",
+    )
 
     def __init__(self, claim: Claim, deadline_s: float, asker: Asker) -> None:
         self.claim = claim
@@ -51,6 +65,17 @@ class Waiter:
         self.since_s = 0.0
         self.number = 0
         self.needed_pages = 0
+        """Beyond what is cached of it, when it was last matched; 0: never matched."""
+        self.obtainable_pages = 0
+        """Then, its cached prefix locked."""
+        self.seen_growth = 0
+        """What the cache had grown to then."""
+        self.overtaken = 0
+
+    @property
+    def missing_pages(self) -> int:
+        """What kept it waiting when it was last matched."""
+        return max(0, self.needed_pages - self.obtainable_pages)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -61,10 +86,12 @@ class Waiter:
 class Admission:
     """The queue. Invariant: sorted by ``rank``."""
 
-    def __init__(self, leases: LeaseTable, max_queue: int, out: Outbox) -> None:
+    def __init__(self, settings: Settings, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
         self.queue: list[Waiter] = []
         self._leases = leases
-        self._max_queue = max_queue
+        self._owners = owners
+        self._max_queue = settings.max_queue
+        self._overtakers = settings.overtakers
         self._out = out
         self._count = 0
         self._seen_releases = -1
@@ -87,7 +114,7 @@ class Admission:
         waiter.since_s = self._out.at_s
         bisect.insort(self.queue, waiter, key=lambda one: one.rank)
         if shortage is not None:
-            waiter.needed_pages = shortage.needed_pages
+            self._note(waiter, shortage)
             self._seen_releases = self._leases.releases
         elif not self._is_behind(waiter):
             self.wake()
@@ -162,42 +189,82 @@ class Admission:
         if late:
             self.wake()
 
+    def shortage(self, waiter: Waiter) -> str:
+        """Which budget was short when the waiter was last matched, and by how much."""
+        return (
+            f"needs {waiter.needed_pages} pages of {self._leases.pool.name} beyond what is cached "
+            f"of it, {waiter.obtainable_pages} obtainable: {waiter.missing_pages} missing"
+        )
+
     def _is_behind(self, waiter: Waiter) -> bool:
-        """Whether somebody before ``waiter`` waits for memory, so that looking is no use."""
+        """Whether somebody before ``waiter`` blocks it, so that looking is no use."""
         for one in self.queue:
             if one is waiter:
                 return False
-            if one.asker.blocked() is None:
+            if one.asker.blocked() is None and one.overtaken >= self._overtakers:
                 return True
         return False
 
+    def _note(self, waiter: Waiter, shortage: Shortage) -> None:
+        waiter.needed_pages = shortage.needed_pages
+        waiter.obtainable_pages = shortage.headroom_pages
+        waiter.seen_growth = self._leases.growth
+
+    def _may_fit(self, waiter: Waiter, promised_pages: int) -> bool:
+        """False where matching it again cannot find room: as much is lacking, nothing is cached."""
+        table = self._leases
+        is_known = waiter.needed_pages > 0 and waiter.seen_growth == table.growth
+        return not is_known or waiter.needed_pages <= table.headroom_pages - promised_pages
+
     def _admit_ready(self) -> None:
-        kept: list[Waiter] = []
-        waiting = self.queue
-        self.queue = []
+        """Lock for each that fits beside those before it, then one eviction, then the pages."""
+        waiting, kept = self.queue, []
+        admitted: list[Waiter] = []
+        claimed: list[Claimed] = []
+        promised = 0
+        blocking: list[Waiter] = []
         for index, waiter in enumerate(waiting):
             if waiter.asker.blocked() is not None:
                 kept.append(waiter)
                 continue
-            lease = self._leases.open(waiter.claim)
-            if isinstance(lease, Shortage):
-                waiter.needed_pages = lease.needed_pages
-                kept.extend(waiting[index:])
+            found = self._claim(waiter, promised)
+            if isinstance(found, Claimed):
+                promised += found.needed_pages
+                admitted.append(waiter)
+                claimed.append(found)
+                for one in blocking:
+                    one.overtaken += 1
+            else:
+                kept.append(waiter)
+                blocking.append(waiter)
+            if any(one.overtaken >= self._overtakers for one in blocking):
+                kept.extend(waiting[index + 1 :])
                 break
-            waiter.asker.admitted(lease)
         self.queue = kept
+        leases = self._leases.open_all(claimed)
+        for waiter, lease in zip(admitted, leases, strict=True):
+            waiter.asker.admitted(lease)
+
+    def _claim(self, waiter: Waiter, promised_pages: int) -> Claimed | None:
+        """The waiter's locked prefix, if its pages are there beside those promised."""
+        if not self._may_fit(waiter, promised_pages):
+            return None
+        found = self._leases.claim(waiter.claim, promised_pages)
+        if isinstance(found, Shortage):
+            self._note(waiter, found)
+            return None
+        return found
 
     def _too_late(self, waiter: Waiter) -> Refusal:
         table = self._leases
         waited_s = self._out.at_s - waiter.since_s
         other = waiter.asker.blocked()
-        why = other or (
-            f"{waiter.needed_pages} pages are needed and {table.headroom_pages} obtainable "
-            f"({table.pool.free_pages} free, {table.tree.evictable_pages} evictable)"
-        )
+        why = other or self.shortage(waiter)
+        holders = self._owners.of_most_pages() if other is None else ()
+        who = f"; most are held by {'; '.join(holders)}" if holders else ""
         return Refusal(
             Code.DEADLINE,
-            f"waited {waited_s:.1f} s for room: {why}; the oldest leases are in `kvd locks`",
+            f"waited {waited_s:.1f} s for room: {why}{who}",
             numbers={
                 "waited_s": round(waited_s, 3),
                 "needed_pages": waiter.needed_pages,

@@ -188,8 +188,7 @@ class Engines:
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
         leases = self._node.leases
-        holders = sorted(leases.leases.values(), key=lambda one: -one.held_pages)[:3]
-        who = ", ".join(f"lease {one.id} ({one.held_pages} pages)" for one in holders)
+        who = "; ".join(self._node.owners.of_most_pages())
         return Refusal(
             Code.NO_ROOM,
             f"lease {lease.id} needs {shortage.needed_pages} more pages, "

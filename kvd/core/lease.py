@@ -53,6 +53,17 @@ class Claim(msgspec.Struct, frozen=True):
         return len(self.tokens) // ID_BYTES + self.reserve_tokens
 
 
+class Claimed:
+    """A claim whose prefix is locked and whose pages are promised, but not taken yet."""
+
+    __slots__ = ("anchor", "claim", "needed_pages")
+
+    def __init__(self, claim: Claim, anchor: Node, needed_pages: int) -> None:
+        self.claim = claim
+        self.anchor = anchor
+        self.needed_pages = needed_pages
+
+
 class Shortage(msgspec.Struct, frozen=True):
     """Not enough pages, and nothing was changed."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.eviction import eviction_order
-from kvd.core.lease import ENGINE, Lease, Shortage
+from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.spec import page_bytes
@@ -46,6 +46,8 @@ class LeaseTable:
 
         Eviction is no reason: it makes free pages of evictable ones, and both are headroom.
         """
+        self.growth = 0
+        """Grows whenever more may be cached of a prompt than before."""
         self.opened = 0
         self.released = 0
         self.evicted_pages = 0
@@ -67,7 +69,15 @@ class LeaseTable:
     # ---- one claim ---------------------------------------------------------------------------
 
     def open(self, claim: Claim) -> Lease | Shortage:
-        """Lock the cached prefix, then hold pages for the rest; all of it or nothing.
+        """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
+        claimed = self.claim(claim, 0)
+        if isinstance(claimed, Shortage):
+            return claimed
+        self._make_room(claimed.needed_pages)
+        return self._grant(claimed)
+
+    def claim(self, claim: Claim, promised_pages: int) -> Claimed | Shortage:
+        """Lock the cached prefix, if the rest fits beside ``promised_pages``; nothing else changes.
 
         The headroom is read after the lock, because locking turns evictable pages into protected
         ones: the number from before would admit too much (scenario A11).
@@ -77,14 +87,25 @@ class LeaseTable:
             return Shortage(total, self.headroom_pages)
         tree = self.tree
         anchor = tree.hold(claim.tokens, claim.namespace)
-        owned = anchor.end_tokens // self.page_size
-        needed = total - owned
-        if not self._make_room(needed):
+        needed = total - anchor.end_tokens // self.page_size
+        obtainable = self.headroom_pages - promised_pages
+        if needed > obtainable:
             tree.unlock(anchor)
-            return Shortage(needed, self.headroom_pages)
-        row = self.pool.take(needed)
+            return Shortage(needed, obtainable)
+        return Claimed(claim, anchor, needed)
+
+    def open_all(self, claimed: list[Claimed]) -> list[Lease]:
+        """The pages of claims that fit side by side, with one eviction for all of them."""
+        self._make_room(sum(one.needed_pages for one in claimed))
+        return [self._grant(one) for one in claimed]
+
+    def _grant(self, claimed: Claimed) -> Lease:
+        """Take the promised pages: the lease begins."""
+        claim, anchor = claimed.claim, claimed.anchor
+        owned = anchor.end_tokens // self.page_size
+        row = self.pool.take(claimed.needed_pages)
         if owned:
-            row = Pages(tree.path_pages(anchor) + row)
+            row = Pages(self.tree.path_pages(anchor) + row)
         self.opened += 1
         out = self._out
         lease = Lease(self.opened, claim, anchor, row)
@@ -100,7 +121,7 @@ class LeaseTable:
                 lease.reason,
                 lease.room,
                 lease.prefix_tokens,
-                needed,
+                claimed.needed_pages,
             )
         )
         return lease
@@ -153,6 +174,7 @@ class LeaseTable:
             start_tokens=anchor.end_tokens,
             priority=lease.priority,
         )
+        self.growth += 1
         self.tree.relock(anchor, extension.node)
         lease.anchor = extension.node
         lease.owned = last

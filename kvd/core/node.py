@@ -18,6 +18,7 @@ from kvd.core.engines import Engines
 from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
 from kvd.core.operators import Operators
+from kvd.core.owners import Owners
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
 from kvd.core.sessions import Sessions
@@ -58,7 +59,8 @@ class Node:
         self.out = Outbox()
         self.out.at_s = at_s
         self.leases = LeaseTable(settings.spec, settings.policy, self.out)
-        self.admission = Admission(self.leases, settings.max_queue, self.out)
+        self.owners = Owners(self)
+        self.admission = Admission(settings, self.leases, self.owners, self.out)
         self.peers = Peers(settings, self.out)
         self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)

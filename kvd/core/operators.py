@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core import effects, why
 from kvd.core.invariants import violations
+from kvd.core.owners import describe_holder
 from kvd.core.report import snapshot
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, events
@@ -72,7 +73,7 @@ class Operators:
         by_edge = why.holders(node)
         kept = tuple(
             f"node {edge.id} kept, {len(edge.pages) // 4} pages: "
-            + "; ".join(why.describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
+            + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
             for edge in locked
         )
         if got.mode == STRICT and locked:

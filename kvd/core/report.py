@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
+from kvd.core.owners import owner_of
+from kvd.core.waiting import waiting_states
 from kvd.types import count, short
 from kvd.wire.snapshot import (
     ClientState,
@@ -15,7 +17,6 @@ from kvd.wire.snapshot import (
     RoomState,
     Snapshot,
     Totals,
-    WaitingState,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def snapshot(node: Node) -> Snapshot:
         last_event=node.out.seq,
         pools=(pool_state(node),),
         leases=tuple(lease_state(node, lease) for lease in node.leases.leases.values()),
-        waiting=tuple(_waiting_states(node)),
+        waiting=tuple(waiting_states(node)),
         rooms=tuple(room_states(node)),
         peers=tuple(peer_state(node, peer) for peer in node.peers.by_name.values())
         + tuple(_unanswered_peers(node)),
@@ -90,12 +91,6 @@ def totals(node: Node) -> Totals:
     )
 
 
-def owner_of(node: Node, session: int) -> tuple[str, int]:
-    """Name and first pid of a session; a dead one says so."""
-    found = node.sessions.by_id.get(session)
-    return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
-
-
 def lease_state(node: Node, lease: Lease) -> LeaseState:
     """One claim in words and figures."""
     name, pid = owner_of(node, lease.session)
@@ -130,30 +125,6 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         holders=tuple(sorted(lease.holders)),
         waiting_for=waiting_for,
     )
-
-
-def _waiting_states(node: Node) -> list[WaitingState]:
-    leases = node.leases
-    out = []
-    for place, waiter in enumerate(node.admission.queue):
-        memory = (
-            f"{waiter.needed_pages} pages, {leases.headroom_pages} obtainable"
-            if place == 0
-            else f"its turn: {place} before it"
-        )
-        out.append(
-            WaitingState(
-                kind="receive" if waiter.claim.room else "lease",
-                owner=owner_of(node, waiter.claim.session)[0],
-                room=waiter.claim.room,
-                priority=waiter.claim.priority,
-                waited_s=node.out.at_s - waiter.since_s,
-                deadline_in_s=waiter.deadline_s - node.out.at_s,
-                needed_pages=waiter.needed_pages,
-                why=waiter.asker.blocked() or memory,
-            )
-        )
-    return out
 
 
 def room_states(node: Node) -> list[RoomState]:

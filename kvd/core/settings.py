@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True):
     """A lost peer that came to us, and with which nothing is open, is forgotten after this."""
     max_deadline_s: float = 30.0
     max_queue: int = 1024
+    overtakers: int = 0
+    """How many requests may go past one that does not fit; 0: it blocks those behind it."""
     max_prompt_tokens: int = 1_048_576
     max_aux_bytes: int = 65_536
     resend_s: float = 0.2

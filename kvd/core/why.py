@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.report import lease_state, owner_of, room_states
+from kvd.core.owners import describe_holder
+from kvd.core.report import lease_state, room_states
+from kvd.core.waiting import waiting_states
 from kvd.errors import Code, Refusal
 from kvd.types import NULL_PAGE
 from kvd.wire.admin import Because, TreeNode
@@ -46,14 +48,6 @@ def holders(node: Node) -> dict[int, list[Lease]]:
             found.setdefault(step.id, []).append(lease)
             step = step.parent
     return found
-
-
-def describe_holder(node: Node, lease: Lease) -> str:
-    """A lease as one short phrase."""
-    name, pid = owner_of(node, lease.session)
-    room = f" room {lease.room}" if lease.room else ""
-    age_s = node.out.at_s - lease.since_s
-    return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
 
 
 def in_display_order(tree: RadixTree) -> list[TreeEdge]:
@@ -151,6 +145,10 @@ def _room(node: Node, room: int) -> list[str] | Refusal:
             f"{part.moved_bytes} of {part.total_bytes} bytes moved"
         )
         said.extend(part.story)
+    for waiting in waiting_states(node):
+        if waiting.room == room:
+            said.append(f"in the queue: {waiting.why}")
+            said += [f"held by {holder}" for holder in waiting.held_by]
     return said
 
 

@@ -281,6 +281,7 @@ def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Setti
         lost_s=config.peers.lost_s,
         max_deadline_s=config.admission.max_deadline_s,
         max_queue=config.admission.max_queue,
+        overtakers=config.admission.overtakers,
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
     )

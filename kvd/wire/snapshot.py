@@ -46,7 +46,11 @@ class LeaseState(msgspec.Struct, frozen=True):
 
 
 class WaitingState(msgspec.Struct, frozen=True):
-    """One request in the admission queue, and what it waits for."""
+    """One request in the admission queue, and what it waits for.
+
+    ``budget`` is the component that is short by ``missing_pages`` now; ``held_by`` names the leases
+    with the most of it. ``ahead`` requests come first, ``overtaken`` ones went past it.
+    """
 
     kind: str
     owner: str
@@ -56,6 +60,11 @@ class WaitingState(msgspec.Struct, frozen=True):
     deadline_in_s: float
     needed_pages: int
     why: str
+    budget: str = ""
+    missing_pages: int = 0
+    ahead: int = 0
+    overtaken: int = 0
+    held_by: tuple[str, ...] = ()
 
 
 class RoomState(msgspec.Struct, frozen=True):

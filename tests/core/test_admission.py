@@ -35,7 +35,10 @@ def test_headroom_is_read_after_the_prefix_is_locked():
 
     assert too_much is None
     (waiting,) = snapshot(d.node).waiting
-    assert (waiting.needed_pages, waiting.why) == (6, "6 pages, 9 obtainable")
+    assert (waiting.needed_pages, waiting.missing_pages, waiting.budget) == (6, 1, "kv")
+    assert waiting.why == (
+        "needs 6 pages of kv beyond what is cached of it, 5 obtainable: 1 missing"
+    )
     assert totals(d) == (4, 2, 5, 5)
     assert [node.lock_ref for node in d.node.leases.tree.nodes()] == [0, 0]
     world.pass_time(1.1)
@@ -66,7 +69,7 @@ def test_the_first_that_does_not_fit_blocks_a_small_one_behind_it():
 
     assert (large, small) == (None, None)
     assert [one.why for one in snapshot(d.node).waiting] == [
-        "3 pages, 2 obtainable",
+        "needs 3 pages of kv beyond what is cached of it, 2 obtainable: 1 missing",
         "its turn: 1 before it",
     ]
     d.take()
@@ -98,7 +101,7 @@ def looks(side: Side, toks: bytes) -> int:
     return node.hits
 
 
-def test_a_blocked_head_is_not_matched_again_until_pages_came_back():
+def test_a_blocked_head_is_not_matched_again_until_enough_pages_came_back():
     world = World(d_pages=10)
     d = world.d
     prompt = tokens((5000, 80))
@@ -114,9 +117,101 @@ def test_a_blocked_head_is_not_matched_again_until_pages_came_back():
     world.pass_time(1)
     assert looks(d, prompt) == before
     d.call(client.ReleaseLease, lease=small.lease)
-    assert looks(d, prompt) == before + 1, "once, for the page that came back"
+    assert looks(d, prompt) == before, "one page came back, two are missing"
     d.call(client.ReleaseLease, lease=holder.lease)
-    assert looks(d, prompt) == before + 2, "and once more, to be admitted"
+    assert looks(d, prompt) == before + 1, "once, to be admitted"
+
+
+def test_a_blocked_head_is_matched_again_when_more_may_be_cached_of_it():
+    world = World(d_pages=10)
+    d = world.d
+    prompt = tokens((5000, 80))
+    twin = d.lease(prompt[: 4 * 64])
+    d.lease(tokens((1, 64)))
+    assert d.call(client.OpenLease, prompt) is None
+
+    d.call(client.CommitAndRelease, lease=twin.lease)
+
+    (leased,) = [one for one in d.take() if isinstance(one, client.Leased)][-1:]
+    assert (leased.prefix_tokens, len(page_ids(leased.pages))) == (64, 5)
+
+
+def test_what_one_step_admits_is_given_room_by_one_eviction():
+    world = World(d_pages=13)
+    d = world.d
+    engine = d.attach("doomed")
+    d.lease(tokens((7000, 64)))
+    for first in (1, 2000):
+        cached(d, tokens((first, 64)))
+        d.call(client.OpenLease, tokens((first, 64)), session=engine)
+    for first in (3000, 4000, 5000):
+        assert d.call(client.OpenLease, tokens((first, 48))) is None
+    before = len(d.events)
+
+    d.hang_up(engine)
+
+    new = d.events[before:]
+    evictions = [one for one in new if isinstance(one, events.Evicted)]
+    assert [(one.pages, one.nodes) for one in evictions] == [(8, 2)]
+    assert [one.held_pages for one in new if isinstance(one, events.LeaseOpened)] == [3, 3]
+
+
+def overtaking(n: int) -> World:
+    """A node with two free pages, in front of whose pool a request for three waits."""
+    world = World(d_pages=10, overtakers=n)
+    world.d.lease(tokens((1, 100)))
+    assert world.d.call(client.OpenLease, tokens((5000, 48))) is None
+    return world
+
+
+def test_small_requests_overtake_a_large_one_as_often_as_configured():
+    """scenario A13, the other policy: bounded, so that the large one cannot starve."""
+    world = overtaking(2)
+    d = world.d
+
+    one = d.lease(tokens((6000, 16)))
+    d.call(client.ReleaseLease, lease=one.lease)
+    two = d.lease(tokens((6100, 16)))
+    d.call(client.ReleaseLease, lease=two.lease)
+    three = d.call(client.OpenLease, tokens((6200, 16)))
+
+    assert three is None
+    large, small = snapshot(d.node).waiting
+    assert (large.overtaken, large.ahead) == (2, 0)
+    assert (small.why, small.ahead) == ("its turn: 1 before it", 1)
+
+
+def test_a_request_as_large_as_the_blocked_one_overtakes_nobody():
+    world = overtaking(2)
+    assert world.d.call(client.OpenLease, tokens((6000, 48))) is None
+    assert [one.overtaken for one in snapshot(world.d.node).waiting] == [0, 0]
+
+
+def test_a_waiting_request_names_who_holds_what_it_lacks():
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((1, 100)))
+    d.call(client.OpenLease, tokens((5000, 64)))
+    world.pass_time(1)
+
+    (waiting,) = snapshot(d.node).waiting
+
+    assert waiting.held_by == ("lease 1 of engine (pid 1001) for lease, 1.0 s (7 pages)",)
+
+
+def test_why_a_queued_room_waits_is_said_with_the_holders():
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((1, 100)))
+    d.call(client.Receive, tokens((5000, 64)), room=7, source=("p",))
+
+    answer = d.ask(admin.Why(1, "room", 7))
+
+    assert isinstance(answer, admin.Because)
+    assert answer.facts[-2:] == (
+        "in the queue: needs 4 pages of kv beyond what is cached of it, 2 obtainable: 2 missing",
+        "held by lease 1 of engine (pid 1001) for lease, 0.0 s (7 pages)",
+    )
 
 
 def test_eviction_for_one_request_does_not_make_the_next_look_again():
@@ -177,8 +272,8 @@ def test_who_waits_until_the_deadline_is_told_what_for():
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.DEADLINE
     assert reply.refusal.message == (
-        "waited 0.5 s for room: 4 pages are needed and 2 obtainable (2 free, 0 evictable); "
-        "the oldest leases are in `kvd locks`"
+        "waited 0.5 s for room: needs 4 pages of kv beyond what is cached of it, 2 obtainable: "
+        "2 missing; most are held by lease 1 of engine (pid 1001) for lease, 0.5 s (7 pages)"
     )
 
 
