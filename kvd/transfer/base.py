@@ -28,19 +28,27 @@ class TransportDown(Exception):
 class RegionFd(msgspec.Struct, frozen=True):
     """One region of host memory: a file descriptor to map, and where its pages lie.
 
-    ``in_huge_pages``: collapse it to 2 MiB pages once it is registered.
+    ``in_huge_pages``: collapse it to 2 MiB pages. ``is_registered``: peers write into it and posts
+    read it; otherwise only copies of this process touch it.
     """
 
     name: str
     fd: int
     geometry: Geometry
     in_huge_pages: bool = True
+    is_registered: bool = True
 
     def plan(self) -> RegionPlan:
         """What the transfer process must know of this region."""
         shape = self.geometry
         return RegionPlan(
-            self.name, self.fd, shape.pages, shape.page_bytes, shape.rows, self.in_huge_pages
+            self.name,
+            self.fd,
+            shape.pages,
+            shape.page_bytes,
+            shape.rows,
+            self.in_huge_pages,
+            self.is_registered,
         )
 
 

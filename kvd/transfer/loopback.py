@@ -12,7 +12,10 @@ import mmap
 from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
+import numpy as np
+
 from kvd.transfer.base import TransportDown
+from kvd.transfer.copies import Area, carry_out
 from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import (
     VERSION,
@@ -26,6 +29,7 @@ from kvd.transfer.metadata import (
 from kvd.transfer.orders import (
     Begin,
     Collapsed,
+    Copy,
     Drop,
     Dropped,
     Load,
@@ -70,6 +74,7 @@ class Loopback:
         self._regions = tuple(regions)
         self._maps: dict[str, mmap.mmap] = {}
         self._notes: dict[str, RegionNote] = {}
+        self._areas: dict[str, Area] = {}
         self._links: dict[tuple[str, int], Metadata] = {}
         self._copies: deque[_Copy] = deque()
         self._is_held = False
@@ -105,6 +110,8 @@ class Loopback:
                 self._post(order)
             case Quiesce(ticket):
                 self._say(Quiet(ticket))
+            case Copy():
+                self._say(carry_out(order, self._areas))
             case Begin():
                 pass
             case _:
@@ -152,10 +159,11 @@ class Loopback:
                 f"its file has {len(mapped)} bytes"
             )
             raise TransportDown(msg)
-        self._maps[region.name] = mapped
-        self._notes[region.name] = RegionNote(
-            region.name, 0, len(mapped), shape.pages, shape.page_bytes, shape.rows
-        )
+        note = RegionNote(region.name, 0, len(mapped), shape.pages, shape.page_bytes, shape.rows)
+        self._areas[region.name] = Area(note, np.frombuffer(mapped, np.uint8))
+        if region.is_registered:
+            self._maps[region.name] = mapped
+            self._notes[region.name] = note
 
     def _load(self, order: Load) -> None:
         try:

@@ -7,6 +7,7 @@ byte of a page or knows NIXL.
 Invariants:
   - Each ``Post`` is answered by one ``Posted`` or ``PostFailed``; ``Moved`` may come before.
   - Each ``Load`` is answered by one ``Loaded`` or ``LoadFailed``, unless a ``Drop`` overtakes it.
+  - Each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``.
   - ``Dropped`` follows every ``PostFailed`` of the posts that were outstanding through its sender.
 """
 
@@ -46,6 +47,8 @@ class RegionPlan(msgspec.Struct, frozen=True):
     page_bytes: int
     rows: tuple[Row, ...]
     in_huge_pages: bool = True
+    is_registered: bool = True
+    """Peers may write into it and posts read it; otherwise only a ``Copy`` touches it."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -92,7 +95,17 @@ class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     ticket: int
 
 
-Order = Begin | Load | Drop | Post | Quiesce
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    """Copy pages ``source[i]`` of one of our regions over pages ``destination[i]`` of another."""
+
+    ticket: int
+    source_region: str
+    source: Pages
+    destination_region: str
+    destination: Pages
+
+
+Order = Begin | Load | Drop | Post | Quiesce | Copy
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -174,6 +187,20 @@ class Quiet(msgspec.Struct, frozen=True, tag="quiet"):
     ticket: int
 
 
+class Copied(msgspec.Struct, frozen=True, tag="copied"):
+    """Every byte of the copy is in its place."""
+
+    ticket: int
+    n_bytes: int
+
+
+class CopyFailed(msgspec.Struct, frozen=True, tag="copy-failed"):
+    """The copy was refused and wrote nothing."""
+
+    ticket: int
+    why: str
+
+
 class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     """Huge pages were made of ``huge_bytes`` of the region; ``why`` if that is not all of it."""
 
@@ -193,6 +220,8 @@ Report = (
     | PostFailed
     | Dropped
     | Quiet
+    | Copied
+    | CopyFailed
     | Collapsed
 )
 

@@ -3,14 +3,17 @@
 One loop thread owns the sending agents. It sleeps in epoll on the order socket, on a wake-up
 descriptor and on UCX's own TCP descriptors; it posts, checks and reports. Beside it: NIXL's
 progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms and must not hold
-up posts) and, for a while, the collapser. They hand their results to the loop's inbox.
+up posts), the copier (pages to the saved area and back) and, for a while, the collapser. They hand
+their results to the loop's inbox.
 
     daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
                        |---Post--> Lane: handles --> Moved, Posted, PostFailed
-                       '---Drop--> Lane.destroy --> Dropped
+                       |---Drop--> Lane.destroy --> Dropped
+                       '---Copy--> copier --> Copied, CopyFailed
 
-An exception that ends the builder is a bug: the process says so and ends too, for without it every
-later load would wait for ever. Without the collapser, copies are slower, and that is all.
+An exception that ends the builder or the copier is a bug: the process says so and ends too, for
+without them every later load or copy would wait for ever. Without the collapser, copies are slower,
+and that is all.
 
 The process ends with its parent: by the death signal, and by the end of the order socket.
 """
@@ -29,6 +32,7 @@ from collections import deque
 from typing import Final, NamedTuple, NoReturn, assert_never
 
 from kvd.transfer import witness
+from kvd.transfer.copies import COPIER, Copier, mapped_area
 from kvd.transfer.inflow import Inflow
 from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
 from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
@@ -37,6 +41,9 @@ from kvd.transfer.nixl import Binding, NixlUnusable, Receiver
 from kvd.transfer.orders import (
     Begin,
     Collapsed,
+    Copied,
+    Copy,
+    CopyFailed,
     Drop,
     Dying,
     Frames,
@@ -62,9 +69,13 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Broken(NamedTuple):
-    """The builder ended by a bug."""
+    """The builder or the copier ended by a bug."""
 
     why: str
+
+
+Item = Built | Outcome | Copied | CopyFailed | Broken
+"""What other threads hand to the loop."""
 
 
 class Inbox:
@@ -72,14 +83,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._items: deque[Built | Outcome | Broken] = deque()
+        self._items: deque[Item] = deque()
 
-    def put(self, item: Built | Outcome | Broken) -> None:
+    def put(self, item: Item) -> None:
         """Add a result; from any thread."""
         self._items.append(item)
         os.eventfd_write(self.descriptor, 1)
 
-    def take(self) -> list[Built | Outcome | Broken]:
+    def take(self) -> list[Item]:
         """Everything added so far."""
         os.eventfd_read(self.descriptor)
         return [self._items.popleft() for _ in range(len(self._items))]
@@ -111,16 +122,20 @@ class Worker:
         regions = {plan.name: map_region(plan) for plan in begin.regions}
         for plan in begin.regions:
             os.close(plan.descriptor)
-        mine = Mine(begin.name, regions, map_scratch(SCRATCH_BYTES))
+        registered = {plan.name: regions[plan.name] for plan in begin.regions if plan.is_registered}
+        mine = Mine(begin.name, registered, map_scratch(SCRATCH_BYTES))
         binding = Binding()
         self._receiver = Receiver(binding, begin.name, mine.spans())
         builder = Builder(binding, mine, self._inbox.put)
         self._links = Links(
             builder=builder, mine=mine, poll=self._poll, report=self._reports.append
         )
+        areas = {name: mapped_area(note) for name, note in regions.items()}
+        self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
-        notes = tuple(regions.values())
+        self._copier.start()
+        notes = tuple(registered.values())
         blob = self._receiver.blob
         told = Metadata(VERSION, begin.name, blob, mine.scratch, SCRATCH_BYTES, notes)
         self._reports.append(Ready(pack(told), f"{binding.module} UCX"))
@@ -159,11 +174,11 @@ class Worker:
         os._exit(1)
 
     def _broke(self, args: threading.ExceptHookArgs) -> None:
-        """Show the traceback of a thread that ended by an exception; end if it was the builder."""
+        """Show the traceback of a thread that ended by an exception; end if others wait for it."""
         threading.__excepthook__(args)
-        if args.thread is not None and args.thread.name == BUILDER:
+        if args.thread is not None and args.thread.name in {BUILDER, COPIER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
-            self._inbox.put(Broken(f"thread {BUILDER} ended by {what}"))
+            self._inbox.put(Broken(f"thread {args.thread.name} ended by {what}"))
 
     def _first_order(self) -> tuple[Begin, list[Order]]:
         while True:
@@ -214,6 +229,8 @@ class Worker:
                 self._links.post(order)
             case Quiesce(ticket):
                 self._asked.append((ticket, Inflow(self._receiver)))
+            case Copy():
+                self._copier.want(order)
             case Begin():
                 os._exit(0)
             case _:
@@ -226,6 +243,8 @@ class Worker:
                     self._links.built(item)
                 case Outcome(region, huge_bytes, why):
                     self._reports.append(Collapsed(region, huge_bytes, why))
+                case Copied() | CopyFailed():
+                    self._reports.append(item)
                 case Broken(why):
                     self.fail(Dying(why))
                 case _:

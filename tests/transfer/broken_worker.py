@@ -1,10 +1,10 @@
-"""A transfer process whose builder has a bug: any agent it is to build raises TypeError."""
+"""A transfer process with bugs: any agent it is to build and any copy raises TypeError."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-from kvd.transfer import links, worker
+from kvd.transfer import copies, links, worker
 
 
 class Buggy:
@@ -15,6 +15,13 @@ class Buggy:
         raise TypeError(msg)
 
 
+def buggy(*_: object) -> NoReturn:
+    """Stand in for ``carry_out``."""
+    msg = "a bug"
+    raise TypeError(msg)
+
+
 if __name__ == "__main__":
     vars(links)["Sender"] = Buggy
+    vars(copies)["carry_out"] = buggy
     worker.main()

@@ -15,7 +15,19 @@ import pytest_asyncio
 from kvd.core.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd
 from kvd.transfer.loopback import Loopback
-from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Post, Posted, PostFailed
+from kvd.transfer.orders import (
+    Copied,
+    Copy,
+    CopyFailed,
+    Drop,
+    Dropped,
+    Load,
+    Loaded,
+    LoadFailed,
+    Post,
+    Posted,
+    PostFailed,
+)
 from kvd.transfer.process import TransferProcess
 from kvd.types import Pages, pack_ids
 
@@ -41,7 +53,24 @@ LAYER_FIRST = Geometry(
     ),
     (),
 )
-SHAPES = {"kv": PAGE_FIRST, "layered": LAYER_FIRST}
+SAVED = 9
+"""Pages of the areas that nobody registers."""
+SHAPES = {
+    "kv": PAGE_FIRST,
+    "layered": LAYER_FIRST,
+    "kv.saved": Geometry(SAVED, HUGE // 2, (Row(0, HUGE // 2, HUGE // 2),), ()),
+    "layered.saved": Geometry(
+        SAVED,
+        2 * (4096 + 12288),
+        (
+            Row(0, 4096, 4096),
+            Row(SAVED * 4096, 12288, 12288),
+            Row(SAVED * 16384, 4096, 4096),
+            Row(SAVED * 20480, 12288, 12288),
+        ),
+        (),
+    ),
+}
 TCP = {"UCX_TLS": "tcp"}
 
 
@@ -139,6 +168,26 @@ class Node:
             )
         )
 
+    def copy(self, ticket, source_region, source, destination_region, destination):
+        """Order a copy between two regions; page ids as integers."""
+        self.transport.order(
+            Copy(
+                ticket,
+                source_region,
+                Pages(pack_ids(source)),
+                destination_region,
+                Pages(pack_ids(destination)),
+            )
+        )
+
+    async def copied(self, ticket):
+        """How a copy ended."""
+        return (
+            await self.until(
+                lambda: self.heard(Copied, ticket=ticket) or self.heard(CopyFailed, ticket=ticket)
+            )
+        )[0]
+
     async def outcome(self, post):
         """How a post ended."""
         return (
@@ -161,7 +210,10 @@ class Rig:
         self.made += 1
         for seed, memory in enumerate(memories.values()):
             memory.paint(self.made * 10 + seed)
-        regions = [RegionFd(name, memory.fd, memory.shape) for name, memory in memories.items()]
+        regions = [
+            RegionFd(name, memory.fd, memory.shape, is_registered=not name.endswith(".saved"))
+            for name, memory in memories.items()
+        ]
         unique = f"{name}-{os.getpid()}-{id(self)}-{self.made}"
         transport = (
             Loopback(unique, regions)

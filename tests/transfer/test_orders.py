@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvd.core.geometry import Row
 from kvd.transfer.orders import (
     Begin,
+    Copy,
     Drop,
     Frames,
     Load,
@@ -31,6 +32,7 @@ ORDERS = [
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Drop("peer", 2),
     Quiesce(1),
+    Copy(7, "kv", Pages(pack_ids([1, 2])), "kv.saved", Pages(pack_ids([5, 6]))),
 ]
 
 

@@ -22,6 +22,7 @@ from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import (
     Collapsed,
+    Copied,
     Load,
     Loaded,
     LoadFailed,
@@ -114,6 +115,30 @@ async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkey
 
     (why,) = sender.exits
     assert why.endswith("exited with status 1: thread builder ended by TypeError: a bug")
+
+
+async def test_a_bug_in_the_copier_ends_the_process_and_says_which(real, monkeypatch):
+    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.broken_worker")
+    node = await real.node("node", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+
+    node.copy(1, "kv", [1], "kv.saved", [1])
+    await node.until(lambda: node.exits)
+
+    (why,) = node.exits
+    assert why.endswith("exited with status 1: thread copier ended by TypeError: a bug")
+
+
+async def test_posts_go_on_beside_a_long_copy(real):
+    sender, receiver = await real.pair()
+
+    for ticket in range(200):
+        sender.copy(ticket, "kv", list(range(1, 9)), "kv.saved", list(range(1, 9)))
+    sender.post(1, receiver, [1], [1])
+    await sender.copied(199)
+
+    ended = [one for one in sender.reports if isinstance(one, Posted | Copied)]
+    assert isinstance(ended[-1], Copied)
+    assert any(isinstance(one, Posted) for one in ended)
 
 
 async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
