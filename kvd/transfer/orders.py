@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -25,10 +25,19 @@ from kvd.types import Pages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+T = TypeVar("T")
+
+MAX_WHY = 300
+"""Characters of a flaw that are told."""
+
 MAX_FRAME_BYTES = 256 * 2**20
 """A post of 32 million pages; anything longer is a damaged stream, not an order."""
 
 _LENGTH = struct.Struct("<I")
+
+
+class BadStream(Exception):
+    """The other end of the order socket sent what is no frame of it; the message says what."""
 
 
 class Path(enum.Enum):
@@ -237,13 +246,29 @@ def frame_of(message: Order | list[Report]) -> bytes:
 
 
 def order_of(body: bytes) -> Order:
-    """Decode the body of a frame on the child's side."""
-    return _ORDER.decode(body)
+    """Decode the body of a frame on the child's side.
+
+    Raises:
+        BadStream: it is no order.
+    """
+    return _read(_ORDER, body)
 
 
 def reports_of(body: bytes) -> list[Report]:
-    """Decode the body of a frame on the daemon's side."""
-    return _REPORTS.decode(body)
+    """Decode the body of a frame on the daemon's side.
+
+    Raises:
+        BadStream: it is no list of reports.
+    """
+    return _read(_REPORTS, body)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        msg = f"{len(body)} bytes that cannot be read: {str(exc)[:MAX_WHY]}"
+        raise BadStream(msg) from exc
 
 
 class Frames:
@@ -256,7 +281,7 @@ class Frames:
         """Add what was read; yield each body that is now whole.
 
         Raises:
-            ValueError: a length above ``MAX_FRAME_BYTES``: the stream is damaged.
+            BadStream: a length above ``MAX_FRAME_BYTES``: the stream is damaged for good.
         """
         self._pending += data
         at = 0
@@ -264,7 +289,7 @@ class Frames:
             (length,) = _LENGTH.unpack_from(self._pending, at)
             if length > MAX_FRAME_BYTES:
                 msg = f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
-                raise ValueError(msg)
+                raise BadStream(msg)
             if len(self._pending) - at - _LENGTH.size < length:
                 break
             at += _LENGTH.size

@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.transfer import witness
 from kvd.transfer.base import TransportDown
-from kvd.transfer.orders import Begin, Dying, Frames, Ready, StartFailed, frame_of, reports_of
+from kvd.transfer.orders import (
+    BadStream,
+    Begin,
+    Dying,
+    Frames,
+    Ready,
+    StartFailed,
+    frame_of,
+    reports_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +80,8 @@ class TransferProcess:
         self._frames = Frames()
         self._unsent = bytearray()
         self._last_words = ""
+        self._is_confused = False
+        """Whether it has sent what is no report; nothing that it sends is read any more."""
 
     @property
     def pid(self) -> int:
@@ -147,8 +158,20 @@ class TransferProcess:
             return
         if not data:
             self._loop.remove_reader(self._socket)
-        for body in self._frames.feed(data):
-            self._deliver(reports_of(body))
+        self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        """Deliver what is whole. A process that babbles cannot be believed again: it is ended."""
+        if self._is_confused:
+            return
+        try:
+            for body in self._frames.feed(data):
+                self._deliver(reports_of(body))
+        except BadStream as exc:
+            self._is_confused = True
+            self._last_words = f": it sent {exc}"
+            self._frames = Frames()
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _receive(self) -> bytes | None:
         """Bytes, none for the end of the stream, or None for nothing at the moment."""
@@ -160,7 +183,7 @@ class TransferProcess:
             return b""
 
     def _deliver(self, reports: list[Report]) -> None:
-        if self._state is _State.STARTING:
+        if reports and self._state is _State.STARTING:
             first, *reports = reports
             match first:
                 case Ready():
@@ -193,8 +216,7 @@ class TransferProcess:
         """The process is a zombie: hear it out, reap it, then wait for its memory map."""
         self._loop.remove_reader(self._pidfd)
         while data := self._receive():  # a Posted among its last words is as true as ever
-            for body in self._frames.feed(data):
-                self._deliver(reports_of(body))
+            self._hear(data)
         status = self._child.wait()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvd.core.geometry import Row
 from kvd.transfer.orders import (
+    BadStream,
     Begin,
     Copy,
     Drop,
@@ -56,5 +57,15 @@ def test_reports_travel_in_batches():
 
 
 def test_a_length_beyond_all_reason_ends_the_stream():
-    with pytest.raises(ValueError, match="frame of 4294967295 bytes"):
+    with pytest.raises(BadStream, match="frame of 4294967295 bytes"):
         list(Frames().feed(b"\xff\xff\xff\xff"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", b"\x91" * 100_000, b"\x82\xa4type\xa4drop", b"\xd9\xff\xed\xa0\x80", b"\xc0"],
+)
+@pytest.mark.parametrize("read", [order_of, reports_of])
+def test_a_body_that_cannot_be_read_is_a_bad_stream(read, body):
+    with pytest.raises(BadStream, match=f"{len(body)} bytes that cannot be read"):
+        read(body)

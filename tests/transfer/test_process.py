@@ -141,6 +141,24 @@ async def test_posts_go_on_beside_a_long_copy(real):
     assert any(isinstance(one, Posted) for one in ended)
 
 
+@pytest.mark.parametrize(
+    ("babble", "why"),
+    [
+        (b"\xff\xff\xff\xff", "it sent frame of 4294967295 bytes on the order socket"),
+        (b"\x03\0\0\0abcand on and on", "it sent 3 bytes that cannot be read"),
+    ],
+)
+async def test_a_process_that_babbles_is_ended_and_says_what(real, monkeypatch, babble, why):
+    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.babbling_worker")
+    sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+
+    sender.transport.order(Load("receiver", 1, babble))
+    await sender.until(lambda: sender.exits)
+
+    (said,) = sender.exits
+    assert f"was killed by SIGKILL: {why}" in said
+
+
 async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
     sender, receiver = await real.pair(tcp)
 
