@@ -88,7 +88,8 @@ class Decoder:
         """By lease id: delivered, until the engine releases the lease."""
         self.outcomes = Outcomes(settings, out)
         self.delivered = self.failed = self.received_bytes = self.saved_bytes = 0
-        self._by_handoff: dict[int, DecodePart] = {}
+        self.by_handoff: dict[int, DecodePart] = {}
+        """Those that have been offered."""
         self.settling = Settling(leases, peers, out)
         self._settings = settings
         self._leases = leases
@@ -250,7 +251,7 @@ class Decoder:
         part.prefix_tokens = lease.prefix_tokens
         self._last_handoff += 1
         part.handoff = self._last_handoff
-        self._by_handoff[part.handoff] = part
+        self.by_handoff[part.handoff] = part
         last = self._leases.pages_for(part.prompt_tokens)
         destination = Pages(lease.row[lease.owned * ID_BYTES : last * ID_BYTES])
         component = self._settings.spec.components[0].name
@@ -324,7 +325,7 @@ class Decoder:
     def _close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
         del self.parts[part.id]
-        del self._by_handoff[part.handoff]
+        del self.by_handoff[part.handoff]
         peer = self.peers.by_incarnation.get(part.incarnation)
         self.outcomes.keep(peer, part, outcome, reason)
         if outcome is Outcome.COMMITTED:
@@ -378,7 +379,7 @@ class Decoder:
         part.moved_bytes = min(max(part.moved_bytes, moved_bytes), most)
 
     def _part(self, peer: Peer, handoff: int) -> DecodePart | None:
-        part = self._by_handoff.get(handoff)
+        part = self.by_handoff.get(handoff)
         return part if part is not None and part.incarnation == peer.incarnation else None
 
     def _resend(self, part: DecodePart) -> None:

@@ -75,6 +75,8 @@ class EvictionOrder(Protocol):
 
     def __contains__(self, node: object) -> bool: ...
 
+    def __iter__(self) -> Iterator[Node]: ...
+
     def __len__(self) -> int: ...
 
 
@@ -91,6 +93,9 @@ class LruOrder:
 
     def __contains__(self, node: object) -> bool:
         return node in self._nodes
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -156,6 +161,9 @@ class RankedOrder:
 
     def __contains__(self, node: object) -> bool:
         return node in self._ranks
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._ranks)
 
     def __len__(self) -> int:
         return len(self._ranks)

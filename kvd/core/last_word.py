@@ -42,8 +42,10 @@ class LastWord:
         """Every part that has met an Offer or an Abort, live ones included."""
         self.settled: dict[int, PrefillPart] = {}
         """By send id: those that wait for Closed."""
-        self._records: Counter[str] = Counter()
-        self._open: Counter[str] = Counter()
+        self.records: Counter[str] = Counter()
+        """By decode incarnation: how many of ``by_handoff`` are its own."""
+        self.open: Counter[str] = Counter()
+        """And how many of these are not CLOSED."""
         self.delivered = self.failed = 0
         self._settings = settings
         self._leases = leases
@@ -53,8 +55,8 @@ class LastWord:
     def join(self, part: PrefillPart) -> None:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""
         self.by_handoff[part.incarnation, part.handoff] = part
-        self._records[part.incarnation] += 1
-        self._open[part.incarnation] += 1
+        self.records[part.incarnation] += 1
+        self.open[part.incarnation] += 1
 
     def is_full(self, peer: Peer, handoff: int) -> bool:
         """Refuse a message about a handoff that we would have to remember, and cannot.
@@ -62,7 +64,7 @@ class LastWord:
         A Reject, not a Settled: that would have to stay true, which only a record makes sure of.
         An honest peer repeats the message until there is room.
         """
-        n_open, n_records = self._open[peer.incarnation], self._records[peer.incarnation]
+        n_open, n_records = self.open[peer.incarnation], self.records[peer.incarnation]
         if n_open < MAX_OPEN and n_records < MAX_RECORDS:
             return False
         self._peers.reject(
@@ -81,9 +83,9 @@ class LastWord:
     def _drop(self, key: tuple[str, int]) -> None:
         """Only of a part that is CLOSED."""
         if self.by_handoff.pop(key, None) is not None:
-            self._records[key[0]] -= 1
-            if not self._records[key[0]]:
-                del self._records[key[0]]
+            self.records[key[0]] -= 1
+            if not self.records[key[0]]:
+                del self.records[key[0]]
 
     def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
         """The part is SETTLED: let the source lease go, and say so from now on."""
@@ -249,9 +251,9 @@ class LastWord:
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
-        self._open[part.incarnation] -= 1
-        if not self._open[part.incarnation]:
-            del self._open[part.incarnation]
+        self.open[part.incarnation] -= 1
+        if not self.open[part.incarnation]:
+            del self.open[part.incarnation]
         part.offer = None
         part.ended = refusal
         part.aux = b""

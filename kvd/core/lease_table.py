@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.eviction import eviction_order
 from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
+from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.spec import page_bytes
@@ -34,8 +35,9 @@ class LeaseTable:
 
     def __init__(self, spec: PoolSpec, policy: Policy, out: Outbox) -> None:
         component = spec.components[0]
-        self.pool = PagePool(component.name, spec.pages[0])
-        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy))
+        self.moves = Moves()
+        self.pool = PagePool(component.name, spec.pages[0], self.moves)
+        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
@@ -167,6 +169,7 @@ class LeaseTable:
         first = lease.owned
         row = lease.row
         mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
+        self.moves.log.append(mine)
         extension = self.tree.extend(
             anchor,
             lease.tokens,

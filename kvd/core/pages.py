@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvd.core.moves import Moves
 from kvd.types import ID_BYTES, NULL_PAGE, Pages
 
 FEW_PAGES = 8
@@ -41,13 +42,14 @@ class BadPages(Exception):
 class PagePool:
     """A stack of free pages; page 0, the null page, is never handed out and never comes back."""
 
-    __slots__ = ("_free", "name", "total_pages")
+    __slots__ = ("_free", "_moves", "name", "total_pages")
 
-    def __init__(self, name: str, total_pages: int) -> None:
+    def __init__(self, name: str, total_pages: int, moves: Moves | None = None) -> None:
         if total_pages < 1:
             raise ValueError(f"pool {name}: {total_pages} pages; the null page alone needs one")
         self.name = name
         self.total_pages = total_pages
+        self._moves = moves or Moves()
         self._free = bytearray(np.arange(1, total_pages, dtype="<i4").tobytes())
 
     @property
@@ -67,6 +69,7 @@ class PagePool:
             raise OutOfPages(self.name, n_pages, self.free_pages, self.total_pages)
         taken = Pages(bytes(memoryview(free)[start:]))
         del free[start:]
+        self._moves.log.append(taken)
         return taken
 
     def give(self, pages: Pages) -> None:
@@ -90,7 +93,15 @@ class PagePool:
                 f"already of {self.total_pages} (one is the null page): some were never out"
             )
         self._free += pages
+        self._moves.log.append(pages)
 
     def free_ids(self) -> Pages:
         """Every free page, in stack order; for audits and snapshots."""
         return Pages(bytes(self._free))
+
+    def free_slice(self, first: int, n_pages: int) -> Pages:
+        """At most ``n_pages`` free pages from the ``first`` one on, counted from the bottom.
+
+        A page that nobody took or gave back meanwhile is where it was.
+        """
+        return Pages(bytes(memoryview(self._free)[first * ID_BYTES : (first + n_pages) * ID_BYTES]))

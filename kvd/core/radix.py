@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.radix_audit import Totals, violations
+from kvd.core.moves import Moves
+from kvd.core.radix_audit import tree_faults
 from kvd.core.radix_bytes import outdone_pages, shared_bytes
 from kvd.core.radix_node import NO_CHILDREN, Evicted, Extension, Flushed, LockUnderflow, Node
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
@@ -56,25 +57,30 @@ class RadixTree:
     Attributes:
         at: The time of the input being applied, in seconds. The tree has no clock; whoever drives
             it sets this once per input, and it is stamped on the nodes that are made or matched.
+        roots: By namespace, those that were matched or filled lately; empty ones included.
+        order: Who is evicted first. Read these two; only the tree writes them.
     """
 
     __slots__ = (
         "_add",
         "_evictable_bytes",
         "_last_id",
-        "_order",
+        "_moves",
         "_page_bytes",
         "_protected_bytes",
         "_release",
-        "_roots",
         "_sweep_above",
         "_take",
         "_touch",
         "at",
         "match_page_tokens",
+        "order",
+        "roots",
     )
 
-    def __init__(self, match_page_tokens: int, order: EvictionOrder) -> None:
+    def __init__(
+        self, match_page_tokens: int, order: EvictionOrder, moves: Moves | None = None
+    ) -> None:
         if match_page_tokens < 1:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
@@ -83,12 +89,13 @@ class RadixTree:
         self._evictable_bytes = 0
         self._protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
-        self._order = order
+        self.order = order
+        self._moves = moves or Moves()
         self._add = order.add
         self._take = order.take
         self._release = order.release
         self._touch = order.touch
-        self._roots: dict[str, Node] = {}
+        self.roots: dict[str, Node] = {}
         self._sweep_above = BARE_ROOTS
         self._last_id = 0
 
@@ -123,7 +130,7 @@ class RadixTree:
             The node where the match ends: the namespace's root when nothing matches.
         """
         size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
-        root = self._roots.get(namespace) or self._add_root(namespace)
+        root = self.roots.get(namespace) or self._add_root(namespace)
         node = self._walk(root, tokens, 0, size - size % self._page_bytes)
         node.touched_at = self.at
         self._touch(node)
@@ -131,7 +138,7 @@ class RadixTree:
 
     def probe(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> int:
         """The length in tokens that ``match`` would find. Changes nothing at all."""
-        node = self._roots.get(namespace)
+        node = self.roots.get(namespace)
         size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
         pos, end = 0, size - size % self._page_bytes
         while node is not None and pos < end:
@@ -158,16 +165,12 @@ class RadixTree:
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Every node but the roots, parents first; of one namespace, or of all."""
-        stack = [root for name, root in self._roots.items() if namespace in {None, name}]
+        stack = [root for name, root in self.roots.items() if namespace in {None, name}]
         while stack:
             node = stack.pop()
             if node.parent is not None:
                 yield node
             stack.extend(node.children.values())
-
-    def namespaces(self) -> list[str]:
-        """The namespaces that were matched or filled lately, empty ones included."""
-        return list(self._roots)
 
     # --- locks ---------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class RadixTree:
         Its use of the path counts when the lock goes, which is later than now.
         """
         size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
-        root = self._roots.get(namespace) or self._add_root(namespace)
+        root = self.roots.get(namespace) or self._add_root(namespace)
         node = self._walk(root, tokens, 0, size - size % self._page_bytes)
         node.touched_at = self.at
         self.lock(node)
@@ -297,23 +300,23 @@ class RadixTree:
         if not node.lock_ref:
             self._touch(node)
         if priority:
-            self._order.prefer(leaf, priority)
+            self.order.prefer(leaf, priority)
         return Extension(leaf, duplicates, tree_pages)
 
     def _add_root(self, namespace: str) -> Node:
-        if len(self._roots) >= self._sweep_above:
+        if len(self.roots) >= self._sweep_above:
             self._sweep_roots()
         self._last_id += 1
         root = Node(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
         root.lock_ref = 1
-        self._roots[namespace] = root
+        self.roots[namespace] = root
         return root
 
     def _sweep_roots(self) -> None:
-        self._roots = {
-            name: root for name, root in self._roots.items() if root.children or root.lock_ref > 1
+        self.roots = {
+            name: root for name, root in self.roots.items() if root.children or root.lock_ref > 1
         }
-        self._sweep_above = 2 * len(self._roots) + BARE_ROOTS
+        self._sweep_above = 2 * len(self.roots) + BARE_ROOTS
 
     def _walk(self, node: Node, tokens: Tokens, pos: int, end: int) -> Node:
         """Follows ``tokens[pos:end]`` (bytes) down from ``node``, splitting where it must end."""
@@ -336,6 +339,7 @@ class RadixTree:
 
     def _split(self, lower: Node, at_bytes: int) -> Node:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
+        self._moves.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
         upper = Node(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
@@ -347,7 +351,7 @@ class RadixTree:
         lower.edge, lower.pages = Tokens(edge[at_bytes:]), Pages(pages[at_pages:])
         lower.key = lower.edge[: self._page_bytes]
         upper.children = {lower.key: lower}
-        self._order.split(upper, lower)
+        self.order.split(upper, lower)
         return upper
 
     # --- shrinking -----------------------------------------------------------------------------
@@ -377,7 +381,7 @@ class RadixTree:
             if node.lock_ref:
                 kept += len(node.pages)
             else:
-                self._order.remove(node)
+                self.order.remove(node)
                 pieces.append(node.pages)
                 node.children = NO_CHILDREN  # no cycle is left for the collector to find
                 if node.parent is not None and node.parent.lock_ref:
@@ -391,8 +395,7 @@ class RadixTree:
 
     def check(self) -> list[str]:
         """Every violation of I2, I3 and I4, in words; empty when the tree is sound."""
-        totals = Totals(self.match_page_tokens, self.evictable_pages, self.protected_pages)
-        return violations(list(self.nodes()), self._order, totals)
+        return [fault.sentence for fault in tree_faults(self)]
 
 
 def _path_between(above: Node | None, node: Node) -> list[Node]:

@@ -1,5 +1,8 @@
 """The audit of the prefix index: what must be true of a tree, said about the nodes it has.
 
+``is_sound`` is the quick question, asked of every node by the standing audit; ``node_faults`` the
+answer in words, asked only where it is not.
+
 What must not live here: anything that changes a tree, and the leases' half of I2.
 """
 
@@ -7,71 +10,117 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from kvd.types import ID_BYTES, NULL_PAGE
+from kvd.core.fault import Fault
+from kvd.types import ID_BYTES, NULL_PAGE, Pages
 
 if TYPE_CHECKING:
     from kvd.core.eviction import EvictionOrder
+    from kvd.core.radix import RadixTree
     from kvd.core.radix_node import Node
 
 
-class Totals(msgspec.Struct, frozen=True):
-    """What the tree says about itself."""
-
-    match_page_tokens: int
-    evictable_pages: int
-    protected_pages: int
-
-
-def violations(nodes: list[Node], order: EvictionOrder, totals: Totals) -> list[str]:
-    """Every violation of I2, I3 and I4, in words.
-
-    Args:
-        nodes: All nodes but the roots.
-        order: The order that must hold all of them.
-        totals: The tree's page size and counters.
-    """
-    found = [fault for node in nodes for fault in _node_faults(node, order, totals)]
-    free = [node for node in nodes if not node.lock_ref]
-    evictable = sum(len(node.pages) for node in free) // ID_BYTES
-    cached = sum(len(node.pages) for node in nodes) // ID_BYTES
-    if (evictable, cached - evictable) != (totals.evictable_pages, totals.protected_pages):
+def tree_faults(tree: RadixTree) -> list[Fault]:
+    """Every violation of I2, I3 and I4 that a tree alone can tell."""
+    nodes = list(tree.nodes())
+    page_bytes = tree.match_page_tokens * ID_BYTES
+    found = [
+        fault
+        for node in nodes
+        if not is_sound(node, tree.order, page_bytes)
+        for fault in node_faults(node, tree.order, page_bytes)
+    ]
+    if len(nodes) != len(tree.order):
         found.append(
-            f"I3: {totals.evictable_pages} evictable and {totals.protected_pages} protected pages "
-            f"are counted, {evictable} and {cached - evictable} are in the tree"
+            Fault(
+                "I3",
+                "order-size",
+                f"{len(nodes)} nodes are in the tree, {len(tree.order)} in the eviction order",
+            )
         )
-    if len(nodes) != len(order):
-        found.append(f"I3: {len(nodes)} nodes are in the tree, {len(order)} in the eviction order")
-    return found + _page_faults(nodes)
+    return found + total_faults(tree) + _page_faults(nodes)
 
 
-def _node_faults(node: Node, order: EvictionOrder, totals: Totals) -> list[str]:
-    page_bytes = totals.match_page_tokens * ID_BYTES
+def total_faults(tree: RadixTree) -> list[Fault]:
+    """I3: the counters are the sums over the nodes in the eviction order, which are all."""
+    evictable = protected = 0
+    for node in tree.order:
+        if node.lock_ref:
+            protected += len(node.pages)
+        else:
+            evictable += len(node.pages)
+    evictable, protected = evictable // ID_BYTES, protected // ID_BYTES
+    if (evictable, protected) == (tree.evictable_pages, tree.protected_pages):
+        return []
+    return [
+        Fault(
+            "I3",
+            "totals",
+            f"{tree.evictable_pages} evictable and {tree.protected_pages} protected pages are "
+            f"counted, {evictable} and {protected} are in the eviction order",
+        )
+    ]
+
+
+def is_sound(node: Node, order: EvictionOrder, page_bytes: int) -> bool:
+    """Whether ``node_faults`` has nothing to say; ``node`` is no root."""
+    parent, edge, key = node.parent, node.edge, node.key
+    n_bytes = len(edge)
+    return (
+        parent is not None
+        and parent.children.get(key) is node
+        and len(key) == page_bytes <= n_bytes
+        and edge.startswith(key)
+        and n_bytes % page_bytes == 0
+        and len(node.pages) * page_bytes == n_bytes * ID_BYTES
+        and node.end_tokens == parent.end_tokens + n_bytes // ID_BYTES
+        and 0 <= node.lock_ref <= parent.lock_ref
+        and node in order
+    )
+
+
+def is_linked(node: Node) -> bool:
+    """Whether its parent knows it: what was evicted or flushed no longer is."""
+    return node.parent is not None and node.parent.children.get(node.key) is node
+
+
+def node_faults(node: Node, order: EvictionOrder, page_bytes: int) -> list[Fault]:
+    """Every violation of I2, I3 and I4 at one node that is no root."""
     parent, edge, name = node.parent, node.edge, node.describe()
+    n_tokens = len(edge) // ID_BYTES
     found = []
-    if parent is None or node.key != edge[:page_bytes] or parent.children[node.key] is not node:
-        found.append(f"I4: {name} is not its parent's child under its first page")
-    elif node.end_tokens != parent.end_tokens + len(edge) // ID_BYTES:
-        found.append(f"I4: {name} has {len(edge) // ID_BYTES} tokens after {parent.describe()}")
+    if parent is None or node.key != edge[:page_bytes] or not is_linked(node):
+        found.append(("I4", "child-key", f"{name} is not its parent's child under its first page"))
+    elif node.end_tokens != parent.end_tokens + n_tokens:
+        found.append(("I4", "end", f"{name} has {n_tokens} tokens after {parent.describe()}"))
     elif parent.lock_ref < node.lock_ref:
-        found.append(f"I2: {name} has more locks than {parent.describe()} above it")
+        found.append(("I2", "locks-grow", f"{name} has more locks than {parent.describe()} above"))
     if node.lock_ref < 0:
-        found.append(f"I2: {name} has less than no lock")
+        found.append(("I2", "lock-below-zero", f"{name} has less than no lock"))
     if node not in order:
-        found.append(f"I3: {name} is not in the eviction order")
+        found.append(("I3", "not-in-order", f"{name} is not in the eviction order"))
     if not edge or len(edge) % page_bytes:
-        found.append(f"I4: {name} has {len(edge) // ID_BYTES} tokens, not whole pages")
-    if len(node.pages) * totals.match_page_tokens != len(edge):
-        found.append(f"I4: {name} has {len(edge) // ID_BYTES} tokens on its pages")
-    return found
+        found.append(("I4", "edge", f"{name} has {n_tokens} tokens, not whole pages"))
+    if len(node.pages) * page_bytes != len(edge) * ID_BYTES:
+        found.append(("I4", "edge-pages", f"{name} has {n_tokens} tokens on its pages"))
+    return [Fault(rule, check, what, node=node.id) for rule, check, what in found]
 
 
-def _page_faults(nodes: list[Node]) -> list[str]:
+def _page_faults(nodes: list[Node]) -> list[Fault]:
     pages = np.frombuffer(b"".join(node.pages for node in nodes), "<i4")
     ids, times = np.unique(pages, return_counts=True)
-    found = [f"I4: page {page} is in the tree more than once" for page in ids[times > 1].tolist()]
+    twice = ids[times > 1]
+    found = [
+        Fault(
+            "I4",
+            "page-twice",
+            f"page {page} is in the tree more than once",
+            pages=Pages(np.int32(page).tobytes()),
+        )
+        for page in twice[:1].tolist()
+    ]
     if ids.size and ids[0] <= NULL_PAGE:
-        found.append(f"I4: page {ids[0]} is in the tree; page ids start at {NULL_PAGE + 1}")
+        what = f"page {ids[0]} is in the tree; page ids start at {NULL_PAGE + 1}"
+        found.append(Fault("I4", "null-page", what))
     return found

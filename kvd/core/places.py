@@ -1,0 +1,126 @@
+"""Where every page is: the free list, a lease, a node of the tree. I1 over all of them at once.
+
+The cost grows with the pool: the standing audit asks this only when it has missed a page, or has
+seen one twice, and then the answer names the places.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvd.core.fault import Fault
+from kvd.types import ID_BYTES, Pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.node import Node
+
+MAX_PLACES = 8
+"""Different sets of places named in one answer; a broken free list would name thousands."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Something that has pages; at most one of ``lease`` and ``node`` is not 0."""
+
+    name: str
+    pages: Pages
+    lease: int = 0
+    node: int = 0
+
+
+def places(node: Node) -> Iterator[Place]:
+    """All of them: what they have tiles the pool."""
+    table = node.leases
+    yield Place("the free list", table.pool.free_ids())
+    for edge in table.tree.nodes():
+        yield Place(f"node {edge.id}", edge.pages, node=edge.id)
+    for lease in table.leases.values():
+        yield Place(f"lease {lease.id}", lease.held, lease=lease.id)
+
+
+def page_faults(node: Node) -> list[Fault]:
+    """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
+    total = node.leases.pool.total_pages
+    everything = list(places(node))
+    ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
+    if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
+        return []
+    return [
+        *_strays(everything, total),
+        *_doubles(everything, ids, total),
+        *_missing(ids, total),
+    ]
+
+
+def count_faults(node: Node) -> list[Fault]:
+    """I1 by the numbers alone: cheap, and blind to a page that is lost while another is double."""
+    table = node.leases
+    held = sum([lease.held_pages for lease in table.leases.values()])
+    free, cached = table.pool.free_pages, table.tree.cached_pages
+    if 1 + free + cached + held == table.pool.total_pages:
+        return []
+    what = (
+        f"null 1 + free {free} + cached {cached} + held and quarantined {held} is not "
+        f"{table.pool.total_pages}"
+    )
+    return [Fault("I1", "page-count", what)]
+
+
+def _strays(everything: list[Place], total: int) -> Iterator[Fault]:
+    """Ids that are no page of this pool, the null page included."""
+    for place in everything:
+        ids = np.frombuffer(place.pages, dtype="<i4")
+        wrong = ids[(ids < 1) | (ids >= total)]
+        if wrong.size:
+            what = f"{place.name} has page {wrong[0]}; this pool hands out 1 to {total - 1}"
+            pages = Pages(wrong.tobytes())
+            yield Fault("I1", "page-stray", what, place.lease, place.node, pages=pages)
+
+
+def _doubles(everything: list[Place], ids: np.ndarray, total: int) -> Iterator[Fault]:
+    """Pages in two places, or twice in one, by where they are."""
+    known = (ids >= 1) & (ids < total)
+    times = np.bincount(ids[known], minlength=total)
+    at = np.flatnonzero(known)
+    at = at[times[ids[at]] > 1]
+    ends = np.cumsum([len(place.pages) // ID_BYTES for place in everything])
+    in_which = np.searchsorted(ends, at, "right")
+    where: dict[int, list[int]] = {}
+    for page, index in zip(ids[at].tolist(), in_which.tolist(), strict=True):
+        where.setdefault(page, []).append(index)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for page, found in where.items():
+        groups.setdefault(tuple(found), []).append(page)
+    for indexes, pages in list(groups.items())[:MAX_PLACES]:
+        named = [everything[index] for index in indexes]
+        yield Fault(
+            "I1",
+            "page-double",
+            f"{_these(pages)} in {' and in '.join(place.name for place in named)}",
+            lease=max(place.lease for place in named),
+            node=max(place.node for place in named),
+            pages=Pages(np.asarray(pages, dtype="<i4").tobytes()),
+        )
+
+
+def _missing(ids: np.ndarray, total: int) -> Iterator[Fault]:
+    """Pages in no place at all: nobody will ever have them again."""
+    is_there = np.zeros(total, dtype=bool)
+    is_there[ids[(ids >= 1) & (ids < total)]] = True
+    lost = np.flatnonzero(~is_there[1:]) + 1
+    if lost.size:
+        pages = Pages(lost.astype("<i4").tobytes())
+        yield Fault("I1", "page-lost", f"{_these(lost.tolist())} nowhere", pages=pages)
+
+
+def _these(pages: list[int]) -> str:
+    """``page 7 is``, or how many they are and the first."""
+    return (
+        f"page {pages[0]} is"
+        if len(pages) == 1
+        else (f"{len(pages)} pages, the first is {pages[0]}, are")
+    )
