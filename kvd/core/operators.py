@@ -30,9 +30,9 @@ class Operators:
         self._out = node.out
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[Any], admin.AdminReply | Refusal]] = {
-            admin.ShowStatus: lambda got: admin.Status(got.call, snapshot(node)),
+            admin.ShowStatus: self._status,
             admin.ShowTree: self._tree,
-            admin.Why: lambda got: why.because(node, got.call, got.kind, got.id),
+            admin.Why: self._why,
             admin.Flush: self._flush,
             admin.Evict: self._evict,
             admin.AbortRoom: self._abort,
@@ -51,6 +51,12 @@ class Operators:
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
         self._out.effects.append(effects.Report(got.operator, answer))
+
+    def _status(self, got: admin.ShowStatus) -> admin.Status:
+        return admin.Status(got.call, snapshot(self._node))
+
+    def _why(self, got: admin.Why) -> admin.Because | Refusal:
+        return why.because(self._node, got.call, got.kind, got.id)
 
     def _tree(self, got: admin.ShowTree) -> admin.Tree:
         edges = why.in_display_order(self._node.leases.tree)
