@@ -26,7 +26,7 @@ KEY_CHARS: Final = 40
 MAX_FILE_BYTES: Final = 256
 """Of a key file: a key, white space, and nothing else."""
 
-HANDSHAKE_MS: Final = 3000
+HANDSHAKE_MS: Final = 2000
 """A handshake that takes longer is given up, and the dialing side begins anew. A refused one ends
 only then: libzmq waits for the rest of a handshake that will not come."""
 
@@ -76,6 +76,12 @@ def is_key(text: str) -> bool:
         return False
     groups = (text[at : at + 5] for at in range(0, KEY_CHARS, 5))
     return all(_number(group) < 2**32 for group in groups)
+
+
+def raw(key: str) -> bytes:
+    """The 32 bytes of a text that ``is_key``, as libzmq names them."""
+    groups = (key[at : at + 5] for at in range(0, KEY_CHARS, 5))
+    return b"".join(_number(group).to_bytes(4, "big") for group in groups)
 
 
 def _number(group: str) -> int:

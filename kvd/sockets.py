@@ -38,6 +38,9 @@ Frames = list[bytes]
 OnMessage = Callable[[Frames], None]
 """Takes one message: for a ROUTER the routing id first. Called on the loop, never re-entered."""
 
+Receive = Callable[[zmq.Socket[bytes]], Frames | None]
+"""Takes the next message of a socket: ``receive_now``, or ``receive_proven``."""
+
 Push = Callable[[bytes, int], object]
 """Gives one frame to libzmq, with its flags."""
 
@@ -153,13 +156,37 @@ def receive_now(socket: zmq.Socket[bytes]) -> Frames | None:
     return frames
 
 
+def receive_proven(socket: zmq.Socket[bytes]) -> Frames | None:
+    """As ``receive_now``, of a ROUTER whose clients prove keys: routing id, name, then the rest.
+
+    The name is what the ZAP handler gave for the key; libzmq attaches it to every message, so it is
+    of the connection that this message came by. Looking it up takes 0.5 us.
+    """
+    try:
+        frame = socket.recv(_NOW, copy=False)
+    except zmq.Again:
+        return None
+    frames = [frame.bytes, b""]
+    while frame.more:
+        frame = socket.recv(_NOW, copy=False)
+        frames.append(frame.bytes)
+    frames[1] = str(frame.get("User-Id")).encode()
+    return frames
+
+
 class LoopSocket:
-    """One ROUTER or DEALER on one event loop. Takes the socket over: closes it too."""
+    """One socket on one event loop. Takes the socket over: closes it too."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], on_message: OnMessage, *, loop: asyncio.AbstractEventLoop
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: OnMessage,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        receive: Receive = receive_now,
     ) -> None:
         """Start reading at once; ``on_message`` is first called from the loop, not from here."""
+        self._receive = receive
         self._socket = socket
         self._push = pusher(socket)
         self._on_message = on_message
@@ -199,7 +226,7 @@ class LoopSocket:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
-        socket, on_message = self._socket, self._on_message
+        socket, on_message, receive = self._socket, self._on_message, self._receive
         is_empty = False
         self._draining = True
         try:
@@ -208,7 +235,7 @@ class LoopSocket:
                 is_empty = self._closed or (taken == 1 and not self._is_readable())
                 if is_empty:
                     return
-                frames = receive_now(socket)
+                frames = receive(socket)
                 if frames is None:
                     is_empty = True
                     return

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
+from kvd import curve
 from kvd.client.admin import AdminClient
 from kvd.wire import admin
 
@@ -99,6 +100,17 @@ class Daemon:
     def knows(self, other: Daemon) -> None:
         """Configure ``other`` as a peer; before the start."""
         self._settings[f"peers.connect.{other.name}"] = other.peers
+
+    def make_keys(self) -> str:
+        """Give it a key pair, new each time, and return the public key; before the start."""
+        pair = curve.new_pair()
+        curve.replace_files(self.directory, pair)
+        self._settings["peers.secret_key_file"] = str(self.directory / curve.SECRET_FILE)
+        return pair.public
+
+    def trusts(self, name: str, public: str) -> None:
+        """Configure whose public key that is; before the start."""
+        self._settings[f"peers.keys.{name}"] = public
 
     def start(self) -> None:
         """Start it; ``wait_ready`` says when it serves."""
@@ -218,14 +230,20 @@ def two_daemons(
     settings: Mapping[str, str],
     *,
     places: tuple[Place, Place] = (HERE, HERE),
+    with_keys: bool = False,
 ) -> Iterator[Pair]:
-    """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts."""
+    """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts.
+
+    ``with_keys``: each has a key pair, and knows the other's public key.
+    """
     pair = Pair(
         Daemon("p", directory, settings, places[0]), Daemon("d", directory, settings, places[1])
     )
     both = (pair.prefill, pair.decode)
     for one in both:
         one.knows(pair.other(one))
+        if with_keys:
+            pair.other(one).trusts(one.name, one.make_keys())
     try:
         for one in both:
             one.start()

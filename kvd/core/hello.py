@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, Refusal
 from kvd.types import short
-from kvd.wire.peer import PROTOCOL
+from kvd.wire.peer import PROTOCOL, Hello
 
 if TYPE_CHECKING:
     from kvd.core.peer import Peers
     from kvd.core.settings import Settings
-    from kvd.wire.peer import Hello
+    from kvd.wire.peer import Message
 
 
 INCARNATION: Final = re.compile("[0-9a-f]{32}")
@@ -64,6 +64,28 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             numbers={"peers": len(peers.by_name), "limit": MAX_PEERS},
         )
     return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
+
+
+def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Refusal | None:
+    """Why a message is not acted on though its sender may connect: it speaks as another node.
+
+    ``proven`` is whose key the sender has; empty where links need no keys, and then anyone may.
+    """
+    if not proven:
+        return None
+    if isinstance(message, Hello):
+        claimed = message.node
+    else:
+        speaker = peers.by_incarnation.get(message.source)
+        claimed = proven if speaker is None else speaker.name
+    if claimed == proven:
+        return None
+    return Refusal(
+        Code.PEER_UNKNOWN,
+        f"the key of {proven!r} speaks as {claimed[:80]!r}: make node.name there and peers.keys of "
+        f"{mine.name} equal",
+        side=mine.name,
+    )
 
 
 def _too_long(message: Hello, side: str) -> Refusal | None:

@@ -63,11 +63,29 @@ class LinkDialed(msgspec.Struct, frozen=True, tag=True):
 
 
 class FromPeer(msgspec.Struct, frozen=True, tag=True):
-    """A message that came in on ``link``."""
+    """A message that came in on ``link``.
+
+    ``proven`` is the node whose key its sender has shown; empty where links need no keys.
+    """
 
     at_s: float
     link: str
     message: Message
+    proven: str = ""
+
+
+class HandshakeFailed(msgspec.Struct, frozen=True, tag=True):
+    """A connection with a peer ended before its first message; ``times`` since the last such input.
+
+    ``link`` is empty where somebody dialed us: then nobody knows yet who it was.
+    """
+
+    at_s: float
+    link: str
+    address: str
+    reason: str
+    why: str
+    times: int
 
 
 class TransferReady(msgspec.Struct, frozen=True, tag=True):
@@ -161,6 +179,7 @@ Input = (
     | Unreadable
     | LinkDialed
     | FromPeer
+    | HandshakeFailed
     | TransferReady
     | TransferGone
     | AgentLoaded

@@ -15,6 +15,7 @@ from kvd.core.admission import Admission
 from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
+from kvd.core.hello import impostor
 from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
 from kvd.core.operators import Operators
@@ -77,6 +78,7 @@ class Node:
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,
             i.LinkDialed: self._link_dialed,
+            i.HandshakeFailed: self.peers.handshake_failed,
             i.TransferReady: self._transfer_ready,
             i.TransferGone: self._transfer_gone,
             i.AgentLoaded: self._agent_loaded,
@@ -124,6 +126,12 @@ class Node:
 
     def _from_peer(self, got: i.FromPeer) -> None:
         message = got.message
+        refusal = impostor(message, got.proven, self.peers, self.settings)
+        if refusal is not None:
+            self.refused += 1
+            if not isinstance(message, Reject):  # which is never answered
+                self.peers.reject(got.link, message.source, refusal)
+            return
         if isinstance(message, Hello):
             self._hello(got.link, message)
             return

@@ -25,6 +25,7 @@ from kvd.wire.peer import Hello, Message, Ping, Reject
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
+    from kvd.core.inputs import HandshakeFailed
     from kvd.core.settings import Settings
 
 
@@ -78,12 +79,15 @@ class Peer:
 class Dialed:
     """A configured link and the name that must answer on it."""
 
-    __slots__ = ("address", "answered", "name")
+    __slots__ = ("address", "answered", "name", "trouble", "trouble_s")
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
         self.answered = False
+        self.trouble = ""
+        """Why the last handshake on it failed, and when."""
+        self.trouble_s = 0.0
 
 
 class Peers:
@@ -149,6 +153,26 @@ class Peers:
             self._tell_up(peer)
             self.agents.load(peer)
         return peer
+
+    def handshake_failed(self, got: HandshakeFailed) -> None:
+        """Remember why a dialed peer cannot be talked to, and tell everybody who watches."""
+        out = self._out
+        dialed = self.dialed.get(got.link)
+        name = ""
+        if dialed is not None:
+            name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, out.at_s
+        out.emit(
+            events.HandshakeFailed(
+                out.next_seq(), out.at_s, name, got.address, got.reason, got.why, got.times
+            )
+        )
+
+    def _trouble(self, name: str, since_s: float) -> str:
+        """Why a dialed peer has not been heard since then, if its handshake says so."""
+        for dialed in self.dialed.values():
+            if dialed.name == name and dialed.trouble and dialed.trouble_s >= since_s:
+                return f": {dialed.trouble}"
+        return ""
 
     def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
         """Take a Hello.
@@ -260,11 +284,12 @@ class Peers:
         """What a receive from this node waits for; None when an Offer can go out."""
         peer = self.by_name.get(name)
         if peer is None or not peer.incarnation:
-            return f"{name} has not said Hello yet"
+            return f"{name} has not said Hello yet{self._trouble(name, 0.0)}"
         if peer.refusal is not None:
             return peer.refusal.message
         if peer.life is Life.LOST:
-            return f"{name} has been silent for {self._out.at_s - peer.heard_s:.1f} s"
+            silent_s = self._out.at_s - peer.heard_s
+            return f"{name} has been silent for {silent_s:.1f} s{self._trouble(name, peer.heard_s)}"
         if not self.generation:
             return "the transfer process of this node is restarting"
         return None

@@ -31,6 +31,7 @@ from kvd.core.inputs import ClientHungUp, ClientJoined, Tick, Unreadable
 from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.settings import Settings
+from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
@@ -109,7 +110,7 @@ class Daemon:
         self._wire()
         self._up.push_async_callback(self.mover.stop)
         await self.mover.start("start")
-        self.links.dial(config.peers.connect, config.limits.max_frame_bytes, self._loop)
+        self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
         await self._serve_http()
         self._beat(self._clock())
 
@@ -177,17 +178,30 @@ class Daemon:
         self._up.callback(self.admins.close)
 
     def _open_peers(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.links = PeerLinks(self.reactor, context)
-        self.links.listen(self._bind(context, self.config.peers.listen), self._loop)
+        self.links = PeerLinks(
+            self.reactor,
+            context,
+            _peer_keys(self.config),
+            count_failed=self.metrics.handshake_failed,
+            loop=self._loop,
+        )
         self._up.callback(self.links.close)
+        self.links.listen(self._bind(context, self.config.peers.listen, self.links.prepare))
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    def _bind(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        prepare: Callable[[zmq.Socket[bytes]], None] | None = None,
+    ) -> zmq.Socket[bytes]:
         path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
         if path is not None:
             clear_stale(path, SOCK_STREAM)
         socket = open_router(context, max_frame_bytes=self.config.limits.max_frame_bytes)
         if is_ipv6(endpoint):
             socket.setsockopt(zmq.IPV6, 1)
+        if prepare is not None:
+            prepare(socket)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -285,6 +299,21 @@ def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Setti
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
     )
+
+
+def _peer_keys(config: Config) -> PeerKeys | None:
+    """The keys of this node and its peers; None where links need none.
+
+    Raises:
+        OSError: the secret file has changed since the configuration was checked.
+    """
+    path = config.peers.secret_key_file
+    if path is None:
+        return None
+    own = read_pair(path)
+    if isinstance(own, KeyFlaw):
+        raise OSError(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
+    return PeerKeys(own, config.peers.keys)
 
 
 async def serve(config: Config, log: EventLog) -> int:

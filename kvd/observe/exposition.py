@@ -128,6 +128,12 @@ def _ledger(metrics: Metrics) -> Iterator[Metric]:
         "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
     )
     yield _counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
+    yield _counter(
+        "kvd_peer_handshakes_failed",
+        "Connections with peers that ended before the first message.",
+        metrics.handshakes_failed,
+        ("reason",),
+    )
 
 
 def _loop(metrics: Metrics) -> Iterator[Metric]:

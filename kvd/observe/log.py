@@ -36,6 +36,7 @@ LEVELS = {
     "peer-suspect": "warning",
     "peer-lost": "warning",
     "peer-refused": "warning",
+    "handshake-failed": "warning",
     "message-refused": "warning",
     "violation": "error",
 }

@@ -137,6 +137,7 @@ class Metrics:
         self.leases_released = Counter()
         self.messages_refused = Counter()
         self.peers_lost = Counter()
+        self.handshakes_failed = Counter()
         self.violations = 0
         self.rpc_seconds = Histograms(FAST_S)
         self.rpc_errors = Counter()
@@ -178,6 +179,13 @@ class Metrics:
     def http_refused(self, status: int) -> None:
         """Count one refused HTTP request; it is no event, for anybody who probes may make many."""
         self.messages_refused.add(1, "http", str(status))
+
+    def handshake_failed(self, reason: str) -> None:
+        """Count one connection with a peer that ended before its first message.
+
+        Not taken from events, which are told only now and then.
+        """
+        self.handshakes_failed.add(1, reason)
 
     def loop_lag(self, seconds: float) -> None:
         """Count how late a timer of the event loop fired."""

@@ -202,6 +202,22 @@ class PeerRefused(msgspec.Struct, frozen=True, tag="peer-refused"):
     why: str
 
 
+class HandshakeFailed(msgspec.Struct, frozen=True, tag="handshake-failed"):
+    """Somebody could not connect to us, or we not to a peer: keys that differ, or are missing.
+
+    ``peer`` is whom we dialed; empty where somebody dialed us. ``times``: since the last such
+    event, of which there is one in ten seconds for a peer and a reason.
+    """
+
+    seq: int
+    at_s: float
+    peer: str
+    address: str
+    reason: str
+    why: str
+    times: int
+
+
 class AgentChanged(msgspec.Struct, frozen=True, tag="agent-changed"):
     """The sending agent towards a peer: loading, loaded, failed, dropping, dropped."""
 
@@ -269,6 +285,7 @@ Event = (
     | PeerLost
     | PeerReplaced
     | PeerRefused
+    | HandshakeFailed
     | AgentChanged
     | TransferStarted
     | MessageRefused
