@@ -291,6 +291,37 @@ class TransferSection(msgspec.Struct, frozen=True):
             examples=[{"UCX_NET_DEVICES": "eth0"}],
         ),
     ] = {}
+    stall_s: Annotated[
+        float,
+        Meta(
+            ge=0.5,
+            le=600,
+            description="Window in which a handoff with writes under way must move "
+            "min_bytes_per_s; otherwise it fails as stalled. Progress is known per 16 MiB.",
+        ),
+    ] = 10.0
+    min_bytes_per_s: Annotated[
+        int,
+        Meta(ge=0, le=2**40, description="The slowest rate that is progress, per handoff."),
+    ] = 2**20
+    silent_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=600,
+            description="A transfer process whose loop does not answer for so long is killed and "
+            "replaced; its handoffs are settled.",
+        ),
+    ] = 5.0
+    fence_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Policy: a quarantine that lasts so long replaces the transfer process, "
+            "which ends every transfer into this node; 0 leaves that to kvd fence.",
+        ),
+    ] = 0.0
 
 
 class HttpSection(msgspec.Struct, frozen=True):

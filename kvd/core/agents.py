@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RETRY_S = 2.0
 """A failed agent is tried again after this; a send that comes earlier fails at once."""
 
-MAX_REST_S = 64.0
+MAX_REST_S = 30.0
 """Longest rest of an agent during whose loading our transfer process ended, again and again."""
 
 
@@ -52,8 +52,9 @@ class Agent(enum.Enum):
 class Agents:
     """Moves the ``agent`` of every peer. ``is_serving``: our own transfer process can make one."""
 
-    def __init__(self, out: effects.Outbox) -> None:
+    def __init__(self, load_limit_s: float, out: effects.Outbox) -> None:
         self.is_serving = False
+        self._load_limit_s = load_limit_s
         self._out = out
 
     def load(self, peer: Peer) -> None:
@@ -87,6 +88,15 @@ class Agents:
     def failed(self, peer: Peer, why: str) -> bool:
         """The agent could not be made; False where nobody waits for it."""
         return self._end_loading(peer, Agent.FAILED, why)
+
+    def is_overdue(self, peer: Peer) -> bool:
+        """Whether it was LOADING for longer than anybody waits: it has FAILED then."""
+        waited_s = self._out.at_s - peer.agent_since_s
+        if peer.agent is not Agent.LOADING or waited_s < self._load_limit_s:
+            return False
+        self._destroy(peer)
+        self._set(peer, Agent.FAILED, f"it was not made within {waited_s:.1f} s")
+        return True
 
     def dropped(self, peer: Peer) -> None:
         """The agent is destroyed; a living peer gets a new one."""

@@ -27,7 +27,7 @@ from kvd.core.verdict import bounded
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count, short
 from kvd.wire import client, events
-from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled
+from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -90,7 +90,7 @@ class Decoder:
         self.delivered = self.failed = self.received_bytes = self.saved_bytes = 0
         self.by_handoff: dict[int, DecodePart] = {}
         """Those that have been offered."""
-        self.settling = Settling(leases, peers, out)
+        self.settling = Settling(settings, leases, peers, out)
         self._settings = settings
         self._leases = leases
         self._admission = admission
@@ -279,8 +279,18 @@ class Decoder:
         part.waiter = None
         self._move(part, T.GIVEN_UP, why.message)
         self._out.answer(part.session, client.Failed(call, why))
+        self._withdraw(part, why)
         del self.parts[part.id]
         self._tell_ended(part, Outcome.REFUSED, why)
+
+    def _withdraw(self, part: DecodePart, why: Refusal) -> None:
+        """Nothing was offered: an engine that waits for it over there need not wait longer."""
+        peer = self.peers.by_name.get(part.peer)
+        if peer is not None and peer.incarnation:
+            self._out.send(
+                peer.link,
+                Withdrawn(self._settings.incarnation, peer.incarnation, part.room, why.code.value),
+            )
 
     def _verified(self, part: DecodePart) -> None:
         """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""

@@ -37,6 +37,7 @@ from kvd.wire.peer import (
     Progress,
     Reject,
     Settled,
+    Withdrawn,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Node:
         self._from_peers: dict[type, Callable[[Any, Any], None]] = {
             Offer: self.prefiller.offered,
             Abort: self.prefiller.aborted,
+            Withdrawn: self.prefiller.withdrawn,
             Closed: self.prefiller.last_word.closed,
             Accept: self.decoder.accepted,
             Progress: self.decoder.progressed,
@@ -234,12 +236,15 @@ class Node:
         self.decoder.tick()
         self.prefiller.tick()
         if self.peers.is_beat_due():
+            self.decoder.settling.fence_if_due()
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
 
     def _beat(self, peer: Peer) -> None:
         if peer.life is not Life.LOST:
+            if self.peers.agents.is_overdue(peer):
+                self.transfers.agent_failed(peer.incarnation, peer.agent_why)
             self.peers.agents.retry(peer)
             self.peers.beat(
                 peer,

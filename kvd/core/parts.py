@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.flow import Flow
 from kvd.core.lease import Lease
 from kvd.core.story import Story
 from kvd.core.tables import Decode, Prefill
@@ -107,6 +108,7 @@ class PrefillPart:
         "ended",
         "engine",
         "finish_call",
+        "flow",
         "generation",
         "handoff",
         "id",
@@ -157,6 +159,7 @@ class PrefillPart:
         self.posted_pages = 0
         self.moved_bytes = 0
         self.outstanding: set[int] = set()
+        self.flow = Flow()
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None

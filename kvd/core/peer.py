@@ -94,7 +94,7 @@ class Peers:
     """All peers, by name and by incarnation."""
 
     def __init__(self, settings: Settings, out: Outbox) -> None:
-        self.agents = Agents(out)
+        self.agents = Agents(settings.load_limit_s, out)
         self.by_name: dict[str, Peer] = {}
         self.by_incarnation: dict[str, Peer] = {}
         self.dialed: dict[str, Dialed] = {}

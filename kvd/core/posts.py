@@ -32,6 +32,8 @@ class Posts:
     def __init__(self, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
         self.parts: dict[int, PrefillPart] = {}
         self.sent_bytes = 0
+        self._moved: dict[int, int] = {}
+        """Of each post under way, as last reported."""
         self._leases = leases
         self._peers = peers
         self._out = out
@@ -55,6 +57,8 @@ class Posts:
         base = part.decode_prefix_len // size
         grant = offer.grants[0]
         self._last += 1
+        if not part.outstanding:
+            part.flow.restart(self._out.at_s)
         part.outstanding.add(self._last)
         self.parts[self._last] = part
         self._leases.begin_read(engine.lease)
@@ -71,11 +75,20 @@ class Posts:
         part.posted_tokens = upto
         part.posted_pages += last - first
 
+    def moved(self, post: int, moved_bytes: int) -> PrefillPart | None:
+        """A running post has moved so much."""
+        part = self.parts.get(post)
+        if part is not None:
+            part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
+            self._moved[post] = moved_bytes
+        return part
+
     def over(self, post: int, moved_bytes: int) -> PrefillPart | None:
         """The post can write no more: it is done, or its agent is destroyed."""
-        part = self.parts.pop(post, None)
+        part = self.moved(post, moved_bytes)
         if part is None:
             return None
+        del self.parts[post], self._moved[post]
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
         self.sent_bytes += moved_bytes

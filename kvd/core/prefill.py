@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import Agent
+from kvd.core.flow import stalled
+from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
 from kvd.core.offer import disagreement, unacceptable
@@ -26,7 +28,7 @@ from kvd.core.verdict import too_late
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Offer, Outcome
+from kvd.wire.peer import Abort, Accept, Offer, Outcome, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -55,6 +57,7 @@ class Prefiller:
         """Every part an engine has opened and neither finished nor heard to have failed."""
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
+        self.lapsed = LapsedRooms(settings)
         self.last_word = LastWord(settings, leases, peers, out)
         self.posts = Posts(leases, peers, out)
         self._settings = settings
@@ -83,6 +86,7 @@ class Prefiller:
             part = self._new_part(message.room, P.AWAIT_OFFER)
             self.by_room[message.room] = part
             part.story.tell(self._out.at_s, f"opened by session {engine.session}")
+        self.lapsed.forget(message.room)
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens
@@ -169,6 +173,8 @@ class Prefiller:
             return
         part = self.by_room.get(message.room)
         refusal = unacceptable(message, peer, part, self._settings)
+        if refusal is None and part is None:
+            refusal = self.lapsed.refusal(message.room)
         if refusal is not None:
             stranger = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(stranger, peer, message.handoff)
@@ -204,6 +210,14 @@ class Prefiller:
             self._stop(part, why)
         else:
             self._answer_again(peer, part)
+
+    def withdrawn(self, peer: Peer, message: Withdrawn) -> None:
+        """The decode side gave a room up before it had pages for it: nobody will come."""
+        part = self.by_room.get(message.room)
+        if part is not None and part.state is P.AWAIT_OFFER:
+            part.outcome = Outcome.ABORTED
+            why = f"{peer.name} gave up before it offered pages: {message.reason}"
+            self.give_up(part, Refusal(Code.ABORTED, why, side=peer.name))
 
     def outlived(self, incarnation: str) -> None:
         """The decode daemon restarted: nobody will say Closed, and nothing of it is wanted."""
@@ -253,6 +267,7 @@ class Prefiller:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
         self.last_word.tick()
+        self.lapsed.expire(now_s)
         for part in list(self.by_room.values()):
             if part.state is P.DRAINING:
                 if part.drain_s <= now_s:
@@ -262,6 +277,10 @@ class Prefiller:
             elif part.deadline_s <= now_s:
                 part.outcome = Outcome.TIMED_OUT
                 self.give_up(part, too_late(part, now_s, self._settings))
+            elif part.outstanding:
+                refusal = stalled(part, now_s, self._settings)
+                if refusal is not None:
+                    self.give_up(part, refusal)
 
     # ---- edges -------------------------------------------------------------------------------
 
@@ -305,6 +324,8 @@ class Prefiller:
             self._settle(part, refusal)
         else:
             self._leave(part)
+            if refusal.side == self._settings.name:  # not where the decode side gave up
+                self.lapsed.remember(part.room, refusal, self._out.at_s)
             self.last_word.forgotten(part, refusal)
 
     def _drain(self, part: PrefillPart) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.owners import owner_of
+from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
-from kvd.types import count, short
+from kvd.types import count
 from kvd.wire.snapshot import (
     ClientState,
     LeaseState,
@@ -94,14 +95,13 @@ def totals(node: Node) -> Totals:
 def lease_state(node: Node, lease: Lease) -> LeaseState:
     """One claim in words and figures."""
     name, pid = owner_of(node, lease.session)
-    state, waiting_for = "held", ""
+    state, waiting_for, because, quarantined_s = "held", "", "", 0.0
     held, quarantined = lease.held_pages, 0
     if lease.quarantine is not None:
         state, held, quarantined = "quarantined", 0, lease.held_pages
-        waiting_for = (
-            f"{lease.quarantine.peer} ({short(lease.quarantine.incarnation)}) to settle, "
-            "to restart, or a fence"
-        )
+        waiting_for = node.decoder.settling.waits_for(lease)
+        quarantined_s = node.out.at_s - lease.quarantine.since_s
+        because = lease.quarantine.why
     elif ARRIVAL in lease.holders:
         waiting_for = "the prompt's KV to arrive"
     elif ENGINE not in lease.holders:
@@ -124,6 +124,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         quarantined_pages=quarantined,
         holders=tuple(sorted(lease.holders)),
         waiting_for=waiting_for,
+        quarantined_s=quarantined_s,
+        because=because,
     )
 
 
@@ -141,7 +143,6 @@ _DECODE_WAITS = {
     "queued": "room in the pool, or its peer",
     "offered": "the prefill engine to send",
     "receiving": "the rest of the bytes",
-    "draining": "the writer to settle, to restart, or a fence",
     "ready": "the engine to release the lease",
 }
 _PREFILL_WAITS = {
@@ -152,6 +153,12 @@ _PREFILL_WAITS = {
     "draining": "posts under way",
     "settled": "the decode side to say Closed",
 }
+
+
+def _decode_wait(node: Node, part: DecodePart) -> str:
+    if part.state is Decode.DRAINING and part.lease is not None:
+        return node.decoder.settling.waits_for(part.lease)
+    return _DECODE_WAITS.get(part.state.value, "")
 
 
 def _decode_room(node: Node, part: DecodePart) -> RoomState:
@@ -177,7 +184,7 @@ def _decode_room(node: Node, part: DecodePart) -> RoomState:
         outstanding_posts=0,
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
-        waiting_for=_DECODE_WAITS.get(part.state.value, ""),
+        waiting_for=_decode_wait(node, part),
         story=part.story.lines(node.out.at_s),
     )
 

@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, frozen=True):
     heartbeat_s: float = 0.5
     suspect_s: float = 1.25
     lost_s: float = 2.5
-    forget_s: float = 60.0
+    forget_s: float = 30.0
     """A lost peer that came to us, and with which nothing is open, is forgotten after this."""
     max_deadline_s: float = 30.0
     max_queue: int = 1024
@@ -32,6 +32,13 @@ class Settings(msgspec.Struct, frozen=True):
     resend_s: float = 0.2
     """First repetition of an unanswered message; doubles up to ``max_resend_s``."""
     max_resend_s: float = 1.0
+    stall_s: float = 10.0
+    min_bytes_per_s: int = 1_048_576
+    """A part with posts under way that moves less than this over ``stall_s`` has stalled."""
+    load_limit_s: float = 15.0
+    """A sending agent that is not made in this time has failed."""
+    fence_after_s: float = 0.0
+    """A quarantine older than this fences the node; 0: only an operator does."""
     drain_s: float = 5.0
     """After this a draining send destroys its sending agent, so that it can settle."""
     linger_s: float = 30.0

@@ -14,23 +14,29 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.lease import ARRIVAL, Quarantine
+from kvd.types import short
 
 if TYPE_CHECKING:
     from kvd.core.lease import Lease
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import DecodePart
     from kvd.core.peer import Peers
+    from kvd.core.settings import Settings
 
 
 class Settling:
     """Quarantined leases whose writer is over, until this host is quiet; and the way there."""
 
-    def __init__(self, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+    def __init__(
+        self, settings: Settings, leases: LeaseTable, peers: Peers, out: effects.Outbox
+    ) -> None:
         self.leases: dict[int, Lease] = {}
         """By lease id."""
+        self._settings = settings
         self._table = leases
         self._peers = peers
         self._out = out
+        self._fenced_generation = 0
 
     def quarantine(self, part: DecodePart, lease: Lease, why: str) -> None:
         """The part's writer may still write its pages: keep them from everybody."""
@@ -64,6 +70,34 @@ class Settling:
         """Our receiving transfer process is reaped: nothing can land through it any more."""
         for lease_id in list(self.leases):
             self.quiet(lease_id)
+
+    def fence_if_due(self) -> None:
+        """The configured policy: a quarantine that outlives ``fence_after_s`` costs a restart."""
+        limit_s = self._settings.fence_after_s
+        generation = self._peers.generation
+        if not limit_s or generation <= self._fenced_generation:
+            return
+        late = [
+            lease
+            for lease in self._table.leases.values()
+            if lease.quarantine is not None and self._out.at_s - lease.quarantine.since_s >= limit_s
+        ]
+        if late:
+            self._fenced_generation = generation
+            why = f"{len(late)} leases in quarantine for {limit_s:g} s (transfer.fence_after_s)"
+            self._out.effects.append(effects.RestartTransfer(why))
+
+    def waits_for(self, lease: Lease) -> str:
+        """What would give a quarantined lease's pages back, in words."""
+        held = lease.quarantine
+        if held is None or lease.id in self.leases:
+            return "what had reached this host to come to rest"
+        by_itself = ""
+        if self._settings.fence_after_s:
+            rest_s = held.since_s + self._settings.fence_after_s - self._out.at_s
+            by_itself = f", which comes by itself in {max(0.0, rest_s):.1f} s"
+        writer = f"{held.peer} ({short(held.incarnation)})"
+        return f"{writer} to settle, to restart, or a fence{by_itself}"
 
     def _await_quiet(self, lease: Lease) -> None:
         """The writer is gone, but what it sent may still be in our own socket buffers."""

@@ -39,7 +39,7 @@ class Transfers:
 
     def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
-        part = self._posts.parts.get(got.post)
+        part = self._posts.moved(got.post, got.moved_bytes)
         if part is not None and part.state in WRITING:
             self._tell_progress(part, part.moved_bytes + got.moved_bytes)
 

@@ -162,6 +162,8 @@ def _lease(node: Node, number: int) -> list[str] | Refusal:
         f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
         f"holders: {', '.join(state.holders) or 'none'}",
     ]
+    if lease.quarantine:
+        said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
     return said

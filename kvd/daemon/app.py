@@ -101,7 +101,11 @@ class Daemon:
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
         self.bus.subscribe(self._log.write, wants=self._log.is_written)
         self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
-        self.mover = Mover(self.reactor, lambda generation: self._transport(generation, regions))
+        self.mover = Mover(
+            self.reactor,
+            lambda generation: self._transport(generation, regions),
+            config.transfer.silent_s,
+        )
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._up.callback(context.term)
         self._open_engines(context, tuple(place.arena.fd for place in placed))
@@ -258,6 +262,7 @@ class Daemon:
         self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
         self.metrics.loop_lag(max(0.0, now_s - due_s))
         self.reactor.feed(Tick(now_s))
+        self.mover.beat()
 
 
 def _own_directory(directory: Path, group: str | None) -> None:
@@ -296,6 +301,9 @@ def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Setti
         max_deadline_s=config.admission.max_deadline_s,
         max_queue=config.admission.max_queue,
         overtakers=config.admission.overtakers,
+        stall_s=config.transfer.stall_s,
+        min_bytes_per_s=config.transfer.min_bytes_per_s,
+        fence_after_s=config.transfer.fence_after_s,
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
     )

@@ -7,6 +7,8 @@ pause that doubles, and the node says meanwhile that it is restarting.
 Invariants:
   - Only a transport that is alive is installed and announced: one that ended before ``start``
     could resume counts as one that did not start.
+  - A transport whose loop no longer answers is replaced: counted in probes, not in seconds, so that
+    a host that slept does not blame it.
   - ``_transport`` is the last one whose end was not seen, so ``stop`` can always await its end.
 """
 
@@ -15,19 +17,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvd.core import inputs
+from kvd.core import effects, inputs
 from kvd.transfer import orders
 from kvd.transfer.base import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core import effects
     from kvd.daemon.reactor import Reactor
     from kvd.transfer.base import Transport
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
+PROBE_EVERY_S = 0.5
 STEADY_S = 10.0
 """A process that lived so long has not failed to start: its successor comes at once."""
 
@@ -35,8 +37,11 @@ STEADY_S = 10.0
 class Mover:
     """One transfer process after the other."""
 
-    def __init__(self, reactor: Reactor, make: Callable[[int], Transport]) -> None:
+    def __init__(self, reactor: Reactor, make: Callable[[int], Transport], silent_s: float) -> None:
         self._reactor = reactor
+        self._patience = max(1, round(silent_s / PROBE_EVERY_S))
+        self._asked = self._answered = self._unanswered_beats = 0
+        self._next_probe_s = 0.0
         self._make = make
         self._generation = 0
         self._transport: Transport | None = None
@@ -65,6 +70,7 @@ class Mover:
             msg = f"{ended[0]} as soon as it was ready"
             raise TransportDown(msg)
         self._transport = transport
+        self._answered = self._asked
         self._started_s = self._reactor.clock()
         self._reactor.feed(
             inputs.TransferReady(
@@ -85,6 +91,30 @@ class Mover:
         """Carry out ``RestartTransfer``: a fence."""
         if self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._replace(effect.why))
+
+    def beat(self) -> None:
+        """Ask the transfer process whether its loop runs; replace one that has stopped answering.
+
+        Called with every tick; it does something every ``PROBE_EVERY_S``.
+        """
+        now_s = self._reactor.clock()
+        if self._transport is None or self._restarting is not None or now_s < self._next_probe_s:
+            return
+        self._next_probe_s = now_s + PROBE_EVERY_S
+        if self._answered < self._asked:
+            self._unanswered_beats += 1
+            if self._unanswered_beats >= self._patience:
+                silent_s = self._unanswered_beats * PROBE_EVERY_S
+                self.restart(
+                    effects.RestartTransfer(
+                        f"the transfer process has not answered for {silent_s:.1f} s "
+                        "(transfer.silent_s)"
+                    )
+                )
+            return
+        self._unanswered_beats = 0
+        self._asked += 1
+        self._order(orders.Probe(self._asked))
 
     # ---- orders ------------------------------------------------------------------------------
 
@@ -122,6 +152,9 @@ class Mover:
     def _on_reports(self, reports: list[orders.Report]) -> None:
         now_s = self._reactor.clock()
         for report in reports:
+            if isinstance(report, orders.Alive):
+                self._answered = report.number
+                continue
             happened = _input_of(report, now_s)
             if happened is not None:
                 self._reactor.feed(happened)

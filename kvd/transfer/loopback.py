@@ -27,6 +27,7 @@ from kvd.transfer.metadata import (
     unpack,
 )
 from kvd.transfer.orders import (
+    Alive,
     Begin,
     Collapsed,
     Copy,
@@ -40,6 +41,7 @@ from kvd.transfer.orders import (
     Post,
     Posted,
     PostFailed,
+    Probe,
     Quiesce,
     Quiet,
     Ready,
@@ -112,6 +114,8 @@ class Loopback:
                 self._say(Quiet(ticket))
             case Copy():
                 self._say(carry_out(order, self._areas))
+            case Probe(number):
+                self._say(Alive(number))
             case Begin():
                 pass
             case _:

@@ -114,7 +114,13 @@ class Copy(msgspec.Struct, frozen=True, tag="copy"):
     destination: Pages
 
 
-Order = Begin | Load | Drop | Post | Quiesce | Copy
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Say that the loop of the transfer process runs."""
+
+    number: int
+
+
+Order = Begin | Load | Drop | Post | Quiesce | Copy | Probe
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -210,6 +216,12 @@ class CopyFailed(msgspec.Struct, frozen=True, tag="copy-failed"):
     why: str
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The loop has come to this ``Probe``."""
+
+    number: int
+
+
 class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     """Huge pages were made of ``huge_bytes`` of the region; ``why`` if that is not all of it."""
 
@@ -231,6 +243,7 @@ Report = (
     | Quiet
     | Copied
     | CopyFailed
+    | Alive
     | Collapsed
 )
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvd.transfer.orders import Order, Report
 
 READ_BYTES: Final = 2**18
+START_LIMIT_S: Final = 30.0
 _WORKER: Final = "kvd.transfer.worker"
 WITNESS_EVERY_S: Final = 0.001
 """Usually the first look suffices; there is no limit, for a limit would prove nothing."""
@@ -103,7 +104,12 @@ class TransferProcess:
         self._gone = asyncio.Event()
         self._spawn()
         try:
-            return await self._ready
+            async with asyncio.timeout(START_LIMIT_S):
+                return await self._ready
+        except TimeoutError:
+            await self.stop()
+            msg = f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
+            raise TransportDown(msg) from None
         except BaseException:
             await self.stop()
             raise

@@ -39,6 +39,7 @@ from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region,
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, Receiver
 from kvd.transfer.orders import (
+    Alive,
     Begin,
     Collapsed,
     Copied,
@@ -50,6 +51,7 @@ from kvd.transfer.orders import (
     Load,
     Order,
     Post,
+    Probe,
     Quiesce,
     Quiet,
     Ready,
@@ -231,6 +233,8 @@ class Worker:
                 self._asked.append((ticket, Inflow(self._receiver)))
             case Copy():
                 self._copier.want(order)
+            case Probe(number):
+                self._reports.append(Alive(number))
             case Begin():
                 os._exit(0)
             case _:

@@ -151,6 +151,18 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     in_doubt: bool = False
 
 
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="withdrawn"):
+    """Decode to prefill, lossy: this room was given up before an Offer went out for it.
+
+    Never answered: the prefill engine that waits for the Offer hears it before its deadline.
+    """
+
+    source: Name
+    target: Name
+    room: int
+    reason: Relayed
+
+
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
     """What you sent could not be acted on. Never answered."""
 
@@ -159,7 +171,7 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
     refusal: Refusal
 
 
-Message = Hello | Ping | Offer | Abort | Closed | Accept | Progress | Settled | Reject
+Message = Hello | Ping | Offer | Abort | Closed | Accept | Progress | Settled | Withdrawn | Reject
 
 
 def flaw(message: Message) -> str | None:

@@ -43,6 +43,9 @@ class LeaseState(msgspec.Struct, frozen=True):
     quarantined_pages: int
     holders: tuple[str, ...]
     waiting_for: str
+    quarantined_s: float = 0.0
+    because: str = ""
+    """Why it is in quarantine."""
 
 
 class WaitingState(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ def test_an_agent_that_was_loading_when_the_transfer_process_died_rests_longer_e
         while peer.agent is Agent.FAILED:
             world.pass_time(0.5, 0.5)
         waits.append(world.now_s - since_s)
-    assert waits == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0, 64.0]
+    assert waits == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
 def test_an_agent_that_loads_after_a_crash_has_a_clean_record():
@@ -62,3 +62,20 @@ def test_nothing_is_loaded_for_a_lost_peer_until_it_is_heard_again():
     world.cut = set()
     world.pass_time(1)
     assert (peer.agent, loads(world)) == (Agent.LOADED, before + 1)
+
+
+def test_an_agent_that_is_never_made_has_failed_after_a_while_and_is_tried_again():
+    world = World(load_limit_s=3.0)
+    world.hold_shells = True
+    world.p.stop_transfer("crashed")
+    world.p.start_transfer("crashed")
+    peer = world.p.node.peers.by_name["d"]
+    world.pass_time(2)
+    assert peer.agent is Agent.LOADING
+
+    world.pass_time(2)
+
+    assert (peer.agent, peer.agent_why) == (Agent.FAILED, "it was not made within 3.1 s")
+    world.hold_shells = False
+    world.pass_time(4)
+    assert peer.agent is Agent.LOADED

@@ -47,7 +47,7 @@ def test_a_lost_peer_that_came_to_us_is_not_pinged_and_forgotten_in_the_end():
     assert (p.by_name["d"].life, d.by_name["p"].life) == (Life.LOST, Life.LOST)
     world.p.effects.clear()
 
-    world.pass_time(54)
+    world.pass_time(24)
     assert list(p.by_name) == ["d"]
     world.pass_time(2)
 

@@ -12,7 +12,7 @@ from kvd.daemon.mover import Mover
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
 from kvd.transfer.base import OnExit, OnReports, TransportDown
-from kvd.transfer.orders import Order, Ready
+from kvd.transfer.orders import Alive, Order, Probe, Ready
 from kvd.wire import events
 from tests.core.side import settings
 
@@ -26,6 +26,7 @@ class Short:
         self.ends_at_once = ends_at_once
         self.orders: list[Order] = []
         self.is_over = False
+        self.is_answering = True
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.may_end = asyncio.Event()
@@ -33,7 +34,7 @@ class Short:
         self.starting = asyncio.Event()
         self.stopping = asyncio.Event()
 
-    async def start(self, _on_reports: OnReports, on_exit: OnExit) -> Ready:
+    async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
         self.starting.set()
         try:
             await self.may_start.wait()
@@ -41,6 +42,7 @@ class Short:
             await self.stop()
             raise
         self.on_exit = on_exit
+        self.on_reports = on_reports
         if self.ends_at_once:
             self.die()
         return Ready(b"metadata", "short")
@@ -51,6 +53,8 @@ class Short:
 
     def order(self, order: Order) -> None:
         self.orders.append(order)
+        if isinstance(order, Probe) and self.is_answering:
+            self.on_reports([Alive(order.number)])
 
     async def stop(self) -> None:
         self.stopping.set()
@@ -64,13 +68,16 @@ class Site:
     def __init__(self, *lives: Short) -> None:
         self.generations: list[int] = []
         """What was announced."""
+        self.now_s = 0.0
         self._news = asyncio.Event()
         bus = Bus()
         bus.subscribe(self._take)
         node = Node(settings("n", 16), 0.0)
         self.bugs: list[BaseException] = []
-        reactor = Reactor(node, bus, clock=lambda: 0.0, on_bug=lambda _, bug: self.bugs.append(bug))
-        self.mover = Mover(reactor, lambda generation: lives[generation - 1])
+        reactor = Reactor(
+            node, bus, clock=lambda: self.now_s, on_bug=lambda _, bug: self.bugs.append(bug)
+        )
+        self.mover = Mover(reactor, lambda generation: lives[generation - 1], silent_s=2.0)
 
     def _take(self, event: events.Event) -> None:
         if isinstance(event, events.TransferStarted):
@@ -138,3 +145,47 @@ async def test_stop_waits_for_the_end_of_a_transport_that_was_being_replaced() -
 
     assert first.is_over
     assert site.generations == [1]
+
+
+async def beat(site: Site, seconds: float) -> None:
+    """Tick like the daemon does."""
+    for _ in range(round(seconds / 0.05)):
+        site.now_s += 0.05
+        site.mover.beat()
+        await asyncio.sleep(0)
+
+
+async def test_a_transport_whose_loop_stops_answering_is_replaced() -> None:
+    first, second = Short(ends_at_once=False), Short(ends_at_once=False)
+    site = Site(first, second)
+    await site.mover.start("start")
+    await beat(site, 10)
+    assert site.generations == [1]
+
+    first.is_answering = False
+    await beat(site, 2)
+    assert site.generations == [1]
+    await beat(site, 2)
+    await site.until_announced(2)
+
+    assert first.is_over
+    await beat(site, 10)
+    assert site.generations == [1, 2]
+    await site.mover.stop()
+
+
+async def test_a_host_that_slept_does_not_blame_its_transport() -> None:
+    first = Short(ends_at_once=False)
+    site = Site(first)
+    await site.mover.start("start")
+    await beat(site, 1)
+    first.is_answering = False
+    await beat(site, 0.6)
+    site.now_s += 3600
+    await beat(site, 0.6)
+    first.is_answering = True
+    first.on_reports([Alive(first.orders[-1].number)])
+    await beat(site, 10)
+
+    assert site.generations == [1]
+    await site.mover.stop()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 POOL = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "64"}
+POOL |= {"transfer.silent_s": "1"}
 WITHIN_S = 10.0
 
 rooms = itertools.count(1)
@@ -76,6 +77,19 @@ async def test_daemon_starts_a_new_transfer_process_when_the_old_one_is_killed(
     await hand_over(pair)
 
     os.kill(daemon.transfer_pid(), signal.SIGKILL)
+    wait_for_generation(pair, daemon, generation + 1)
+
+    await hand_over(pair)
+    assert daemon.ask(admin.Audit(1), admin.Report).changed["violations"] == 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_daemon_replaces_a_transfer_process_that_is_stopped(pair: Pair, side: str) -> None:
+    daemon = pair.prefill if side == "prefill" else pair.decode
+    generation = daemon.snapshot().generation
+    await hand_over(pair)
+
+    os.kill(daemon.transfer_pid(), signal.SIGSTOP)
     wait_for_generation(pair, daemon, generation + 1)
 
     await hand_over(pair)

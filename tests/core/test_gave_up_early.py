@@ -1,0 +1,130 @@
+"""A side that gives up before the two have met: the other hears it at once, not at its deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core.lapsed import MAX_LAPSED
+from kvd.errors import Code
+from kvd.wire import client
+from kvd.wire.peer import Withdrawn
+from tests.core.engines import PROMPT, Sender, totals
+from tests.core.world import World, tokens
+
+
+def aborted_send(world: World, room: int = 7) -> None:
+    sender = Sender(world, room=room)
+    world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
+
+
+def test_a_receive_hears_at_once_that_its_prefill_engine_gave_up_before():
+    world = World()
+    aborted_send(world)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.ABORTED
+    assert failed.refusal.message == (
+        "the prefill engine gave up before the offer came: the prefill engine gave up: "
+        "out of memory"
+    )
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+
+
+def test_a_dead_prefill_engine_is_told_to_a_later_offer():
+    world = World()
+    Sender(world)
+    world.p.hang_up()
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.CLIENT_GONE
+
+
+def test_a_second_attempt_of_the_prefill_engine_is_a_new_room():
+    world = World()
+    aborted_send(world)
+    sender = Sender(world)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_a_room_that_lapsed_is_forgotten_when_nobody_can_wait_for_it_any_more():
+    world = World(max_deadline_s=2.0)
+    aborted_send(world)
+    world.pass_time(2.1)
+
+    assert isinstance(world.d.call(client.Receive, PROMPT, room=7, source=("p",)), client.Receiving)
+    assert world.p.node.prefiller.lapsed.by_room == {}
+
+
+def test_lapsed_rooms_are_bounded_and_the_oldest_goes_first():
+    world = World()
+    lapsed = world.p.node.prefiller.lapsed
+    aborted_send(world)
+    why = lapsed.refusal(7)
+    assert why is not None
+    for room in range(10, 10 + MAX_LAPSED):
+        lapsed.remember(room, why, world.now_s)
+    assert len(lapsed.by_room) == MAX_LAPSED
+    assert lapsed.refusal(7) is None
+
+
+@pytest.mark.parametrize("by", ["cancel", "deadline", "death"])
+def test_a_prefill_engine_hears_at_once_that_the_receive_was_given_up_in_the_queue(by: str):
+    world = World(d_pages=9)
+    world.d.attach()
+    world.d.lease(tokens((5000, 100)), session=2)
+    sender = Sender(world)
+    receive = {"room": 7, "source": ("p",), "deadline_s": 1.0}
+    assert world.d.call(client.Receive, PROMPT, **receive) is None
+    call = world.d.calls
+
+    if by == "cancel":
+        world.d.call(client.CancelCall, of=call)
+    elif by == "deadline":
+        world.pass_time(1.1)
+    else:
+        world.d.hang_up()
+        world.run()
+
+    failed = [one for one in world.p.take() if isinstance(one, client.SendFailed)]
+    code = {"cancel": "cancelled", "deadline": "deadline", "death": "client-gone"}[by]
+    assert [one.refusal.message for one in failed] == [f"d gave up before it offered pages: {code}"]
+    assert failed[0].refusal.code is Code.ABORTED
+    assert sender.send == failed[0].send
+
+
+def test_a_withdrawn_room_can_be_asked_for_again():
+    """The decode side gave up, not this engine: a later attempt is not refused for it."""
+    world = World()
+    Sender(world)
+    world.inject(
+        world.p, Withdrawn(world.d.incarnation, world.p.incarnation, 7, "deadline"), world.d
+    )
+    sender = Sender(world)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_a_withdrawal_touches_no_room_that_has_met_its_offer():
+    world = World()
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+
+    world.inject(
+        world.p, Withdrawn(world.d.incarnation, world.p.incarnation, 7, "deadline"), world.d
+    )
+    sender.finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
