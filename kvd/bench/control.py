@@ -7,9 +7,10 @@ drifts. The client is ``kvd.client`` as an engine uses it; the echo has no codec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,11 +75,26 @@ class Figure(msgspec.Struct, frozen=True):
     goals: tuple[Goal, ...]
 
 
+class KeyCost(msgspec.Struct, frozen=True):
+    """A full-hit handoff between daemons with CURVE keys, beside one between daemons without.
+
+    ``ratio``: of the p50s, with keys over without.
+    """
+
+    in_flight: int
+    keys_p50_us: float
+    keys_per_s: float
+    bare_p50_us: float
+    bare_per_s: float
+    ratio: float
+
+
 class ControlResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench control`` reports."""
+    """What ``kvd bench control`` reports; ``keys`` only with ``--keys``."""
 
     figures: tuple[Figure, ...]
     goals: tuple[Goal, ...]
+    keys: tuple[KeyCost, ...] = ()
 
 
 class Sample:
@@ -172,15 +188,15 @@ async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> Figure:
     return _figure(what, in_flight, (mine, reference), ratio, goals)
 
 
-async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: int) -> Figure:
-    """A whole handoff of a prompt that the decode side has: zero pages, the aux delivered."""
+@contextlib.asynccontextmanager
+async def full_hits(ends: tuple[Node, Node], in_flight: int) -> AsyncIterator[Call]:
+    """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered."""
     prefill, decode = ends
-    prompt = prompts(1, 4096, seed=4096)[0]
+    prompt = handed_over()
     for node in ends:
         lease = await node.lease(prompt)
         await lease.release(())
     source = await prefill.lease(prompt)
-    frame = prompt.tobytes()
     rooms = iter(range(1 + in_flight * 1_000_000, 2**62))
 
     async def handoff(_: int) -> None:
@@ -193,11 +209,24 @@ async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: 
         await finishing
         await received.lease.release()
 
+    yield handoff
+    await source.release()
+
+
+def handed_over() -> np.ndarray:
+    """The prompt of every full-hit handoff."""
+    return prompts(1, 4096, seed=4096)[0]
+
+
+async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: int) -> Figure:
+    """Full-hit handoffs, beside one echo with the prompt in it."""
+    frame = handed_over().tobytes()
+
     async def bare(_: int) -> None:
         await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
 
-    mine, reference = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
-    await source.release()
+    async with full_hits(ends, in_flight) as handoff:
+        mine, reference = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
     what = "full-hit handoff, 4096 tokens"
     p50_us = mine.quantile_us(50)
     ratio = p50_us / reference.quantile_us(50)
@@ -249,6 +278,56 @@ async def measure(pair: Pair, endpoint: str, told: Told) -> ControlResult:
     return ControlResult(tuple(figures), tuple(goal for one in figures for goal in one.goals))
 
 
+async def measure_keys(keyed: Pair, bare: Pair, told: Told) -> tuple[KeyCost, ...]:
+    """What encryption and proven names cost a handoff, in turns with one that has neither."""
+    costs = []
+    async with (
+        kvd.client.connect(keyed.prefill.client, name="keys-prefill") as prefill,
+        kvd.client.connect(keyed.decode.client, name="keys-decode") as decode,
+        kvd.client.connect(bare.prefill.client, name="bare-prefill") as bare_prefill,
+        kvd.client.connect(bare.decode.client, name="bare-decode") as bare_decode,
+    ):
+        for in_flight in IN_FLIGHT:
+            told(f"full-hit handoff with keys, {in_flight} in flight")
+            async with (
+                full_hits((prefill, decode), in_flight + max(IN_FLIGHT)) as mine,
+                full_hits((bare_prefill, bare_decode), in_flight + max(IN_FLIGHT)) as theirs,
+            ):
+                with_keys, without = await in_turns(mine, theirs, calls=200, in_flight=in_flight)
+            costs.append(_key_cost(in_flight, with_keys, without))
+    return tuple(costs)
+
+
+def _key_cost(in_flight: int, with_keys: Sample, without: Sample) -> KeyCost:
+    return KeyCost(
+        in_flight=in_flight,
+        keys_p50_us=round(with_keys.quantile_us(50), 1),
+        keys_per_s=round(with_keys.per_s),
+        bare_p50_us=round(without.quantile_us(50), 1),
+        bare_per_s=round(without.per_s),
+        ratio=round(with_keys.quantile_us(50) / without.quantile_us(50), 3),
+    )
+
+
+KEY_HEADERS = ("in flight", "with keys p50 us", "per s", "without p50", "per s", "ratio")
+
+
+def _show_keys(costs: tuple[KeyCost, ...]) -> None:
+    rows = [
+        [
+            str(one.in_flight),
+            f"{one.keys_p50_us:.0f}",
+            f"{one.keys_per_s:.0f}",
+            f"{one.bare_p50_us:.0f}",
+            f"{one.bare_per_s:.0f}",
+            f"{one.ratio:.3f}",
+        ]
+        for one in costs
+    ]
+    if rows:
+        show_table("Full-hit handoffs between daemons with CURVE keys", KEY_HEADERS, rows)
+
+
 HEADERS = ("what", "in flight", "p50 us", "p99", "per s", "echo p50", "echo per s", "ratio")
 
 
@@ -267,15 +346,23 @@ def _row(one: Figure) -> list[str]:
 
 @click.command("control")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
-def command(file: Path | None) -> None:
+@click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff.")
+def command(file: Path | None, *, keys: bool) -> None:
     """Round trips of match, lease cycles and full-hit handoffs, beside a bare ZMQ echo."""
+    steps = len(MATCH_TOKENS) + (3 if keys else 2) * len(IN_FLIGHT)
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-        bar("control", len(MATCH_TOKENS) + 2 * len(IN_FLIGHT)) as told,
+        bar("control", steps) as told,
         two_daemons(Path(name), SETTINGS) as pair,
-        echo_server(Path(name)) as endpoint,
     ):
-        result = uvloop.run(measure(pair, endpoint, told))
+        with echo_server(Path(name)) as endpoint:
+            result = uvloop.run(measure(pair, endpoint, told))
+        if keys:
+            locked = Path(name) / "keys"
+            locked.mkdir()
+            with two_daemons(locked, SETTINGS, with_keys=True) as keyed:
+                costs = uvloop.run(measure_keys(keyed, pair, told))
+            result = msgspec.structs.replace(result, keys=costs)
     show_table("Round trips of the control plane", HEADERS, [_row(one) for one in result.figures])
     show_notes(
         [
@@ -284,6 +371,7 @@ def command(file: Path | None) -> None:
             "ratio: kvd / echo, of the p50s; of lease cycles of the rates",
         ]
     )
+    _show_keys(result.keys)
     show_goals(result.goals)
     if file is not None:
         write_json(file, result)
