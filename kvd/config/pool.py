@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvd.core.spec import Component, Device, Mha, Order, PoolSpec, page_bytes
 
 if TYPE_CHECKING:
-    from kvd.config.schema import Config, PoolSection
+    from kvd.config.pool_sections import PoolSection
+    from kvd.config.schema import Config
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
