@@ -14,7 +14,7 @@ import click
 import msgspec
 from rich.text import Text
 
-from kvd.cli import host_checks, render, transport_checks
+from kvd.cli import host_checks, key_checks, render, transport_checks
 from kvd.cli.exits import Failed
 from kvd.cli.finding import Finding, Severity, Subject, good, wrong
 from kvd.cli.link import with_format
@@ -34,6 +34,7 @@ CHECKS: tuple[Callable[[Subject], list[Finding]], ...] = (
     host_checks.locked_memory,
     host_checks.runtime_directory,
     host_checks.addresses,
+    key_checks.peer_keys,
     transport_checks.ucx_environment,
     transport_checks.tcp_retries,
     transport_checks.binding,
