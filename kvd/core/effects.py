@@ -70,7 +70,16 @@ class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | Quiesce | RestartTransfer
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """Say ``Recalled`` with the last events about what the audit has found; 0: about nothing."""
+
+    finding: int
+    lease: int
+    node: int
+    room: int
+
+
+Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | Quiesce | RestartTransfer | Recall
 
 
 class Step(msgspec.Struct, frozen=True):

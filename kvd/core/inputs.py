@@ -171,6 +171,25 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
     at_s: float
 
 
+class AuditTurn(msgspec.Struct, frozen=True, tag=True):
+    """The standing audit may look at so much: ``work`` units, about a microsecond each.
+
+    ``spent_s`` is what its turns have cost since the last one that said so.
+    """
+
+    at_s: float
+    work: int
+    spent_s: float = 0.0
+
+
+class Recalled(msgspec.Struct, frozen=True, tag=True):
+    """The last events about a finding of the audit, as ``Recall`` asked."""
+
+    at_s: float
+    finding: int
+    lines: tuple[str, ...]
+
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -190,4 +209,6 @@ Input = (
     | PostFailed
     | Quiet
     | Tick
+    | AuditTurn
+    | Recalled
 )

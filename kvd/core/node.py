@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs as i
 from kvd.core.admission import Admission
+from kvd.core.audit import Audit
 from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
@@ -70,6 +71,7 @@ class Node:
         self.sessions = Sessions(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
+        self.audit = Audit(self)
         # One handler per input type: Any, because each takes its own type of input.
         self._handlers: dict[type, Callable[[Any], None]] = {
             i.FromClient: self.engines.request,
@@ -90,6 +92,8 @@ class Node:
             i.PostFailed: self.transfers.post_failed,
             i.Quiet: self._quiet,
             i.Tick: self._tick,
+            i.AuditTurn: self.audit.turn,
+            i.Recalled: self.audit.recalled,
         }
         self._from_peers: dict[type, Callable[[Any, Any], None]] = {
             Offer: self.prefiller.offered,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import effects, why
-from kvd.core.invariants import violations
+from kvd.core.invariants import faults
 from kvd.core.owners import describe_holder
 from kvd.core.report import snapshot
 from kvd.errors import Code, Refusal
-from kvd.wire import admin, events
+from kvd.wire import admin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,11 +131,8 @@ class Operators:
         )
 
     def _audit(self, got: admin.Audit) -> admin.Report:
-        found = violations(self._node)
-        self._node.violations += len(found)
-        out = self._out
-        for what in found:
-            out.emit(events.Violation(out.next_seq(), out.at_s, what))
+        found = faults(self._node)
+        self._node.audit.looked_at_all(found)
         table = self._node.leases
         return admin.Report(
             got.call,
@@ -145,5 +142,5 @@ class Operators:
                 "nodes": sum(1 for _ in table.tree.nodes()),
                 "violations": len(found),
             },
-            tuple(found),
+            tuple(fault.sentence for fault in found),
         )

@@ -46,6 +46,7 @@ def snapshot(node: Node) -> Snapshot:
         + tuple(_unanswered_peers(node)),
         clients=tuple(_client_states(node)),
         totals=totals(node),
+        audit=node.audit.state(),
     )
 
 

@@ -119,7 +119,7 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
     """Holders that are gone, or do not know of this lease."""
     if not lease.holders:
         yield "holder-none", f"lease {lease.id} has no holder: nobody would ever release it"
-    for holder in lease.holders:
+    for holder in sorted(lease.holders):
         if holder == ENGINE:
             is_there = cross.is_alive(lease.session)
         elif holder == ARRIVAL:

@@ -265,6 +265,23 @@ class Violation(msgspec.Struct, frozen=True, tag="violation"):
     seq: int
     at_s: float
     what: str
+    rule: str = ""
+    lease: int = 0
+    node: int = 0
+    owner: str = ""
+    pid: int = 0
+    room: int = 0
+    pages: int = 0
+    transitions: tuple[str, ...] = ()
+
+
+class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
+    """What the audit had found is no longer so."""
+
+    seq: int
+    at_s: float
+    what: str
+    lasted_s: float
 
 
 Event = (
@@ -291,4 +308,5 @@ Event = (
     | MessageRefused
     | Flushed
     | Violation
+    | ViolationHealed
 )

@@ -142,6 +142,47 @@ class Totals(msgspec.Struct, frozen=True):
     violations: int
 
 
+class Finding(msgspec.Struct, frozen=True):
+    """A rule that the audit found broken; ``state`` is broken or healed.
+
+    ``transitions`` are whose it is, the story of the handoff and the last events about it.
+    """
+
+    rule: str
+    check: str
+    what: str
+    state: str
+    lease: int
+    node: int
+    owner: str
+    pid: int
+    room: int
+    pages: int
+    first_pages: tuple[int, ...]
+    first_seen_ago_s: float
+    last_seen_ago_s: float
+    transitions: tuple[str, ...]
+
+
+class AuditState(msgspec.Struct, frozen=True):
+    """The standing audit: what it has found, and how it runs.
+
+    ``findings`` are those that are broken now, which must stay 0. The last sweep took ``sweep_s``
+    for ``objects`` (tree nodes, leases, parts) and all ``pages``; ``share`` of a core went into it,
+    ``spent_s`` of processor time into all.
+    """
+
+    findings: int = 0
+    sweeps: int = 0
+    sweep_s: float = 0.0
+    last_sweep_ago_s: float = 0.0
+    objects: int = 0
+    pages: int = 0
+    spent_s: float = 0.0
+    share: float = 0.0
+    found: tuple[Finding, ...] = ()
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -160,3 +201,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     peers: tuple[PeerState, ...]
     clients: tuple[ClientState, ...]
     totals: Totals
+    audit: AuditState = AuditState()

@@ -273,6 +273,7 @@ class Chaos:
         self.reorders = rng.choice((0.0, 0.2, 1.0))
         self.troubles = rng.choice((0.0, 0.01, 0.03, 0.06))
         world.doubts = rng.random() < 0.7
+        self.audits = rng.choice((0.3, 1.0))
         self.silent_until_s = 0.0
         self.asked: list[tuple[Tokens, str, int]] = []
         self.routes: dict[str, list[tuple[Tokens, str, int]]] = {"p": [], "d": []}
@@ -331,7 +332,8 @@ class Chaos:
     # ---- one step ----------------------------------------------------------------------------
 
     def step(self) -> None:
-        dice = self.rng.random()
+        rng = self.rng
+        dice = rng.random()
         if dice < self.troubles:
             self.trouble()
         elif dice < 0.45:
@@ -344,6 +346,10 @@ class Chaos:
             self.tick()
         else:
             self.engines[self.rng.choice("pd")].act()
+        if rng.random() < self.audits:
+            side = rng.choice(list(self.world.sides.values()))
+            side.feed(inputs.AuditTurn(self.world.now_s, rng.choice((1, 10, 100))))
+            assert side.node.audit.state().findings == side.node.audit.refuted == 0
         self.settle()
 
     def settle(self) -> None:
