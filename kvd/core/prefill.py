@@ -28,6 +28,7 @@ from kvd.core.verdict import too_late
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
+from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, Outcome, Withdrawn
 
 if TYPE_CHECKING:
@@ -195,7 +196,8 @@ class Prefiller:
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
         part = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
-        why = Refusal(Code.ABORTED, f"{peer.name} gave up: {message.reason}", side=peer.name)
+        said = message.reason[:MAX_REASON]  # our Settled quotes it, and must stay readable
+        why = Refusal(Code.ABORTED, f"{peer.name} gave up: {said}", side=peer.name)
         if part is None and message.handoff < peer.offer_floor:
             self.last_word.answer_below_floor(peer, message.handoff)
             return
@@ -206,7 +208,7 @@ class Prefiller:
             self._join(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
             part.outcome = Outcome.ABORTED
-            self._move(part, T.ABORTED, message.reason)
+            self._move(part, T.ABORTED, said)
             self._stop(part, why)
         else:
             self._answer_again(peer, part)

@@ -10,6 +10,7 @@ from kvd.core import effects, inputs
 from kvd.core.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
 from kvd.errors import Code
 from kvd.wire import client
+from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Abort, Closed, Hello, Outcome, Reject, Settled
 from tests.core.engines import PROMPT, totals
 from tests.core.side import incarnation
@@ -113,3 +114,15 @@ def test_a_hostile_layout_costs_little_and_is_told_in_few_words(layout):
     assert difference is not None
     assert len(difference) <= MAX_DIFFERENCE_CHARS
     assert layout_difference(spec(64), fingerprint(spec(64))) is None
+
+
+def test_settled_that_quotes_the_longest_abort_can_be_read():
+    """Otherwise who aborted never hears that the writer is over."""
+    world = World()
+    message = Abort(world.d.incarnation, world.p.incarnation, 1, 7, "x" * 4096)
+
+    (sent,) = world.p.feed(inputs.FromPeer(world.now_s, "in:d", message))
+
+    assert isinstance(sent, effects.Send)
+    assert isinstance(sent.message, Settled)
+    assert PEER_MESSAGES.decode(PEER_MESSAGES.encode(sent.message)) == sent.message
