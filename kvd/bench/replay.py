@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from kvd.bench.trace import Blocks, TraceRequest
+from kvd.trace import Blocks, TraceRequest
 from kvd.types import ID_BYTES, Tokens
 
 if TYPE_CHECKING:

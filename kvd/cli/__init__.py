@@ -34,6 +34,7 @@ VERBS = {
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),
     "doctor": Verb("kvd.cli.doctor:doctor_command", "Is this host fit for kvd?", CHECK),
     "bench": Verb("kvd.cli.bench:bench_group", "Measure, beside a reference.", CHECK),
+    "sim": Verb("kvd.cli.sim:sim_command", "Many nodes under faults, or on a trace.", CHECK),
 }
 
 

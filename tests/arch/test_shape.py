@@ -13,6 +13,7 @@ FUNCTION_LINES = 60
 
 CATCH_ALLS = {
     "kvd/daemon/reactor.py": "a bug of the core costs the request that met it, not the whole node",
+    "kvd/sim/runner.py": "whatever the core raises is a finding, reported with its seed",
 }
 """Files that may catch everything, with the reason; elsewhere catch what you can name."""
 

@@ -16,7 +16,7 @@ from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (
     *("serve", "demo", "status", "pools", "tree", "locks", "rooms", "peers", "why", "events"),
-    *("flush", "evict", "abort", "fence", "audit", "config", "keygen", "doctor", "bench"),
+    *("flush", "evict", "abort", "fence", "audit", "config", "keygen", "doctor", "bench", "sim"),
 )
 
 

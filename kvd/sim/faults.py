@@ -1,0 +1,114 @@
+"""What goes wrong with hosts and links while a simulation is stormy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.wire import admin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.sim.host import Host
+    from kvd.sim.world import World
+
+LONGEST_TROUBLE_S = 4.0
+"""Of a partition, a suspension or a daemon that is down: longer than it takes to be lost."""
+
+
+class Faults:
+    """Draws a fault now and then, and does it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = world.rng
+        self.done = 0
+        self._kinds: dict[str, Callable[[Host], None]] = {
+            "engine": self._engine,
+            "daemon": self._daemon,
+            "transfer": lambda host: host.restart_transfer("it crashed"),
+            "suspend": self._suspend,
+            "partition": self._partition,
+            "isolate": self._isolate,
+            "reconnect": self._reconnect,
+            "fence": lambda host: self._ask(host, admin.Fence(1)),
+            "evict": lambda host: self._ask(host, admin.Evict(1, self._rng.randint(1, 10))),
+            "flush": lambda host: self._ask(host, admin.Flush(1)),
+            "abort": self._abort,
+            "agent": self._agent,
+        }
+
+    def schedule(self) -> None:
+        """The next fault, if this kind of weather has any."""
+        rate = self._world.profile.faults_per_s
+        if rate:
+            self._world.agenda.after(self._rng.expovariate(rate), self._strike)
+
+    def _strike(self) -> None:
+        world = self._world
+        if not world.is_stormy:
+            return
+        host = self._rng.choice(world.hosts)
+        if host.is_up:
+            self.done += 1
+            self._kinds[self._rng.choice(world.profile.faults)](host)
+        self.schedule()
+
+    def _a_while_s(self) -> float:
+        return 0.1 + LONGEST_TROUBLE_S * self._rng.random() ** 2
+
+    # ---- hosts -------------------------------------------------------------------------------
+
+    def _engine(self, host: Host) -> None:
+        if self._is_awake(host):
+            host.hang_up()
+            host.attach()
+
+    def _daemon(self, host: Host) -> None:
+        host.crash()
+        self._world.agenda.after(self._a_while_s(), self._world.start, host)
+
+    def _suspend(self, host: Host) -> None:
+        host.asleep_until_s = max(host.asleep_until_s, self._world.agenda.now_s + self._a_while_s())
+
+    def _agent(self, _: Host) -> None:
+        self._world.failing_loads = 0.9
+        self._world.agenda.after(1.0, self._agents_work)
+
+    def _agents_work(self) -> None:
+        world = self._world
+        world.failing_loads = world.profile.failing_loads if world.is_stormy else 0.0
+
+    # ---- links -------------------------------------------------------------------------------
+
+    def _partition(self, host: Host) -> None:
+        world = self._world
+        other = self._rng.choice(world.hosts)
+        if other is not host:
+            self._cut(host, other, both_ways=self._rng.random() < 0.7)
+
+    def _isolate(self, host: Host) -> None:
+        for other in self._world.hosts:
+            if other is not host:
+                self._cut(host, other, both_ways=True)
+
+    def _cut(self, host: Host, other: Host, *, both_ways: bool) -> None:
+        world = self._world
+        world.network.cut(host.name, other.name, both_ways=both_ways)
+        world.agenda.after(self._a_while_s(), world.network.mend, host.name, other.name)
+
+    def _reconnect(self, host: Host) -> None:
+        if host.dials:
+            self._world.network.connect(host, self._rng.choice(host.dials))
+
+    # ---- operators ---------------------------------------------------------------------------
+
+    def _abort(self, host: Host) -> None:
+        self._ask(host, admin.AbortRoom(1, self._world.a_recent_room(), "simulated"))
+
+    def _ask(self, host: Host, request: admin.AdminRequest) -> None:
+        if self._is_awake(host):
+            host.ask(request)
+
+    def _is_awake(self, host: Host) -> bool:
+        return host.asleep_until_s <= self._world.agenda.now_s

@@ -1,0 +1,281 @@
+"""The transfer process of a simulated host: agents, posts under way, and bytes in its sockets.
+
+It is one process: what it reports comes in order, and what it has not reported when it dies is
+never said. A post lands in pieces, and may be slow, stall or fail; a failed post goes on landing
+until its agent is destroyed. Then, where the seed says so, the rest sits in the receiver's sockets
+and lands later, until that host is quiet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core import inputs
+from kvd.sim.contents import TORN
+from kvd.sim.violation import Violated, require
+from kvd.types import page_ids
+
+if TYPE_CHECKING:
+    from kvd.core import effects
+    from kvd.core.lease import Lease
+    from kvd.sim.host import Host
+
+Lane = tuple[str, int]
+"""The incarnation and generation that a sending agent leads to."""
+
+REPORT_S = 0.0003
+LANDING_S = 0.002
+SLOW_S = 0.4
+
+
+class Flight:
+    """Pages on their way from one pool into another."""
+
+    __slots__ = (
+        "contents",
+        "destination",
+        "done",
+        "handoff",
+        "is_reported",
+        "lane",
+        "lease",
+        "pace_s",
+        "post",
+        "source",
+        "to",
+    )
+
+    def __init__(self, post: effects.Post, to: Host, handoff: int, lease: Lease) -> None:
+        self.post = post.post
+        self.lane = (post.incarnation, post.generation)
+        self.to = to
+        self.handoff = handoff
+        self.lease = lease
+        """The source's: it must live while its pages are read."""
+        self.source = page_ids(post.source)
+        self.destination = page_ids(post.destination)
+        self.contents: list[int] = []
+        """What the source pages held when they were posted: nobody may write them meanwhile."""
+        self.done = 0
+        """Pages that have landed."""
+        self.pace_s = LANDING_S
+        self.is_reported = False
+        """Its end, good or bad, is told once."""
+
+
+class Mover:
+    """One transfer process, from its start to its death."""
+
+    def __init__(self, host: Host, generation: int) -> None:
+        self.host = host
+        self.generation = generation
+        self.is_alive = True
+        self.flights: dict[int, Flight] = {}
+        self.late: list[Flight] = []
+        """In our own sockets: their senders are over."""
+        self.quieting = 0
+        """Orders to say Quiet that are not carried out yet."""
+        self._agenda = host.world.agenda
+        self._random = host.world.rng.random
+        self._told_s = 0.0
+        self._loading: dict[Lane, bool] = {}
+        """Whether each agent that is being made is still wanted."""
+        self._loaded: set[Lane] = set()
+
+    def start(self, why: str) -> None:
+        """It serves after a while."""
+        self._tell(0.01, inputs.TransferReady, self.generation, b"metadata", "simulated", why)
+
+    def die(self) -> None:
+        """Killed: what it has sent may be in the receivers' sockets, its own are gone."""
+        self.is_alive = False
+        for flight in self.flights.values():
+            self._leave_behind(flight)
+        self.flights.clear()
+        self.late.clear()
+
+    # ---- reports -----------------------------------------------------------------------------
+
+    def _tell(self, delay_s: float, kind: type[inputs.Input], *fields: object) -> None:
+        """Report something; never before what was reported earlier."""
+        at_s = self._agenda.now_s + delay_s
+        at_s = max(at_s, self._told_s)
+        self._told_s = at_s
+        self._agenda.at(at_s, self._told, kind, fields)
+
+    def _told(self, kind: type[inputs.Input], fields: tuple[object, ...]) -> None:
+        if not self.is_alive:
+            return
+        host, now_s = self.host, self._agenda.now_s
+        if host.asleep_until_s > now_s:
+            self._agenda.at(host.asleep_until_s, self._told, kind, fields)
+        else:
+            host.feed(kind(now_s, *fields))  # type: ignore[arg-type]  # of its own kind
+
+    # ---- agents ------------------------------------------------------------------------------
+
+    def load(self, effect: effects.LoadAgent) -> None:
+        """Make a sending agent; it may fail."""
+        if self.is_alive:
+            lane = (effect.incarnation, effect.generation)
+            self._loading[lane] = True
+            world = self.host.world
+            if not world.is_stormy or self._random() >= world.profile.hanging_loads:
+                self._agenda.after(0.001 + 0.02 * self._random(), self._built, lane)
+
+    def _built(self, lane: Lane) -> None:
+        if not self.is_alive:
+            return
+        is_wanted = self._loading.pop(lane)
+        if self._random() < self.host.world.failing_loads:
+            self._tell(REPORT_S, inputs.AgentFailed, *lane, "no route")
+        elif is_wanted:
+            self._loaded.add(lane)
+            self._tell(REPORT_S, inputs.AgentLoaded, *lane)
+        if not is_wanted:
+            self._tell(REPORT_S, inputs.AgentDropped, *lane, 0)
+
+    def drop(self, incarnation: str, generation: int) -> None:
+        """Destroy an agent: its posts fail, nothing more is sent through it."""
+        lane = (incarnation, generation)
+        if not self.is_alive:
+            return
+        if lane in self._loading:
+            self._loading[lane] = False
+            return
+        self._loaded.discard(lane)
+        doubtful = 0
+        for flight in [one for one in self.flights.values() if one.lane == lane]:
+            del self.flights[flight.post]
+            self._fail(flight, "agent destroyed")
+            doubtful += self._leave_behind(flight)
+        self._tell(REPORT_S, inputs.AgentDropped, *lane, doubtful)
+
+    # ---- posts -------------------------------------------------------------------------------
+
+    def post(self, post: effects.Post) -> None:
+        """Write pages into another host's pool, piece by piece."""
+        part = self.host.node.prefiller.posts.parts.get(post.post)
+        if part is None or part.engine is None or not self.is_alive:
+            return  # the same step has already ended it
+        world = self.host.world
+        flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
+        memory = self.host.memory
+        flight.contents = [memory[page] for page in flight.source]
+        if flight.lane not in self._loaded:
+            self._fail(flight, "no sending agent")
+            return
+        self.flights[post.post] = flight
+        weather = world.profile
+        dice = self._random() if world.is_stormy else 1.0
+        if dice < weather.stalled_posts:
+            return  # nothing of it ever lands
+        if dice < weather.stalled_posts + weather.slow_posts:
+            flight.pace_s = SLOW_S
+        self._agenda.after(flight.pace_s * self._random(), self._land, flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Some more pages arrive; at the last one the end is reported."""
+        if self.flights.get(flight.post) is not flight:
+            return  # its agent is destroyed, or this process is dead
+        if not _is_reachable(flight):
+            self._fail(flight, "the receiving process is gone")
+            return
+        world = self.host.world
+        dice = self._random()
+        if world.is_stormy and dice < world.profile.failing_posts:
+            self._fail(flight, "injected")
+        left = len(flight.source) - flight.done
+        # Most land at once; some stop in the middle of a page, and go on.
+        self._check_source(flight)
+        if dice < 0.7:
+            _land_pages(flight, left)
+        else:
+            _land_pages(flight, int(left * self._random()))
+        if flight.done == len(flight.source):
+            del self.flights[flight.post]
+            if not flight.is_reported:
+                flight.is_reported = True
+                self._tell(REPORT_S, inputs.PostDone, flight.post, self._bytes(flight))
+        else:
+            if not flight.is_reported:
+                self._tell(REPORT_S, inputs.PostMoved, flight.post, self._bytes(flight))
+            self._agenda.after(flight.pace_s * self._random(), self._land, flight)
+
+    def _check_source(self, flight: Flight) -> None:
+        lease, memory = flight.lease, self.host.memory
+        if self.host.node.leases.leases.get(lease.id) is not lease or lease.reads < 1:
+            raise Violated(f"{self.host.name}: post {flight.post} reads the ended lease {lease.id}")
+        for page, wanted in zip(flight.source, flight.contents, strict=True):
+            if memory[page] != wanted:
+                raise Violated(
+                    f"{self.host.name}: page {page} of lease {lease.id} was overwritten while post "
+                    f"{flight.post} read it"
+                )
+
+    def _fail(self, flight: Flight, why: str) -> None:
+        """Its agent still exists, so more of it may land."""
+        if not flight.is_reported:
+            flight.is_reported = True
+            self._tell(REPORT_S, inputs.PostFailed, flight.post, why)
+
+    def _bytes(self, flight: Flight) -> int:
+        return flight.done * self.host.node.leases.page_bytes
+
+    # ---- what is left in sockets ---------------------------------------------------------------
+
+    def _leave_behind(self, flight: Flight) -> int:
+        """What was sent and not confirmed may land later; returns how many bytes may."""
+        world = self.host.world
+        if not _is_reachable(flight) or self._random() >= world.profile.doubts:
+            return 0
+        mover = flight.to.mover
+        mover.late.append(flight)
+        self._agenda.after(0.05 * self._random(), mover.land_late, flight)
+        return 1
+
+    def land_late(self, flight: Flight) -> None:
+        """Some pages that waited in a socket of ours land."""
+        if flight in self.late and _is_reachable(flight):
+            _land_pages(flight, int((len(flight.source) - flight.done + 1) * self._random()))
+            self._agenda.after(0.2 * self._random(), self.land_late, flight)
+
+    def quiesce(self, lease: int) -> None:
+        """Say Quiet when nothing that has reached this host can still land."""
+        if self.is_alive:
+            self.quieting += 1
+            self._agenda.after(0.1 * self._random(), self._quiet, lease)
+
+    def _quiet(self, lease: int) -> None:
+        if not self.is_alive:
+            return
+        self.quieting -= 1
+        for flight in self.late:
+            if _is_reachable(flight):
+                _land_pages(flight, len(flight.source) - flight.done)
+        self.late.clear()
+        self._tell(REPORT_S, inputs.Quiet, lease)
+
+
+def _is_reachable(flight: Flight) -> bool:
+    """Whether the process that its pages were granted through still serves."""
+    to = flight.to
+    return (
+        to.is_up
+        and to.mover.is_alive
+        and flight.lane == (to.settings.incarnation, to.mover.generation)
+    )
+
+
+def _land_pages(flight: Flight, n_pages: int) -> None:
+    """So many pages arrive whole, and the next one in part."""
+    first, last = flight.done, flight.done + n_pages
+    to, landing = flight.to, flight.destination[first : last + 1]
+    if not landing:
+        return
+    require(flight.handoff in to.grants, f"{to.name}: handoff {flight.handoff} granted nothing")
+    to.receive(flight.handoff, landing)
+    memory = to.memory
+    for k, page in enumerate(landing, start=first):
+        memory[page] = flight.contents[k] if k < last else TORN
+    flight.done = min(last, len(flight.source))

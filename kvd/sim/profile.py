@@ -1,0 +1,118 @@
+"""How bad a simulated world is: rates of everything that goes wrong, by name.
+
+A seed of ``mixed`` draws one of the others. Shares are of all messages, posts or requests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FAULTS = (
+    "engine",
+    "daemon",
+    "transfer",
+    "suspend",
+    "partition",
+    "isolate",
+    "reconnect",
+    "fence",
+    "evict",
+    "flush",
+    "abort",
+    "agent",
+)
+"""What ``faults`` can do to a node."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of weather."""
+
+    loss: float = 0.0
+    repeats: float = 0.0
+    delays: float = 0.0
+    """Share of messages that come later than those sent after them."""
+    longest_delay_s: float = 0.3
+    faults_per_s: float = 0.0
+    faults: tuple[str, ...] = FAULTS
+    failing_posts: float = 0.0
+    stalled_posts: float = 0.0
+    slow_posts: float = 0.0
+    failing_loads: float = 0.0
+    hanging_loads: float = 0.0
+    """Share of sending agents that are never made, and never said to have failed."""
+    doubts: float = 0.0
+    """Share of destroyed sending agents that leave bytes in the receiver's sockets."""
+    pool_pages: tuple[int, ...] = (40, 64, 96)
+    requests_per_s: float = 10.0
+    """Per decode node."""
+    deadlines_s: tuple[float, ...] = (0.5, 2.0, 5.0)
+    fickle: float = 0.05
+    """Share of requests whose engine changes its mind."""
+    lonely: float = 0.03
+    """Share of requests of which only one side hears."""
+
+
+PROFILES = {
+    "calm": Profile(
+        fickle=0.0, lonely=0.0, pool_pages=(192,), requests_per_s=4.0, deadlines_s=(6.0,)
+    ),
+    "lossy": Profile(loss=0.1, repeats=0.1, delays=0.2),
+    "partition": Profile(
+        loss=0.01,
+        faults_per_s=0.5,
+        faults=("partition", "partition", "isolate", "suspend", "reconnect"),
+        stalled_posts=0.01,
+    ),
+    "crash": Profile(
+        repeats=0.02,
+        delays=0.05,
+        faults_per_s=0.5,
+        faults=("engine", "engine", "daemon", "daemon", "transfer", "suspend"),
+        slow_posts=0.3,
+        doubts=0.5,
+    ),
+    "transfer": Profile(
+        faults_per_s=0.4,
+        faults=("transfer", "fence", "agent", "engine"),
+        failing_posts=0.05,
+        stalled_posts=0.03,
+        slow_posts=0.2,
+        failing_loads=0.2,
+        hanging_loads=0.05,
+        doubts=0.7,
+    ),
+    "fence": Profile(
+        loss=0.15,
+        faults_per_s=2.0,
+        faults=("fence", "fence", "transfer", "partition", "abort"),
+        slow_posts=0.3,
+        stalled_posts=0.02,
+        doubts=0.5,
+        pool_pages=(16, 24, 40),
+        fickle=0.3,
+    ),
+    "tiny": Profile(
+        pool_pages=(14, 18, 24),
+        requests_per_s=16.0,
+        faults_per_s=0.3,
+        faults=("evict", "flush", "engine", "abort"),
+        fickle=0.2,
+    ),
+    "storm": Profile(
+        loss=0.05,
+        repeats=0.05,
+        delays=0.15,
+        longest_delay_s=0.8,
+        faults_per_s=1.0,
+        failing_posts=0.04,
+        stalled_posts=0.02,
+        slow_posts=0.1,
+        failing_loads=0.1,
+        hanging_loads=0.02,
+        doubts=0.6,
+        pool_pages=(16, 24, 40),
+        fickle=0.12,
+        lonely=0.06,
+    ),
+}
+MIXED = "mixed"

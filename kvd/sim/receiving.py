@@ -1,0 +1,144 @@
+"""What a decode engine does: receive a prompt, read it, add tokens to it, let go.
+
+Receive, received; extend, commit, extend, commit; release.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.sim.contents import PAGE_TOKENS
+from kvd.sim.job import Job, Request, word
+from kvd.sim.violation import Violated, require
+from kvd.types import Pages, page_ids
+from kvd.wire import client
+
+if TYPE_CHECKING:
+    from kvd.errors import Refusal
+    from kvd.sim.session import Session
+
+HOLD_S = 0.3
+"""Longest pause of an engine between two steps of a generation."""
+
+
+class Receiver(Job):
+    """One prompt at its decode engine."""
+
+    def __init__(self, session: Session, request: Request) -> None:
+        super().__init__(session, request)
+        self.receive = 0
+        self.turns = int(4 * self.random())
+        """Of generation, still to come."""
+        reserve = 20 if self.random() < 0.3 else 0
+        self._call = session.call(
+            self.asked,
+            client.Receive,
+            request.room,
+            (request.source,),
+            self.prompt.namespace,
+            reserve,
+            request.priority,
+            request.deadline_s,
+            request.cache,
+            tokens=self.prompt.tokens,
+        )
+
+    def asked(self, reply: client.Receiving | client.Failed) -> None:
+        """There is room and the offer is out, or it was refused."""
+        if type(reply) is client.Failed:
+            self.end(word(reply.refusal))
+            return
+        assert type(reply) is client.Receiving
+        self.receive = reply.receive
+        self.session.receives[self.receive] = self
+
+    def received(self, reply: client.Received) -> None:
+        """The prompt is here: it is what the prefill engine wrote, with the aux of that send.
+
+        Raises:
+            Violated: Anything else.
+        """
+        world, request = self.host.world, self.request
+        require(self in self.session.jobs, f"{self.host.name}: {self}: delivered after its end")
+        require(not self.lease, f"{self.host.name}: {self}: delivered twice")
+        sent = world.sent.get(reply.aux)
+        if sent is None or reply.aux in world.delivered:
+            raise Violated(f"{self.host.name}: {self}: aux {reply.aux!r} is nobody's, or old")
+        world.delivered.add(reply.aux)
+        mine = (request.room, self.prompt.tokens, self.prompt.namespace)
+        theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.namespace)
+        require(mine == theirs, f"{self.host.name}: {self}: got {sent}, another prompt")
+        self.lease = reply.lease
+        self.pages = page_ids(Pages(reply.pages))
+        self._read("a delivered prompt")
+        self.agenda.after(HOLD_S * self.random(), self.go_on)
+
+    def failed(self, refusal: Refusal) -> None:
+        """It will not come."""
+        require(self in self.session.jobs, f"{self.host.name}: {self}: failed after its end")
+        require(not self.lease, f"{self.host.name}: {self}: failed after it was delivered")
+        self.end(word(refusal))
+
+    def change_mind(self) -> None:
+        """The engine no longer wants it."""
+        if not self.session.is_alive or self not in self.session.jobs or self.lease:
+            return
+        if self.receive:
+            self.session.call(self.either, client.CancelReceive, self.receive)
+        else:
+            self.cancel_call(self._call)
+
+    # ---- generation --------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Generate some more, or let go."""
+        if not self.session.is_alive:
+            return
+        self._read("a lease")
+        room_tokens = len(self.pages) * PAGE_TOKENS - self.prompt.n_tokens
+        if self.turns <= 0:
+            self._leave(room_tokens)
+        elif room_tokens > 4:
+            self.turns -= 1
+            self._generate(1 + int(min(room_tokens, 20) * self.random()))
+        else:
+            self.turns -= 1
+            self.session.call(self.changed, client.ExtendLease, self.lease, PAGE_TOKENS)
+
+    def changed(self, reply: client.Row | client.Failed) -> None:
+        """There is room, or there is none: then it ends here."""
+        if type(reply) is client.Failed:
+            self.turns = 0
+        else:
+            assert type(reply) is client.Row
+            self.take_row(reply)
+        self.agenda.after(HOLD_S * self.random(), self.go_on)
+
+    def committed(self, reply: client.Row | client.Failed) -> None:
+        """Whole pages have joined the tree: a commit of what was written never fails."""
+        if type(reply) is client.Failed:
+            raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
+        self.changed(reply)
+
+    def _generate(self, n_tokens: int) -> None:
+        new = self.host.world.some_tokens(n_tokens)
+        start = self.prompt.n_tokens
+        self.prompt = self.prompt.followed_by(new)
+        self.host.write(self.pages, self.prompt.pages, start)
+        self.session.call(self.committed, client.CommitLease, self.lease, tokens=new)
+
+    def _read(self, what: str) -> None:
+        self.host.check(self.pages, self.prompt.pages, f"{self}: {what}")
+
+    def _leave(self, room_tokens: int) -> None:
+        dice = self.random()
+        if room_tokens > 0 and dice < 0.3:
+            new = self.host.world.some_tokens(1)
+            start = self.prompt.n_tokens
+            self.prompt = self.prompt.followed_by(new)
+            self.host.write(self.pages, self.prompt.pages, start)
+            self.let_go(new, commits=True)
+        else:
+            self.let_go(commits=dice < 0.9)
+        self.host.world.heard_of(self.prompt)
+        self.end("delivered")

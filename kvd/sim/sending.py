@@ -1,0 +1,171 @@
+"""What a prefill engine does: lease a prompt, write its KV, hand it over meanwhile, let go.
+
+Lease, send; write, advance, write, advance; finish; release.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.sim.job import Job, Request, word
+from kvd.sim.violation import Violated
+from kvd.types import Pages, page_ids
+from kvd.wire import client
+
+if TYPE_CHECKING:
+    from kvd.errors import Refusal
+    from kvd.sim.session import Session
+
+SHORT_S, LONG_S = 0.02, 0.5
+"""Longest pause between two calls, of an engine with a short queue and of one with a long one."""
+
+
+class Sender(Job):
+    """One prompt at its prefill engine."""
+
+    def __init__(self, session: Session, request: Request) -> None:
+        super().__init__(session, request)
+        self.send = 0
+        self.aux = b""
+        self.written = 0
+        """Tokens whose KV is in the pages."""
+        self.is_failed = False
+        """The daemon has said that the send is over."""
+        self._pace_s = LONG_S if self.random() < 0.2 else SHORT_S
+        self._committed = False
+        self._call = session.call(
+            self.leased,
+            client.OpenLease,
+            self.prompt.namespace,
+            0,
+            request.priority,
+            request.deadline_s,
+            request.cache,
+            tokens=self.prompt.tokens,
+        )
+
+    # ---- the lease ---------------------------------------------------------------------------
+
+    def leased(self, reply: client.Leased | client.Failed) -> None:
+        """There is room, or there is none."""
+        if type(reply) is client.Failed:
+            self.end(word(reply.refusal))
+            return
+        assert type(reply) is client.Leased
+        self.lease = reply.lease
+        self.pages = page_ids(Pages(reply.pages))
+        self.written = reply.prefix_tokens
+        self.host.check(self.pages, self.prompt.upto(self.written), "a cached prefix")
+        self.agenda.after(self._pace_s * self.random(), self.open)
+
+    def open(self) -> None:
+        """Offer it to whoever comes for the room; without one, compute it for later."""
+        if not self.session.is_alive:
+            return
+        request = self.request
+        if request.room:
+            self.session.call(
+                self.opened,
+                client.Send,
+                request.room,
+                self.lease,
+                self.prompt.namespace,
+                request.deadline_s,
+                tokens=self.prompt.tokens,
+            )
+        else:
+            self._write(self.prompt.n_tokens)
+            self._leave("computed")
+
+    def opened(self, reply: client.Sending | client.Failed) -> None:
+        """The room is ours, or another's."""
+        if type(reply) is client.Failed:
+            self._leave(word(reply.refusal))
+            return
+        assert type(reply) is client.Sending
+        self.send = reply.send
+        self.session.sends[self.send] = self
+        self.agenda.after(self._pace_s * self.random(), self.go_on)
+
+    # ---- writing and telling -----------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Write some more, or finish."""
+        if not self.session.is_alive:
+            return
+        n_tokens = self.prompt.n_tokens
+        dice = self.random()
+        if self.is_failed:
+            self._abort("it failed")
+        elif dice < 0.5 and self.written < n_tokens:
+            self._write(self.written + 1 + int(dice * 2 * (n_tokens - self.written)))
+            self.session.call(self.advanced, client.Advance, self.send, self.written)
+        elif dice > 0.9 and self.written == n_tokens and not self._committed:
+            self._committed = True
+            self.session.call(self.committed, client.CommitLease, self.lease)
+        else:
+            self._finish()
+
+    def advanced(self, reply: client.Done | client.Failed) -> None:
+        """It knows, or it is over."""
+        if type(reply) is client.Failed:
+            self.is_failed = True
+        self.agenda.after(self._pace_s * self.random(), self.go_on)
+
+    def committed(self, reply: client.Row | client.Failed) -> None:
+        """Whole pages have joined the tree."""
+        if type(reply) is client.Failed:
+            raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
+        assert type(reply) is client.Row
+        self.take_row(reply)
+        self.agenda.after(self._pace_s * self.random(), self.go_on)
+
+    def _write(self, upto_tokens: int) -> None:
+        self.host.write(self.pages, self.prompt.upto(upto_tokens), self.written)
+        self.written = upto_tokens
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._write(self.prompt.n_tokens)
+        self.aux = self.host.world.sent_by(self)
+        self.session.call(self.finished, client.Finish, self.send, self.aux)
+        if self.random() < 0.2:
+            self.agenda.after(2 * self._pace_s * self.random(), self._let_go_early)
+
+    def _let_go_early(self) -> None:
+        """The engine needs the lease no longer; the send keeps it."""
+        if self.session.is_alive and self.lease:
+            self.let_go(commits=True)
+
+    def finished(self, reply: client.Finished | client.Failed) -> None:
+        """What the decode side says has become of it."""
+        if type(reply) is client.Failed:
+            self._leave(word(reply.refusal))
+            return
+        assert type(reply) is client.Finished
+        if reply.failure is None and self.aux not in self.host.world.delivered:
+            raise Violated(f"{self.host.name}: {self}: said to be committed, and nobody has it")
+        self._leave(word(reply.failure) if reply.failure else "delivered")
+
+    def told(self, _: Refusal) -> None:
+        """The daemon says that the send is over."""
+        self.is_failed = True
+
+    def change_mind(self) -> None:
+        """The engine no longer wants it."""
+        if not self.session.is_alive or self not in self.session.jobs:
+            return
+        if not self.lease and not self.send:
+            self.cancel_call(self._call)
+        elif self.send and not self.aux:
+            self.is_failed = True
+
+    def _abort(self, why: str) -> None:
+        self.session.call(self.either, client.AbortSend, self.send, why)
+        self._leave("aborted")
+
+    def _leave(self, outcome: str) -> None:
+        if self.lease:
+            self.let_go(commits=self.written == self.prompt.n_tokens and self.random() < 0.8)
+        self.end(outcome)

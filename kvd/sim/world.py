@@ -1,0 +1,347 @@
+"""One seed: nodes, engines, a router, a network and its weather; then calm, and a verdict.
+
+    storm            requests arrive and things go wrong, until so many steps are done
+    calm             nothing goes wrong any more, nothing new arrives; everything must end
+    empty            engines leave; no page is held, no lock is left
+    once more        a handoff between every pair that has a link must work
+
+Everything is drawn from one ``random.Random(seed)``; ``digest`` is over every effect and event.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvd.core.node import Node
+from kvd.core.settings import Settings
+from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.sim.agenda import Agenda
+from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
+from kvd.sim.faults import Faults
+from kvd.sim.host import Host, incarnation
+from kvd.sim.job import Request
+from kvd.sim.network import Network
+from kvd.sim.receiving import Receiver
+from kvd.sim.sending import Sender
+from kvd.sim.violation import Violated, require
+from kvd.types import ID_BYTES, NodeName, Tokens
+from kvd.wire.events import Moved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.effects import Step
+    from kvd.core.inputs import Input
+    from kvd.sim.job import Job
+    from kvd.sim.profile import Profile
+
+    MakeNode = Callable[[Settings, float], Node]
+
+AUDIT_STEPS = 250
+"""So often every invariant is checked, and the content of every cached page."""
+
+RECENT = 60
+"""Inputs that are shown of a seed that fails."""
+
+QUIET_S = 40.0
+"""Longest time that everything may take to end when nothing goes wrong any more."""
+
+AGAIN_S = 150.0
+"""Longest time until a handoff works: an agent that was unlucky rests for 64 s at most."""
+
+MOST_JOBS = 12
+"""Of one engine at once."""
+
+TAPE = np.arange(8192, dtype="<i4").tobytes()
+"""Token ids to cut prompts from."""
+
+
+class World:
+    """One simulation. ``make_node`` makes each node; a test may give it a broken one."""
+
+    def __init__(
+        self, seed: int, profile: Profile, n_nodes: int, make_node: MakeNode = Node
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.profile = profile
+        self.make_node = make_node
+        self.agenda = Agenda()
+        self.network = Network(self.agenda, self.rng, profile)
+        self.contents = Contents()
+        self.is_stormy = True
+        self.failing_loads = profile.failing_loads
+        self.steps = 0
+        self.recent: deque[tuple[str, Input]] = deque(maxlen=RECENT)
+        self.outcomes: Counter[str] = Counter()
+        """How jobs ended."""
+        self.edges: set[tuple[str, str, str]] = set()
+        """Transitions that were taken: before, trigger, after."""
+        self.sent: dict[bytes, Sender] = {}
+        self.delivered: set[bytes] = set()
+        self.owners: dict[str, Host] = {}
+        """By incarnation."""
+        self.faults = Faults(self)
+        self._digest = xxhash.xxh3_128()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._asked: list[Prompt] = []
+        self._rooms = 0
+        self.hosts = [self._host(k, n_nodes) for k in range(n_nodes)]
+        for k, host in enumerate(self.hosts):
+            host.dials = [other for other in self.hosts[:k] if self._has_link(host, other)]
+        for host in self.hosts:
+            self.start(host)
+
+    @property
+    def digest(self) -> str:
+        """Of every effect and event so far."""
+        return self._digest.hexdigest()
+
+    # ---- hosts -------------------------------------------------------------------------------
+
+    def _host(self, number: int, n_nodes: int) -> Host:
+        """The first half serve prefill as ``p0``, ``p1``..., the others decode as ``d0``..."""
+        n_prefill = max(1, n_nodes // 2)
+        name = f"p{number}" if number < n_prefill else f"d{number - n_prefill}"
+        component = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
+        pages = self.rng.choice(self.profile.pool_pages)
+        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+        settings = Settings(
+            NodeName(name),
+            incarnation(name, 0),
+            spec,
+            suspect_s=1.0,
+            lost_s=2.0,
+            forget_s=20.0,
+            max_deadline_s=6.0,
+            overtakers=self.rng.choice((0, 0, 3)),
+            stall_s=1.5,
+            min_bytes_per_s=1,
+            load_limit_s=2.0,
+            fence_after_s=self.rng.choice((0.0, 0.0, 3.0)),
+            drain_s=1.0,
+            linger_s=5.0,
+        )
+        return Host(self, settings)
+
+    def _has_link(self, host: Host, other: Host) -> bool:
+        """Decode nodes dial prefill nodes."""
+        return host.name[0] == "d" and other.name[0] == "p"
+
+    def start(self, host: Host) -> None:
+        """A daemon starts: it dials, and those that dial it connect again."""
+        host.start()
+        self.owners[host.settings.incarnation] = host
+        host.dial()
+        for other in self.hosts:
+            if host in other.dials and other.is_up:
+                self.network.connect(other, host)
+
+    # ---- what happens ------------------------------------------------------------------------
+
+    def watch(self, _: Host, step: Step) -> None:
+        """After every step that did something, before its effects are carried out."""
+        self._digest.update(self._encode(step))
+        for event in step.events:
+            if type(event) is Moved:
+                self.edges.add((event.before, event.trigger, event.after))
+
+    def concluded(self, _: Job, outcome: str) -> None:
+        """A job is over."""
+        self.outcomes[outcome] += 1
+
+    def sent_by(self, job: Sender) -> bytes:
+        """A new aux, which names the send behind it."""
+        aux = str(len(self.sent)).encode()
+        self.sent[aux] = job
+        return aux
+
+    def heard_of(self, prompt: Prompt) -> None:
+        """A sequence that a later request may go on from."""
+        if prompt.n_tokens < 160:
+            self._asked.append(prompt)
+
+    # ---- the router --------------------------------------------------------------------------
+
+    def some_tokens(self, n_tokens: int) -> Tokens:
+        """So many tokens, few enough different ones that sequences meet again."""
+        first = 1000 * self.rng.randint(1, 3)
+        return Tokens(TAPE[first * ID_BYTES : (first + n_tokens) * ID_BYTES])
+
+    def a_recent_room(self) -> int:
+        """A room that may still be open."""
+        return max(1, self._rooms - self.rng.randint(0, 8))
+
+    def _arrive(self) -> None:
+        """A request arrives at the router, and the next one after a while."""
+        if not self.is_stormy:
+            return
+        rng, profile = self.rng, self.profile
+        decoders = [host for host in self.hosts if host.dials]
+        decode = rng.choice(decoders)
+        prefill = rng.choice(decode.dials)
+        request = self._request(prefill)
+        lonely = rng.random()
+        if lonely > profile.lonely / 2:
+            self.agenda.after(0.1 * rng.random(), self._begin, prefill, Sender, request)
+        if request.room and (lonely < profile.lonely / 2 or lonely > profile.lonely):
+            if rng.random() < profile.lonely / 4:
+                prompt = Prompt(self.contents, request.prompt.tokens, "another")
+                request = msgspec.structs.replace(request, prompt=prompt)
+            self.agenda.after(0.1 * rng.random(), self._begin, decode, Receiver, request)
+        rate = profile.requests_per_s * len(decoders)
+        self.agenda.after(rng.expovariate(rate), self._arrive)
+
+    def _request(self, prefill: Host) -> Request:
+        rng = self.rng
+        room = 0
+        if rng.random() > 0.03:
+            self._rooms += 1
+            room = self.a_recent_room() if rng.random() < self.profile.lonely else self._rooms
+        return Request(
+            room,
+            self._prompt(),
+            prefill.name,
+            rng.choice((0, 0, 1)),
+            rng.choice(self.profile.deadlines_s),
+            rng.random() < 0.9,
+        )
+
+    def _prompt(self) -> Prompt:
+        """A prompt that shares its beginning with others, or goes on from one, or is one again."""
+        rng, asked = self.rng, self._asked
+        dice = rng.random()
+        if asked and dice < 0.3:
+            return rng.choice(asked[-12:])
+        if asked and dice < 0.5:
+            prompt = rng.choice(asked[-12:]).followed_by(self.some_tokens(rng.randint(1, 40)))
+        else:
+            shared = TAPE[: rng.choice((0, 32, 64, 70)) * ID_BYTES]
+            tokens = Tokens(shared + self.some_tokens(rng.randint(1, 100)))
+            prompt = Prompt(self.contents, tokens, rng.choice(("", "", "lora")))
+        self.heard_of(prompt)
+        return prompt
+
+    def _begin(self, host: Host, kind: type[Sender | Receiver], request: Request) -> None:
+        if host.is_up and len(host.session.jobs) < MOST_JOBS:
+            job = kind(host.session, request)
+            if self.rng.random() < self.profile.fickle:
+                self.agenda.after(self.rng.random(), job.change_mind)
+
+    # ---- from the storm to the verdict -------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """The whole seed: ``steps`` of storm, and what follows.
+
+        Raises:
+            Violated: Something that must never be was seen.
+        """
+        self.agenda.after(0.1, self._arrive)
+        self.faults.schedule()
+        audit_at, agenda = AUDIT_STEPS, self.agenda
+        while self.steps < steps:
+            agenda.step()
+            if self.steps >= audit_at:
+                audit_at += AUDIT_STEPS
+                self.audit()
+        self.is_stormy = False
+        self.failing_loads = 0.0
+        self.network.heal()
+        self._settle()
+        self._empty()
+        self._hand_over_once_more()
+
+    def audit(self) -> None:
+        """Every check of every node that is up."""
+        for host in self.hosts:
+            if host.is_up:
+                host.audit()
+
+    def _run_for(self, seconds: float) -> None:
+        agenda = self.agenda
+        until_s = agenda.now_s + seconds
+        while agenda.now_s < until_s:
+            agenda.step()
+
+    def _settle(self) -> None:
+        """Everything that is under way ends by itself."""
+        until_s = self.agenda.now_s + QUIET_S
+        while True:
+            self._run_for(0.5)
+            left = [what for host in self.hosts for what in _unfinished(host)]
+            if not left:
+                break
+            if self.agenda.now_s > until_s:
+                raise Violated(f"{QUIET_S:.0f} s of calm have not ended: {'; '.join(left)}")
+        self.audit()
+
+    def _empty(self) -> None:
+        """The engines leave; nothing is held for nobody."""
+        for host in self.hosts:
+            host.hang_up()
+            table = host.node.leases
+            require(not table.leases, f"{host.name}: leases of nobody: {list(table.leases)}")
+            locked = [node.describe() for node in table.tree.nodes() if node.lock_ref]
+            require(not locked, f"{host.name}: locked by nobody: {locked}")
+            require(
+                table.headroom_pages == table.capacity_pages,
+                f"{host.name}: {table.headroom_pages} of {table.capacity_pages} pages obtainable",
+            )
+            host.attach()
+        self.audit()
+
+    def _hand_over_once_more(self) -> None:
+        """After all that, every pair that has a link can still do its work."""
+        until_s = self.agenda.now_s + AGAIN_S
+        pairs = [(decode, prefill) for decode in self.hosts for prefill in decode.dials]
+        while pairs:
+            require(
+                self.agenda.now_s < until_s,
+                f"no handoff works any more: {[(d.name, p.name) for d, p in pairs]}",
+            )
+            tries = []
+            for decode, prefill in pairs:
+                self._rooms += 1
+                tokens = self.some_tokens(100)
+                prompt = Prompt(self.contents, tokens, f"last {self._rooms}")
+                request = Request(self._rooms, prompt, prefill.name, 0, 2.0, cache=True)
+                tries.append((request, decode, prefill))
+                Sender(prefill.session, request)
+                Receiver(decode.session, request)
+            for _ in range(12):
+                self._run_for(0.5)
+                done = {self.sent[aux].request.room for aux in self.delivered}
+                pairs = [(d, p) for request, d, p in tries if request.room not in done]
+                if not pairs:
+                    break
+        self.audit()
+
+
+def _unfinished(host: Host) -> list[str]:
+    """What is still under way at a host, in words."""
+    node = host.node
+    if not host.is_up:
+        return [f"{host.name} is down"]
+    places = {
+        "jobs": host.session.jobs,
+        "calls": host.session.calls,
+        "receives": node.decoder.parts,
+        "outcomes": node.decoder.outcomes.kept,
+        "rooms": node.prefiller.by_room,
+        "sends": node.prefiller.by_send,
+        "settled": node.prefiller.last_word.settled,
+        "handoffs": node.prefiller.last_word.by_handoff,
+        "failed sends": node.prefiller.failed,
+        "posts": node.prefiller.posts.parts,
+        "waiting": node.admission.queue,
+        "leases": node.leases.leases,
+    }
+    left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
+    if host.mover.quieting:
+        left.append(f"{host.name}: {host.mover.quieting} orders to say quiet")
+    return left

@@ -1,0 +1,139 @@
+"""Nodes that are wrong in one way each: what the simulator must see.
+
+Each is a real node with one rule of the core left out, as a careless change might leave it out.
+"""
+
+from __future__ import annotations
+
+from kvd.core.node import Node
+from kvd.types import NO_PAGES
+
+
+def frees_a_quarantined_page(settings, at_s):
+    """Giving up frees the pages at once, while the writer may still write them."""
+    node = Node(settings, at_s)
+    quarantine = node.leases.quarantine
+
+    def at_once(lease, why):
+        quarantine(lease, why)
+        node.leases.pool.give(lease.row)
+        lease.row = NO_PAGES
+
+    node.leases.quarantine = at_once
+    return node
+
+
+def drops_an_unlock(settings, at_s):
+    """One unlock in twenty is forgotten."""
+    node = Node(settings, at_s)
+    unlock = node.leases._unlock
+    calls = 0
+
+    def forgetful(lease):
+        nonlocal calls
+        calls += 1
+        if calls % 20:
+            unlock(lease)
+        else:
+            lease.anchor = None
+
+    node.leases._unlock = forgetful
+    return node
+
+
+def settles_before_its_posts_are_over(settings, at_s):
+    """The last word is said while an agent may still write."""
+    node = Node(settings, at_s)
+    prefiller = node.prefiller
+    drain = prefiller._drain
+
+    def hasty(part):
+        for post in list(part.outstanding):
+            prefiller.posts.over(post, 0)
+        drain(part)
+
+    prefiller._drain = hasty
+    return node
+
+
+def trusts_a_host_that_is_not_quiet(settings, at_s):
+    """Bytes in doubt are taken for landed."""
+    node = Node(settings, at_s)
+    node.decoder.settling._await_quiet = lambda lease: node.leases.end_quarantine(lease, "hasty")
+    return node
+
+
+def frees_duplicates_under_a_post(settings, at_s):
+    """A commit gives replaced pages back although a post reads them."""
+    node = Node(settings, at_s)
+
+    def at_once(_, duplicates):
+        node.leases.pool.give(duplicates)
+        node.leases.releases += 1
+
+    node.leases._give_back = at_once
+    return node
+
+
+def posts_through_a_newer_generation(settings, at_s):
+    """What was granted through a dead transfer process is posted through its successor."""
+    node = Node(settings, at_s)
+    push = node.prefiller.posts.push
+
+    def newest(part):
+        peer = node.peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            part.generation = peer.generation
+        push(part)
+
+    node.prefiller.posts.push = newest
+    node.transfers.generation_changed = lambda peer: None
+    return node
+
+
+def never_repeats_its_last_word(settings, at_s):
+    """Settled is said once; a lost one is never said again."""
+    node = Node(settings, at_s)
+    node.prefiller.last_word.tick = lambda: None
+    return node
+
+
+def keeps_a_dead_engines_receives(settings, at_s):
+    """A hang-up releases leases, and forgets the handoffs under way."""
+    node = Node(settings, at_s)
+    cancel = node.decoder.cancel
+
+    def not_for_the_dead(part, refusal):
+        if refusal.code.value != "client-gone":
+            cancel(part, refusal)
+
+    node.decoder.cancel = not_for_the_dead
+    return node
+
+
+def skips_an_event_number(settings, at_s):
+    """Every hundredth event number is left out."""
+    node = Node(settings, at_s)
+
+    class Skipping(type(node.out)):
+        __slots__ = ()
+
+        def next_seq(self):
+            self.seq += 2 if self.seq % 100 == 99 else 1
+            return self.seq
+
+    node.out.__class__ = Skipping
+    return node
+
+
+MUTATIONS = (
+    frees_a_quarantined_page,
+    drops_an_unlock,
+    settles_before_its_posts_are_over,
+    trusts_a_host_that_is_not_quiet,
+    frees_duplicates_under_a_post,
+    posts_through_a_newer_generation,
+    never_repeats_its_last_word,
+    keeps_a_dead_engines_receives,
+    skips_an_event_number,
+)

@@ -1,0 +1,120 @@
+"""The checks bite: a node that is wrong in one way is found out within a few seeds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli import sim
+from kvd.core.node import Node
+from kvd.sim.runner import Plan, again, run_seed
+from tests.sim import mutations
+
+SEEDS = 60
+
+
+def found(make_node, profile, steps=1500):
+    """The first seed of which a node is found to be wrong."""
+    plan = Plan(steps, 0, profile)
+    endings = (run_seed(seed, plan, make_node) for seed in range(SEEDS))
+    return next((ending for ending in endings if ending.violation), None)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "profile", "words"),
+    [
+        (mutations.frees_a_quarantined_page, "storm", "not held by it"),
+        (mutations.drops_an_unlock, "tiny", "I2: node"),
+        (mutations.settles_before_its_posts_are_over, "transfer", "ended"),
+        (mutations.trusts_a_host_that_is_not_quiet, "transfer", "ended"),
+        (mutations.frees_duplicates_under_a_post, "transfer", "was overwritten while post"),
+        (mutations.never_repeats_its_last_word, "lossy", "40 s of calm have not ended"),
+        (mutations.keeps_a_dead_engines_receives, "storm", ""),
+        (mutations.skips_an_event_number, "calm", "I8: "),
+    ],
+)
+def test_a_wrong_node_is_found_out(mutation, profile, words):
+    ending = found(mutation, profile)
+
+    assert ending is not None, f"{SEEDS} seeds did not see that a node {mutation.__name__}"
+    assert words in ending.violation
+    assert len(ending.last_inputs) > 10
+
+
+def test_an_exception_of_the_core_is_a_finding_with_its_place():
+    def broken(settings, at_s):
+        node = Node(settings, at_s)
+        node.decoder.quiet = lambda lease_id: 1 // 0
+        return node
+
+    ending = found(broken, "transfer")
+
+    assert "ZeroDivisionError" in ending.violation
+    assert "test_findings.py" in ending.violation
+
+
+def test_an_effect_that_the_simulator_does_not_know_is_named():
+    class Strange(msgspec.Struct, frozen=True):
+        pass
+
+    class Inventive(Node):
+        def _tick(self, got):
+            self.out.effects.append(Strange())
+
+    assert "does not know the effect Strange" in run_seed(0, Plan(400, 2), Inventive).violation
+
+
+def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
+    plan = Plan(steps=1500, profile="mixed")
+    ending = next(
+        one
+        for one in (run_seed(seed, plan, mutations.drops_an_unlock) for seed in range(SEEDS))
+        if one.violation
+    )
+
+    words = again(ending, plan).split()
+
+    assert words[:2] == ["kvd", "sim"]
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    same = Plan(int(options["--steps"]), int(options["--nodes"]), options["--profile"])
+    repeated = run_seed(int(options["--seed"]), same, mutations.drops_an_unlock)
+    assert (repeated.violation, repeated.digest) == (ending.violation, ending.digest)
+
+
+def test_the_command_ends_with_1_and_shows_the_seed_and_the_last_inputs(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sim, "run_seed", lambda seed, plan: run_seed(seed, plan, mutations.drops_an_unlock)
+    )
+    file = tmp_path / "sim.json"
+
+    done = CliRunner().invoke(
+        sim.sim_command,
+        ["--seed", "3", "--nodes", "2", "--profile", "storm", "--steps", "1500", "--json", file],
+    )
+
+    assert done.exit_code == 1
+    assert "VIOLATION in seed 3 (storm, 2 nodes) after " in done.stdout
+    assert "again: kvd sim --seed 3 --nodes 2 --steps 1500 --profile storm" in done.stdout
+    assert "Tick(at_s=" in done.stdout
+    [failure] = msgspec.json.decode(file.read_bytes())["failures"]
+    assert "I2" in failure["violation"]
+
+
+def test_the_command_says_how_many_steps_it_took_and_ends_with_0(tmp_path):
+    file = tmp_path / "sim.json"
+
+    done = CliRunner().invoke(sim.sim_command, ["--seeds", "4:7", "--steps", "300", "--json", file])
+
+    assert done.exit_code == 0, done.stdout
+    tally = msgspec.json.decode(file.read_bytes())
+    assert (tally["seeds"], tally["failures"]) == (3, [])
+    assert tally["steps"] > 900
+    assert "million a minute" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options", [["--seeds", "5"], ["--seeds", "5:5"], ["--seeds", "0:2", "--seed", "1"]]
+)
+def test_wrong_seeds_are_wrong_usage(options):
+    assert CliRunner().invoke(sim.sim_command, options).exit_code == 2
