@@ -29,7 +29,6 @@ class Code(enum.Enum):
     UNKNOWN_LEASE = "unknown-lease"
     UNKNOWN_HANDOFF = "unknown-handoff"
     WRONG_STATE = "wrong-state"
-    LOCKED = "locked"
     PEER_UNKNOWN = "peer-unknown"
     PEER_LOST = "peer-lost"
     PEER_STALE = "peer-stale"

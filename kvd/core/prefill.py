@@ -116,13 +116,9 @@ class Prefiller:
 
     def finish(self, part: PrefillPart, call: int, aux: bytes) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
-        if len(aux) > self._settings.max_aux_bytes:
-            return Refusal(
-                Code.TOO_LARGE,
-                f"aux of {len(aux)} bytes, the limit is {self._settings.max_aux_bytes}",
-                side=self._settings.name,
-                numbers={"bytes": len(aux), "limit": self._settings.max_aux_bytes},
-            )
+        refusal = self._too_long(part, aux)
+        if refusal is not None:
+            return refusal
         if part.aux is not None:
             return Refusal(
                 Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
@@ -364,6 +360,21 @@ class Prefiller:
 
     def _disagreement(self, offer: Offer, engine: Engine) -> Refusal | None:
         return disagreement(offer, engine, self._settings.name)
+
+    def _too_long(self, part: PrefillPart, aux: bytes) -> Refusal | None:
+        """Why this aux could not be delivered: our own limit, or that of the peer if it is known."""
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        mine, theirs = self._settings.max_aux_bytes, peer.max_aux_bytes if peer else 0
+        limit = min(mine, theirs) if theirs else mine
+        if len(aux) <= limit:
+            return None
+        whose = f"of {part.peer}" if limit < mine else "here"
+        return Refusal(
+            Code.TOO_LARGE,
+            f"aux of {len(aux)} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
+            side=self._settings.name,
+            numbers={"bytes": len(aux), "limit": limit},
+        )
 
     def _accept(self, peer: Peer, part: PrefillPart) -> None:
         self._out.send(

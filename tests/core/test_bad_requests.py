@@ -224,8 +224,30 @@ def test_an_aux_above_the_limit_is_refused_and_a_smaller_one_may_follow():
 
     reply = world.p.call(client.Finish, send=send.send, aux=b"123456789")
 
-    assert refused(reply) == (Code.TOO_LARGE, "aux of 9 bytes, the limit is 8")
+    assert refused(reply) == (
+        Code.TOO_LARGE,
+        "aux of 9 bytes, the limit here is 8 (limits.max_aux_bytes)",
+    )
     assert world.p.call(client.Finish, send=send.send, aux=b"12345678") is None
+
+
+def test_an_aux_above_the_limit_of_the_peer_is_refused_before_it_travels():
+    world = World()
+    world.p.node.peers.by_name["d"].max_aux_bytes = 4
+    lease = world.p.lease(PROMPT)
+    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    assert isinstance(send, client.Sending)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+
+    reply = world.p.call(client.Finish, send=send.send, aux=b"12345")
+
+    assert refused(reply) == (
+        Code.TOO_LARGE,
+        "aux of 5 bytes, the limit of d is 4 (limits.max_aux_bytes)",
+    )
+    done = world.p.call(client.Finish, send=send.send, aux=b"1234")
+    assert isinstance(done, client.Finished)
+    assert done.failure is None
 
 
 def test_cancel_twice_is_refused_and_fails_the_receive_once():
