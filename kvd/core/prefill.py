@@ -362,7 +362,7 @@ class Prefiller:
         return disagreement(offer, engine, self._settings.name)
 
     def _too_long(self, part: PrefillPart, aux: bytes) -> Refusal | None:
-        """Why this aux could not be delivered: our own limit, or that of the peer if it is known."""
+        """Why this aux could not be delivered: our own limit, or that of a known peer."""
         peer = self._peers.by_incarnation.get(part.incarnation)
         mine, theirs = self._settings.max_aux_bytes, peer.max_aux_bytes if peer else 0
         limit = min(mine, theirs) if theirs else mine

@@ -353,4 +353,7 @@ def main(config: Config) -> int:
     """Run the daemon of ``config`` in the foreground; returns the exit status."""
     keep_freed_memory()
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
-    return uvloop.run(serve(config, log))
+    try:
+        return uvloop.run(serve(config, log))
+    finally:
+        log.close()

@@ -6,20 +6,24 @@ standard error, where journald or a terminal takes them: JSON for programs, colu
 
 Invariants: a line that cannot be written is counted, never raised, because the log must not stop
 what it describes; the next one that can be comes after a line that says how many are lost; an
-event below the level costs one look-up.
+event below the level costs one look-up; the loop never waits for whoever reads the log.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 import msgspec
 import structlog
 
+from kvd.observe.spill import Spill
+
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
+
+CLOSE_PATIENCE_S = 1.0
 
 RANKS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
@@ -54,7 +58,8 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
 class EventLog:
     """Writes events. ``lost_lines`` is how many were not taken since one was last written."""
 
-    def __init__(self, *, level: str) -> None:
+    def __init__(self, *, level: str, spill: Spill | None) -> None:
+        self._spill = spill
         self._threshold = RANKS[level]
         self._ranks: dict[type[msgspec.Struct], int] = {}
         self._logger = structlog.get_logger().bind()  # resolved once, not per line
@@ -71,6 +76,8 @@ class EventLog:
             return
         fields = msgspec.to_builtins(event)
         name = fields.pop("type")
+        if self._spill is not None:
+            self.lost_lines += self._spill.take_lost()
         try:
             if self.lost_lines:
                 least = max(self._threshold, RANKS["warning"])
@@ -86,6 +93,11 @@ class EventLog:
             rank = self._ranks[kind] = RANKS[_level_of(kind)]
         return rank
 
+    def close(self) -> None:
+        """Write what still waits, unless its reader does not read."""
+        if self._spill is not None:
+            self._spill.close(CLOSE_PATIENCE_S)
+
     def crashed(self, task: str, error: BaseException) -> None:
         """Write the traceback of a task that should not have ended."""
         trace = "".join(traceback.format_exception(error))
@@ -99,9 +111,14 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
         form: ``console``, ``json``, or ``auto``: console if the stream is a terminal.
         level: the least important level that is written.
         node: this node's name, in every line.
-        stream: the standard error if left out.
+        stream: written to at once; if left out, the standard error, by a thread that may wait for
+            its reader while nobody else does.
     """
-    stream = sys.stderr if stream is None else stream
+    spill = None
+    if stream is None:
+        stream = sys.stderr
+        spill = Spill(stream)
+    sink = cast("TextIO", spill) if spill else stream
     is_console = form == "console" or (form == "auto" and stream.isatty())
     renderers: list[Processor] = [_json_line]
     if is_console:
@@ -115,10 +132,10 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(RANKS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        logger_factory=structlog.WriteLoggerFactory(file=sink),
         cache_logger_on_first_use=False,
     )
-    return EventLog(level=level)
+    return EventLog(level=level, spill=spill)
 
 
 def _level_of(kind: type[msgspec.Struct]) -> str:

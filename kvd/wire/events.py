@@ -267,7 +267,7 @@ class Violation(msgspec.Struct, frozen=True, tag="violation"):
     what: str
     rule: str = ""
     lease: int = 0
-    node: int = 0
+    tree_node: int = 0
     owner: str = ""
     pid: int = 0
     room: int = 0

@@ -71,7 +71,7 @@ def test_finding_names_owner_room_and_the_story_of_its_handoff():
         f"I6: lease {lease.id} counts 3 posts that read it, 2 are under way",
         "I6",
         lease=lease.id,
-        node=lease.anchor.id,
+        tree_node=lease.anchor.id,
         owner="engine",
         pid=1001,
         room=7,
