@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -206,11 +207,14 @@ class Daemon:
             socket.setsockopt(zmq.IPV6, 1)
         if prepare is not None:
             prepare(socket)
+        before = os.umask(0o177)  # or a socket file is open to others until its mode is set
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
+        finally:
+            os.umask(before)
         if path is not None:
             os.chmod(path, int(self.config.sockets.mode, 8))
             if self.config.sockets.group is not None:
@@ -269,7 +273,7 @@ def _own_directory(directory: Path, group: str | None) -> None:
     """Make the directory of a socket for ``group``, or see that nobody else owns the one there is.
 
     Raises:
-        OSError: it belongs to another user, who could put sockets of their own there.
+        OSError: another user could put sockets of their own there.
     """
     try:
         directory.mkdir(mode=0o750, parents=True)
@@ -279,11 +283,17 @@ def _own_directory(directory: Path, group: str | None) -> None:
         if group is not None:
             shutil.chown(directory, group=group)
             directory.chmod(0o750)
-    owner = directory.stat().st_uid
-    if owner not in {0, os.geteuid()}:
+    found = directory.stat()
+    if found.st_uid not in {0, os.geteuid()}:
         msg = (
-            f"{directory} belongs to uid {owner}, this daemon runs as uid {os.geteuid()}: "
+            f"{directory} belongs to uid {found.st_uid}, this daemon runs as uid {os.geteuid()}: "
             "set sockets.client and sockets.admin to a directory of your own"
+        )
+        raise PermissionError(msg)
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        msg = (
+            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}, so anyone may put a socket "
+            f"of theirs in the place of ours: chmod o-w {directory}"
         )
         raise PermissionError(msg)
 

@@ -28,7 +28,7 @@ def take(path: str) -> int:
         AlreadyRunning: somebody else holds it, and still does after ``WAIT_S``.
         OSError: the directory cannot be written.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     end_s = time.monotonic() + WAIT_S
     while True:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from kvd import __version__
 from kvd.core.report import snapshot
@@ -16,8 +17,12 @@ from kvd.wire import client, peer
 if TYPE_CHECKING:
     from kvd.daemon.app import Daemon
     from kvd.observe.exposition import Exposition
+    from kvd.wire.snapshot import Snapshot
 
 JSON = "application/json"
+
+HIDDEN = "(set)"
+"""What /status says in the place of a namespace; ``kvd status`` asks the admin socket."""
 
 
 class Info(msgspec.Struct, frozen=True):
@@ -59,5 +64,11 @@ def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
         readyz=readyz,
         metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),
         info=lambda: info_page,
-        status=lambda: Response(200, JSON, msgspec.json.encode(snapshot(node))),
+        status=lambda: Response(200, JSON, msgspec.json.encode(_for_anyone(snapshot(node)))),
     )
+
+
+def _for_anyone(shot: Snapshot) -> Snapshot:
+    """Without namespaces: they hold cache salts, and any user of this host may read this page."""
+    leases = tuple(replace(one, namespace=HIDDEN) if one.namespace else one for one in shot.leases)
+    return replace(shot, leases=leases)

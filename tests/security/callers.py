@@ -41,7 +41,9 @@ class Caller:
         self._socket = open_dealer(self._context)
         if pair is not None:
             curve.be_client(self._socket, pair, server)
-        self._monitor = self._socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(
+            _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._socket.connect(daemon.peers)
         about = info(daemon)
         self.target = about["incarnation"]
@@ -53,7 +55,10 @@ class Caller:
         return peer.Hello(source or self.source, "", name, self._layout, 1, b"x", 2**20, 2**16)
 
     def tell(self, message):
-        self._socket.send(PEER_MESSAGES.encode(message))
+        self.say(PEER_MESSAGES.encode(message))
+
+    def say(self, *frames):
+        self._socket.send_multipart(frames)
 
     def hears(self, kind):
         """The next message of a kind."""
@@ -68,8 +73,8 @@ class Caller:
         return not self._socket.poll(QUIET_MS)
 
     def handshake(self):
-        """What its first handshake came to."""
-        assert self._monitor.poll(ANSWER_MS), "no handshake"
+        """What became of its connection: the next of FAILED..., SUCCEEDED, DISCONNECTED."""
+        assert self._monitor.poll(ANSWER_MS), "nothing became of it"
         event = int.from_bytes(self._monitor.recv_multipart()[0][:2], "little")
         return zmq.Event(event).name.removeprefix("HANDSHAKE_")
 

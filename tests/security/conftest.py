@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +16,6 @@ from kvd.sockets import open_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SHAPE = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "64", "pool.pages": "65"}
 
@@ -39,7 +40,16 @@ def public_of(directory: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def reachable() -> Iterator[Path]:
+    """A directory that every user can get to, so that what keeps one out is not the way."""
+    with tempfile.TemporaryDirectory(prefix="kvd-security-") as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def keyed(reachable: Path) -> Iterator[Keyed]:
     """Started once; no test here may leave it other than it was."""
     mallory = curve.new_pair()
     context = zmq.Context()
@@ -55,5 +65,5 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
             "peers.connect.changed": addresses[0],
             "peers.connect.bare": addresses[1],
         }
-        with two_daemons(tmp_path_factory.mktemp("keys"), settings, with_keys=True) as pair:
+        with two_daemons(reachable, settings, with_keys=True) as pair:
             yield Keyed(pair, public_of(pair.prefill.directory), mallory, *addresses)
