@@ -16,17 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvd.cli.cluster import replay_trace
 from kvd.cli.render import show
+from kvd.sim.decodenode import Shape
 from kvd.sim.profile import MIXED, PROFILES
 from kvd.sim.runner import Ending, Plan, again, run_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 MOST_FAILURES = 5
 """Seeds that may fail before the rest is not looked at."""
 
 DEFAULT_SEEDS = "0:100"
+TRACE_NODES = 8
 
 
 class Tally(msgspec.Struct):
@@ -48,58 +51,140 @@ class Tally(msgspec.Struct):
     failures: list[Ending] = []
 
 
+def _with_storm_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What there is to say about seeds and their weather."""
+    for option in reversed(
+        (
+            click.option("--seeds", metavar="A:B", help=f"A to B-1.  [default: {DEFAULT_SEEDS}]"),
+            click.option("--seed", type=click.IntRange(min=0), metavar="N", help="One seed alone."),
+            click.option(
+                "--steps",
+                type=click.IntRange(min=1),
+                default=2000,
+                show_default=True,
+                metavar="N",
+                help="Node.step calls of each seed before it calms down.",
+            ),
+            click.option(
+                "--minutes",
+                type=click.FloatRange(min=0.0, min_open=True),
+                metavar="M",
+                help="Go on with further seeds for so long.",
+            ),
+            click.option(
+                "--profile",
+                type=click.Choice([MIXED, *PROFILES]),
+                default=MIXED,
+                show_default=True,
+                help="What goes wrong.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What there is to say about a recorded load and its cluster."""
+    rate = click.FloatRange(min=0.0, min_open=True)
+    for option in reversed(
+        (
+            click.option(
+                "--trace",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Replay this load in Mooncake's format instead: routings compared.",
+            ),
+            click.option(
+                "--pool-tokens",
+                type=click.IntRange(min=1024),
+                default=500_000,
+                show_default=True,
+                help="Tokens in each node's pool.",
+            ),
+            click.option(
+                "--page",
+                type=click.IntRange(1, 512),
+                default=16,
+                show_default=True,
+                help="Tokens per page.",
+            ),
+            click.option("--limit", type=click.IntRange(min=1), help="Requests; all by default."),
+            click.option(
+                "--prefill-rate",
+                type=rate,
+                default=10_000.0,
+                show_default=True,
+                help="Tokens a second that each node takes in.",
+            ),
+            click.option(
+                "--decode-rate",
+                type=rate,
+                default=50.0,
+                show_default=True,
+                help="Tokens a second of each request.",
+            ),
+            click.option(
+                "--speed",
+                type=rate,
+                default=1.0,
+                show_default=True,
+                help="How much faster than recorded requests arrive.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 @click.command("sim")
-@click.option("--seeds", metavar="A:B", help=f"Seeds A to B-1.  [default: {DEFAULT_SEEDS}]")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="This seed alone.")
 @click.option(
     "--nodes",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Nodes; by default each seed draws 2 to 6.",
+    help=f"Nodes; by default each seed draws 2 to 6, and a trace has {TRACE_NODES}.",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=2000,
-    show_default=True,
-    metavar="N",
-    help="Node.step calls of each seed before it calms down.",
-)
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0.0, min_open=True),
-    metavar="M",
-    help="Go on with further seeds for so long.",
-)
-@click.option(
-    "--profile",
-    type=click.Choice([MIXED, *PROFILES]),
-    default=MIXED,
-    show_default=True,
-    help="What goes wrong.",
-)
+@_with_storm_options
+@_with_trace_options
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
 def sim_command(  # noqa: PLR0913 - one parameter for each option
     *,
+    nodes: int | None,
     seeds: str | None,
     seed: int | None,
-    nodes: int | None,
     steps: int,
     minutes: float | None,
     profile: str,
+    trace: Path | None,
+    pool_tokens: int,
+    page: int,
+    limit: int | None,
+    prefill_rate: float,
+    decode_rate: float,
+    speed: float,
     file: Path | None,
 ) -> None:
-    """Real nodes under a seeded network, engines and faults; 1 if anything is violated."""
-    if seeds is not None and seed is not None:
-        raise click.UsageError("--seeds and --seed exclude each other")
+    """Real nodes under a seeded network, engines and faults; 1 if anything is violated.
+
+    With --trace instead: a recorded load over a cluster, and what each way of routing reuses.
+    """
+    if [seeds, seed, trace].count(None) < 2:
+        raise click.UsageError("--seeds, --seed and --trace exclude each other")
+    if trace is not None:
+        shape = Shape(nodes or TRACE_NODES, pool_tokens, page, prefill_rate, decode_rate, speed)
+        _write(file, replay_trace(trace, shape, limit))
+        return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
     tally = Tally(Plan(steps, nodes or 0, profile))
     _run(tally, first, last, minutes)
     _report(tally)
-    if file is not None:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(tally)) + b"\n")
+    _write(file, tally)
     if tally.failures:
         raise SystemExit(1)
+
+
+def _write(file: Path | None, result: msgspec.Struct) -> None:
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -33,7 +33,12 @@ class Agenda:
         self._count += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._count, call, args))
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._heap)
+
     def step(self) -> None:
-        """Do what comes next; ticks always do, so there is always something."""
+        """Do what comes next; there must be something."""
         self.now_s, _, call, args = heapq.heappop(self._heap)
         call(*args)
