@@ -136,7 +136,7 @@ class Console:
                 f"handoffs: {totals.handoffs_delivered} delivered, {totals.handoffs_failed} failed",
                 f"sent {amount(totals.sent_bytes)}, received {amount(totals.received_bytes)}, "
                 f"saved {amount(totals.saved_bytes)}",
-                f"invariants found broken: {totals.violations}",
+                f"invariants found broken: {totals.violations}, {shot.audit.findings} of them now",
             ]
         )
 

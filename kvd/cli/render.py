@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli import audited
 from kvd.text import amount, bar, clean, duration, progress, room
 from kvd.types import short
 
@@ -135,9 +136,11 @@ def status(shot: Snapshot) -> RenderableType:
         ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
         ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
         ("handoffs", _handoffs(shot)),
+        ("audit", audited.summary(shot.audit)),
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
-    return Group(head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
+    alarms = audited.broken(shot.audit)
+    return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
 
 
 def _handoffs(shot: Snapshot) -> str:
@@ -171,8 +174,9 @@ def _troubles(shot: Snapshot) -> list[Text]:
     if shot.waiting:
         longest_s = max(one.waited_s for one in shot.waiting)
         found.append(f"a request has waited {duration(longest_s)} for room: kvd locks")
-    if shot.totals.violations:
-        found.append(f"{shot.totals.violations} invariants were found broken: kvd audit")
+    healed = shot.totals.violations - shot.audit.findings
+    if healed > 0:
+        found.append(f"{healed} rules were found broken, and are not any more: kvd audit")
     return [Text(f"! {line}", style="yellow") for line in found]
 
 
@@ -358,10 +362,3 @@ def report(answer: Report) -> RenderableType:
     changed = [said(f"{name.replace('_', ' ')}: {n}") for name, n in answer.changed.items()]
     refused = [said(f"refused: {why}", "yellow") for why in answer.refused]
     return Group(*(changed or [Text("nothing changed")]), *refused)
-
-
-def audit(answer: Report) -> RenderableType:
-    """What was checked, then each invariant that does not hold."""
-    checked = [said(f"{name.replace('_', ' ')}: {n}") for name, n in answer.changed.items()]
-    findings = [said(f"broken: {what}", "bold red") for what in answer.refused]
-    return Group(*checked, *(findings or [Text("every invariant holds", style="green")]))

@@ -25,6 +25,20 @@ from kvd.config.pool_sections import (
 )
 
 
+class AuditSection(msgspec.Struct, frozen=True):
+    """The standing audit, which checks pages, locks, leases and transfers against each other."""
+
+    budget: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.5,
+            description="Share of one core that it may use; 0 turns it off. A large pool is gone "
+            "through in a few seconds at the default.",
+        ),
+    ] = 0.01
+
+
 class HttpSection(msgspec.Struct, frozen=True):
     """Probes and metrics."""
 
@@ -80,6 +94,7 @@ class Config(msgspec.Struct, frozen=True):
     radix: RadixSection
     admission: AdmissionSection
     transfer: TransferSection
+    audit: AuditSection
     http: HttpSection
     log: LogSection
     limits: LimitsSection
@@ -94,6 +109,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "radix": RadixSection,
     "admission": AdmissionSection,
     "transfer": TransferSection,
+    "audit": AuditSection,
     "http": HttpSection,
     "log": LogSection,
     "limits": LimitsSection,

@@ -143,4 +143,5 @@ class Operators:
                 "violations": len(found),
             },
             tuple(fault.sentence for fault in found),
+            self._node.audit.state(),
         )

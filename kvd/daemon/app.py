@@ -36,6 +36,7 @@ from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
+from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
@@ -102,6 +103,7 @@ class Daemon:
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
         self.bus.subscribe(self._log.write, wants=self._log.is_written)
         self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
+        self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
         self.mover = Mover(
             self.reactor,
             lambda generation: self._transport(generation, regions),
@@ -232,6 +234,7 @@ class Daemon:
             effects.Post: self.mover.post,
             effects.Quiesce: self.mover.quiesce,
             effects.RestartTransfer: self.mover.restart,
+            effects.Recall: self.auditor.recall,
         }
 
     async def _serve_http(self) -> None:
@@ -267,6 +270,7 @@ class Daemon:
         self.metrics.loop_lag(max(0.0, now_s - due_s))
         self.reactor.feed(Tick(now_s))
         self.mover.beat()
+        self.auditor.turn(now_s)
 
 
 def _own_directory(directory: Path, group: str | None) -> None:

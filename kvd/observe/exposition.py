@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvd.observe.gauges import Gauges
     from kvd.observe.metrics import Counter, Histogram, Histograms, Labels, Metrics
+    from kvd.wire.snapshot import AuditState
 
     Series = Iterable[tuple[Labels, float]]
 
@@ -182,8 +183,24 @@ def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
     )
     yield _total("kvd_events", "Events since the daemon began.", gauges.last_event)
     yield _gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
+    yield from _audit(gauges.audit)
     yield _gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
     yield InfoMetricFamily("kvd_build", "What runs here.", value=msgspec.structs.asdict(build))
+
+
+def _audit(audit: AuditState) -> Iterator[Metric]:
+    """The standing audit."""
+    yield _gauge(
+        "kvd_audit_findings", "Rules that are broken now; must stay 0.", (), [((), audit.findings)]
+    )
+    yield _total("kvd_audit_sweeps", "Whole looks at pages, locks and transfers.", audit.sweeps)
+    yield _total("kvd_audit_seconds", "Processor time of the standing audit.", audit.spent_s)
+    yield _gauge(
+        "kvd_audit_age_seconds",
+        "Since the last sweep ended.",
+        (),
+        [((), audit.last_sweep_ago_s)],
+    )
 
 
 def _pools(gauges: Gauges) -> Iterator[Metric]:
@@ -255,7 +272,7 @@ def _counter(
     return family
 
 
-def _total(name: str, doc: str, total: int) -> Metric:
+def _total(name: str, doc: str, total: float) -> Metric:
     """A counter without labels."""
     from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
 

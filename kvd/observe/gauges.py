@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.wire.snapshot import AuditState
+
 if TYPE_CHECKING:
     from kvd.wire.snapshot import Snapshot
 
@@ -50,6 +52,7 @@ class Gauges(msgspec.Struct, frozen=True):
     transfer_generation: int
     last_event: int
     uptime_s: float
+    audit: AuditState
 
 
 def gauges_of(snapshot: Snapshot) -> Gauges:
@@ -95,4 +98,5 @@ def gauges_of(snapshot: Snapshot) -> Gauges:
         transfer_generation=snapshot.generation,
         last_event=snapshot.last_event,
         uptime_s=snapshot.uptime_s,
+        audit=snapshot.audit,
     )

@@ -43,6 +43,7 @@ LEVELS = {
     "handshake-failed": "warning",
     "message-refused": "warning",
     "violation": "error",
+    "violation-healed": "warning",
 }
 """Levels by tag: debug is what every request does, warning is what an operator may want to see."""
 

@@ -11,7 +11,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, Figure, Name, Reason
 from kvd.wire.events import Event
-from kvd.wire.snapshot import Snapshot
+from kvd.wire.snapshot import AuditState, Snapshot
 
 
 class ShowStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -72,7 +72,7 @@ class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
 
 
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
-    """Check every invariant now. Answer: ``Report``, ``refused`` holding the findings."""
+    """Check every invariant now. Answer: ``Report``; ``refused`` is what is broken now."""
 
     call: Call
 
@@ -132,6 +132,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     call: int
     changed: dict[str, int]
     refused: tuple[str, ...]
+    standing: AuditState | None = None
+    """Of an audit: what the standing one has found, and how it runs."""
 
 
 class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Report
+from kvd.wire.snapshot import AuditState, Finding
 
 VERBS = {
     "flush": (("flush",), Flush(0, "unlocked")),
@@ -37,9 +39,11 @@ def test_json_has_what_changed_and_what_was_refused(run, daemon, name):
 
     done = run(*VERBS[name][0], "--format", "json")
 
+    standing = {"standing": None} if name == "audit" else {}
     assert json.loads(done.stdout) == {
         "changed": {"freed_pages": 12},
         "refused": ["2 pages: lease 7"],
+        **standing,
     }
 
 
@@ -53,6 +57,65 @@ def test_a_refusal_fails_except_where_skipping_is_the_point(run, daemon, name):
     assert done.exit_code == (0 if name == "flush" else 1)
     assert "page 9 is locked by lease 7 of decode-0" in done.stdout
     assert done.stderr.count("\n") == (0 if name == "flush" else 1)
+
+
+FOUND = Finding(
+    rule="I9",
+    check="holder-gone",
+    what="lease 7 is held for session 3, which is gone",
+    state="broken",
+    lease=7,
+    node=12,
+    owner="decode-0",
+    pid=4711,
+    room=9117,
+    pages=9,
+    first_pages=(4, 5, 6, 7, 8, 9, 10, 11),
+    first_seen_ago_s=2.0,
+    last_seen_ago_s=0.1,
+    transitions=("3.000 s ago: offered -> receiving (accepted)",),
+)
+STANDING = AuditState(
+    findings=1,
+    sweeps=40,
+    sweep_s=0.05,
+    last_sweep_ago_s=0.1,
+    objects=20,
+    pages=2000,
+    spent_s=0.5,
+    share=0.004,
+    found=(FOUND,),
+)
+
+
+def test_audit_prints_findings_of_the_standing_audit_and_fails(run, daemon):
+    daemon.answer = lambda _request: Report(0, {"pages": 2000}, (), STANDING)
+
+    done = run("audit")
+
+    assert done.exit_code == 1
+    assert done.stdout.splitlines() == [
+        "pages: 2000",
+        "standing audit: 1 finding; the last sweep took 0.05s, ended 0.10s ago; 0.40 % of a core",
+        "    40 sweeps, 0.50 s of processor time; 20 objects and 2000 pages in the last one, "
+        "40,400 a second",
+        "broken: I9: lease 7 is held for session 3, which is gone",
+        "    lease 7, node 12, decode-0[4711], room 9117, 9 pages: 4 5 6 7 8 9 10 11 ..., "
+        "first seen 2.00s ago, last 0.10s ago",
+        "    3.000 s ago: offered -> receiving (accepted)",
+    ]
+
+
+def test_audit_is_content_where_everything_found_is_healed(run, daemon):
+    healed = msgspec.structs.replace(FOUND, state="healed")
+    state = msgspec.structs.replace(STANDING, findings=0, found=(healed,))
+    daemon.answer = lambda _request: Report(0, {"pages": 2000}, (), state)
+
+    done = run("audit")
+
+    assert done.exit_code == 0
+    assert "healed: I9: lease 7 is held for session 3, which is gone" in done.stdout
+    assert done.stdout.splitlines()[-1] == "every invariant holds"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def settle(pair: Pair) -> None:
     for daemon in (pair.prefill, pair.decode):
         daemon.wait_for(lambda one=daemon: _is_at_rest(one), "still holds something", SETTLE_S)
         assert findings(daemon) == ()
+        assert daemon.snapshot().audit.found == (), "a false alarm of the standing audit"
         daemon.ask(admin.Flush(1), admin.Report)
         state = daemon.snapshot().pools[0]
         assert (state.free_pages, state.cached_pages) == (state.total_pages - 1, 0)

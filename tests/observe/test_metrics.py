@@ -14,6 +14,7 @@ from kvd.observe.gauges import Gauges, gauges_of
 from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogram, Metrics
 from kvd.wire import events
 from kvd.wire.snapshot import (
+    AuditState,
     ClientState,
     LeaseState,
     PeerState,
@@ -67,6 +68,7 @@ SNAPSHOT = Snapshot(
     ),
     clients=(ClientState(1, "e", (7,), 9.0, 1, 1, 0, 0),),
     totals=Totals(*([0] * 12)),
+    audit=AuditState(findings=2, sweeps=30, last_sweep_ago_s=0.2, spent_s=1.5),
 )
 
 
@@ -113,6 +115,10 @@ def test_page_says_what_the_snapshot_says() -> None:
 
     pool = 'component="kv",pool="main"'
     assert {name: value for name, value in samples.items() if "_bucket" not in name} == {
+        "kvd_audit_age_seconds": 0.2,
+        "kvd_audit_findings": 2,
+        "kvd_audit_seconds_total": 1.5,
+        "kvd_audit_sweeps_total": 30,
         'kvd_build_info{nixl="1.5.1",proto="1",version="0.1.0"}': 1,
         "kvd_decode_prefix_tokens_count": 0,
         "kvd_decode_prefix_tokens_sum": 0,

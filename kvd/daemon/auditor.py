@@ -1,0 +1,109 @@
+"""Gives the standing audit its turns: as much work as a set share of one core allows, no more.
+
+Every tick earns the audit ``budget`` times the time that has passed. A turn gets the work that this
+buys, by what a unit of work has cost lately; what a slice took more is paid back before the next
+turn. Processor time is counted, not the clock: being preempted is not work. What is earned while
+there is nothing to do is kept up to ``MAX_SLICE_S``, the longest that the loop should wait for it.
+
+What must not live here: what is looked at, and what is found (``kvd.core.audit``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.inputs import AuditTurn, Recalled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core import effects
+    from kvd.daemon.reactor import Reactor
+    from kvd.observe.bus import Bus
+    from kvd.wire.events import Event
+
+MAX_SLICE_S = 0.002
+
+FIRST_UNIT_S = 2e-6
+"""What a unit of work is taken to cost until it was measured."""
+
+LEAST_WORK = 16
+"""Units asked for at least: less costs more to ask for than to do."""
+
+LEARN = 0.25
+"""Weight of the last turn in what a unit is taken to cost."""
+
+LINES_RECALLED = 8
+
+
+class Auditor:
+    """The audit's hours. ``share`` is its budget as a share of one core; 0 turns it off."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        bus: Bus,
+        share: float,
+        timer: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.share = share
+        self._reactor = reactor
+        self._bus = bus
+        self._timer = timer
+        self._last_s: float | None = None
+        self._credit_s = 0.0
+        self._unit_s = FIRST_UNIT_S
+        self._spent_s = 0.0
+        """Of the last turn, not yet reported."""
+
+    def turn(self, now_s: float) -> None:
+        """A tick: look at something, if it is earned."""
+        earned_s = (now_s - self._last_s) * self.share if self._last_s is not None else 0.0
+        self._last_s = now_s
+        self._credit_s = min(self._credit_s + earned_s, MAX_SLICE_S)
+        if self._credit_s <= 0.0:
+            return
+        audit = self._reactor.node.audit
+        work = max(LEAST_WORK, int(self._credit_s / self._unit_s))
+        spent_s, self._spent_s = self._spent_s, 0.0
+        begun_s = self._timer()
+        self._reactor.feed(AuditTurn(now_s, work, spent_s))
+        self._spent_s = self._timer() - begun_s
+        self._credit_s -= self._spent_s
+        if audit.work_done >= LEAST_WORK:
+            unit_s = self._spent_s / audit.work_done
+            self._unit_s += LEARN * (unit_s - self._unit_s)
+
+    def recall(self, wanted: effects.Recall) -> None:
+        """Carry out ``Recall``: search the ring for what happened to it."""
+        now_s = self._reactor.clock()
+        _, events = self._bus.after(0)
+        about = [event for event in events if _is_about(event, wanted)][-LINES_RECALLED:]
+        lines = tuple(f"{now_s - event.at_s:.3f} s ago: {_in_words(event)}" for event in about)
+        self._reactor.feed(Recalled(now_s, wanted.finding, lines))
+
+
+def _is_about(event: Event, wanted: effects.Recall) -> bool:
+    """Whether it names the lease or the room; where there is neither, whether pages moved."""
+    fields = event.__struct_fields__
+    if wanted.lease and "lease" in fields:
+        return _figure(event, "lease") == wanted.lease
+    if wanted.room and "room" in fields:
+        return _figure(event, "room") == wanted.room
+    moves_pages = "freed_pages" in fields or "held_pages" in fields or "pages" in fields
+    return not (wanted.lease or wanted.room) and moves_pages
+
+
+def _figure(event: Event, name: str) -> int:
+    figure: int = getattr(event, name)
+    return figure
+
+
+def _in_words(event: Event) -> str:
+    """``lease-opened lease=7 held_pages=3``: the tag, and what is not empty."""
+    fields = msgspec.structs.asdict(event)
+    said = [f"{name}={fields[name]}" for name in fields if name not in {"seq", "at_s"}]
+    return " ".join([str(event.__struct_config__.tag), *said])

@@ -1,0 +1,51 @@
+"""A daemon that breaks its own node when it is told to: what a bug would do, in a real process.
+
+Run as ``python -m tests.daemon.breaking FILE -- ... serve --set ...``. At SIGUSR1 it applies the
+breakage that FILE names, see ``tests.core.breakage``. Everything else is the daemon as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from kvd.cli.config import valid_config
+from kvd.daemon.app import Daemon
+from kvd.observe.log import configure
+from tests.core.breakage import BREAKAGES
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.observe.log import EventLog
+
+
+async def serve(config: Config, log: EventLog, wish: Path) -> None:
+    """Serve until SIGTERM."""
+    daemon = Daemon(config, log)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, daemon.stopped.set)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: BREAKAGES[wish.read_text()].apply(daemon.node))
+    try:
+        await daemon.start()
+        sys.stderr.write("breakable ready\n")
+        sys.stderr.flush()
+        await daemon.stopped.wait()
+    finally:
+        await daemon.stop()
+
+
+def main(wish: str, *arguments: str) -> None:
+    """``arguments`` are those of ``kvd serve`` after whatever starts it."""
+    sets = [word for word in arguments if "=" in word]
+    config = valid_config(None, tuple(sets))
+    log = configure(form="json", level=config.log.level, node=config.node.name)
+    uvloop.run(serve(config, log, Path(wish)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

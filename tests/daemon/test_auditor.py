@@ -1,0 +1,108 @@
+"""The audit's turns cost what was set, and no more; a finding recalls what happened to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import effects, inputs
+from kvd.core.node import Node
+from kvd.daemon.auditor import MAX_SLICE_S, Auditor
+from kvd.daemon.reactor import Reactor
+from kvd.observe.bus import Bus
+from kvd.wire import client
+from tests.core.breakage import engine_lease
+from tests.core.side import settings, tokens
+
+TICK_S = 0.05
+
+
+class Bench:
+    """A reactor, an auditor, and a processor whose every unit of audit costs ``unit_s``."""
+
+    def __init__(self, share: float, unit_s: float = 1e-5, pages: int = 20_000) -> None:
+        self.now_s = self.spent_s = 0.0
+        self.unit_s = unit_s
+        self.turns: list[inputs.AuditTurn] = []
+        self.node = Node(settings("n", pages), 0.0)
+        bus = Bus()
+        self.reactor = Reactor(self.node, bus, clock=lambda: self.now_s, on_bug=self.crashed)
+        self.auditor = Auditor(self.reactor, bus, share, lambda: self.spent_s)
+        self.reactor.perform = {
+            effects.Recall: self.auditor.recall,
+            effects.Answer: lambda _answer: None,
+        }
+        turn = self.node.audit.turn
+
+        def taken(got: inputs.AuditTurn) -> None:
+            self.turns.append(got)
+            turn(got)
+            self.spent_s += self.node.audit.work_done * self.unit_s
+
+        self.node._handlers[inputs.AuditTurn] = taken
+
+    def crashed(self, what: str, error: BaseException) -> None:
+        raise AssertionError(what) from error
+
+    def tick(self, times: int) -> None:
+        for _ in range(times):
+            self.now_s += TICK_S
+            self.auditor.turn(self.now_s)
+
+
+@pytest.mark.parametrize("unit_s", [1e-7, 1e-5, 1e-4])
+def test_turns_never_cost_more_than_the_budget_whatever_a_unit_costs(unit_s):
+    bench = Bench(0.01, unit_s)
+
+    bench.tick(2000)
+
+    slack_s = 2 * MAX_SLICE_S + 32 * unit_s
+    assert bench.spent_s <= 0.01 * bench.now_s + slack_s
+    assert bench.node.audit.sweeps > 0
+
+
+def test_slices_stay_short_when_a_unit_comes_to_cost_more():
+    bench = Bench(0.01, 5e-6)
+    bench.tick(400)
+    learned = len(bench.turns) + 20
+    bench.unit_s *= 4
+
+    bench.tick(400)
+
+    assert len(bench.turns) > learned
+    longest = max(turn.spent_s for turn in bench.turns[learned:])
+    assert longest <= 1.5 * MAX_SLICE_S
+
+
+def test_what_was_spent_is_told_with_the_next_turn():
+    bench = Bench(0.01)
+
+    bench.tick(200)
+
+    assert bench.node.audit.spent_s == pytest.approx(bench.spent_s, abs=MAX_SLICE_S)
+    assert bench.node.audit.state().share <= 0.011
+
+
+def test_budget_of_nothing_turns_the_audit_off():
+    bench = Bench(0.0)
+
+    bench.tick(100)
+
+    assert bench.turns == []
+
+
+def test_finding_carries_the_last_events_about_its_lease():
+    bench = Bench(0.01)
+    bench.reactor.feed(inputs.ClientJoined(0.0, 1, "engine", 7))
+    for first in (1, 1000):
+        opening = client.OpenLease(1)
+        bench.reactor.feed(inputs.FromClient(0.0, 1, opening, tokens((first, 40))))
+    lease = engine_lease(bench.node)
+    lease.session = 77
+
+    bench.tick(100)
+
+    (found,) = bench.node.audit.state().found
+    assert (found.lease, found.owner) == (lease.id, "session 77 (gone)")
+    assert [line.partition(": ")[2] for line in found.transitions[1:]] == [
+        f"lease-opened lease={lease.id} session=1 reason=lease room=0 prefix_tokens=0 held_pages=3"
+    ]
