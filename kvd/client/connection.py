@@ -47,6 +47,8 @@ Answer = (
     | wire.Finished
     | wire.Matched
     | wire.Snapshotted
+    | wire.Retracted
+    | wire.Resumed
 )
 
 INDIFFERENT = frozenset({wire.Leased, wire.Matched, wire.Snapshotted, Refusal})

@@ -41,6 +41,22 @@ def page_count(pool: PoolSection) -> int:
     return (size_bytes(pool.size or "") or 0) // page_bytes(component(pool))
 
 
+USUAL_SAVED_SHARE = 8
+"""A pool that runs full retracts a few of its leases at a time, not a half of them."""
+USUAL_SAVED_BYTES = 2**30
+"""At most, unless asked for: memory is reserved at the start, which takes a second per GiB."""
+
+
+def saved_page_count(pool: PoolSection) -> int:
+    """Pages for retracted leases, a null page included; 0 where there is not room for one more."""
+    block = page_bytes(component(pool))
+    size = size_bytes(pool.saved_size) if pool.saved_size is not None else None
+    if size is None:
+        size = min(page_count(pool) * block // USUAL_SAVED_SHARE, USUAL_SAVED_BYTES)
+    pages = min(size // block, 2**31 - 1)
+    return pages if pages > 1 else 0
+
+
 def pool_spec(config: Config) -> PoolSpec:
     """The spec of the configured pool."""
     pool = config.pool
@@ -50,4 +66,5 @@ def pool_spec(config: Config) -> PoolSpec:
         order=Order(pool.order),
         components=(component(pool),),
         pages=(page_count(pool),),
+        saved_pages=saved_page_count(pool),
     )

@@ -91,6 +91,18 @@ class PoolSection(msgspec.Struct, frozen=True):
         ]
         | None
     ) = "64MiB"
+    saved_size: (
+        Annotated[
+            str,
+            Meta(
+                description="Host memory for the KV of retracted leases; 0KiB for none. Left out: "
+                "an eighth of the pool, at most 1GiB.",
+                extra={"rule": "a whole number and a unit: KiB, MiB, GiB or TiB"},
+                examples=["512MiB"],
+            ),
+        ]
+        | None
+    ) = None
     backing: Annotated[
         Literal["anon"],
         Meta(description="Where the memory comes from: anon is a sealed memfd of the daemon."),

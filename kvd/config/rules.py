@@ -129,6 +129,7 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "peers.keys": _key,
     "pool.name": _name,
     "pool.size": _size,
+    "pool.saved_size": _size,
     "transfer.ucx": _variable,
     "http.listen": _http,
 }

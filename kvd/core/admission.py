@@ -78,9 +78,9 @@ class Waiter:
         return max(0, self.needed_pages - self.obtainable_pages)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order in the queue: higher priority, then earlier."""
-        return (-self.claim.priority, self.number)
+    def rank(self) -> tuple[bool, int, int]:
+        """Order in the queue: retracted leases that resume, then higher priority, then earlier."""
+        return (not self.claim.resumes, -self.claim.priority, self.number)
 
 
 class Admission:
@@ -201,9 +201,13 @@ class Admission:
         for one in self.queue:
             if one is waiter:
                 return False
-            if one.asker.blocked() is None and one.overtaken >= self._overtakers:
+            if one.asker.blocked() is None and self._is_barring(one):
                 return True
         return False
+
+    def _is_barring(self, waiter: Waiter) -> bool:
+        """Whether nobody may go past it any more; past a lease that resumes nobody ever may."""
+        return bool(waiter.claim.resumes) or waiter.overtaken >= self._overtakers
 
     def _note(self, waiter: Waiter, shortage: Shortage) -> None:
         waiter.needed_pages = shortage.needed_pages
@@ -237,7 +241,7 @@ class Admission:
             else:
                 kept.append(waiter)
                 blocking.append(waiter)
-            if any(one.overtaken >= self._overtakers for one in blocking):
+            if any(self._is_barring(one) for one in blocking):
                 kept.extend(waiting[index + 1 :])
                 break
         self.queue = kept

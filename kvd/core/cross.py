@@ -49,6 +49,13 @@ class Cross:
         return found
 
     @cached_property
+    def copies(self) -> Counter[int]:
+        """By lease id, the copies to the saved area and back that are under way or still to be."""
+        retractor = self._node.retractor
+        waiting = [*retractor.copies.values(), *retractor.uncopied.values()]
+        return Counter([lease.id for lease in waiting])
+
+    @cached_property
     def queued(self) -> set[int]:
         """The waiters in the admission queue, by identity."""
         return {id(waiter) for waiter in self._node.admission.queue}

@@ -64,6 +64,16 @@ class Quiesce(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy pages ``source[i]`` of one of our regions over pages ``destination[i]`` of another."""
+
+    ticket: int
+    source_region: str
+    source: Pages
+    destination_region: str
+    destination: Pages
+
+
 class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
     """Kill and reap the transfer process, then start the next generation: a fence."""
 
@@ -79,7 +89,18 @@ class Recall(msgspec.Struct, frozen=True, tag=True):
     room: int
 
 
-Effect = Answer | Report | Send | LoadAgent | DropAgent | Post | Quiesce | RestartTransfer | Recall
+Effect = (
+    Answer
+    | Report
+    | Send
+    | LoadAgent
+    | DropAgent
+    | Post
+    | Quiesce
+    | Copy
+    | RestartTransfer
+    | Recall
+)
 
 
 class Step(msgspec.Struct, frozen=True):

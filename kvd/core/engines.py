@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
-from kvd.core.lease import ENGINE, Claim, Lease, Shortage
+from kvd.core.holding import lease_of, running_lease_of
+from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
@@ -72,6 +73,8 @@ class Engines:
             client.MatchPrefix: self._match,
             client.GetSnapshot: self._snapshot,
             client.CancelCall: self._cancel_call,
+            client.RetractLease: node.retractor.retract,
+            client.ResumeLease: node.retractor.resume,
         }
 
     def request(self, got: FromClient) -> None:
@@ -120,7 +123,7 @@ class Engines:
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
-        lease = self._lease(session, message.lease)
+        lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if message.n_tokens < 0:
@@ -136,7 +139,7 @@ class Engines:
     def _commit_lease(
         self, session: int, message: client.CommitLease, tokens: Tokens
     ) -> Refusal | None:
-        lease = self._lease(session, message.lease)
+        lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         first = self._node.leases.commit(lease, tokens)
@@ -149,7 +152,7 @@ class Engines:
     def _release_lease(
         self, session: int, message: client.ReleaseLease, _: Tokens
     ) -> Refusal | None:
-        lease = self._lease(session, message.lease)
+        lease = lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         self._release(session, message.call, lease)
@@ -158,7 +161,7 @@ class Engines:
     def _commit_and_release(
         self, session: int, message: client.CommitAndRelease, tokens: Tokens
     ) -> Refusal | None:
-        lease = self._lease(session, message.lease)
+        lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         first = self._node.leases.commit(lease, tokens)
@@ -174,17 +177,6 @@ class Engines:
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))
-
-    def _lease(self, session: int, lease_id: int) -> Lease | Refusal:
-        lease = self._node.leases.leases.get(lease_id)
-        if lease is None or lease.session != session or ENGINE not in lease.holders:
-            return Refusal(
-                Code.UNKNOWN_LEASE,
-                f"session {session} holds no lease {lease_id}: it was released, or never its own",
-                side=self._name,
-                numbers={"lease": lease_id},
-            )
-        return lease
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
         leases = self._node.leases
@@ -282,7 +274,7 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
-        lease = self._lease(session, message.lease)
+        lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if (

@@ -165,6 +165,22 @@ class Quiet(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """Every byte of the copy is in its place."""
+
+    at_s: float
+    ticket: int
+    n_bytes: int
+
+
+class CopyFailed(msgspec.Struct, frozen=True, tag=True):
+    """The copy was refused and wrote nothing."""
+
+    at_s: float
+    ticket: int
+    why: str
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time passed: repetitions, deadlines, heartbeats."""
 
@@ -208,6 +224,8 @@ Input = (
     | PostDone
     | PostFailed
     | Quiet
+    | Copied
+    | CopyFailed
     | Tick
     | AuditTurn
     | Recalled

@@ -5,6 +5,7 @@ pool, so the hot path never calls it; the standing audit (``audit``) asks the sa
 piece.
 
 - I1 null + free + held + cached + quarantined = total; each page in exactly one of them
+- I1 of the saved area: null + free + saved = total; each page in exactly one of them
 - I2 ``lock_ref`` of a node = leases anchored in its subtree; parent >= child; never below zero
 - I3 evictable pages = the pages of the nodes with ``lock_ref`` 0
 - I4 every edge and every ``decode_prefix_len`` is whole pages
@@ -32,6 +33,7 @@ from kvd.core.rules import (
     register_faults,
     send_faults,
 )
+from kvd.core.saved_rules import saved_faults
 
 if TYPE_CHECKING:
     from kvd.core.fault import Fault
@@ -47,7 +49,7 @@ def faults(node: Node) -> list[Fault]:
     """Every rule that does not hold now."""
     cross = Cross(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
-    found = page_faults(node) + tree_faults(tree)
+    found = page_faults(node) + saved_faults(node) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
         found += lock_faults(edge, cross)
     for lease in node.leases.leases.values():

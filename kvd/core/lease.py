@@ -6,7 +6,9 @@ A lease's row is the page of every ``page_size`` tokens, in order::
           0                                       owned                     len(row)
     tokens  0 .. anchor.end_tokens                  known tokens .. room_tokens
 
-Plain records: read them; only the lease table writes them.
+A retracted lease has neither lock nor row; ``saved`` are the bytes that it will want back.
+
+Plain records: read them; only the lease table and its saved area write them.
 
 Invariants: anchor.end_tokens == owned * page_size; owned <= len(row) in pages.
 """
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.standing import Standing
 from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens
 
 if TYPE_CHECKING:
@@ -29,10 +32,19 @@ ARRIVAL = "arrival"
 """The holder while a remote writes the pages: no request of an engine may touch them."""
 
 
+SAVE = "save"
+"""The holder while its pages are copied out: the copy reads them and writes the saved area."""
+
+RESTORE = "restore"
+"""The holder while its saved pages are copied back: the copy writes its pages."""
+
+
 class Claim(msgspec.Struct, frozen=True):
     """What a lease is asked for, and for whom.
 
     ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
+    ``resumes`` is the retracted lease that takes pages again, 0 for a new one; ``match_tokens`` is
+    the longest prefix that it may take from the tree.
     """
 
     session: int
@@ -46,6 +58,8 @@ class Claim(msgspec.Struct, frozen=True):
     priority: int
     cache: bool
     holder: str = ENGINE
+    resumes: int = 0
+    match_tokens: int | None = None
 
     @property
     def room_tokens(self) -> int:
@@ -80,8 +94,18 @@ class Quarantine(msgspec.Struct, frozen=True):
     why: str
 
 
+class Saved(msgspec.Struct, frozen=True):
+    """The bytes of a lease outside the pool: ``slots[i]`` of the saved area is page i of its row.
+
+    ``tokens`` are those whose KV is there.
+    """
+
+    tokens: Tokens
+    slots: Pages
+
+
 class Lease:
-    """One claim. Read it; only ``LeaseTable`` writes it."""
+    """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
 
     __slots__ = (
         "anchor",
@@ -96,11 +120,14 @@ class Lease:
         "quarantine",
         "reads",
         "reason",
+        "retracted_s",
         "room",
         "room_tokens",
         "row",
+        "saved",
         "session",
         "since_s",
+        "standing",
         "tokens",
     )
 
@@ -123,12 +150,21 @@ class Lease:
         self.reads = 0
         self.deferred = NO_PAGES
         self.quarantine: Quarantine | None = None
+        self.standing = Standing.RUNNING
+        self.saved: Saved | None = None
+        self.retracted_s = 0.0
+        """When it was last retracted."""
 
     @property
     def held(self) -> Pages:
         """The pages that are this lease's own, duplicates not yet given back included."""
         own = self.row[self.owned * ID_BYTES :]
         return Pages(own + self.deferred if self.deferred else own)
+
+    @property
+    def saved_pages(self) -> int:
+        """Pages of the saved area that it has."""
+        return len(self.saved.slots) // ID_BYTES if self.saved is not None else 0
 
     @property
     def held_pages(self) -> int:

@@ -5,6 +5,8 @@ grows, and where the tree had the same tokens already the row takes the tree's p
 duplicates are given back (after the last post that reads them). A quarantined lease keeps its held
 pages and nothing else: a remote may still write them, so they are neither free nor anyone's.
 
+A retracted lease has given back pages and lock; its bytes are in the saved area (``saved``).
+
 Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
 """
 
@@ -17,6 +19,7 @@ from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
 from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
+from kvd.core.saved import SavedArea
 from kvd.core.spec import page_bytes
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
@@ -38,6 +41,7 @@ class LeaseTable:
         self.moves = Moves()
         self.pool = PagePool(component.name, spec.pages[0], self.moves)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
+        self.saved = SavedArea(spec, self, out)
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
@@ -88,7 +92,7 @@ class LeaseTable:
         if total > self.capacity_pages:
             return Shortage(total, self.headroom_pages)
         tree = self.tree
-        anchor = tree.hold(claim.tokens, claim.namespace)
+        anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
         needed = total - anchor.end_tokens // self.page_size
         obtainable = self.headroom_pages - promised_pages
         if needed > obtainable:
@@ -102,12 +106,14 @@ class LeaseTable:
         return [self._grant(one) for one in claimed]
 
     def _grant(self, claimed: Claimed) -> Lease:
-        """Take the promised pages: the lease begins."""
+        """Take the promised pages: the lease begins, or a retracted one has a row again."""
         claim, anchor = claimed.claim, claimed.anchor
         owned = anchor.end_tokens // self.page_size
         row = self.pool.take(claimed.needed_pages)
         if owned:
             row = Pages(self.tree.path_pages(anchor) + row)
+        if claim.resumes:
+            return self._again(self.leases[claim.resumes], anchor, row)
         self.opened += 1
         out = self._out
         lease = Lease(self.opened, claim, anchor, row)
@@ -205,6 +211,30 @@ class LeaseTable:
             self.pool.give(duplicates)
             self.releases += 1
 
+    # ---- retraction --------------------------------------------------------------------------
+
+    def vacate(self, lease: Lease, tokens: Tokens) -> None:
+        """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
+        self._unlock(lease)
+        freed = lease.held
+        if freed:
+            self.pool.give(freed)
+        lease.row = NO_PAGES
+        lease.owned = 0
+        lease.tokens = tokens
+        lease.room_tokens = max(lease.room_tokens, count(tokens))
+        self.releases += 1
+
+    def _again(self, lease: Lease, anchor: Node, row: Pages) -> Lease:
+        """A retracted lease has a lock and pages again."""
+        lease.anchor = anchor
+        lease.row = row
+        lease.owned = anchor.end_tokens // self.page_size
+        lease.prefix_tokens = anchor.end_tokens
+        out = self._out
+        out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
+        return lease
+
     # ---- holders and readers -----------------------------------------------------------------
 
     def hold(self, lease: Lease, holder: str) -> None:
@@ -234,6 +264,7 @@ class LeaseTable:
         if lease.holders:
             return
         self._unlock(lease)
+        self.saved.drop(lease)
         freed = lease.held
         if freed:
             self.pool.give(freed)

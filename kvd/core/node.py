@@ -23,6 +23,7 @@ from kvd.core.operators import Operators
 from kvd.core.owners import Owners
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
+from kvd.core.retract import Retractor
 from kvd.core.sessions import Sessions
 from kvd.core.transfers import Transfers
 from kvd.errors import Code
@@ -69,6 +70,7 @@ class Node:
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
+        self.retractor = Retractor(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
@@ -91,6 +93,8 @@ class Node:
             i.PostDone: self.transfers.post_done,
             i.PostFailed: self.transfers.post_failed,
             i.Quiet: self._quiet,
+            i.Copied: self.retractor.copied,
+            i.CopyFailed: self.retractor.copy_failed,
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,
             i.Recalled: self.audit.recalled,
@@ -204,11 +208,13 @@ class Node:
         self.peers.announce(got.generation, got.metadata)
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)
+        self.retractor.transfer_ready()
         self.admission.wake()
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
         self.peers.transfer_gone()
         self.transfers.gone()
+        self.retractor.transfer_gone()
         self.decoder.fenced()
 
     def _agent_loaded(self, got: i.AgentLoaded) -> None:

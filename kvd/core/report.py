@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.owners import owner_of
+from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
 from kvd.types import count
@@ -71,6 +72,8 @@ def pool_state(node: Node) -> PoolState:
         quarantined_pages=quarantined,
         evictable_pages=table.tree.evictable_pages,
         locked_pages=table.tree.protected_pages,
+        saved_pages=table.saved.used_pages,
+        saved_capacity_pages=table.saved.pool.total_pages - 1,
     )
 
 
@@ -90,7 +93,20 @@ def totals(node: Node) -> Totals:
         evicted_pages=node.leases.evicted_pages,
         messages_refused=node.refused,
         violations=node.violations,
+        leases_retracted=node.retractor.retracted,
+        leases_resumed=node.retractor.resumed,
+        restored_bytes=node.retractor.restored_bytes,
+        spared_bytes=node.retractor.spared_bytes,
     )
+
+
+_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+_STANDING_WAITS = {
+    Standing.SAVING: "its pages to be copied to the saved area",
+    Standing.RETRACTED: "its engine to resume or release it",
+    Standing.RESUMING: "room in the pool",
+    Standing.RESTORING: "its saved pages to be copied back",
+}
 
 
 def lease_state(node: Node, lease: Lease) -> LeaseState:
@@ -103,6 +119,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         waiting_for = node.decoder.settling.waits_for(lease)
         quarantined_s = node.out.at_s - lease.quarantine.since_s
         because = lease.quarantine.why
+    elif lease.standing is not Standing.RUNNING:
+        state, waiting_for = lease.standing.value, _STANDING_WAITS[lease.standing]
     elif ARRIVAL in lease.holders:
         waiting_for = "the prompt's KV to arrive"
     elif ENGINE not in lease.holders:
@@ -127,6 +145,9 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         waiting_for=waiting_for,
         quarantined_s=quarantined_s,
         because=because,
+        saved_pages=lease.saved_pages,
+        saved_bytes=lease.saved_pages * node.leases.page_bytes,
+        retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
     )
 
 

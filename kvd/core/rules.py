@@ -21,6 +21,7 @@ from kvd.core.fault import Fault
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
+from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
 from kvd.core.tables import Decode, Prefill
 from kvd.types import ID_BYTES
 
@@ -90,8 +91,11 @@ def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[st
 
 def _broken_claim(node: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    for check, what in _broken_row(node, lease):
-        yield "I2" if check == "unlocked" else "I4", check, what
+    if lease.standing not in AWAY:
+        for check, what in _broken_row(node, lease):
+            yield "I2" if check == "unlocked" else "I4", check, what
+    for what in broken_standing(node, lease):
+        yield "I1", "standing", f"lease {lease.id} is {lease.standing.value}, but {what}"
     for check, what in _missing_holders(lease, cross):
         yield "I9", check, what
 
@@ -125,6 +129,8 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
         elif holder == ARRIVAL:
             receive = cross.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
+        elif holder in COPYING:
+            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] == 1
         else:
             send = cross.sends.get(int(holder.removeprefix("send ")))
             is_there = send is not None and send.engine is not None and send.engine.lease is lease
@@ -292,6 +298,7 @@ def register_faults(node: Node) -> Iterator[Fault]:
             what = f"send {send} has failed for session {failed.session}, which is gone"
             yield Fault("I9", "failed", what, side="prefill", part=send)
     yield from _record_faults(node)
+    yield from saved_count_faults(node)
 
 
 def _record_faults(node: Node) -> Iterator[Fault]:

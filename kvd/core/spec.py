@@ -113,6 +113,8 @@ class PoolSpec(msgspec.Struct, frozen=True):
     order: Order
     components: tuple[Component, ...]
     pages: tuple[int, ...]
+    saved_pages: int = 0
+    """Pages of host memory beside each component for retracted leases, a null page included."""
 
     @property
     def match_page_tokens(self) -> int:
@@ -134,6 +136,11 @@ def layer_page_bytes(component: Component) -> int:
 def page_bytes(component: Component) -> int:
     """Bytes of one page over all layers of ``component``."""
     return component.layers * layer_page_bytes(component)
+
+
+def saved_region(component: Component) -> str:
+    """The name of the host memory that takes this component's pages of retracted leases."""
+    return f"{component.name}.saved"
 
 
 def fingerprint(spec: PoolSpec) -> str:

@@ -33,7 +33,7 @@ def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> 
     else:
         why, holders = f"its turn: {ahead} before it", ()
     return WaitingState(
-        kind="receive" if waiter.claim.room else "lease",
+        kind=_kind(waiter),
         owner=owner_of(node, waiter.claim.session)[0],
         room=waiter.claim.room,
         priority=waiter.claim.priority,
@@ -47,3 +47,9 @@ def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> 
         overtaken=waiter.overtaken,
         held_by=holders,
     )
+
+
+def _kind(waiter: Waiter) -> str:
+    if waiter.claim.resumes:
+        return "resume"
+    return "receive" if waiter.claim.room else "lease"

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvd.core.owners import describe_holder
 from kvd.core.report import lease_state, room_states
+from kvd.core.standing import Standing
 from kvd.core.waiting import waiting_states
 from kvd.errors import Code, Refusal
 from kvd.types import NULL_PAGE
@@ -164,6 +165,12 @@ def _lease(node: Node, number: int) -> list[str] | Refusal:
     ]
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
+    if lease.standing is not Standing.RUNNING:
+        since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
+        said.append(
+            f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "
+            f"{state.prompt_tokens} tokens saved"
+        )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
     return said

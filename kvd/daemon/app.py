@@ -95,7 +95,10 @@ class Daemon:
         for place in placed:
             self._up.callback(place.arena.close)
         in_huge_pages = config.pool.huge_pages == "collapse"
-        regions = [RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages) for p in placed]
+        regions = [
+            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_pool)
+            for p in placed
+        ]
         incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"
         self.node = Node(_settings(config, spec, Incarnation(incarnation)), self._clock())
         self.bus = Bus()
@@ -111,7 +114,7 @@ class Daemon:
         )
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._up.callback(context.term)
-        self._open_engines(context, tuple(place.arena.fd for place in placed))
+        self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
         self._open_admin(context)
         self._open_peers(context)
         self._wire()
@@ -233,6 +236,7 @@ class Daemon:
             effects.DropAgent: self.mover.drop,
             effects.Post: self.mover.post,
             effects.Quiesce: self.mover.quiesce,
+            effects.Copy: self.mover.copy,
             effects.RestartTransfer: self.mover.restart,
             effects.Recall: self.auditor.recall,
         }

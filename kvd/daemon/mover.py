@@ -143,6 +143,18 @@ class Mover:
         """Carry out ``Quiesce``."""
         self._order(orders.Quiesce(effect.lease))
 
+    def copy(self, effect: effects.Copy) -> None:
+        """Carry out ``Copy``."""
+        self._order(
+            orders.Copy(
+                effect.ticket,
+                effect.source_region,
+                effect.source,
+                effect.destination_region,
+                effect.destination,
+            )
+        )
+
     def _order(self, order: orders.Order) -> None:
         if self._transport is not None:
             self._transport.order(order)
@@ -210,6 +222,10 @@ def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
             happened = inputs.PostFailed(now_s, post, why)
         case orders.Quiet(ticket):
             happened = inputs.Quiet(now_s, ticket)
+        case orders.Copied(ticket, n_bytes):
+            happened = inputs.Copied(now_s, ticket, n_bytes)
+        case orders.CopyFailed(ticket, why):
+            happened = inputs.CopyFailed(now_s, ticket, why)
         case _:
             pass
     return happened

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.geometry import Geometry, geometry
-from kvd.core.spec import Component, Device, Host, Nowhere, PoolSpec
+from kvd.core.spec import Component, Device, Host, Nowhere, PoolSpec, saved_region
 from kvd.pools.arena import Arena, NotReserved, check_free, reserve
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
@@ -17,15 +17,22 @@ if TYPE_CHECKING:
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """One component with bytes: where its pages lie in which arena, from offset 0."""
+    """One component with bytes: where its pages lie in which arena, from offset 0.
+
+    ``is_pool``: engines map it and peers write into it. The saved area of a component is neither:
+    the transfer process alone touches it.
+    """
 
     name: str
     geometry: Geometry
     arena: Arena
+    is_pool: bool = True
 
 
 def build_pool(spec: PoolSpec) -> list[Placed]:
     """Reserve the memory of every component that has any, in the order of the specification.
+
+    The saved areas come after all of them.
 
     Raises:
         NotReserved: not enough memory, or memory of a kind that is not here; nothing stays taken.
@@ -34,13 +41,19 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
         component.name: geometry(component, pages=pages, order=spec.order)
         for component, pages in _with_bytes(spec)
     }
+    saved = {
+        saved_region(component): geometry(component, pages=spec.saved_pages, order=spec.order)
+        for component, _ in _with_bytes(spec)
+        if spec.saved_pages
+    }
+    shapes |= saved
     check_free({name: shape.total_bytes for name, shape in shapes.items()})
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
         for name, shape in shapes.items():
             arena = reserve(f"{spec.name}.{name}", shape.total_bytes)
             undo.callback(arena.close)
-            placed.append(Placed(name, shape, arena))
+            placed.append(Placed(name, shape, arena, is_pool=name not in saved))
         undo.pop_all()
     return placed
 

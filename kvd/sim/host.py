@@ -51,6 +51,8 @@ class Host:
         self.mover: Mover
         self.session: Session
         self.memory: list[int] = []
+        self.saved: list[int] = []
+        """What the pages of retracted leases hold."""
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
         self._n_sessions = 0
@@ -65,6 +67,7 @@ class Host:
             effects.DropAgent: self._drop_agent,
             effects.Post: self._post,
             effects.Quiesce: lambda effect: self.mover.quiesce(effect.lease),
+            effects.Copy: self._copy,
             effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),
         }
 
@@ -81,6 +84,7 @@ class Host:
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
         self.memory = [UNWRITTEN] * self.settings.spec.pages[0]
+        self.saved = [UNWRITTEN] * self.settings.spec.saved_pages
         self.grants = {}
         self._seq = 0
         self._balance = (-1, -1)
@@ -224,6 +228,9 @@ class Host:
 
     def _post(self, effect: effects.Post) -> None:
         self.mover.post(effect)
+
+    def _copy(self, effect: effects.Copy) -> None:
+        self.mover.copy(effect)
 
     def _grant(self, offer: Offer) -> None:
         """Remember which lease the pages of an Offer belong to: a check of every write."""

@@ -73,6 +73,8 @@ class Mover:
         self.flights: dict[int, Flight] = {}
         self.late: list[Flight] = []
         """In our own sockets: their senders are over."""
+        self.copies: list[effects.Copy] = []
+        """To the saved area and back, in the order in which they are done."""
         self.quieting = 0
         """Orders to say Quiet that are not carried out yet."""
         self._agenda = host.world.agenda
@@ -91,6 +93,9 @@ class Mover:
         self.is_alive = False
         for flight in self.flights.values():
             self._leave_behind(flight)
+        for copy in self.copies[:1]:
+            self._place(copy.destination_region)[page_ids(copy.destination)[0]] = TORN
+        self.copies.clear()
         self.flights.clear()
         self.late.clear()
 
@@ -221,6 +226,31 @@ class Mover:
 
     def _bytes(self, flight: Flight) -> int:
         return flight.done * self.host.node.leases.page_bytes
+
+    # ---- copies ------------------------------------------------------------------------------
+
+    def copy(self, copy: effects.Copy) -> None:
+        """Copy pages to the saved area or back, after what was ordered before."""
+        if self.is_alive:
+            self.copies.append(copy)
+            self._agenda.after(LANDING_S * self._random(), self._copied)
+
+    def _copied(self) -> None:
+        if not self.is_alive:
+            return
+        copy = self.copies.pop(0)
+        source = self._place(copy.source_region)
+        destination = self._place(copy.destination_region)
+        pairs = zip(page_ids(copy.source), page_ids(copy.destination), strict=True)
+        for page, over in pairs:
+            destination[over] = source[page]
+        moved_bytes = len(copy.source) // 4 * self.host.node.leases.page_bytes
+        self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
+
+    def _place(self, region: str) -> list[int]:
+        """What the pages of a region hold."""
+        area = self.host.node.leases.saved.pool
+        return self.host.saved if region == area.name else self.host.memory
 
     # ---- what is left in sockets ---------------------------------------------------------------
 

@@ -189,13 +189,33 @@ class Unsubscribe(msgspec.Struct, frozen=True, array_like=True, tag="unsubscribe
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"):
-    """Nobody waits any more for the lease or receive asked for by call ``of``: leave the queue.
+    """Nobody waits any more for the lease, receive or resumption of call ``of``: leave the queue.
 
     Answer: ``Done``; the call itself is answered too, with ``cancelled`` if it was still waiting.
     """
 
     call: Call
     of: Call
+
+
+class RetractLease(msgspec.Struct, frozen=True, array_like=True, tag="retract"):
+    """KV of the known tokens and of the tokens frame is written; give every page back.
+
+    ``keep``: ``host`` saves the bytes of those pages first, ``nothing`` does not. Answer, when the
+    pages are free: ``Retracted``.
+    """
+
+    call: Call
+    lease: int
+    keep: Name = "host"
+
+
+class ResumeLease(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
+    """A retracted lease wants its pages again; waits before every new one. Answer: ``Resumed``."""
+
+    call: Call
+    lease: int
+    deadline_s: float = 30.0
 
 
 Request = (
@@ -215,9 +235,19 @@ Request = (
     | Subscribe
     | Unsubscribe
     | CancelCall
+    | RetractLease
+    | ResumeLease
 )
 
-TAKES_TOKENS = (OpenLease, CommitLease, CommitAndRelease, Receive, Send, MatchPrefix)
+TAKES_TOKENS = (
+    OpenLease,
+    CommitLease,
+    CommitAndRelease,
+    Receive,
+    Send,
+    MatchPrefix,
+    RetractLease,
+)
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
 
@@ -295,6 +325,27 @@ class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted
     snapshot: Snapshot
 
 
+class Retracted(msgspec.Struct, frozen=True, array_like=True, tag="retracted"):
+    """The lease holds no page any more; so much of it was saved."""
+
+    call: int
+    saved_pages: int
+    saved_bytes: int
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
+    """The lease runs again on ``pages``; KV of ``kv_tokens`` tokens is there.
+
+    ``prefix_tokens`` of them were cached, the KV of ``restored_tokens`` was copied back.
+    """
+
+    call: int
+    prefix_tokens: int
+    restored_tokens: int
+    kv_tokens: int
+    pages: bytes
+
+
 # ---- pushes --------------------------------------------------------------------------------------
 
 
@@ -337,4 +388,17 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
 
 Push = Received | ReceiveFailed | Accepted | SendFailed | Events
 
-Reply = Failed | Leased | Row | Done | Receiving | Sending | Finished | Matched | Snapshotted | Push
+Reply = (
+    Failed
+    | Leased
+    | Row
+    | Done
+    | Receiving
+    | Sending
+    | Finished
+    | Matched
+    | Snapshotted
+    | Retracted
+    | Resumed
+    | Push
+)

@@ -74,6 +74,38 @@ class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
     age_s: float
 
 
+class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
+    """A running lease gave its pages back; the bytes of ``kv_tokens`` tokens are saved, or none."""
+
+    seq: int
+    at_s: float
+    lease: int
+    session: int
+    kv_tokens: int
+    freed_pages: int
+    saved_pages: int
+    saved_bytes: int
+    took_s: float
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """A retracted lease runs again. ``spared_bytes`` were saved, and not needed: the tree had them.
+
+    ``took_s`` is from the request, ``away_s`` from its retraction.
+    """
+
+    seq: int
+    at_s: float
+    lease: int
+    session: int
+    prefix_tokens: int
+    restored_tokens: int
+    restored_bytes: int
+    spared_bytes: int
+    took_s: float
+    away_s: float
+
+
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """Held pages that a remote may still write: not free, not usable, until the writer settles."""
 
@@ -291,6 +323,8 @@ Event = (
     | LeaseExtended
     | LeaseCommitted
     | LeaseReleased
+    | Retracted
+    | Resumed
     | Quarantined
     | QuarantineEnded
     | Evicted

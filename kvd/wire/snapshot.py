@@ -22,10 +22,17 @@ class PoolState(msgspec.Struct, frozen=True):
     quarantined_pages: int
     evictable_pages: int
     locked_pages: int
+    saved_pages: int = 0
+    """Pages of host memory that hold the KV of retracted leases, of ``saved_capacity_pages``."""
+    saved_capacity_pages: int = 0
 
 
 class LeaseState(msgspec.Struct, frozen=True):
-    """One claim: who, why, since when, on what. ``state`` is held, lingering or quarantined."""
+    """One claim: who, why, since when, on what.
+
+    ``state`` is held, lingering, quarantined, or the standing of a lease on its way out of the pool
+    and back: saving, retracted, resuming, restoring. ``retracted_s`` is since when.
+    """
 
     id: int
     state: str
@@ -46,6 +53,9 @@ class LeaseState(msgspec.Struct, frozen=True):
     quarantined_s: float = 0.0
     because: str = ""
     """Why it is in quarantine."""
+    saved_pages: int = 0
+    saved_bytes: int = 0
+    retracted_s: float = 0.0
 
 
 class WaitingState(msgspec.Struct, frozen=True):
@@ -140,6 +150,11 @@ class Totals(msgspec.Struct, frozen=True):
     evicted_pages: int
     messages_refused: int
     violations: int
+    leases_retracted: int = 0
+    leases_resumed: int = 0
+    restored_bytes: int = 0
+    spared_bytes: int = 0
+    """Saved for retracted leases, and not copied back because the tree still had them."""
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """One real node with a simulated transfer process, its engines' inbox, and what its pages hold.
 
-A post copies page contents between two dictionaries, all at once or page by page. Checked after
+A post copies page contents between two dictionaries, all at once or page by page; so does a copy to
+the saved area of the same node and back. Checked after
 every step: I1 to I8, and that no request is answered twice. Checked at every page that lands: it is
 a page that the receiving node keeps for exactly this handoff. This is the safety of the whole
 protocol: no page changes hands while a remote write to it may still land.
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from tests.core.world import World
 
 PAGE = 16
+SAVED = 12
+"""Pages of the saved area, its null page not counted."""
 
 ANSWERS = (
     client.Failed | client.Leased | client.Row | client.Done | client.Receiving | client.Sending
-    | client.Finished | client.Matched | client.Snapshotted
+    | client.Finished | client.Matched | client.Snapshotted | client.Retracted | client.Resumed
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 
@@ -44,7 +47,7 @@ def tokens(*ranges: tuple[int, int]) -> Tokens:
 
 def spec(pages: int, page_size: int = PAGE, dtype: str = "float32") -> PoolSpec:
     component = Component("kv", 1, Mha(1, 1, 1, dtype), page_size)
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), SAVED + 1)
 
 
 def settings(name: str, pages: int, **more: object) -> Settings:
@@ -106,6 +109,7 @@ class Side:
         self.connection = ""
         """Of this side's dialed link, as those see it who accept it."""
         self.memory: dict[int, str] = {}
+        self.saved: dict[int, str] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -121,10 +125,13 @@ class Side:
         self.reports: list[admin.AdminReply] = []
         self.events: list[Event] = []
         self.memory.clear()
+        self.saved.clear()
         self.flights: dict[int, Flight] = {}
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
         """Pages in our own socket buffers, whose sender is over."""
+        self.copies: deque[effects.Copy] = deque()
+        """To the saved area and back, under way."""
         self.noisy: list[int] = []
         """Leases that wait for Quiet."""
         self.fails_loading = 0
@@ -169,6 +176,8 @@ class Side:
                 self.post(post)
             case effects.Quiesce() as quiesce:
                 self.quiesce(quiesce)
+            case effects.Copy() as copy:
+                self.begin_copy(copy)
             case effects.RestartTransfer(why=why):
                 self.restart_transfer(why)
 
@@ -290,6 +299,9 @@ class Side:
         self.inbox.clear()
         for flight in self.flights.values():
             self.world.side_of(flight.grant.incarnation).late.append(flight)
+        for copy in self.copies:
+            self.move_copy(copy, self.world.torn_pages)
+        self.copies.clear()
         self.flights.clear()
         self.late.clear()
         self.noisy.clear()
@@ -341,6 +353,38 @@ class Side:
             del self.flights[flight.post.post]
             moved = flight.pages * self.node.leases.page_bytes
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved))
+
+    def begin_copy(self, copy: effects.Copy) -> None:
+        self.copies.append(copy)
+        if not self.world.hold_copies:
+            self.finish_copy()
+
+    def finish_copy(self) -> None:
+        """The oldest copy to the saved area or back is done."""
+        copy = self.copies.popleft()
+        self.move_copy(copy, count(copy.source))
+        moved = count(copy.source) * self.node.leases.page_bytes
+        self.inbox.append(inputs.Copied(0.0, copy.ticket, moved))
+
+    def refuse_copy(self, why: str) -> None:
+        """The oldest copy is refused."""
+        self.inbox.append(inputs.CopyFailed(0.0, self.copies.popleft().ticket, why))
+
+    def move_copy(self, copy: effects.Copy, n_pages: int) -> None:
+        """Its first pages are copied: none of either side may be free, or read by others."""
+        table = self.node.leases
+        places = {"kv": (self.memory, table.pool), "kv.saved": (self.saved, table.saved.pool)}
+        source, read = places[copy.source_region]
+        destination, written = places[copy.destination_region]
+        assert not set(page_ids(copy.source)) & set(page_ids(read.free_ids())), "reads a free page"
+        onto = set(page_ids(copy.destination))
+        assert not onto & set(page_ids(written.free_ids())), "writes a free page"
+        if copy.destination_region == "kv":
+            cached = [page for node in table.tree.nodes() for page in page_ids(node.pages)]
+            assert not onto & set(cached), "writes a cached page"
+        pairs = zip(page_ids(copy.source), page_ids(copy.destination), strict=True)
+        for page, over in list(pairs)[:n_pages]:
+            destination[over] = source.get(page, "?")
 
     def fail(self, flight: Flight, why: str) -> None:
         """The post fails; its agent still exists, so more of it may land."""

@@ -40,6 +40,9 @@ class World:
         self.cut: set[str] = set()
         """Whatever these sides send or should hear vanishes."""
         self.hold_wire = self.hold_posts = self.hold_quiet = self.hold_shells = False
+        self.hold_copies = False
+        self.torn_pages = 1
+        """So many pages of a copy were copied when its transfer process is killed."""
         self.doubts = False
         """A destroyed sending agent leaves bytes in the receiver's sockets."""
         self.p = Side(self, settings("p", p_pages, **more))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 
 from kvd.core.geometry import geometry
@@ -69,3 +70,14 @@ def test_pool_memory_says_every_offset_and_stride() -> None:
             ComponentMemory("ghost", 10, 4, 0, 0, ()),
         ),
     )
+
+
+def test_each_component_with_bytes_has_a_saved_area_beside_it_that_is_no_part_of_the_pool() -> None:
+    placed = build_pool(msgspec.structs.replace(spec(KV, GHOST), saved_pages=3))
+
+    assert [(one.name, one.geometry, one.is_pool) for one in placed] == [
+        ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), True),
+        ("kv.saved", geometry(KV, pages=3, order=Order.PAGE_FIRST), False),
+    ]
+    for one in placed:
+        one.arena.close()

@@ -1,0 +1,69 @@
+"""The rules about retraction: the pages of the saved area, and what a lease has of it and the pool.
+
+What must not live here: holders that are gone, like any other's (``rules``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.fault import Fault
+from kvd.core.lease import RESTORE, SAVE
+from kvd.core.standing import Standing
+from kvd.types import Pages, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+
+AWAY = {Standing.RETRACTED, Standing.RESUMING}
+"""Neither lock nor page of the pool."""
+
+COPYING = {SAVE: Standing.SAVING, RESTORE: Standing.RESTORING}
+"""The standing in which each of these holds a lease."""
+
+
+def saved_faults(node: Node) -> list[Fault]:
+    """I1 of the saved area: null + free + saved = total; each page in exactly one."""
+    pool = node.leases.saved.pool
+    leases = node.leases.leases.values()
+    taken = [one.saved.slots for one in leases if one.saved is not None]
+    ids = np.frombuffer(b"".join([pool.free_ids(), *taken]), dtype="<i4")
+    if np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)):
+        return []
+    times = np.bincount(ids[(ids > 0) & (ids < pool.total_pages)], minlength=pool.total_pages)
+    wrong = np.flatnonzero(times[1:] != 1) + 1
+    what = (
+        f"of {pool.total_pages} pages of {pool.name} {pool.free_pages} are free and "
+        f"{ids.size - pool.free_pages} saved; {wrong.size} of them are nowhere or twice"
+    )
+    return [Fault("I1", "saved", what, pages=Pages(wrong.astype("<i4").tobytes()))]
+
+
+def saved_count_faults(node: Node) -> Iterator[Fault]:
+    """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
+    area = node.leases.saved
+    saved = sum([lease.saved_pages for lease in node.leases.leases.values()])
+    if saved != area.used_pages:
+        what = f"{area.used_pages} pages of {area.pool.name} are taken, leases have {saved}"
+        yield Fault("I1", "saved-count", what)
+
+
+def broken_standing(node: Node, lease: Lease) -> Iterator[str]:
+    """What a lease has that its standing does not allow, or lacks."""
+    standing = lease.standing
+    if standing in AWAY and (lease.anchor is not None or lease.row):
+        yield "it has a lock or pages"
+    if standing is Standing.RUNNING and lease.saved is not None:
+        yield f"it has {lease.saved_pages} saved pages"
+    wanted = {holder for holder, when in COPYING.items() if when is standing}
+    if lease.holders & COPYING.keys() != wanted:
+        yield f"it is held by {sorted(lease.holders)}"
+    if lease.saved is not None:
+        pages = node.leases.pages_for(count(lease.saved.tokens))
+        if lease.saved_pages != pages:
+            yield f"{lease.saved_pages} pages are saved of {pages}"

@@ -1,0 +1,79 @@
+"""Where a lease stands between running and retracted, as data.
+
+    RUNNING --retract--> SAVING --saved--> RETRACTED --resume--> RESUMING --admitted--> RESTORING
+       ^  '--drop-------------------------^      ^--given-up-----'   |                     |
+       '-----------------------------------------------complete------'------restored-------'
+
+A retracted lease keeps its number, its owner and its saved bytes, and nothing of the pool: no page,
+no lock. What happens on the edges is ``retract``; pages and locks move in ``lease_table``.
+
+Theory of operation. While a copy runs the lease has a holder of its own (``SAVE``, ``RESTORE``), so
+that neither its pages nor its saved bytes are given to anybody, whatever its engine does. The end
+of the transfer process cuts every copy: a cut save changes nothing, a cut restore is done again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Standing(enum.Enum):
+    """Who has the sequence: the pool, the saved area, or both while bytes are copied."""
+
+    RUNNING = "running"
+    SAVING = "saving"
+    RETRACTED = "retracted"
+    RESUMING = "resuming"
+    """In the admission queue."""
+    RESTORING = "restoring"
+
+
+class Turn(enum.Enum):
+    """What can happen to a lease on the way out and back."""
+
+    RETRACT = "retract"
+    DROP = "drop"
+    """Retracted with nothing to keep: there is nothing to copy."""
+    SAVED = "saved"
+    CUT = "cut"
+    """The transfer process ended under the copy, or refused it."""
+    RESUME = "resume"
+    GIVEN_UP = "given-up"
+    """Deadline, cancelled, or the queue is full."""
+    ADMITTED = "admitted"
+    """Prefix locked, pages held, and some of them to be restored."""
+    COMPLETE = "complete"
+    """The same, and nothing to be restored."""
+    RESTORED = "restored"
+    REFUSED = "refused"
+    """The transfer process refused to restore: the pages go back, the saved bytes stay."""
+
+
+S, T = Standing, Turn
+
+STANDINGS: dict[tuple[Standing, Turn], Standing] = {
+    (S.RUNNING, T.RETRACT): S.SAVING,
+    (S.RUNNING, T.DROP): S.RETRACTED,
+    (S.SAVING, T.SAVED): S.RETRACTED,
+    (S.SAVING, T.CUT): S.RUNNING,
+    (S.RETRACTED, T.RESUME): S.RESUMING,
+    (S.RESUMING, T.GIVEN_UP): S.RETRACTED,
+    (S.RESUMING, T.ADMITTED): S.RESTORING,
+    (S.RESUMING, T.COMPLETE): S.RUNNING,
+    (S.RESTORING, T.RESTORED): S.RUNNING,
+    (S.RESTORING, T.CUT): S.RESTORING,
+    (S.RESTORING, T.REFUSED): S.RETRACTED,
+}
+"""A pair without a row is a bug."""
+
+
+class IllegalTurn(Exception):
+    """A turn without a row: a bug in the daemon."""
+
+
+def standing_next(standing: Standing, turn: Turn) -> Standing:
+    """The standing after ``turn``; raises ``IllegalTurn`` where the table has no row."""
+    try:
+        return STANDINGS[standing, turn]
+    except KeyError:
+        raise IllegalTurn(f"lease: no row for {turn.value} in {standing.value}") from None
