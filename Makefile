@@ -1,12 +1,13 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
+# make soak   faults for fifteen minutes, real daemons      (ARGS="--seed 3 --json DIRECTORY")
 # make check  ruff, mypy --strict, make test
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint types check clean
+.PHONY: setup demo test soak lint types check clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +22,9 @@ demo: setup
 # Two at a time: most tests wait for processes, not for the processor.
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+soak: setup
+	$(BIN)/python -m tests.fault.soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
