@@ -70,6 +70,7 @@ class Engine:
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[Report]] = {}
         self._reader: asyncio.Task[None] | None = None
+        self._is_heard = False
         self._log = node.directory / f"{name}.log"
 
     @property
@@ -87,6 +88,7 @@ class Engine:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=sink,
             )
+        self._is_heard = True
         ready = self._expect(0)
         self._reader = asyncio.create_task(self._read(self._process))
         await asyncio.wait_for(ready, START_S)
@@ -95,11 +97,10 @@ class Engine:
         """Its report, or one that says that the engine was killed."""
         assert self._process is not None
         assert self._process.stdin is not None
+        if not self._is_heard:
+            return Report(job.id, ENGINE_DIED, ended_s=time.monotonic())
         report = self._expect(job.id)
-        if self._process.returncode is None:
-            self._process.stdin.write(encode(job) + b"\n")
-        else:
-            self._mourn()
+        self._process.stdin.write(encode(job) + b"\n")
         return await report
 
     async def kill(self) -> None:
@@ -133,6 +134,7 @@ class Engine:
         self._mourn()
 
     def _mourn(self) -> None:
+        self._is_heard = False
         now_s = time.monotonic()
         for number, future in list(self._waiting.items()):
             future.set_result(Report(number, ENGINE_DIED, ended_s=now_s))

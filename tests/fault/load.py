@@ -142,8 +142,14 @@ class Load:
         self._may_open.set()
 
     async def idle(self) -> None:
-        """Return when no room is open; each ends by itself, or is found to be stuck."""
-        while self.open:  # noqa: ASYNC110 - rooms end one by one
+        """Return when no room is open.
+
+        Raises:
+            Broken: one is stuck, or something else was found.
+        """
+        while self.open:
+            if self.broken:
+                raise Broken("\n".join(self.broken))
             await asyncio.sleep(LOOK_EVERY_S)
 
     def next_job(self) -> int:
