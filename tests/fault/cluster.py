@@ -68,9 +68,17 @@ class Cluster:
         for server in self.servers.values():
             server.start()
         await asyncio.gather(*(server.ready() for server in self.servers.values()))
-        await asyncio.gather(*(engine.start() for engine in self.engines.values()))
+        busy = {engine for route in self.routes for engine in (route.sender, route.receiver)}
+        await asyncio.gather(*(engine.start() for engine in busy))
         await self.linked()
         self.load.start(self.routes)
+
+    async def extra_engine(self, side: str) -> Engine:
+        """The one on that node that no route uses."""
+        engine = self.engines[f"{side}x"]
+        if not engine.was_started:
+            await engine.start()
+        return engine
 
     async def stop(self) -> None:
         """Everything down, whatever state it is in."""

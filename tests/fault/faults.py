@@ -116,12 +116,13 @@ async def _flapping_link(cluster: Cluster, fault: Planned, source: random.Random
 
 
 async def _full_pool(cluster: Cluster, fault: Planned, _: random.Random) -> None:
-    await cluster.engines[f"{fault.side}x"].do(Hoard(cluster.load.next_job(), fault.for_s))
+    engine = await cluster.extra_engine(fault.side)
+    await engine.do(Hoard(cluster.load.next_job(), fault.for_s))
 
 
 async def _slow_subscriber(cluster: Cluster, fault: Planned, _: random.Random) -> None:
     """It subscribes, is stopped while everybody goes on, and then hears all, or of the gap."""
-    engine = cluster.engines[f"{fault.side}x"]
+    engine = await cluster.extra_engine(fault.side)
     listening = asyncio.create_task(engine.do(Listen(cluster.load.next_job(), fault.for_s + 0.3)))
     await asyncio.sleep(0.1)
     with frozen(engine.pid):  # nobody else's room waits for this one

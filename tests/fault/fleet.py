@@ -79,6 +79,11 @@ class Engine:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def was_started(self) -> bool:
+        """Whether it ever was."""
+        return self._process is not None
+
     async def start(self) -> None:
         """Run it until it has a session."""
         with self._log.open("ab") as sink:
@@ -95,7 +100,7 @@ class Engine:
 
     async def do(self, job: Job) -> Report:
         """Its report, or one that says that the engine was killed."""
-        assert self._process is not None
+        assert self._process is not None, f"{self.name} was never started"
         assert self._process.stdin is not None
         if not self._is_heard:
             return Report(job.id, ENGINE_DIED, ended_s=time.monotonic())

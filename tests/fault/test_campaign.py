@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.bench.daemons import two_daemons
+from kvd.bench.daemons import Pair
 from tests.fault import deaths
 from tests.fault.campaign import Campaign, one_round
 from tests.fault.cluster import cluster
 from tests.fault.faults import plan_short
-from tests.fault.prompts import SHAPE
 from tests.fault.restarts import restart_often
 
 if TYPE_CHECKING:
@@ -24,28 +23,24 @@ DEATHS = 6
 
 
 @pytest.mark.slow
-async def test_faults_and_restarts_lose_nothing_and_leave_nothing_stuck(tmp_path: Path) -> None:
+async def test_faults_restarts_and_deaths_lose_nothing_and_leave_nothing_stuck(
+    tmp_path: Path,
+) -> None:
     async with cluster(tmp_path, SEED, nodes="pdh") as made:
+        source = random.Random(SEED)
         campaign = Campaign(made, SEED)
         await campaign.calm(0.3)
-        faults = plan_short(
-            random.Random(SEED), FAULTS, has_network=campaign.cluster.network is not None
-        )
+        faults = plan_short(source, FAULTS, has_network=campaign.cluster.network is not None)
         await one_round(campaign, faults)
+        calls = source.sample(deaths.cases(), DEATHS)
         restarted = [await restart_often(made, side, 1) for side in "dp"]
         await made.load.stop()
+        pair = Pair(made.servers["p"].daemon, made.servers["d"].daemon)
+        died = await deaths.run(pair, calls, SEED)
 
     assert len(campaign.outcome.recovered) == FAULTS
     assert campaign.outcome.conclusions["delivered"] > 0
     assert campaign.outcome.pages_checked > 0
     assert [len(one.back_s) for one in restarted] == [1, 1]
-
-
-@pytest.mark.slow
-async def test_nothing_is_held_for_engines_killed_in_the_middle_of_calls(tmp_path: Path) -> None:
-    chosen = random.Random(SEED).sample(deaths.cases(), DEATHS)
-    with two_daemons(tmp_path, SHAPE) as pair:
-        found = await deaths.run(pair, chosen, SEED)
-
-    assert [(one.verb, one.moment) for one in found] == chosen
-    assert max(one.released_s for one in found) < deaths.LIMIT_S
+    assert [(one.verb, one.moment) for one in died] == calls
+    assert max(one.released_s for one in died) < deaths.LIMIT_S
