@@ -11,13 +11,14 @@ import subprocess
 import sys
 import urllib.request
 
+import msgspec
 import pytest
 
 import kvd.client
 from kvd.client.blocking import attach
 from kvd.daemon.app import _own_directory
 from kvd.errors import Code
-from kvd.wire import client
+from kvd.wire import admin, client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.daemon.conftest import until
 from tests.daemon.intruder import RawSession, Wire
@@ -197,6 +198,19 @@ def test_http_shows_no_tokens_of_prompts_no_salts_and_no_session_tokens(keyed, s
     assert shown == {"status": [], "info": [], "metrics": []}
     (held,) = json.loads(pages["status"])["leases"]
     assert (held["owner"], held["namespace"], held["pid"]) == ("engine", "(set)", os.getpid())
+
+
+def test_an_operator_sees_the_first_tokens_of_a_prompt_and_no_more(keyed):
+    daemon = keyed.pair.prefill
+    prompt = [1_500_000_000 + number for number in range(64)]
+    with kvd.client.connect_sync(daemon.client, name="engine") as node:
+        lease = node.lease(prompt)
+        lease.release(())
+
+    tree = msgspec.json.encode(daemon.ask(admin.ShowTree(1), admin.Tree)).decode()
+
+    assert [number for number in range(64) if str(prompt[number]) in tree] == list(range(8))
+    daemon.ask(admin.Flush(1), admin.Report)
 
 
 def test_http_listens_on_loopback_only(keyed):
