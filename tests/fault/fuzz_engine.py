@@ -16,8 +16,12 @@ import time
 import msgspec
 import numpy as np
 
-from kvd.client.sync import SyncLease, SyncNode, connect_sync
+from kvd.client import Node
+from kvd.client.blocking import BlockingChannel, attach
+from kvd.client.connection import Connection
+from kvd.client.sync import SyncLease, SyncNode
 from kvd.errors import KvdError
+from kvd.wire import client
 
 PAGE = 16
 PROMPT_TOKENS = 320
@@ -27,6 +31,7 @@ PAUSE_S = 0.002
 """Between two rounds: an engine has other work too."""
 FIRST_ROOM = 2**40
 MOST_TROUBLES = 20
+MOST_CAPTURED = 300
 
 
 class Report(msgspec.Struct):
@@ -37,11 +42,35 @@ class Report(msgspec.Struct):
     retried: list[str] = []
     """Handoffs that ended with a code that says: try again."""
     troubles: list[str] = []
+    captured: list[list[bytes]] = []
+    """The messages that it has sent to ``d`` so far, in the first report."""
 
     def trouble(self, what: str) -> None:
         """Something that must not be."""
         if len(self.troubles) < MOST_TROUBLES:
             self.troubles.append(what)
+
+
+class Recording(Connection):
+    """A connection that keeps the messages it sends, for a besieger to damage."""
+
+    def __init__(self, *, max_frame_bytes: int) -> None:
+        super().__init__(max_frame_bytes=max_frame_bytes)
+        self.captured: list[list[bytes]] = []
+
+    def take_outgoing(self):
+        outgoing = super().take_outgoing()
+        if len(self.captured) < MOST_CAPTURED:
+            self.captured += [list(one.frames) for one in outgoing]
+        return outgoing
+
+
+def recorded(endpoint: str) -> tuple[SyncNode, Recording]:
+    """A session as ``connect_sync`` opens it, whose messages are kept."""
+    attachment = attach(endpoint, client.Attach("healthy"))
+    connection = Recording(max_frame_bytes=attachment.attached.max_frame_bytes)
+    channel = BlockingChannel(endpoint, attachment, connection)
+    return SyncNode(Node(attachment, connection, channel)), connection
 
 
 class Engine:
@@ -57,6 +86,11 @@ class Engine:
         self._prompt = self._fresh(PROMPT_TOKENS)
         self._kept = d.lease(self._prompt)
         self._kept.commit()
+
+    @property
+    def has_both_directions(self) -> bool:
+        """Whether it has handed over from either daemon to the other."""
+        return len(self.report.handoffs_ms) > 1
 
     def round(self) -> None:
         """One of everything."""
@@ -133,11 +167,12 @@ def page_bytes(node: SyncNode):
 
 def main() -> None:
     p_endpoint, d_endpoint = sys.argv[1:]
-    with (
-        connect_sync(p_endpoint, name="healthy") as p,
-        connect_sync(d_endpoint, name="healthy") as d,
-    ):
+    (p, _), (d, connection) = recorded(p_endpoint), recorded(d_endpoint)
+    with p, d:
         engine = Engine(p, d)
+        while not engine.has_both_directions:
+            engine.round()
+        engine.report.captured = connection.captured
         say(engine)
         while True:
             if select.select([sys.stdin], [], [], PAUSE_S)[0]:

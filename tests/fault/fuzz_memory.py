@@ -14,12 +14,13 @@ from kvd.core import effects, inputs
 from kvd.core.geometry import Row
 from kvd.core.invariants import violations
 from kvd.core.node import Node
+from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
 from kvd.core.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
 from kvd.transfer.orders import BadStream, Frames, Order, Report, order_of, reports_of
-from kvd.types import NO_TOKENS
+from kvd.types import NO_TOKENS, Tokens, pack_ids
 from kvd.wire import admin, client, peer
 from kvd.wire.codec import ADMIN_REQUESTS, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.core.side import settings, tokens
@@ -27,7 +28,8 @@ from tests.fault.fuzz_values import Maker, kinds_of
 
 CHECK_EVERY = 64
 ROOMS = list(range(1, 12))
-PROMPTS = [tokens((1, n)) for n in (1, 10, 16, 40, 100)] + [tokens((5000, 60)), tokens((-5, 40))]
+PROMPT = tokens((1, 100))
+PROMPTS = [PROMPT] * 5 + [tokens((1, n)) for n in (1, 10, 16, 40)] + [tokens((-5, 40))]
 SERVED_BY_THE_SHELL = (client.Subscribe, client.Unsubscribe, admin.ListEvents)
 NAMES = ("m1", "m2", "m3")
 
@@ -45,6 +47,8 @@ class CoreSiege:
         self._calls = 0
         self._sessions = 0
         self._lives = 0
+        self._current: dict[str, str] = {}
+        self._handoffs = 1000
         self._generation = 0
         self._later: list[inputs.Input] = []
         known = self.make.known
@@ -52,6 +56,10 @@ class CoreSiege:
         known |= {"room": list(ROOMS), "handoff": list(range(1, 30)), "generation": [1, 1, 2]}
         known |= {"source": [], "target": [self._node.settings.incarnation] * 9 + [""]}
         known |= {"layout": [fingerprint(self._node.settings.spec)], "protocol": [1]}
+        known |= {"digest": [prompt_digest(PROMPT, "")], "prompt_tokens": [100]}
+        known |= {"start_tokens": [0], "end_tokens": [100], "decode_prefix_len": [0]}
+        known |= {"component": ["kv"], "pages": [pack_ids(list(range(1, 8)))]}
+        known |= {"outcome": ["delivered", "aborted"], "namespace": [""], "upto_tokens": [40, 100]}
         known |= {"kind": ["page", "node", "room", "lease"], "deadline_s": [0.1, 0.5, 2.0]}
         self._serve()
         for name in NAMES:
@@ -106,28 +114,60 @@ class CoreSiege:
                 self._greet(rng.choice(NAMES))
             case 6:
                 self._operator()
+            case 7 if rng.random() < 0.3:
+                self._meet()
             case 7 | 8 | 9 | 10 | 11:
                 self._peer()
             case _:
                 self._engine()
 
+    def _meet(self) -> None:
+        """A handoff begins as it should: what follows meets machines in the middle of it."""
+        rng = self.make.rng
+        session, room, name = rng.choice(list(self._owed)), rng.choice(ROOMS), rng.choice(NAMES)
+        mine, link = self._node.settings.incarnation, f"in:{name.encode().hex()}"
+        if rng.random() < 0.4:
+            self._ask(session, client.Receive(self._next_call(), room, (name,)), PROMPT)
+            return
+        self._ask(session, client.OpenLease(self._next_call()), PROMPT)
+        lease = self.make.known["lease"][-1]
+        self._ask(session, client.Send(self._next_call(), room, lease), PROMPT)
+        self._handoffs += 1
+        self.make.known["handoff"] = [*self.make.known["handoff"][-30:], self._handoffs]
+        grants = (peer.Grant("kv", 0, 100, pack_ids(list(range(1, 8)))),)
+        offer = peer.Offer(
+            *(self._current[name], mine, self._handoffs, room, 1, 100, 0),
+            *(prompt_digest(PROMPT, ""), grants, 2.0),
+        )
+        self._feed(inputs.FromPeer(self._now_s, link, offer))
+        send = self.make.known["send"][-1]
+        self._ask(session, client.Advance(self._next_call(), send, 40))
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _ask(self, session: int, message: client.Request, toks: Tokens = NO_TOKENS) -> None:
+        self._owed[session][message.call] = message
+        self._feed(inputs.FromClient(self._now_s, session, message, toks))
+
     def _engine(self) -> None:
         kind = self.make.rng.choice(kinds_of(client.Request))
-        self._calls += 1
-        message = CLIENT_REQUESTS.decode(self.make.frame(kind, call=self._calls, source=["m1"]))
-        if isinstance(message, (Refusal, *SERVED_BY_THE_SHELL)) or message.call != self._calls:
+        call = self._next_call()
+        message = CLIENT_REQUESTS.decode(self.make.frame(kind, call=call, source=["m1"]))
+        if isinstance(message, (Refusal, *SERVED_BY_THE_SHELL)) or message.call != call:
             return
         session = self.make.rng.choice(list(self._owed))
         takes = isinstance(message, client.TAKES_TOKENS)
-        self._owed[session][message.call] = message
-        toks = self.make.rng.choice(PROMPTS) if takes else NO_TOKENS
-        self._feed(inputs.FromClient(self._now_s, session, message, toks))
+        self._ask(session, message, self.make.rng.choice(PROMPTS) if takes else NO_TOKENS)
 
     def _operator(self) -> None:
         kind = self.make.rng.choice(kinds_of(admin.AdminRequest))
         message = ADMIN_REQUESTS.decode(self.make.frame(kind, call=1))
         if isinstance(message, (Refusal, *SERVED_BY_THE_SHELL)):
             return
+        if isinstance(message, admin.Fence) and self.make.rng.random() < 0.9:
+            return  # it ends every handoff
         before = self.reports
         self._feed(inputs.FromOperator(self._now_s, b"op", message))
         assert self.reports == before + 1, message
@@ -147,6 +187,7 @@ class CoreSiege:
         self._lives += 1
         source = f"{self._lives:032x}"
         mine = self._node.settings
+        self._current[name] = source
         known = self.make.known["source"]
         known.append(source)
         del known[:-6]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.client.blocking import attach
+from kvd.core.prompt import prompt_digest
 from kvd.errors import Refusal
-from kvd.wire import peer
-from kvd.wire.codec import PEER_MESSAGES
+from kvd.types import Tokens, pack_ids
+from kvd.wire import client, peer
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, ROOMS, Tally, Wire
 
@@ -19,6 +23,46 @@ if TYPE_CHECKING:
 
 MOST_BEHIND = 40
 """Unreadable frames sent ahead of their Reject; beyond it libzmq's queues would only grow."""
+
+
+NAMES = ("mallory", "oscar", "trudy")
+PROMPT = pack_ids(list(range(1, 101)))
+
+
+class Accomplice:
+    """An engine at the besieged daemon whose handoffs are with the hostile peers."""
+
+    def __init__(self, target: Target, make: Maker) -> None:
+        self._make = make
+        self._attachment = attach(target.daemon.client, client.Attach("hostile"))
+        token = self._attachment.attached.token
+        self._wire = Wire(target.daemon.client, routing_id=token)
+        self._leases: list[int] = []
+
+    def act(self) -> None:
+        """Receive from one of them, or send to one that asks for the room."""
+        rng = self._make.rng
+        while frames := self._wire.hear():
+            match CLIENT_REPLIES.decode(frames[0]):
+                case client.Leased(lease=lease) | client.Received(lease=lease):
+                    self._leases.append(lease)
+                case client.Sending(send=send):
+                    self._wire.say(CLIENT_REQUESTS.encode(client.Advance(1, send, 40)))
+        if len(self._leases) > 20:
+            self._wire.say(CLIENT_REQUESTS.encode(client.ReleaseLease(1, self._leases.pop(0))))
+        room, prompt = rng.choice(ROOMS), PROMPT
+        if rng.random() < 0.5:
+            asked = client.Receive(1, room, (rng.choice(NAMES),), deadline_s=0.5)
+        elif self._leases and rng.random() < 0.7:
+            asked = client.Send(1, room, self._leases[-1], deadline_s=0.5)
+        else:
+            asked = client.OpenLease(1, deadline_s=0.1)
+        self._wire.say(CLIENT_REQUESTS.encode(asked), prompt)
+
+    def leave(self) -> None:
+        """Hang up: the daemon ends what it had."""
+        self._wire.close()
+        self._attachment.close()
 
 
 class Peers:
@@ -35,6 +79,8 @@ class Peers:
         self._life = seed
         self._unreadable = self._rejected = 0
         self._lives: list[str] = []
+        self._spoken: deque[bytes] = deque(maxlen=200)
+        """What the daemon said last: the frames of real handoffs, to be sent back damaged."""
         self.again()
 
     def again(self) -> None:
@@ -52,8 +98,13 @@ class Peers:
         known["room"] = list(ROOMS)
         known["handoff"] = list(range(1, 60))
         known["generation"] = [1, 1, 1, 2]
-        for wire, name in zip(self._wires[1:], ("mallory", "oscar", "trudy"), strict=True):
+        known["digest"] = [prompt_digest(Tokens(PROMPT), "")]
+        known["start_tokens"], known["end_tokens"] = [0], [100]
+        known["prompt_tokens"], known["decode_prefix_len"] = [100], [0]
+        known["component"], known["pages"] = ["kv"], [pack_ids(list(range(1, 8)))]
+        for wire, name in zip(self._wires[1:], NAMES, strict=True):
             self._greet(wire, name)
+        self._accomplice = Accomplice(self.target, self.make)
 
     def storm(self, count: int) -> None:
         rng = self.make.rng
@@ -61,7 +112,11 @@ class Peers:
             wire = rng.choice(self._wires)
             if not number % 2000:
                 self._greet(self._wires[1], "mallory")
+            if not number % 50:
+                self._accomplice.act()
             frame = self.make.frame(rng.choice(self._kinds), node=self._node())
+            if rng.random() < 0.1:
+                frame = self.make.damaged(rng.choice(self._spoken))
             self.tally.frames += 1
             message = PEER_MESSAGES.decode(frame)
             frames = [frame] if rng.random() > 0.02 else [frame] * rng.choice((2, 3))
@@ -79,6 +134,9 @@ class Peers:
             self._drain(0.005)
 
     def calm(self) -> None:
+        self._accomplice.leave()
+        for wire, name in zip(self._wires[1:], NAMES, strict=True):
+            self._greet(wire, name)  # a new life proves that the old one writes no more
         self._keep_up(0)
         if self._rejected != self._unreadable:
             self.tally.trouble(f"{self._rejected} of {self._unreadable} unreadable were rejected")
@@ -115,8 +173,12 @@ class Peers:
                 frames = wire.hear()
 
     def _take(self, wire: Wire, frames) -> None:
+        self._spoken.append(frames[0])
         message = PEER_MESSAGES.decode(frames[0])
         match message:
+            case peer.Offer(handoff=handoff):
+                self.make.known["handoff"] = [*self.make.known["handoff"][-60:], handoff]
+                self.tally.answered += 1
             case Refusal():
                 self.tally.trouble(f"unreadable answer {frames[0][:60]!r}: {message}")
             case peer.Reject(target=target, refusal=refusal):

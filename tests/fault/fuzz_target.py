@@ -52,11 +52,15 @@ class Size(msgspec.Struct, frozen=True):
 class Target:
     """``d`` is besieged; ``p`` is its peer."""
 
-    def __init__(self, pair: Pair, engine: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, pair: Pair, engine: subprocess.Popen[bytes], captured: list[list[bytes]]
+    ) -> None:
         self.pair = pair
         self.daemon = pair.decode
         self.other = pair.prefill
         self._engine = engine
+        self.captured = captured
+        """Messages of the healthy engine to ``d``: leases, a send, a receive."""
 
     def healthy(self) -> Report:
         """What the healthy engine saw since the last time."""
@@ -197,8 +201,9 @@ def besieged(directory: Path) -> Iterator[Target]:
         ) as engine:
             try:
                 assert engine.stdout is not None
-                assert engine.stdout.readline(), "the healthy engine did not begin"
-                yield Target(pair, engine)
+                begun = engine.stdout.readline()
+                assert begun, "the healthy engine did not begin"
+                yield Target(pair, engine, msgspec.json.decode(begun, type=Report).captured)
             finally:
                 assert engine.stdin is not None
                 engine.stdin.close()

@@ -34,6 +34,9 @@ LONG = 200
 MOST_LONG = 70_000
 """Characters or bytes of what is long: beyond every bound but the one of a pool's layout."""
 
+LIKELY = 0.85
+"""How often a field has a value that means something."""
+
 Builder = typing.Callable[[], object]
 
 
@@ -63,7 +66,7 @@ class Maker:
             known = self.known.get(name)
             if name in fixed:
                 made[name] = fixed[name]
-            elif known and self.rng.random() < 0.7:
+            elif known and self.rng.random() < LIKELY:
                 made[name] = self.rng.choice(known)
             else:
                 made[name] = build()

@@ -201,8 +201,10 @@ class Clients(Asking):
         rng = self.make.rng
         kind = rng.choice(self._kinds)
         wire = rng.choice(self.wires)
-        header = self.make.frame(kind, call=self.next_call())
-        tokens = self._tokens()
+        header, tokens = self.make.frame(kind, call=self.next_call()), self._tokens()
+        if rng.random() < 0.1:
+            header, *rest = rng.choice(self.target.captured)
+            header, tokens = self.make.damaged(header), rest[0] if rest else tokens
         message = CLIENT_REQUESTS.decode(header)
         if isinstance(message, Refusal):
             frames = [header, tokens][: rng.randrange(1, 3)]
