@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -52,7 +52,6 @@ class Codec(Generic[M]):
     ) -> None:
         self._max_bytes = max_bytes
         self._flaw = flaw
-        self._tags = {kind.__struct_config__.tag for kind in get_args(union)}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self.encode: Callable[[M], bytes] = msgspec.msgpack.Encoder().encode
         """The message as one frame."""
@@ -75,15 +74,15 @@ class Codec(Generic[M]):
     def call_of(self, frame: bytes) -> int:
         """Whom to answer when a request was refused here: its call, or ``NO_CALL``; never raises.
 
-        A request with one field out of its bounds costs its sender that request, not every other.
+        A request with one field out of its bounds, or a verb of a later version, costs its sender
+        that request, not every other.
         """
         if len(frame) > self._max_bytes:
             return NO_CALL
         try:
-            head = _ENVELOPES.decode(frame)
+            return _ENVELOPES.decode(frame).call
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return NO_CALL
-        return head.call if head.tag in self._tags else NO_CALL
 
 
 def _no_message(frame: bytes, why: str) -> Refusal:

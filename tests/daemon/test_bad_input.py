@@ -264,12 +264,18 @@ def test_admin_messages_that_cannot_be_read_are_refused(operator):
         [b"\x94" * 5_000],
         [ADMIN_REQUESTS.encode(admin.ShowStatus(1)), b"more"],
         [ADMIN_REQUESTS.encode(admin.Why(1, "page", 3))[:-2]],
-        [CLIENT_REQUESTS.encode(client.OpenLease(1))],
         [bytes(5 * 2**20)],
     ):
         answer = operator.asked(*frames)
         assert isinstance(answer, admin.AdminFailed), frames[0][:20]
         assert (answer.call, answer.refusal.code) == (-1, Code.BAD_REQUEST), frames[0][:20]
+
+
+def test_admin_verb_that_is_unknown_is_refused_under_its_call(operator):
+    answer = operator.asked(CLIENT_REQUESTS.encode(client.OpenLease(31)))
+
+    assert isinstance(answer, admin.AdminFailed)
+    assert (answer.call, answer.refusal.code) == (31, Code.BAD_REQUEST)
 
 
 def test_admin_questions_about_nothing_are_refused(operator):

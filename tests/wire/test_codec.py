@@ -200,12 +200,21 @@ def test_codec_leaves_to_the_core_what_the_core_can_refuse_itself(codec, message
     [
         (CLIENT_REQUESTS.encode(client.AbortSend(5, 1, "x" * 1025)), 5),
         (CLIENT_REQUESTS.encode(client.ReleaseLease(2**63, 1)), NO_CALL),
-        (ADMIN_REQUESTS.encode(admin.AbortRoom(5, 1, "")), NO_CALL),
+        (ADMIN_REQUESTS.encode(admin.AbortRoom(5, 1, "")), 5),
+        (msgspec.msgpack.encode(["verb-of-tomorrow", 5, {}]), 5),
         (b"\x92\xa5lease", NO_CALL),
         (b"\x91" * 100_000, NO_CALL),
         (bytes(MAX_HEADER_BYTES + 1), NO_CALL),
     ],
-    ids=["out of bounds", "its call is", "of another socket", "cut", "nested", "too long"],
+    ids=[
+        "out of bounds",
+        "its call is",
+        "of another socket",
+        "unknown verb",
+        "cut",
+        "nested",
+        "too long",
+    ],
 )
 def test_codec_tells_whose_request_it_refused(frame: bytes, call: int) -> None:
     assert CLIENT_REQUESTS.call_of(frame) == call
