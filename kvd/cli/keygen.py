@@ -86,8 +86,7 @@ def _told(directory: Path, pair: KeyPair, name: str) -> str:
             "  [peers.keys]",
             f"  {entry} = {toml_value(pair.public)}",
             "",
-            "And the public keys of those nodes under [peers.keys] here. Both sides take new keys "
-            "when",
-            "they are restarted; kvd config check says what is missing.",
+            "And the public keys of those nodes under [peers.keys] here. Keys are read at start;",
+            "kvd config check says what is missing.",
         )
     )

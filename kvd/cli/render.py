@@ -311,12 +311,16 @@ def peers(states: tuple[PeerState, ...]) -> RenderableType:
             str(one.open_receives),
             str(one.open_sends),
             one.agent,
-            prose=(
-                f"{one.address}, incarnation {short(one.incarnation)}, "
-                f"generation {one.generation}\nlayout {one.layout}"
-            ),
+            prose="\n".join(_about_peer(one)),
         )
     return out if states else nothing("peers: name them in peers.connect")
+
+
+def _about_peer(one: PeerState) -> list[str]:
+    """What has no column."""
+    life = f"incarnation {short(one.incarnation)}, generation {one.generation}"
+    lines = [f"{one.address}, {life}", f"layout {one.layout}"]
+    return [*lines, one.trouble] if one.trouble else lines
 
 
 # ---- tree, why, reports --------------------------------------------------------------------------

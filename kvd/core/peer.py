@@ -167,11 +167,12 @@ class Peers:
             )
         )
 
-    def _trouble(self, name: str, since_s: float) -> str:
-        """Why a dialed peer has not been heard since then, if its handshake says so."""
+    def trouble(self, name: str) -> str:
+        """Why a dialed peer was not heard again, if its handshake says so; empty if not."""
+        peer = self.by_name.get(name)
         for dialed in self.dialed.values():
-            if dialed.name == name and dialed.trouble and dialed.trouble_s >= since_s:
-                return f": {dialed.trouble}"
+            if dialed.name == name and (peer is None or dialed.trouble_s > peer.heard_s):
+                return dialed.trouble
         return ""
 
     def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
@@ -284,12 +285,12 @@ class Peers:
         """What a receive from this node waits for; None when an Offer can go out."""
         peer = self.by_name.get(name)
         if peer is None or not peer.incarnation:
-            return f"{name} has not said Hello yet{self._trouble(name, 0.0)}"
+            return f"{name} has not said Hello yet{_because(self.trouble(name))}"
         if peer.refusal is not None:
             return peer.refusal.message
         if peer.life is Life.LOST:
             silent_s = self._out.at_s - peer.heard_s
-            return f"{name} has been silent for {silent_s:.1f} s{self._trouble(name, peer.heard_s)}"
+            return f"{name} has been silent for {silent_s:.1f} s{_because(self.trouble(name))}"
         if not self.generation:
             return "the transfer process of this node is restarting"
         return None
@@ -404,3 +405,7 @@ class Peers:
                     )
                 )
         return lost
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""

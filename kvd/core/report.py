@@ -256,12 +256,26 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
         layout=peer.refusal.message if peer.refusal else "same",
         open_receives=len(receives),
         open_sends=len(sends),
+        trouble=node.peers.trouble(peer.name),
     )
 
 
 def _unanswered_peers(node: Node) -> list[PeerState]:
     return [
-        PeerState(dialed.name, dialed.address, "silent", "", 0, "none", 0.0, 0.0, "unknown", 0, 0)
+        PeerState(
+            name=dialed.name,
+            address=dialed.address,
+            state="silent",
+            incarnation="",
+            generation=0,
+            agent="none",
+            silent_s=0.0,
+            round_trip_ms=0.0,
+            layout="unknown",
+            open_receives=0,
+            open_sends=0,
+            trouble=node.peers.trouble(dialed.name),
+        )
         for dialed in node.peers.dialed.values()
         if dialed.name not in node.peers.by_name
     ]

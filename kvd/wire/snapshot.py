@@ -120,6 +120,8 @@ class PeerState(msgspec.Struct, frozen=True):
     layout: str
     open_receives: int
     open_sends: int
+    trouble: str = ""
+    """Why the last handshake with it failed, if it has not been heard since."""
 
 
 class ClientState(msgspec.Struct, frozen=True):

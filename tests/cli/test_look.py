@@ -141,6 +141,14 @@ def test_peers_show_a_difference_of_layouts_whole(run, daemon, snapshot):
     assert run("peers").stdout.splitlines()[-1] == f"    layout {why}"
 
 
+def test_peers_show_why_a_handshake_fails(run, daemon, snapshot):
+    [peer] = snapshot.peers
+    unknown = msgspec.structs.replace(peer, trouble="its key is another")
+    daemon.answer = lambda _: Status(0, msgspec.structs.replace(snapshot, peers=(unknown,)))
+
+    assert run("peers").stdout.splitlines()[-1] == "    its key is another"
+
+
 def test_tree_is_indented_and_says_what_it_left_out(run, daemon):
     daemon.answer = lambda _request: Tree(0, NODES, 5)
 

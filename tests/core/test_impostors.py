@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
+from kvd.core.report import snapshot
 from kvd.core.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.wire import events
@@ -73,6 +74,20 @@ def test_a_hello_under_another_name_is_refused_and_changes_nothing(life):
     assert (event.code, event.why) == (Code.PEER_UNKNOWN.value, sentence("d"))
     assert world.p.node.peers.by_name["d"].incarnation == known
     assert set(world.p.node.peers.by_name) == {"d"}
+
+
+def test_a_listed_key_that_names_an_incarnation_first_keeps_its_owner_out():
+    """Not a promise: what a peer that turned on the others can do."""
+    world = World()
+    stolen = incarnation("n", 1)
+    told(world, hello_of(world, "mallory", stolen), "mallory")
+
+    _, event = told(world, hello_of(world, "n", stolen), "n", "in:n")
+    assert isinstance(event, events.MessageRefused)
+    assert "it was 'mallory' before" in event.why
+
+    told(world, hello_of(world, "n", incarnation("n", 2)), "n", "in:n")
+    assert world.p.node.peers.by_name["n"].incarnation == incarnation("n", 2)
 
 
 REST = {
@@ -154,6 +169,7 @@ def test_a_receive_that_waits_for_a_peer_says_why_it_cannot_be_talked_to():
 
     assert "p has been silent for" in answer.refusal.message
     assert ": its key is another" in answer.refusal.message
+    assert [one.trouble for one in snapshot(world.d.node).peers] == ["its key is another"]
 
 
 def test_trouble_of_the_past_is_not_told_of_a_peer_that_was_heard_since():
@@ -168,3 +184,4 @@ def test_trouble_of_the_past_is_not_told_of_a_peer_that_was_heard_since():
     assert why is not None
     assert why.startswith("p has been silent for")
     assert "key" not in why
+    assert [one.trouble for one in snapshot(world.d.node).peers] == [""]
