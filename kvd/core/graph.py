@@ -14,18 +14,26 @@ Only names of ``kvd.core``, ``kvd.wire``, ``kvd.types`` and ``kvd.errors`` exist
 
 from __future__ import annotations
 
-import sys
+import functools
+import importlib
+import pkgutil
 from collections import Counter, OrderedDict, deque
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import msgspec
 
+import kvd.core
+import kvd.errors
+import kvd.types
+import kvd.wire
+
 FORMAT: Final = 1
 """Grows when rows or values are written in another way."""
 
-PLACES: Final = ("kvd.core", "kvd.wire", "kvd.types", "kvd.errors")
-"""The packages and modules whose classes a node may be made of."""
+PACKAGES: Final = (kvd.core, kvd.wire)
+MODULES: Final = (kvd.types, kvd.errors)
+"""Where the classes are that a node may be made of."""
 
 REFERENCE, TUPLE, STRUCT, ENUM, NAME, METHOD, LIST, DICT, SET, FROZENSET = range(10)
 """Tags of values."""
@@ -63,25 +71,28 @@ class Frozen(msgspec.Struct, frozen=True, array_like=True):
     """Any: rows are what the tags say, and ``thaw`` checks each as it reads it."""
 
 
-def is_ours(module: str) -> bool:
-    """Whether classes of this module may be in a node."""
-    return any(module == place or module.startswith(f"{place}.") for place in PLACES)
+@functools.cache
+def modules() -> dict[str, ModuleType]:
+    """All modules of ours, loaded: a name means the same in every process."""
+    found = {module.__name__: module for module in MODULES}
+    for package in PACKAGES:
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            found[info.name] = importlib.import_module(info.name)
+    return dict(sorted(found.items()))
 
 
 def name_of(thing: type | FunctionType) -> str | None:
     """``module:name`` of a class or function of ours; None if it has no name to be found by."""
-    module, name = thing.__module__, thing.__qualname__
-    if not is_ours(module) or vars(sys.modules[module]).get(name) is not thing:
+    module, name = modules().get(thing.__module__), thing.__qualname__
+    if module is None or vars(module).get(name) is not thing:
         return None
-    return f"{module}:{name}"
+    return f"{module.__name__}:{name}"
 
 
 def constants() -> dict[int, str]:
     """The containers that modules of ours hold for good, by identity: ``NO_CHILDREN`` for one."""
     found: dict[int, str] = {}
-    for module_name, module in list(sys.modules.items()):
-        if not is_ours(module_name) or not isinstance(module, ModuleType):
-            continue
+    for module_name, module in modules().items():
         for name, thing in vars(module).items():
             if type(thing) in CONTAINERS and name.isupper():
                 found.setdefault(id(thing), f"{module_name}:{name}")
@@ -89,7 +100,7 @@ def constants() -> dict[int, str]:
 
 
 def named(name: str) -> Any:
-    """The class, function or constant of that name; modules are not loaded for it.
+    """The class, function or constant of that name; no module is loaded for it.
 
     Any: what a name stands for differs, and the caller checks which kind it needs.
 
@@ -97,9 +108,7 @@ def named(name: str) -> Any:
         KeyError: there is none, or none that may be in a node.
     """
     module_name, _, own = name.partition(":")
-    if not is_ours(module_name):
-        raise KeyError(name)
-    thing = vars(sys.modules[module_name])[own]
+    thing = vars(modules()[module_name])[own]
     if type(thing) in CONTAINERS and own.isupper():
         return thing
     if not isinstance(thing, type | FunctionType) or thing.__module__ != module_name:

@@ -15,7 +15,9 @@ WIRE = BOTTOM | {"kvd.wire"}
 CORE = WIRE | {"kvd.core"}
 MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
-NODE = MIDDLE | {"kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe"}
+NODE = MIDDLE | {
+    *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
+}
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
 MAY_IMPORT = {
@@ -33,6 +35,7 @@ MAY_IMPORT = {
     "kvd.device": MIDDLE | {"kvd.pools", "kvd.device"},
     "kvd.transfer": MIDDLE | {"kvd.transfer"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
+    "kvd.recorder": CORE | {"kvd.recorder"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
     "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},

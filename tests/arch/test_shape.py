@@ -14,6 +14,7 @@ FUNCTION_LINES = 60
 CATCH_ALLS = {
     "kvd/daemon/reactor.py": "a bug of the core costs the request that met it, not the whole node",
     "kvd/sim/runner.py": "whatever the core raises is a finding, reported with its seed",
+    "kvd/recorder/player.py": "a step that raised in the daemon raises here, and costs the same",
 }
 """Files that may catch everything, with the reason; elsewhere catch what you can name."""
 

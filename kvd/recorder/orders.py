@@ -1,0 +1,89 @@
+"""What the daemon and its recorder process say to each other: one message a packet of a socketpair.
+
+The inputs themselves never travel here: they lie in the ring. A socket that ends without
+``Goodbye`` means that the daemon is gone, and is itself an order: save.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+import msgspec
+
+PACKET_BYTES: Final = 64 * 1024
+"""Longer than any message here."""
+
+
+DEAF_TO: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that are meant for the daemon, though the whole group gets them."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first order: who is recorded, how far back, and where recordings are saved."""
+
+    node: str
+    incarnation: str
+    kvd: str
+    keep_s: float
+    directory: str
+
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """Write a file with every record before position ``upto``; answered by ``Saved`` or not.
+
+    ``kind`` becomes part of its name: record or bug. ``state_hash`` is of the live node there, or
+    empty when it was too large to be hashed.
+    """
+
+    ticket: int
+    kind: str
+    why: str
+    upto: int
+    state_hash: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The daemon ends as it should: save nothing, end."""
+
+
+Order = Begin | Save | Goodbye
+
+
+class Covered(msgspec.Struct, frozen=True, tag="covered"):
+    """How far back the recording reaches, now and then."""
+
+    seconds: float
+    inputs: int
+    n_bytes: int
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """The file is there."""
+
+    ticket: int
+    path: str
+    why: str
+    seconds: float
+    inputs: int
+    n_bytes: int
+
+
+class NotSaved(msgspec.Struct, frozen=True, tag="not-saved"):
+    """The file could not be written; the recording goes on."""
+
+    ticket: int
+    why: str
+
+
+class Strayed(msgspec.Struct, frozen=True, tag="strayed"):
+    """The twin is in another state than the node was: nothing more can be replayed from it."""
+
+    why: str
+
+
+Report = Covered | Saved | NotSaved | Strayed
+
+encode = msgspec.msgpack.Encoder().encode
+ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

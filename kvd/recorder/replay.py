@@ -1,0 +1,120 @@
+"""Replaying a recording: the same events, the same final state, and whether they are the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.freeze import state_hash
+from kvd.core.invariants import violations
+from kvd.core.thaw import NotFrozen, thaw
+from kvd.recorder.player import Bug, Player, Strayed
+from kvd.recorder.recording import Damaged, records_in
+from kvd.recorder.tape import Unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.node import Node
+    from kvd.recorder.recording import Recording
+    from kvd.wire.events import Event
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """An invariant that did not hold after a step."""
+
+    step: int
+    what: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a replay.
+
+    ``stopped`` is why it did not come to the end, empty if it did. ``recorded_hash`` is of the live
+    node, empty if unknown; ``marks`` of its states were found equal on the way.
+    """
+
+    inputs: int
+    steps: int
+    last_event: int
+    state_hash: str
+    recorded_hash: str
+    marks: int
+    stopped: str
+    strayed: str
+    bugs: tuple[Bug, ...]
+    broken: tuple[Broken, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing was found that differs from what was recorded."""
+        is_same = self.recorded_hash in {"", self.state_hash} or bool(self.stopped)
+        return is_same and not self.strayed
+
+
+def begin(recording: Recording) -> Node:
+    """The node where the recording begins.
+
+    Raises:
+        Damaged: it cannot be made by this version of kvd.
+    """
+    try:
+        return thaw(recording.base)
+    except NotFrozen as error:
+        raise Damaged(str(error)) from error
+
+
+def replay(
+    recording: Recording,
+    node: Node,
+    told: Callable[[Event], None],
+    *,
+    until: int | None = None,
+    is_checking: bool = False,
+) -> Outcome:
+    """Step ``node``, which ``begin`` made, through every record.
+
+    Args:
+        recording: what is replayed.
+        node: where it begins; afterwards where it ends.
+        told: hears every event, in order.
+        until: stop after the step that makes the event of this number.
+        is_checking: look for broken invariants after every step; the first few are kept.
+
+    Raises:
+        Damaged: a record cannot be read by this version of kvd.
+    """
+    player = Player(node)
+    broken: list[Broken] = []
+    inputs, stopped, strayed = 0, "", ""
+    try:
+        for record in records_in(recording.records):
+            step = player.play(record)
+            if step is None:
+                continue
+            inputs += 1
+            for event in step.events:
+                told(event)
+            if is_checking and not broken:
+                broken = [Broken(node.steps, what) for what in violations(node)]
+            if until is not None and node.out.seq >= until:
+                stopped = f"event {node.out.seq} was reached, as asked"
+                break
+    except Strayed as error:
+        strayed = str(error)
+    except Unknown as error:
+        msg = f"input {inputs + 1} is none that this kvd knows: {error}"
+        raise Damaged(msg) from error
+    return Outcome(
+        inputs=inputs,
+        steps=node.steps,
+        last_event=node.out.seq,
+        state_hash=state_hash(node),
+        recorded_hash=recording.header.state_hash,
+        marks=player.marks,
+        stopped=stopped,
+        strayed=strayed,
+        bugs=tuple(player.bugs),
+        broken=tuple(broken),
+    )

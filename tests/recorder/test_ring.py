@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from kvd.core import inputs
+from kvd.recorder import ring
+from kvd.recorder.ring import Ring
+from kvd.recorder.tape import Mark, Record, Unknown, input_of, mark_in, record_of, record_of_mark
+from kvd.types import Tokens
+from kvd.wire import client
+
+
+@pytest.fixture
+def ends():
+    """The writer's and the reader's view of a small ring."""
+    descriptor = ring.create(4096)
+    writer, reader = Ring(descriptor), Ring(descriptor)
+    yield writer, reader
+    writer.close()
+    reader.close()
+    os.close(descriptor)
+
+
+def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
+    writer, reader = ends
+    seed = 7
+    rng = random.Random(seed)
+    at = 0
+    for number in range(2000):
+        record = Record(
+            float(number), rng.randbytes(rng.randint(0, 300)), rng.randbytes(rng.randint(0, 900)),
+            rng.random() < 0.1,
+        )  # fmt: skip
+        assert writer.write(record), f"seed {seed}"
+
+        assert reader.skim(at)[:2] == (record.is_mark, float(number))
+        read, at = reader.read(at)
+        reader.forget(at)
+
+        assert read == record, f"seed {seed}, record {number}"
+    assert at == writer.end == reader.begin > 100 * reader.size
+
+
+def test_a_full_ring_takes_nothing_until_the_reader_has_forgotten_something(ends):
+    writer, reader = ends
+    record = Record(1.0, b"m" * 1000)
+    assert [writer.write(record) for _ in range(5)] == [True, True, True, True, False]
+    end = writer.end
+
+    assert not writer.write(record)
+    assert reader.end == end
+    _, after = reader.read(0)
+    reader.forget(after)
+
+    assert writer.write(record)
+    assert not writer.write(record)
+
+
+def test_a_record_longer_than_the_ring_is_not_taken(ends):
+    writer, reader = ends
+
+    assert not writer.write(Record(1.0, b"m" * 4096))
+    assert reader.end == 0
+
+
+def test_pieces_are_the_stretch_in_order_across_the_place_where_the_ring_closes(ends):
+    writer, reader = ends
+    for _ in range(3):
+        writer.write(Record(1.0, b"x" * 1000))
+        reader.forget(writer.end)
+    begin = writer.end
+    writer.write(Record(2.0, bytes(range(250)) * 6))
+
+    pieces = list(reader.pieces(begin, writer.end, 100))
+
+    assert b"".join(pieces)[16 : 16 + 1500] == bytes(range(250)) * 6
+    assert {len(piece) for piece in pieces[:-1]} == {100}
+
+
+def test_tokens_of_a_request_come_back_with_it():
+    happened = inputs.FromClient(1.5, 3, client.OpenLease(9, "lora"), Tokens(b"\1\0\0\0" * 40))
+
+    record = record_of(happened)
+
+    assert record.tokens == happened.tokens
+    assert len(record.message) < 150
+    assert input_of(record) == happened
+
+
+def test_an_input_without_tokens_and_a_mark_come_back_too():
+    tick, mark = inputs.Tick(2.0), Mark(5, 6, b"d" * 16)
+
+    assert input_of(record_of(tick)) == tick
+    assert mark_in(record_of_mark(mark, 2.0)) == mark
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(1.0, b""),
+        Record(1.0, b"\xc1"),
+        Record(1.0, b"\x82\xa4type\xa7Nothing\xa4at_s\xcb" + bytes(8)),
+        Record(1.0, record_of(inputs.Tick(1.0)).message, b"tokens"),
+    ],
+    ids=["empty", "no msgpack", "an input of another version", "tokens with a tick"],
+)
+def test_a_record_that_is_no_input_is_said_to_be_none(record):
+    with pytest.raises(Unknown):
+        input_of(record)
