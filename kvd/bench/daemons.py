@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -27,7 +28,6 @@ from kvd.wire import admin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from kvd.wire.snapshot import Snapshot
 
@@ -179,8 +179,18 @@ class Daemon:
 
     def transfer_pid(self) -> int:
         """Of its transfer process."""
-        with open(f"/proc/{self.pid}/task/{self.pid}/children", encoding="ascii") as children:
-            return int(children.read().split()[0])
+        return self._child("kvd.transfer.worker")
+
+    def recorder_pid(self) -> int:
+        """Of its recorder process."""
+        return self._child("kvd.recorder")
+
+    def _child(self, module: str) -> int:
+        for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text("ascii").split():
+            with contextlib.suppress(OSError):  # a child may end meanwhile
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return int(pid)
+        raise self.failed(f"has no child that runs {module}")
 
     def stop(self) -> None:
         """Ask it to end; enforce it after a while. Repeatable, and legal before the start."""

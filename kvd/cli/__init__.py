@@ -25,6 +25,8 @@ VERBS = {
     "peers": Verb("kvd.cli.look:peers_command", "Other daemons as this one knows them.", LOOK),
     "why": Verb("kvd.cli.look:why_command", "Who holds a page, node, room or lease.", LOOK),
     "events": Verb("kvd.cli.events:events_command", "What happened, and what happens.", LOOK),
+    "record": Verb("kvd.cli.record:record_command", "Save the last minutes of inputs.", LOOK),
+    "replay": Verb("kvd.cli.record:replay_command", "Replay a recording, step by step.", LOOK),
     "flush": Verb("kvd.cli.change:flush_command", "Drop cached pages that nobody locks.", CHANGE),
     "evict": Verb("kvd.cli.change:evict_command", "Evict a number of cached pages.", CHANGE),
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         LeaseState,
         PeerState,
         PoolState,
+        RecorderState,
         RoomState,
         Snapshot,
         WaitingState,
@@ -137,6 +138,7 @@ def status(shot: Snapshot) -> RenderableType:
         ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
         ("handoffs", _handoffs(shot)),
         ("audit", audited.summary(shot.audit)),
+        ("recorder", _recorder(shot.recorder)),
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
     alarms = audited.broken(shot.audit)
@@ -151,6 +153,18 @@ def _handoffs(shot: Snapshot) -> str:
         f"sent {amount(totals.sent_bytes)}, received {amount(totals.received_bytes)}, "
         f"saved {amount(totals.saved_bytes)}"
     )
+
+
+def _recorder(one: RecorderState) -> str:
+    """Whether a recording could be saved, and how much it would hold."""
+    if one.state == "recording":
+        return (
+            f"{duration(one.covered_s)} back, {one.inputs} inputs, {amount(one.record_bytes)}; "
+            f"since {duration(one.since_s)}"
+        )
+    if one.state == "off":
+        return f"off  {clean(one.why)}"
+    return f"{clean(one.state)} {duration(one.since_s)} ago: {clean(one.why)}"
 
 
 def _tally(names: Iterable[str]) -> str:

@@ -112,6 +112,10 @@ def _variable(text: str) -> str | None:
     return None if text.isprintable() else "remove what cannot be printed"
 
 
+def _directory(text: str) -> str | None:
+    return None if text.startswith("/") else "begin it with /"
+
+
 def _size(text: str) -> str | None:
     return None if size_bytes(text) is not None else "write for example 256MiB"
 
@@ -132,6 +136,7 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "pool.saved_size": _size,
     "transfer.ucx": _variable,
     "http.listen": _http,
+    "recorder.directory": _directory,
 }
 
 

@@ -84,6 +84,44 @@ class LimitsSection(msgspec.Struct, frozen=True):
     )
 
 
+class RecorderSection(msgspec.Struct, frozen=True):
+    """The flight recorder: the last inputs of the daemon, for kvd record and after a crash."""
+
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="Keep a recorder process. It takes one more copy of the tree's memory, and "
+            "processor time that nobody else wants; of the daemon's own, 1 us an input and the "
+            "copying of its tokens."
+        ),
+    ] = True
+    minutes: Annotated[
+        float,
+        Meta(ge=0.05, le=1440, description="How far back a recording reaches, if max_bytes allow."),
+    ] = 5.0
+    max_bytes: Annotated[
+        int,
+        Meta(
+            ge=2**20,
+            le=2**36,
+            description="Memory for the recorded inputs; a token of a request takes 4 bytes. Taken "
+            "as it is needed.",
+        ),
+    ] = 2**27
+    directory: (
+        Annotated[
+            str,
+            Meta(
+                description="Where recordings are written, for the daemon's user only: they hold "
+                "the token ids of prompts. Left out: recordings beside sockets.admin.",
+                extra={"rule": "an absolute path"},
+                examples=["/var/lib/kvd/recordings"],
+            ),
+        ]
+        | None
+    ) = None
+
+
 class Config(msgspec.Struct, frozen=True):
     """The whole configuration, checked. ``origins`` says where each value came from, by key."""
 
@@ -98,6 +136,7 @@ class Config(msgspec.Struct, frozen=True):
     http: HttpSection
     log: LogSection
     limits: LimitsSection
+    recorder: RecorderSection
     origins: dict[str, Origin]
 
 
@@ -113,5 +152,6 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "http": HttpSection,
     "log": LogSection,
     "limits": LimitsSection,
+    "recorder": RecorderSection,
 }
 """Sections in the order in which they are shown."""

@@ -9,6 +9,7 @@ from kvd.types import NO_TOKENS, Tokens
 from kvd.wire.admin import AdminRequest
 from kvd.wire.client import Request
 from kvd.wire.peer import Message
+from kvd.wire.snapshot import RecorderState
 
 
 class ClientJoined(msgspec.Struct, frozen=True, tag=True):
@@ -206,6 +207,21 @@ class Recalled(msgspec.Struct, frozen=True, tag=True):
     lines: tuple[str, ...]
 
 
+class RecorderSaid(msgspec.Struct, frozen=True, tag=True):
+    """How the flight recorder does; ``since_s`` in it is not used."""
+
+    at_s: float
+    recorder: RecorderState
+
+
+class RecordingSaved(msgspec.Struct, frozen=True, tag=True):
+    """The flight recorder wrote a file."""
+
+    at_s: float
+    path: str
+    why: str
+
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -229,4 +245,6 @@ Input = (
     | Tick
     | AuditTurn
     | Recalled
+    | RecorderSaid
+    | RecordingSaved
 )

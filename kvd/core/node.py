@@ -23,6 +23,7 @@ from kvd.core.operators import Operators
 from kvd.core.owners import Owners
 from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
+from kvd.core.recorded import Recorded
 from kvd.core.retract import Retractor
 from kvd.core.sessions import Sessions
 from kvd.core.transfers import Transfers
@@ -74,6 +75,7 @@ class Node:
         self.engines = Engines(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
+        self.recorded = Recorded(self.out)
         # One handler per input type: Any, because each takes its own type of input.
         self._handlers: dict[type, Callable[[Any], None]] = {
             i.FromClient: self.engines.request,
@@ -98,6 +100,8 @@ class Node:
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,
             i.Recalled: self.audit.recalled,
+            i.RecorderSaid: self.recorded.said,
+            i.RecordingSaved: self.recorded.saved,
         }
         self._from_peers: dict[type, Callable[[Any, Any], None]] = {
             Offer: self.prefiller.offered,

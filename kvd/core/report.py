@@ -47,6 +47,7 @@ def snapshot(node: Node) -> Snapshot:
         + tuple(_unanswered_peers(node)),
         clients=tuple(_client_states(node)),
         totals=totals(node),
+        recorder=node.recorded.state,
         audit=node.audit.state(),
     )
 

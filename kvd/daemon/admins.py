@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.freeze import TooManyObjects, state_hash
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.errors import Code, Refusal
+from kvd.recorder.orders import NotSaved, Saved
 from kvd.sockets import LoopSocket
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
+    from kvd.daemon.recording import Recording
     from kvd.observe.bus import Bus
 
 MAX_WAIT_S = 30.0
@@ -31,9 +34,10 @@ PAGE_EVENTS = 1000
 class AdminPort:
     """Requests of all operators on one ROUTER."""
 
-    def __init__(self, reactor: Reactor, bus: Bus) -> None:
+    def __init__(self, reactor: Reactor, bus: Bus, recording: Recording) -> None:
         self._reactor = reactor
         self._bus = bus
+        self._recording = recording
 
     def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Serve ``socket``, a bound ROUTER."""
@@ -61,6 +65,8 @@ class AdminPort:
             self._reactor.feed(Unreadable(self._reactor.clock(), "admin", operator.hex(), message))
         elif isinstance(message, admin.ListEvents):
             self._list_events(operator, message)
+        elif isinstance(message, admin.Record):
+            self._record(operator, message)
         else:
             self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
 
@@ -79,6 +85,28 @@ class AdminPort:
 
         timer = self._loop.call_later(min(asked.wait_s, MAX_WAIT_S), answer)
         self._bus.wake_on_next(answer)
+
+    def _record(self, operator: bytes, asked: admin.Record) -> None:
+        node = self._reactor.node
+        steps, last_event = node.steps, node.out.seq
+        try:
+            live_hash = state_hash(node, max_objects=asked.hash_objects)
+        except TooManyObjects:
+            live_hash = ""
+
+        def answer(report: Saved | NotSaved) -> None:
+            reply: admin.AdminReply
+            match report:
+                case Saved(_, path, _, seconds, inputs, n_bytes):
+                    reply = admin.Recorded(
+                        asked.call, path, seconds, inputs, n_bytes, steps, last_event, live_hash
+                    )
+                case NotSaved(_, why):
+                    refusal = Refusal(Code.NOT_SUPPORTED, why, side=node.settings.name)
+                    reply = admin.AdminFailed(asked.call, refusal)
+            self._send(operator, reply)
+
+        self._recording.save("record", "an operator asked for it", live_hash, answer)
 
     def _send(self, operator: bytes, message: admin.AdminReply) -> None:
         self._socket.send([operator, ADMIN_REPLIES.encode(message)])

@@ -43,6 +43,7 @@ from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
+from kvd.daemon.recording import Recording
 from kvd.daemon.seqpacket import AddressInUse, clear_stale, remove_own
 from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
@@ -105,8 +106,9 @@ class Daemon:
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
         self.bus.subscribe(self._log.write, wants=self._log.is_written)
-        self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._log.crashed)
+        self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
         self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
+        self.recording = self._recording()
         self.mover = Mover(
             self.reactor,
             lambda generation: self._transport(generation, regions),
@@ -122,6 +124,7 @@ class Daemon:
         await self.mover.start("start")
         self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
         await self._serve_http()
+        self.recording.begin()
         self._beat(self._clock())
 
     async def stop(self) -> None:
@@ -129,6 +132,23 @@ class Daemon:
         if self._tick is not None:
             self._tick.cancel()
         await self._up.aclose()
+
+    def _recording(self) -> Recording:
+        """The flight recorder; it is told goodbye only if the daemon was asked to stop."""
+        section = self.config.recorder
+        beside = Path(self.config.sockets.admin.removeprefix(IPC)).parent / "recordings"
+        directory = Path(section.directory) if section.directory is not None else beside
+        recording = Recording(self.reactor, section, directory)
+
+        async def stop() -> None:
+            await recording.stop(is_clean=self.stopped.is_set())
+
+        self._up.push_async_callback(stop)
+        return recording
+
+    def _bug(self, task: str, error: BaseException) -> None:
+        self._log.crashed(task, error)
+        self.recording.bug(task, error)
 
     # ---- parts -------------------------------------------------------------------------------
 
@@ -183,7 +203,7 @@ class Daemon:
         self._up.callback(self.attach.close)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.admins = AdminPort(self.reactor, self.bus)
+        self.admins = AdminPort(self.reactor, self.bus, self.recording)
         self.admins.start(self._bind(context, self.config.sockets.admin), self._loop)
         self._up.callback(self.admins.close)
 

@@ -45,6 +45,8 @@ class Reactor:
         self.node = node
         self.clock = clock
         self.perform: Perform = {}
+        self.tape: Callable[[Input], None] = untaped
+        """Sees every input before it is stepped."""
         self._bus = bus
         self._on_bug = on_bug
         self._waiting: deque[Input] = deque()
@@ -65,6 +67,7 @@ class Reactor:
 
     def _step(self, happened: Input) -> None:
         # A bug of the core must cost the request that met it, not the node with everybody's pages.
+        self.tape(happened)
         try:
             step = self.node.step(happened)
         except Exception as error:  # noqa: BLE001
@@ -121,3 +124,7 @@ def _is_apology(effect: effects.Effect) -> bool:
             return True
         case _:
             return False
+
+
+def untaped(_: Input) -> None:
+    """The tape of a reactor that nobody records."""

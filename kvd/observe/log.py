@@ -42,6 +42,7 @@ LEVELS = {
     "peer-refused": "warning",
     "handshake-failed": "warning",
     "message-refused": "warning",
+    "recording-ended": "warning",
     "violation": "error",
     "violation-healed": "warning",
 }

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 TICK_S = 0.05
 """As often as the daemon ticks."""
 
-AUDITS, AUDIT_WORK = 0.1, 100
-"""Share of ticks at which the node's own audit goes on, and by how many microseconds or so."""
-
 
 class Host:
     """One node, over all its lives."""
@@ -72,7 +69,6 @@ class Host:
             effects.Quiesce: lambda effect: self.mover.quiesce(effect.lease),
             effects.Copy: self._copy,
             effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),
-            effects.Recall: self._recall,
         }
 
     # ---- lives -------------------------------------------------------------------------------
@@ -188,8 +184,6 @@ class Host:
         agenda = self.world.agenda
         if self.asleep_until_s <= agenda.now_s:
             self.feed(inputs.Tick(agenda.now_s))
-            if self.world.rng.random() < AUDITS:
-                self.feed(inputs.AuditTurn(agenda.now_s, AUDIT_WORK, 0.0))
             agenda.after(TICK_S, self.tick, life)
         else:
             agenda.at(self.asleep_until_s, self.tick, life)
@@ -217,14 +211,6 @@ class Host:
 
     def _report(self, _: effects.Report) -> None:
         """Operators only look."""
-
-    def _recall(self, effect: effects.Recall) -> None:
-        """The node's own audit has found something: let it say what."""
-        self.world.agenda.after(0.0, self._recalled, self.life, effect.finding)
-
-    def _recalled(self, life: int, finding: int) -> None:
-        if self.life == life and self.is_up:
-            self.feed(inputs.Recalled(self.world.agenda.now_s, finding, ()))
 
     def _send(self, effect: effects.Send) -> None:
         message = effect.message
@@ -324,7 +310,6 @@ class Host:
         found = violations(self.node)
         if found:
             raise Violated(f"{self.name}: {'; '.join(found)}")
-        require(not self.node.audit.refuted, f"{self.name}: its audit suspected pages in vain")
         tree = self.node.leases.tree
         of = self.world.contents.of
         for node in tree.nodes():

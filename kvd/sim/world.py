@@ -31,7 +31,7 @@ from kvd.sim.receiving import Receiver
 from kvd.sim.sending import Sender
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
-from kvd.wire.events import Moved, Violation
+from kvd.wire.events import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from kvd.sim.profile import Profile
 
     MakeNode = Callable[[Settings, float], Node]
+
+AUDIT_STEPS = 250
+"""So often every invariant is checked, and the content of every cached page."""
 
 RECENT = 60
 """Inputs that are shown of a seed that fails."""
@@ -93,8 +96,6 @@ class World:
             host.dials = [other for other in self.hosts[:k] if self._has_link(host, other)]
         for host in self.hosts:
             self.start(host)
-        self.agenda.after(0.1, self._arrive)
-        self.faults.schedule()
 
     @property
     def digest(self) -> str:
@@ -143,18 +144,12 @@ class World:
 
     # ---- what happens ------------------------------------------------------------------------
 
-    def watch(self, host: Host, step: Step) -> None:
-        """After every step that did something, before its effects are carried out.
-
-        Raises:
-            Violated: The node itself says that an invariant does not hold.
-        """
+    def watch(self, _: Host, step: Step) -> None:
+        """After every step that did something, before its effects are carried out."""
         self._digest.update(self._encode(step))
         for event in step.events:
-            if isinstance(event, Moved):
+            if type(event) is Moved:
                 self.edges.add((event.before, event.trigger, event.after))
-            elif isinstance(event, Violation):
-                raise Violated(f"{host.name}, by its own audit: {event.what}")
 
     def concluded(self, _: Job, outcome: str) -> None:
         """A job is over."""
@@ -240,17 +235,19 @@ class World:
 
     # ---- from the storm to the verdict -------------------------------------------------------
 
-    def run(self, steps: int, audit_steps: int) -> None:
-        """The whole seed: ``steps`` of storm, and what follows; an audit every ``audit_steps``.
+    def run(self, steps: int) -> None:
+        """The whole seed: ``steps`` of storm, and what follows.
 
         Raises:
             Violated: Something that must never be was seen.
         """
-        audit_at, agenda = audit_steps, self.agenda
+        self.agenda.after(0.1, self._arrive)
+        self.faults.schedule()
+        audit_at, agenda = AUDIT_STEPS, self.agenda
         while self.steps < steps:
             agenda.step()
             if self.steps >= audit_at:
-                audit_at = self.steps + audit_steps
+                audit_at += AUDIT_STEPS
                 self.audit()
         self.is_stormy = False
         self.failing_loads = 0.0

@@ -77,7 +77,20 @@ class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
     call: Call
 
 
-AdminRequest = ShowStatus | ShowTree | Why | ListEvents | Flush | Evict | AbortRoom | Fence | Audit
+class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+    """Save what the flight recorder has. Answer: ``Recorded``.
+
+    The live node's state is hashed for it if it has at most ``hash_objects`` objects (tree nodes,
+    leases, parts...): about 10 us each, during which the loop stands still.
+    """
+
+    call: Call
+    hash_objects: Figure = 2000
+
+
+AdminRequest = (
+    ShowStatus | ShowTree | Why | ListEvents | Flush | Evict | AbortRoom | Fence | Audit | Record
+)
 
 
 class TreeNode(msgspec.Struct, frozen=True):
@@ -136,6 +149,23 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Of an audit: what the standing one has found, and how it runs."""
 
 
+class Recorded(msgspec.Struct, frozen=True, array_like=True, tag="recorded"):
+    """The recording, on the daemon's host, readable by the daemon's user only.
+
+    ``steps`` and ``last_event`` are the node's at its end; ``state_hash`` is of the live node
+    there, empty if it has too many objects.
+    """
+
+    call: int
+    path: str
+    seconds: float
+    inputs: int
+    file_bytes: int
+    steps: int
+    last_event: int
+    state_hash: str
+
+
 class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The request was refused as a whole."""
 
@@ -143,4 +173,4 @@ class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     refusal: Refusal
 
 
-AdminReply = Status | Tree | Because | EventPage | Report | AdminFailed
+AdminReply = Status | Tree | Because | EventPage | Report | AdminFailed | Recorded

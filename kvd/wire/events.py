@@ -316,6 +316,30 @@ class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
     lasted_s: float
 
 
+class RecordingStarted(msgspec.Struct, frozen=True, tag="recording-started"):
+    """From here on the flight recorder has every input."""
+
+    seq: int
+    at_s: float
+
+
+class RecordingEnded(msgspec.Struct, frozen=True, tag="recording-ended"):
+    """The flight recorder has lost the thread; the node goes on unrecorded."""
+
+    seq: int
+    at_s: float
+    why: str
+
+
+class RecordingSaved(msgspec.Struct, frozen=True, tag="recording-saved"):
+    """A recording was written: ``kvd replay`` reads it."""
+
+    seq: int
+    at_s: float
+    path: str
+    why: str
+
+
 Event = (
     ClientAttached
     | ClientGone
@@ -343,4 +367,7 @@ Event = (
     | Flushed
     | Violation
     | ViolationHealed
+    | RecordingStarted
+    | RecordingEnded
+    | RecordingSaved
 )

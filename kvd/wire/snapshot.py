@@ -137,6 +137,20 @@ class ClientState(msgspec.Struct, frozen=True):
     sends: int
 
 
+class RecorderState(msgspec.Struct, frozen=True):
+    """The flight recorder: ``off``, ``recording`` or ``ended``, since ``since_s`` ago, and why.
+
+    ``covered_s``, ``inputs`` and ``record_bytes`` are what a file would hold, as of a moment ago.
+    """
+
+    state: str = "off"
+    since_s: float = 0.0
+    covered_s: float = 0.0
+    inputs: int = 0
+    record_bytes: int = 0
+    why: str = ""
+
+
 class Totals(msgspec.Struct, frozen=True):
     """Counters since the incarnation began."""
 
@@ -219,3 +233,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     clients: tuple[ClientState, ...]
     totals: Totals
     audit: AuditState = AuditState()
+    recorder: RecorderState = RecorderState()

@@ -16,7 +16,20 @@ from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (
     *("serve", "demo", "status", "pools", "tree", "locks", "rooms", "peers", "why", "events"),
-    *("flush", "evict", "abort", "fence", "audit", "config", "keygen", "doctor", "bench", "sim"),
+    *(
+        "record",
+        "replay",
+        "flush",
+        "evict",
+        "abort",
+        "fence",
+        "audit",
+        "config",
+        "keygen",
+        "doctor",
+        "bench",
+        "sim",
+    ),
 )
 
 

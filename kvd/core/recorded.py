@@ -1,0 +1,50 @@
+"""What the node knows of its flight recorder, so that the snapshot and the events say it too.
+
+The recorder watches the node from outside; nothing here is needed for recording.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.wire import events
+from kvd.wire.snapshot import RecorderState
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.inputs import RecorderSaid, RecordingSaved
+
+RECORDING = "recording"
+
+
+class Recorded:
+    """The recorder's last word about itself."""
+
+    def __init__(self, out: Outbox) -> None:
+        self._state = RecorderState()
+        self._since_s = out.at_s
+        self._out = out
+
+    @property
+    def state(self) -> RecorderState:
+        """As the snapshot shows it."""
+        return msgspec.structs.replace(self._state, since_s=self._out.at_s - self._since_s)
+
+    def said(self, got: RecorderSaid) -> None:
+        """It says how it does; a change of state is an event."""
+        before, self._state = self._state.state, got.recorder
+        if got.recorder.state == before:
+            return
+        out = self._out
+        self._since_s = out.at_s
+        if got.recorder.state == RECORDING:
+            out.emit(events.RecordingStarted(out.next_seq(), out.at_s))
+        else:
+            out.emit(events.RecordingEnded(out.next_seq(), out.at_s, got.recorder.why))
+
+    def saved(self, got: RecordingSaved) -> None:
+        """It wrote a file."""
+        out = self._out
+        out.emit(events.RecordingSaved(out.next_seq(), out.at_s, got.path, got.why))
