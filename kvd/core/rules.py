@@ -39,12 +39,20 @@ ARRIVING = ASKING | {Decode.VERIFYING}
 """States of a part whose lease waits for its KV."""
 
 
-def lock_faults(edge: TreeNode, cross: Cross) -> Iterator[Fault]:
-    """I2: the locks of a node are those of its children, and of the leases that end at it."""
+def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
+    """I2: the locks of a node are those of its children, and of the leases that end at it.
+
+    Returns by how many it has too few, negative where it has too many.
+    """
     below = sum([child.lock_ref for child in edge.children.values()])
-    own = int(edge.parent is None)
-    anchored = cross.anchored[edge]
-    if edge.lock_ref != below + anchored + own:
+    return below + anchored[edge] + (edge.parent is None) - edge.lock_ref
+
+
+def lock_faults(edge: TreeNode, cross: Cross) -> Iterator[Fault]:
+    """I2 at one node, in words."""
+    if missing_locks(edge, cross.anchored):
+        anchored, own = cross.anchored[edge], edge.parent is None
+        below = sum([child.lock_ref for child in edge.children.values()])
         yield Fault(
             "I2",
             "lock-count",

@@ -19,6 +19,7 @@ Plain data between two turns: no iterator, nothing that a copy of the node could
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvd.core.radix_audit import is_linked, is_sound, node_faults, total_faults
 from kvd.core.rules import (
     lease_faults,
     lock_faults,
+    missing_locks,
     post_faults,
     queue_faults,
     ready_faults,
@@ -72,6 +74,7 @@ class Sweep:
     """One sweep. ``learn`` what moved, then ``look`` until it is OVER; take ``faults`` any time."""
 
     __slots__ = (
+        "_anchored",
         "_is_blind",
         "_is_suspicious",
         "_next",
@@ -79,6 +82,7 @@ class Sweep:
         "_seen",
         "_stack",
         "_touched",
+        "_uncounted",
         "began_s",
         "faults",
         "objects",
@@ -97,7 +101,10 @@ class Sweep:
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
         self._seen = bytearray(total)
         self._seen[0] = 1  # the null page is nowhere
+        self._uncounted = 1
+        """Pages looked at, less those that ``_seen`` tells of; 0 at the end."""
         self._touched = bytearray(total)
+        self._anchored: Counter[TreeNode | None] = Counter()
         self._is_blind = False
         self._is_suspicious = False
         self._next = 0
@@ -119,7 +126,7 @@ class Sweep:
         used = work
         match self.phase:
             case Phase.FREE:
-                used = self._look_at_free(node, work)
+                used = self._look_at_free(node, cross, work)
             case Phase.TREE:
                 used = self._look_at_tree(node, cross, work)
             case Phase.LEASES:
@@ -136,7 +143,7 @@ class Sweep:
 
     # ---- phases ------------------------------------------------------------------------------
 
-    def _look_at_free(self, node: Node, work: int) -> int:
+    def _look_at_free(self, node: Node, cross: Cross, work: int) -> int:
         pool = node.leases.pool
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
@@ -145,6 +152,7 @@ class Sweep:
         if self._next >= pool.free_pages:
             self._begin(Phase.TREE)
             self._stack = list(node.leases.tree.roots.values())
+            self._anchored = cross.anchored
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
 
     def _look_at_tree(self, node: Node, cross: Cross, work: int) -> int:
@@ -164,15 +172,25 @@ class Sweep:
                 self.faults += node_faults(edge, order, page_bytes)
             stack.extend(edge.children.values())
             if edge.lock_ref:
-                self.faults += lock_faults(edge, cross)
+                self._look_at_locks(edge, cross)
             pieces.append(edge.pages)
             used += NODE_UNITS
         self.objects += len(pieces)
         n_pages = self._count(pieces)
         if not stack:
             self._begin(Phase.LEASES)
+            self._anchored = Counter()
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
+
+    def _look_at_locks(self, edge: TreeNode, cross: Cross) -> None:
+        """Counting who is anchored where takes one look at all leases: an old count does, mostly.
+
+        Where it does not fit, the present one decides, and is the old one from then on.
+        """
+        if missing_locks(edge, self._anchored):
+            self._anchored = cross.anchored
+            self.faults += lock_faults(edge, cross)
 
     def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
         pieces = []
@@ -218,6 +236,9 @@ class Sweep:
         slice_pages = min(JUDGED_SLICE_PAGES, max(1, work) * PAGES_JUDGED_PER_UNIT)
         self._next = last = min(len(self._seen), first + slice_pages)
         has_doubt = False
+        self._uncounted -= int(np.frombuffer(self._seen, dtype=np.uint8)[first:last].sum())
+        if self._uncounted and last == len(self._seen):
+            self._is_suspicious = True  # at one moment in two places
         if not self._is_blind:
             seen = np.frombuffer(self._seen, dtype=np.uint8)[first:last]
             touched = np.frombuffer(self._touched, dtype=np.uint8)[first:last]
@@ -246,7 +267,8 @@ class Sweep:
         if n_pages and (ids.min() < 0 or ids.max() >= seen.size):
             self._is_suspicious = True
             ids = ids[(ids >= 0) & (ids < seen.size)]
-        np.add.at(seen, ids, 1)
+        seen[ids] += 1  # a page that is among them twice is counted once: see _judge
+        self._uncounted += ids.size
         return n_pages
 
     def _has_moved(self, edge: TreeNode) -> bool:

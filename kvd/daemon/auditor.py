@@ -30,8 +30,8 @@ MAX_SLICE_S = 0.002
 FIRST_UNIT_S = 2e-6
 """What a unit of work is taken to cost until it was measured."""
 
-LEAST_WORK = 16
-"""Units asked for at least: less costs more to ask for than to do."""
+LEAST_WORK = 256
+"""Units asked for at least: what a turn costs whatever it does must not be most of it."""
 
 LEARN = 0.25
 """Weight of the last turn in what a unit is taken to cost."""

@@ -55,13 +55,13 @@ def test_turns_never_cost_more_than_the_budget_whatever_a_unit_costs(unit_s):
 
     bench.tick(2000)
 
-    slack_s = 2 * MAX_SLICE_S + 32 * unit_s
+    slack_s = 2 * MAX_SLICE_S + 300 * unit_s
     assert bench.spent_s <= 0.01 * bench.now_s + slack_s
     assert bench.node.audit.sweeps > 0
 
 
 def test_slices_stay_short_when_a_unit_comes_to_cost_more():
-    bench = Bench(0.01, 5e-6)
+    bench = Bench(0.01, 1e-6)
     bench.tick(400)
     learned = len(bench.turns) + 20
     bench.unit_s *= 4
