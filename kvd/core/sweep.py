@@ -37,6 +37,7 @@ from kvd.core.rules import (
     register_faults,
     send_faults,
 )
+from kvd.core.saved_rules import saved_faults
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 FREE_SLICE_PAGES = 65_536
 JUDGED_SLICE_PAGES = 262_144
+SAVED_AT_ONCE_PAGES = 16_384
+"""A saved area of so many pages is checked whole, in 0.2 ms; of a larger one the numbers are."""
 
 # What things cost in units of work, about a microsecond each; the shell learns how much really.
 PAGES_SEEN_PER_UNIT = 128
@@ -224,6 +227,8 @@ class Sweep:
         self.faults += total_faults(node.leases.tree)
         self.faults += queue_faults(node, cross)
         self.faults += register_faults(node)
+        if node.leases.saved.pool.total_pages <= SAVED_AT_ONCE_PAGES:
+            self.faults += saved_faults(node)
         if count_faults(node):
             self._is_suspicious = True
         self._begin(Phase.PAGES)
