@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.fault.fuzz_memory import besiege_core, besiege_metadata, besiege_orders
 from tests.fault.fuzz_peers import Peers
 from tests.fault.fuzz_streams import Attachers, Browsers, Streams
 from tests.fault.fuzz_target import (
@@ -33,6 +34,13 @@ from tests.fault.fuzz_wire import Clients, Operators, Strangers
 WARM_FRAMES = 50_000
 """A fifth of fewer does not fill the rings and tables that a daemon bounds."""
 SIEGES = (Clients, Strangers, Attachers, Operators, Peers, Browsers, Streams)
+
+
+IN_MEMORY = {
+    "core": besiege_core,
+    "order socket": besiege_orders,
+    "metadata": besiege_metadata,
+}
 
 
 class Row(msgspec.Struct):
@@ -113,6 +121,14 @@ def growth(before: tuple[Size, Size], after: tuple[Size, Size]) -> tuple[int, in
     )
 
 
+def besiege_in_memory(name: str, frames: int, seed: int) -> Row:
+    """A siege of what needs no daemon: whatever it raises ends the run."""
+    began_s = time.monotonic()
+    answered = IN_MEMORY[name](frames, seed)
+    seconds = time.monotonic() - began_s
+    return Row(name, frames, seconds, answered, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, [])
+
+
 def judge(row: Row, retried: list[str]) -> None:
     """Add to the troubles of a row what its figures say."""
     if row.max_ms > SLOWEST_MS:
@@ -173,14 +189,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Besiege every socket of a running daemon.")
     parser.add_argument("--frames", type=int, default=100_000, help="for each socket")
     parser.add_argument("--seed", type=int, default=20_261)
-    parser.add_argument("--socket", help="only those whose name begins so")
+    parser.add_argument("--socket", default="", help="only those whose name begins so")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     chosen = parser.parse_args()
     say(f"seed {chosen.seed}")
     rows = []
-    with tempfile.TemporaryDirectory() as directory, besieged(Path(directory)) as target:
-        for siege in SIEGES:
-            if chosen.socket is None or siege.name.startswith(chosen.socket):
+    rows += [
+        besiege_in_memory(name, chosen.frames, chosen.seed)
+        for name in IN_MEMORY
+        if name.startswith(chosen.socket)
+    ]
+    sieges = [siege for siege in SIEGES if siege.name.startswith(chosen.socket)]
+    if sieges:
+        with tempfile.TemporaryDirectory() as directory, besieged(Path(directory)) as target:
+            for siege in sieges:
                 rows.append(besiege(target, siege, chosen.frames, chosen.seed))
                 say(show(rows[-1:]).splitlines()[1])
     say(show(rows))

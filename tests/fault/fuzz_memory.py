@@ -276,6 +276,13 @@ class CoreSiege:
             del owed[message.call]
 
 
+def besiege_core(count: int, seed: int) -> int:
+    """A node is fed ``count`` hostile inputs; how many answers it gave."""
+    siege = CoreSiege(seed)
+    siege.storm(count)
+    return siege.answers + siege.reports
+
+
 def besiege_orders(count: int, seed: int) -> int:
     """Both ends of the order socket read ``count`` frames; how many of them they could."""
     make = Maker(seed)

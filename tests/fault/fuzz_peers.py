@@ -18,6 +18,7 @@ from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, ROOMS, Tally, Wire
 
 if TYPE_CHECKING:
+    from kvd.bench.daemons import Daemon
     from tests.fault.fuzz_target import Target
 
 
@@ -77,6 +78,8 @@ class Peers:
         self.tally = Tally()
         self._kinds = kinds_of(peer.Message)
         self._life = seed
+        self._age = "0"
+        """First digit of every life: those after a rest are later than any that damage has made."""
         self._unreadable = self._rejected = 0
         self._lives: list[str] = []
         self._spoken: deque[bytes] = deque(maxlen=200)
@@ -135,6 +138,9 @@ class Peers:
 
     def calm(self) -> None:
         self._accomplice.leave()
+        daemon = self.target.daemon
+        daemon.wait_for(lambda: _is_alone(daemon), "keeps the accomplice", ANSWER_S)
+        self._age = "f" if self._age == "c" else "c"
         for wire, name in zip(self._wires[1:], NAMES, strict=True):
             self._greet(wire, name)  # a new life proves that the old one writes no more
         self._keep_up(0)
@@ -150,8 +156,8 @@ class Peers:
     def _greet(self, wire: Wire, name: str) -> None:
         """A Hello that is taken: a new life of this node."""
         self._life += 1
-        self._lives.append(f"{self._life:032x}")
-        self.make.known["source"] = [*self._lives[-8:], "", "f" * 32, self._hello.source]
+        self._lives.append(f"{self._age}{self._life:031x}")
+        self.make.known["source"] = [*self._lives[-8:], "", "0" * 32, self._hello.source]
         wire.say(
             PEER_MESSAGES.encode(
                 msgspec.structs.replace(
@@ -192,3 +198,7 @@ class Peers:
                 pass  # its own
             case _:
                 self.tally.answered += 1
+
+
+def _is_alone(daemon: Daemon) -> bool:
+    return all(one.name == "healthy" for one in daemon.snapshot().clients)

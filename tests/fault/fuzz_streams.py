@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 IDLE_CONNECTIONS = 30
 """Left open without a word while a siege lasts."""
+CROWD = 300
+"""Sessions at once; limits.max_clients is 256."""
 STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
@@ -49,6 +51,7 @@ class Attachers:
 
     def storm(self, count: int) -> None:
         rng = self.make.rng
+        self._crowd()
         for _ in range(count):
             packet = self.make.frame(rng.choice(self._kinds))
             if rng.random() < 0.002:
@@ -61,6 +64,18 @@ class Attachers:
         for one in self._idle:
             one.close()
         self._kept.close()
+
+    def _crowd(self) -> None:
+        """More sessions at once than there may be: those beyond the limit are told so."""
+        packet = ATTACH_REQUESTS.encode(client.Attach("hostile"))
+        crowd = []
+        for _ in range(CROWD):
+            crowd.append(self._connected())
+            crowd[-1].send(packet)
+            self.tally.frames += 1
+            self._hear(crowd[-1], packet)
+        for one in crowd:
+            one.close()
 
     def _talk(self, raw: socket.socket, packet: bytes) -> None:
         """Say it: with descriptors, more than once, without waiting for the answer."""

@@ -31,6 +31,7 @@ MOST_UNANSWERED = 256
 """Frames sent ahead of their answers."""
 ANSWER_S = 15.0
 MOST_TROUBLES = 10
+TOO_MANY_TOKENS = bytes(4 * (2**20 + 1))
 ROOMS = list(range(1, 20))
 
 
@@ -167,6 +168,9 @@ class Clients(Asking):
         self._held: deque[tuple[Wire, int, int]] = deque()
         self._held_pages = 0
         self._open()
+        for wire in self.wires * 3:  # the daemon keeps what it once needed for frames this long
+            call = self.next_call()
+            self.ask(wire, call, CLIENT_REQUESTS.encode(client.MatchPrefix(call)), TOO_MANY_TOKENS)
 
     def storm(self, count: int) -> None:
         for _ in range(count):
@@ -234,7 +238,7 @@ class Clients(Asking):
             case 2:
                 return pack_ids([-1, -(2**31), 2**31 - 1] * rng.randrange(1, 30))
             case 3 if rng.random() < 0.02:
-                return bytes(4 * (2**20 + 1))
+                return TOO_MANY_TOKENS
             case 4 if rng.random() < 0.1:
                 return pack_ids(list(range(POOL_PAGES * 16 + 1)))
             case _:
