@@ -16,7 +16,7 @@ from kvd.sockets import open_dealer
 from kvd.wire import admin, peer
 from kvd.wire.codec import PEER_MESSAGES
 
-ANSWER_MS = 5_000
+ANSWER_MS = 10_000
 EVENT_S = 10.0
 QUIET_MS = 100
 _FAILED = (
