@@ -156,6 +156,13 @@ class TransferSection(msgspec.Struct, frozen=True):
         Literal["nixl", "loopback"],
         Meta(description="How bytes travel between nodes.", extra={"rule": "nixl"}),
     ] = "nixl"
+    integrity: Annotated[
+        Literal["full", "sampled", "off"],
+        Meta(
+            description="Which received pages are compared with what was sent before anything is "
+            "cached: all of them, the first, the last and one in 16, or none.",
+        ),
+    ] = "sampled"
     ucx: Annotated[
         dict[str, str],
         Meta(

@@ -8,7 +8,9 @@ happens on the edges. The rules that keep memory safe live here:
   fence, or the proof that the writer is gone;
 - the last message is repeated until Settled; Settled is answered with Closed for ever, from the
   kept outcome or, once that is folded, from the floor;
-- the engine hears of a failure at once, not when the pages come back.
+- the engine hears of a failure at once, not when the pages come back;
+- nothing enters the tree before ``verify`` says that it is what was sent. Whoever gives up while it
+  looks is heard at once, and what was delivered is cached all the same.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ from typing import TYPE_CHECKING
 
 from kvd.core.admission import Admission, Waiter
 from kvd.core.lease import ARRIVAL, Claim, Lease
-from kvd.core.machine import move_decode
+from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart
 from kvd.core.prompt import prompt_digest
+from kvd.core.seal import seal_of
 from kvd.core.settling import Settling
 from kvd.core.tables import Decode, DecodeTrigger
-from kvd.core.verdict import bounded
+from kvd.core.verdict import bounded, took_too_long, writer_restarted, writer_silent
+from kvd.core.verify import Finding, Verifying
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count, short
-from kvd.wire import client, events
+from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
+from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
+    from kvd.core.inputs import Verified
     from kvd.core.lease_table import LeaseTable
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
@@ -39,6 +44,9 @@ D, T = Decode, DecodeTrigger
 
 ASKING = {D.OFFERED, D.RECEIVING}
 """The writer may write, and we still want it."""
+
+WANTED = {*ASKING, D.VERIFYING}
+"""The engine waits, unless it has given up on what is being verified."""
 
 OPEN = {D.OFFERED, D.RECEIVING, D.VERIFYING, D.DRAINING}
 """States in which the writer's word is still to come."""
@@ -91,6 +99,7 @@ class Decoder:
         self.by_handoff: dict[int, DecodePart] = {}
         """Those that have been offered."""
         self.settling = Settling(settings, leases, peers, out)
+        self.verifying = Verifying(settings, peers, out)
         self._settings = settings
         self._leases = leases
         self._admission = admission
@@ -154,6 +163,8 @@ class Decoder:
         if part is None:
             self.outcomes.answer(peer, message.handoff)
             return
+        if part.state is D.VERIFYING:
+            return  # the first last word stays; Closed follows when the pages are verified
         message = bounded(message, self._settings)
         is_delivered = message.outcome is Outcome.DELIVERED
         trigger = T.DELIVERED if is_delivered else T.SETTLED
@@ -165,19 +176,25 @@ class Decoder:
             self._close_drained(part, "settled", in_doubt=message.in_doubt)
         elif is_delivered:
             part.aux = message.aux
-            self._verified(part)
+            self._judge(part, self.verifying.begin(part, message.checksums))
         else:
             self._fail(part, why)
             self.settling.free(part, "settled", in_doubt=message.in_doubt)
             self._close(part, message.outcome, why)
 
+    def verified(self, got: Verified) -> None:
+        """Our transfer process has compared what arrived with what was sent."""
+        part = self.parts.get(got.ticket)
+        if part is not None and part.state is D.VERIFYING:
+            self._judge(part, self.verifying.judge(part, got))
+
+    def serving(self) -> None:
+        """A transfer process serves: it is asked what its predecessor did not answer."""
+        self.verifying.ask_again(p for p in self.parts.values() if p.state is D.VERIFYING)
+
     def writer_gone(self, incarnation: str) -> None:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
-        refusal = Refusal(
-            Code.PEER_LOST,
-            f"the prefill daemon restarted ({short(incarnation)} is gone): send it again",
-            side=self._settings.name,
-        )
+        refusal = writer_restarted(incarnation, self._settings)
         for part in [one for one in self.parts.values() if one.incarnation == incarnation]:
             was_wanted = part.state in ASKING
             self._move(part, T.WRITER_GONE, "new incarnation")
@@ -185,7 +202,7 @@ class Decoder:
                 self._fail(part, refusal)
                 self.settling.free(part, "writer-gone", in_doubt=True)
                 self._close(part, Outcome.FAILED, refusal)
-            else:
+            elif part.state is D.CLOSED:
                 self._close_drained(part, "new-incarnation", in_doubt=True)
         self.outcomes.forget(incarnation)
 
@@ -206,14 +223,7 @@ class Decoder:
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
-        silent_s = self._out.at_s - peer.heard_s
-        refusal = Refusal(
-            Code.PEER_LOST,
-            f"{peer.name} has been silent for {silent_s:.1f} s (limit "
-            f"{self._settings.lost_s:.1f} s): the pages stay in quarantine until it settles",
-            side=self._settings.name,
-            numbers={"silent_s": round(silent_s, 3)},
-        )
+        refusal = writer_silent(peer, self._out.at_s, self._settings)
         for part in list(self.parts.values()):
             if part.incarnation == peer.incarnation and part.state in ASKING:
                 self._give_up(part, refusal)
@@ -235,8 +245,8 @@ class Decoder:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
         for part in list(self.parts.values()):
-            if part.state in ASKING and part.deadline_s <= now_s:
-                self._give_up(part, self._too_late(part))
+            if part.state in WANTED and part.deadline_s <= now_s:
+                self._give_up(part, took_too_long(part, now_s, self._settings))
             if part.state in UNANSWERED and part.resend_s <= now_s:
                 self._resend(part)
 
@@ -266,7 +276,9 @@ class Decoder:
             digest=prompt_digest(lease.tokens, lease.namespace),
             grants=(Grant(component, part.prefix_tokens, part.prompt_tokens, destination),),
             deadline_s=part.deadline_s - self._out.at_s,
+            integrity=self._settings.integrity,
         )
+        part.seal = seal_of(part.unanswered, self._leases.page_size)
         self._move(
             part, T.ADMITTED, f"has {part.prefix_tokens} tokens, {count(destination)} pages wanted"
         )
@@ -292,28 +304,49 @@ class Decoder:
                 Withdrawn(self._settings.incarnation, peer.incarnation, part.room, why.code.value),
             )
 
-    def _verified(self, part: DecodePart) -> None:
+    def _judge(self, part: DecodePart, found: Finding | Refusal) -> None:
+        if isinstance(found, Refusal):
+            self._reject(part, found)
+        elif found is Finding.GOOD and part.lease is not None:
+            self._commit(part, part.lease)
+
+    def _commit(self, part: DecodePart, lease: Lease) -> None:
         """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""
-        lease = part.lease
-        if lease is None:
-            return
         self._move(part, T.VERIFIED, "")
-        self._leases.hand_over(lease, f"received from {part.peer}")
-        self._leases.commit(lease, NO_TOKENS)
-        self.ready[lease.id] = part
         self.received_bytes += part.moved_bytes
         self.saved_bytes += self._leases.bytes_of(part.prefix_tokens)
-        self._out.answer(part.session, client.Received(part.id, lease.id, lease.row, part.aux))
+        left = part.ended
+        if left is None:
+            self._leases.hand_over(lease, f"received from {part.peer}")
+        self._leases.commit(lease, NO_TOKENS)
+        if left is None:
+            self.ready[lease.id] = part
+            self._out.answer(part.session, client.Received(part.id, lease.id, lease.row, part.aux))
         part.aux = b""
         self._close(part, Outcome.COMMITTED, None)
+        if left is not None:
+            self._leases.release(lease, ARRIVAL, left.code.value)
+            self._move(part, T.RELEASED, left.message)
+            self._admission.pump()
+
+    def _reject(self, part: DecodePart, why: Refusal) -> None:
+        """VERIFYING -> CLOSED: nothing was cached, and nobody gets the pages before Quiet."""
+        self._move(part, T.CORRUPTED, why.message)
+        if part.ended is None:
+            self._fail(part, why)
+        self.settling.free(part, "corrupt", in_doubt=True)
+        self._close(part, Outcome.CORRUPT, why)
 
     def _give_up(self, part: DecodePart, refusal: Refusal) -> None:
         """-> DRAINING: tell the engine and the writer, keep the pages from everybody."""
         lease = part.lease
-        if part.state not in ASKING or lease is None:
+        if part.state not in WANTED or part.ended is not None or lease is None:
             return
         self._fail(part, refusal)
         self._move(part, T.GIVEN_UP, refusal.message)
+        if part.state is D.VERIFYING:
+            part.story.tell(self._out.at_s, f"given up while verifying ({refusal.message})")
+            return
         self.settling.quarantine(part, lease, refusal.message)
         part.unanswered = Abort(
             self._settings.incarnation,
@@ -350,26 +383,9 @@ class Decoder:
         self._out.answer(part.session, client.ReceiveFailed(part.id, refusal))
 
     def _tell_ended(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
-        out = self._out
         is_committed = outcome is Outcome.COMMITTED
-        out.emit(
-            events.HandoffEnded(
-                out.next_seq(),
-                out.at_s,
-                "decode",
-                part.id,
-                part.room,
-                part.peer,
-                outcome.value,
-                reason.code.value if reason else "",
-                reason.message if reason else "",
-                part.prompt_tokens,
-                part.prefix_tokens,
-                part.moved_bytes,
-                self._leases.bytes_of(part.prefix_tokens) if is_committed else 0,
-                out.at_s - part.since_s,
-            )
-        )
+        saved_bytes = self._leases.bytes_of(part.prefix_tokens) if is_committed else 0
+        tell_ended(part, outcome, reason, saved_bytes, self._out)
 
     # ---- small things ------------------------------------------------------------------------
 
@@ -398,20 +414,6 @@ class Decoder:
             self._out.send(peer.link, part.unanswered)
         part.resend_s = self._out.at_s + part.resend_gap_s
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
-
-    def _too_late(self, part: DecodePart) -> Refusal:
-        waited_s = self._out.at_s - part.since_s
-        what = (
-            "the prefill side never accepted the offer: has its engine called send() for this room?"
-            if part.state is D.OFFERED
-            else f"{part.moved_bytes} bytes had landed"
-        )
-        return Refusal(
-            Code.DEADLINE,
-            f"room {part.room} from {part.peer} took longer than {waited_s:.1f} s: {what}",
-            side=self._settings.name,
-            numbers={"waited_s": round(waited_s, 3), "moved_bytes": part.moved_bytes},
-        )
 
     def _move(self, part: DecodePart, trigger: DecodeTrigger, why: str) -> None:
         move_decode(part, trigger, why, self._out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.core.seal import UNSEALED, Seal
 from kvd.types import Pages
 from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
@@ -48,7 +49,10 @@ class DropAgent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Post(msgspec.Struct, frozen=True, tag=True):
-    """Write our pages ``source[i]`` over the peer's pages ``destination[i]``."""
+    """Write our pages ``source[i]`` over the peer's pages ``destination[i]``.
+
+    ``source[i]`` is logical page ``first_page + i`` of the prompt, summed as ``seal`` says.
+    """
 
     post: int
     incarnation: str
@@ -56,6 +60,21 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     component: str
     source: Pages
     destination: Pages
+    seal: Seal = UNSEALED
+    first_page: int = 0
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """Sum what arrived in our ``pages``, logical page ``seal.first`` first, and say ``Verified``.
+
+    ``sums``: what the writer says they must be, for the pages that the seal chooses.
+    """
+
+    ticket: int
+    component: str
+    seal: Seal
+    pages: Pages
+    sums: bytes
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +115,7 @@ Effect = (
     | LoadAgent
     | DropAgent
     | Post
+    | Verify
     | Quiesce
     | Copy
     | RestartTransfer

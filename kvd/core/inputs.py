@@ -144,11 +144,12 @@ class PostMoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class PostDone(msgspec.Struct, frozen=True, tag=True):
-    """Every byte of the post has landed."""
+    """Every byte of the post has landed; ``sums`` of the pages that its seal chose."""
 
     at_s: float
     post: int
     moved_bytes: int
+    sums: bytes = b""
 
 
 class PostFailed(msgspec.Struct, frozen=True, tag=True):
@@ -157,6 +158,18 @@ class PostFailed(msgspec.Struct, frozen=True, tag=True):
     at_s: float
     post: int
     why: str
+
+
+class Verified(msgspec.Struct, frozen=True, tag=True):
+    """What ``Verify`` of that ticket found: the logical pages that are not what was sent.
+
+    ``why`` is given where the pages could not be summed at all.
+    """
+
+    at_s: float
+    ticket: int
+    bad_pages: tuple[int, ...]
+    why: str = ""
 
 
 class Quiet(msgspec.Struct, frozen=True, tag=True):
@@ -239,6 +252,7 @@ Input = (
     | PostMoved
     | PostDone
     | PostFailed
+    | Verified
     | Quiet
     | Copied
     | CopyFailed

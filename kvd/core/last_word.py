@@ -136,6 +136,7 @@ class LastWord:
                     (part.aux or b"") if outcome is Outcome.DELIVERED else b"",
                     part.moved_bytes,
                     part.in_doubt,
+                    part.checksums if outcome is Outcome.DELIVERED else b"",
                 ),
             )
 
@@ -257,6 +258,7 @@ class LastWord:
         part.offer = None
         part.ended = refusal
         part.aux = b""
+        part.sums = {}
 
     def _tell_ended(self, part: PrefillPart, refusal: Refusal | None) -> None:
         if refusal is None:

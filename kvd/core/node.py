@@ -94,6 +94,7 @@ class Node:
             i.PostMoved: self.transfers.post_moved,
             i.PostDone: self.transfers.post_done,
             i.PostFailed: self.transfers.post_failed,
+            i.Verified: self.decoder.verified,
             i.Quiet: self._quiet,
             i.Copied: self.retractor.copied,
             i.CopyFailed: self.retractor.copy_failed,
@@ -103,7 +104,11 @@ class Node:
             i.RecorderSaid: self.recorded.said,
             i.RecordingSaved: self.recorded.saved,
         }
-        self._from_peers: dict[type, Callable[[Any, Any], None]] = {
+        self._from_peers = self._peer_handlers()
+
+    def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
+        """One handler per message of a peer."""
+        return {
             Offer: self.prefiller.offered,
             Abort: self.prefiller.aborted,
             Withdrawn: self.prefiller.withdrawn,
@@ -213,6 +218,7 @@ class Node:
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)
         self.retractor.transfer_ready()
+        self.decoder.serving()
         self.admission.wake()
 
     def _transfer_gone(self, got: i.TransferGone) -> None:

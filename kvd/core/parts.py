@@ -12,6 +12,7 @@ import msgspec
 
 from kvd.core.flow import Flow
 from kvd.core.lease import Lease
+from kvd.core.seal import UNSEALED
 from kvd.core.story import Story
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Refusal
@@ -41,10 +42,12 @@ class DecodePart:
         "resend_gap_s",
         "resend_s",
         "room",
+        "seal",
         "session",
         "since_s",
         "state",
         "story",
+        "sums",
         "unanswered",
         "waiter",
     )
@@ -65,6 +68,9 @@ class DecodePart:
         self.prefix_tokens = 0
         self.moved_bytes = 0
         self.aux = b""
+        self.seal = UNSEALED
+        self.sums = b""
+        """What the writer says of the pages, while they are verified."""
         self.lease: Lease | None = None
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""
@@ -130,6 +136,7 @@ class PrefillPart:
         "since_s",
         "state",
         "story",
+        "sums",
     )
 
     def __init__(self, part_id: int, room: int, state: Prefill, at_s: float) -> None:
@@ -160,6 +167,8 @@ class PrefillPart:
         self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
+        self.sums: dict[int, bytes] = {}
+        """Of the pages of each post that is done; ids of posts grow with the pages."""
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
@@ -168,3 +177,8 @@ class PrefillPart:
         """A post ended with bytes sent and not confirmed."""
         self.ended: Refusal | None = None
         self.story = Story()
+
+    @property
+    def checksums(self) -> bytes:
+        """The sums of all its posts, in the order of the pages."""
+        return b"".join(sums for _, sums in sorted(self.sums.items()))

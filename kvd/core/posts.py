@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.agents import Agent
+from kvd.core.seal import UNSEALED, seal_of
 from kvd.core.tables import Prefill
 from kvd.types import ID_BYTES, Pages
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from kvd.core.lease_table import LeaseTable
@@ -62,6 +64,7 @@ class Posts:
         part.outstanding.add(self._last)
         self.parts[self._last] = part
         self._leases.begin_read(engine.lease)
+        is_open = offer.integrity is Integrity.OFF
         self._out.effects.append(
             effects.Post(
                 self._last,
@@ -70,6 +73,8 @@ class Posts:
                 grant.component,
                 Pages(engine.lease.row[first * ID_BYTES : last * ID_BYTES]),
                 Pages(grant.pages[(first - base) * ID_BYTES : (last - base) * ID_BYTES]),
+                UNSEALED if is_open else seal_of(offer, size),
+                0 if is_open else first,
             )
         )
         part.posted_tokens = upto
@@ -83,7 +88,7 @@ class Posts:
             self._moved[post] = moved_bytes
         return part
 
-    def over(self, post: int, moved_bytes: int) -> PrefillPart | None:
+    def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> PrefillPart | None:
         """The post can write no more: it is done, or its agent is destroyed."""
         part = self.moved(post, moved_bytes)
         if part is None:
@@ -91,6 +96,8 @@ class Posts:
         del self.parts[post], self._moved[post]
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
+        if sums:
+            part.sums[post] = sums
         self.sent_bytes += moved_bytes
         if part.engine is not None:
             self._leases.end_read(part.engine.lease)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.owners import owner_of
+from kvd.core.seal import SUM_BYTES
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
@@ -181,6 +182,8 @@ _PREFILL_WAITS = {
 def _decode_wait(node: Node, part: DecodePart) -> str:
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
+    if part.state is Decode.VERIFYING:
+        return f"its pages to be verified ({len(part.sums) // SUM_BYTES} pages)"
     return _DECODE_WAITS.get(part.state.value, "")
 
 

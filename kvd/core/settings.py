@@ -7,6 +7,7 @@ import msgspec
 from kvd.core.eviction import Policy
 from kvd.core.spec import PoolSpec
 from kvd.types import Incarnation, NodeName
+from kvd.wire.peer import Integrity
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -43,3 +44,5 @@ class Settings(msgspec.Struct, frozen=True):
     """After this a draining send destroys its sending agent, so that it can settle."""
     linger_s: float = 30.0
     """How long Settled is repeated to a decode side that never says Closed."""
+    integrity: Integrity = Integrity.OFF
+    """Which of the pages that we receive are verified before anything is kept."""

@@ -45,7 +45,7 @@ class Transfers:
 
     def post_done(self, got: PostDone) -> None:
         """Every byte of the post has landed."""
-        self._over(got.post, got.moved_bytes)
+        self._over(got.post, got.moved_bytes, got.sums)
 
     def post_failed(self, got: PostFailed) -> None:
         """Its bytes are in doubt: only the end of its sending agent makes them certain."""
@@ -97,8 +97,8 @@ class Transfers:
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _over(self, post: int, moved_bytes: int) -> None:
-        part = self._posts.over(post, moved_bytes)
+    def _over(self, post: int, moved_bytes: int, sums: bytes = b"") -> None:
+        part = self._posts.over(post, moved_bytes, sums)
         if part is not None:
             if part.state in WRITING:
                 self._tell_progress(part, part.moved_bytes)

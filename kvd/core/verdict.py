@@ -1,4 +1,4 @@
-"""Sentences about the end of a part: an aux that is too long, a send that took too long."""
+"""Sentences about the end of a part: an aux that is too long, a part that took too long."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.tables import Prefill
+from kvd.core.tables import Decode, Prefill
 from kvd.errors import Code, Refusal
+from kvd.types import short
 from kvd.wire.peer import Outcome, Settled
 
 if TYPE_CHECKING:
-    from kvd.core.parts import PrefillPart
+    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.peer import Peer
     from kvd.core.settings import Settings
 
 
@@ -28,6 +30,43 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         numbers={"bytes": n_bytes, "limit": limit},
     )
     return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
+
+
+def writer_restarted(incarnation: str, mine: Settings) -> Refusal:
+    """The prefill daemon is another process by now."""
+    return Refusal(
+        Code.PEER_LOST,
+        f"the prefill daemon restarted ({short(incarnation)} is gone): send it again",
+        side=mine.name,
+    )
+
+
+def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
+    """The prefill daemon is lost: it may still write."""
+    silent_s = now_s - peer.heard_s
+    return Refusal(
+        Code.PEER_LOST,
+        f"{peer.name} has been silent for {silent_s:.1f} s (limit {mine.lost_s:.1f} s): the pages "
+        "stay in quarantine until it settles",
+        side=mine.name,
+        numbers={"silent_s": round(silent_s, 3)},
+    )
+
+
+def took_too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
+    """The receive passed its deadline: what it waited for."""
+    waited_s = now_s - part.since_s
+    what = {
+        Decode.OFFERED: "the prefill side never accepted the offer: has its engine called send() "
+        "for this room?",
+        Decode.VERIFYING: "every byte had landed, and our transfer process is verifying them",
+    }.get(part.state, f"{part.moved_bytes} bytes had landed")
+    return Refusal(
+        Code.DEADLINE,
+        f"room {part.room} from {part.peer} took longer than {waited_s:.1f} s: {what}",
+        side=mine.name,
+        numbers={"waited_s": round(waited_s, 3), "moved_bytes": part.moved_bytes},
+    )
 
 
 def too_late(part: PrefillPart, now_s: float, mine: Settings) -> Refusal:

@@ -58,6 +58,7 @@ from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation, NodeName
 from kvd.wire import peer
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -255,6 +256,7 @@ class Daemon:
             effects.LoadAgent: self.mover.load,
             effects.DropAgent: self.mover.drop,
             effects.Post: self.mover.post,
+            effects.Verify: self.mover.verify,
             effects.Quiesce: self.mover.quiesce,
             effects.Copy: self.mover.copy,
             effects.RestartTransfer: self.mover.restart,
@@ -344,6 +346,7 @@ def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Setti
         fence_after_s=config.transfer.fence_after_s,
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
+        integrity=Integrity(config.transfer.integrity),
     )
 
 

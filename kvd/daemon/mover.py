@@ -136,7 +136,15 @@ class Mover:
                 effect.component,
                 effect.source,
                 effect.destination,
+                effect.seal,
+                effect.first_page,
             )
+        )
+
+    def verify(self, effect: effects.Verify) -> None:
+        """Carry out ``Verify``."""
+        self._order(
+            orders.Verify(effect.ticket, effect.component, effect.seal, effect.pages, effect.sums)
         )
 
     def quiesce(self, effect: effects.Quiesce) -> None:
@@ -216,16 +224,25 @@ def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
             happened = inputs.AgentDropped(now_s, peer, generation, unacknowledged_bytes)
         case orders.Moved(post, moved_bytes):
             happened = inputs.PostMoved(now_s, post, moved_bytes)
-        case orders.Posted(post, moved_bytes):
-            happened = inputs.PostDone(now_s, post, moved_bytes)
+        case orders.Posted(post, moved_bytes, _, sums):
+            happened = inputs.PostDone(now_s, post, moved_bytes, sums)
         case orders.PostFailed(post, why):
             happened = inputs.PostFailed(now_s, post, why)
-        case orders.Quiet(ticket):
-            happened = inputs.Quiet(now_s, ticket)
-        case orders.Copied(ticket, n_bytes):
-            happened = inputs.Copied(now_s, ticket, n_bytes)
-        case orders.CopyFailed(ticket, why):
-            happened = inputs.CopyFailed(now_s, ticket, why)
         case _:
-            pass
+            happened = _input_of_pages(report, now_s)
     return happened
+
+
+def _input_of_pages(report: orders.Report, now_s: float) -> inputs.Input | None:
+    """What is reported of pages of our own."""
+    match report:
+        case orders.Verified(ticket, bad_pages, why):
+            return inputs.Verified(now_s, ticket, bad_pages, why)
+        case orders.Quiet(ticket):
+            return inputs.Quiet(now_s, ticket)
+        case orders.Copied(ticket, n_bytes):
+            return inputs.Copied(now_s, ticket, n_bytes)
+        case orders.CopyFailed(ticket, why):
+            return inputs.CopyFailed(now_s, ticket, why)
+        case _:
+            return None

@@ -128,6 +128,12 @@ def _ledger(metrics: Metrics) -> Iterator[Metric]:
     yield _total(
         "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
     )
+    yield _counter(
+        "kvd_corrupt_pages",
+        "Received pages that were not what was sent; none of them was cached.",
+        metrics.corrupt_pages,
+        ("peer",),
+    )
     yield _counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
     yield _counter(
         "kvd_peer_handshakes_failed",

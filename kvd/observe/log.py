@@ -37,6 +37,7 @@ LEVELS = {
     "moved": "debug",
     "agent-changed": "debug",
     "quarantined": "warning",
+    "pages-corrupt": "warning",
     "peer-suspect": "warning",
     "peer-lost": "warning",
     "peer-refused": "warning",

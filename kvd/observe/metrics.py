@@ -138,6 +138,7 @@ class Metrics:
         self.messages_refused = Counter()
         self.peers_lost = Counter()
         self.handshakes_failed = Counter()
+        self.corrupt_pages = Counter()
         self.violations = 0
         self.rpc_seconds = Histograms(FAST_S)
         self.rpc_errors = Counter()
@@ -151,6 +152,7 @@ class Metrics:
             events.LeaseReleased: self._lease_released,
             events.MessageRefused: self._message_refused,
             events.PeerLost: self._peer_lost,
+            events.PagesCorrupt: self._pages_corrupt,
             events.Violation: self._violation,
         }
 
@@ -233,6 +235,9 @@ class Metrics:
 
     def _peer_lost(self, event: events.PeerLost) -> None:
         self.peers_lost.add(1, event.peer)
+
+    def _pages_corrupt(self, event: events.PagesCorrupt) -> None:
+        self.corrupt_pages.add(event.bad_pages, event.peer)
 
     def _violation(self, _event: events.Violation) -> None:
         self.violations += 1

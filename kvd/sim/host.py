@@ -70,6 +70,7 @@ class Host:
             effects.LoadAgent: self._load_agent,
             effects.DropAgent: self._drop_agent,
             effects.Post: self._post,
+            effects.Verify: lambda effect: self.mover.verify(effect),  # noqa: PLW0108 - the mover changes
             effects.Quiesce: lambda effect: self.mover.quiesce(effect.lease),
             effects.Copy: self._copy,
             effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),

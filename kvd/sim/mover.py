@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import inputs
+from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.sim.contents import TORN
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from kvd.core import effects
@@ -26,6 +28,8 @@ Lane = tuple[str, int]
 REPORT_S = 0.0003
 LANDING_S = 0.002
 SLOW_S = 0.4
+DAMAGED = 0.03
+"""Of the deliveries that are verified in full: one page of it is not what was sent."""
 
 
 class Flight:
@@ -42,6 +46,7 @@ class Flight:
         "pace_s",
         "post",
         "source",
+        "sums",
         "to",
     )
 
@@ -56,6 +61,7 @@ class Flight:
         self.destination = page_ids(post.destination)
         self.contents: list[int] = []
         """What the source pages held when they were posted: nobody may write them meanwhile."""
+        self.sums = b""
         self.done = 0
         """Pages that have landed."""
         self.pace_s = LANDING_S
@@ -167,6 +173,7 @@ class Mover:
         flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
         memory = self.host.memory
         flight.contents = [memory[page] for page in flight.source]
+        flight.sums = _sums(post.seal, post.first_page, flight.contents)
         if flight.lane not in self._loaded:
             self._fail(flight, "no sending agent")
             return
@@ -201,7 +208,7 @@ class Mover:
             del self.flights[flight.post]
             if not flight.is_reported:
                 flight.is_reported = True
-                self._tell(REPORT_S, inputs.PostDone, flight.post, self._bytes(flight))
+                self._tell(REPORT_S, inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
         else:
             if not flight.is_reported:
                 self._tell(REPORT_S, inputs.PostMoved, flight.post, self._bytes(flight))
@@ -270,6 +277,26 @@ class Mover:
             _land_pages(flight, int((len(flight.source) - flight.done + 1) * self._random()))
             self._agenda.after(0.2 * self._random(), self.land_late, flight)
 
+    def verify(self, effect: effects.Verify) -> None:
+        """Compare what has arrived with what was sent, after a while."""
+        if self.is_alive:
+            self._agenda.after(0.05 * self._random(), self._verify, effect)
+
+    def _verify(self, effect: effects.Verify) -> None:
+        if not self.is_alive:
+            return
+        seal, memory, world = effect.seal, self.host.memory, self.host.world
+        is_risky = world.is_stormy and world.profile.failing_posts > 0
+        if is_risky and seal.integrity is Integrity.FULL and self._random() < DAMAGED:
+            memory[page_ids(effect.pages)[-1]] = TORN
+        sums = _sums(seal, seal.first, [memory[page] for page in page_ids(effect.pages)])
+        bad = tuple(
+            int(page)
+            for k, page in enumerate(chosen(seal, seal.first, seal.end))
+            if sums[k * SUM_BYTES :][:SUM_BYTES] != effect.sums[k * SUM_BYTES :][:SUM_BYTES]
+        )
+        self._tell(REPORT_S, inputs.Verified, effect.ticket, bad)
+
     def quiesce(self, lease: int) -> None:
         """Say Quiet when nothing that has reached this host can still land."""
         if self.is_alive:
@@ -285,6 +312,19 @@ class Mover:
                 _land_pages(flight, len(flight.source) - flight.done)
         self.late.clear()
         self._tell(REPORT_S, inputs.Quiet, lease)
+
+
+def _sums(seal: Seal, first_page: int, contents: list[int]) -> bytes:
+    """Of these pages, as a transfer process reports them."""
+    if seal.is_open:
+        return b""
+    wanted = chosen(seal, first_page, first_page + len(contents)).tolist()
+    return b"".join(
+        page_sum(
+            seal, page, [contents[page - first_page].to_bytes(8, "little", signed=True)]
+        ).to_bytes(SUM_BYTES, "little")
+        for page in wanted
+    )
 
 
 def _is_reachable(flight: Flight) -> bool:

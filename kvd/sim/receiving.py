@@ -77,6 +77,7 @@ class Receiver(Job):
         """It will not come."""
         require(self in self.session.jobs, f"{self.host.name}: {self}: failed after its end")
         require(not self.lease, f"{self.host.name}: {self}: failed after it was delivered")
+        self.host.world.left.add(self.request.room)
         self.end(word(refusal))
 
     def change_mind(self) -> None:

@@ -144,7 +144,9 @@ class Sender(Job):
             self._leave(word(reply.refusal))
             return
         assert type(reply) is client.Finished
-        if reply.failure is None and self.aux not in self.host.world.delivered:
+        world = self.host.world
+        is_known = self.aux in world.delivered or self.request.room in world.left
+        if reply.failure is None and not is_known:
             raise Violated(f"{self.host.name}: {self}: said to be committed, and nobody has it")
         self._leave(word(reply.failure) if reply.failure else "delivered")
 

@@ -89,4 +89,5 @@ class Session:
         self.is_alive = False
         for job in self.jobs:
             self.host.world.concluded(job, "engine-died")
+            self.host.world.left.add(job.request.room)
         self.jobs = set()

@@ -32,6 +32,7 @@ from kvd.sim.sending import Sender
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
 from kvd.wire.events import Moved
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +85,8 @@ class World:
         """Transitions that were taken: before, trigger, after."""
         self.sent: dict[bytes, Sender] = {}
         self.delivered: set[bytes] = set()
+        self.left: set[int] = set()
+        """Rooms whose decode engine has left: what was being verified is kept without it."""
         self.owners: dict[str, Host] = {}
         """By incarnation."""
         self.faults = Faults(self)
@@ -126,6 +129,9 @@ class World:
             fence_after_s=self.rng.choice((0.0, 0.0, 3.0)),
             drain_s=1.0,
             linger_s=5.0,
+            integrity=self.rng.choice(
+                (Integrity.OFF, Integrity.OFF, Integrity.SAMPLED, Integrity.FULL)
+            ),
         )
         return Host(self, settings)
 

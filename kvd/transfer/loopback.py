@@ -45,7 +45,10 @@ from kvd.transfer.orders import (
     Quiesce,
     Quiet,
     Ready,
+    Verified,
+    Verify,
 )
+from kvd.transfer.sums import post_job, verdict, verify_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +113,8 @@ class Loopback:
                 self._drop(order)
             case Post():
                 self._post(order)
+            case Verify():
+                self._verify(order)
             case Quiesce(ticket):
                 self._say(Quiet(ticket))
             case Copy():
@@ -243,9 +248,24 @@ class Loopback:
             copy.moved_bytes += size
         copy.turns += 1
         if copy.turns == plan.handles:
-            return Posted(copy.order.post, copy.moved_bytes, 0.0)
+            return Posted(copy.order.post, copy.moved_bytes, 0.0, self._sums_of(copy.order))
         self._copies.append(copy)
         return Moved(copy.order.post, copy.moved_bytes)
+
+    def _sums_of(self, order: Post) -> bytes:
+        job = post_job(order, self._areas)
+        if job is None:
+            return b""
+        job.sum_slice(0, job.ids.size)
+        return job.packed()
+
+    def _verify(self, order: Verify) -> None:
+        found = verify_job(order, self._areas)
+        if isinstance(found, Verified):
+            self._say(found)
+        else:
+            found.sum_slice(0, found.ids.size)
+            self._say(verdict(found))
 
     def _say(self, report: Report) -> None:
         """Report in the next turn of the loop."""

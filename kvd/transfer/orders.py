@@ -7,6 +7,7 @@ byte of a page or knows NIXL.
 Invariants:
   - Each ``Post`` is answered by one ``Posted`` or ``PostFailed``; ``Moved`` may come before.
   - Each ``Load`` is answered by one ``Loaded`` or ``LoadFailed``, unless a ``Drop`` overtakes it.
+  - Each ``Verify`` is answered by one ``Verified``.
   - Each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``.
   - ``Dropped`` follows every ``PostFailed`` of the posts that were outstanding through its sender.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvd.core.geometry import Row
+from kvd.core.seal import UNSEALED, Seal
 from kvd.types import Pages
 
 if TYPE_CHECKING:
@@ -88,7 +90,10 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Post(msgspec.Struct, frozen=True, tag="post"):
-    """Write our pages ``source[i]`` of ``region`` over the peer's pages ``destination[i]``."""
+    """Write our pages ``source[i]`` of ``region`` over the peer's pages ``destination[i]``.
+
+    ``source[i]`` is logical page ``first_page + i`` of its handoff; ``seal`` says which are summed.
+    """
 
     post: int
     peer: str
@@ -96,6 +101,21 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     region: str
     source: Pages
     destination: Pages
+    seal: Seal = UNSEALED
+    first_page: int = 0
+
+
+class Verify(msgspec.Struct, frozen=True, tag="verify"):
+    """Sum our ``pages`` of ``region``, logical pages ``[seal.first, seal.end)``, and compare.
+
+    ``sums`` are what the pages that the seal chooses must have, 8 bytes each, ascending.
+    """
+
+    ticket: int
+    region: str
+    seal: Seal
+    pages: Pages
+    sums: bytes
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
@@ -120,7 +140,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-Order = Begin | Load | Drop | Post | Quiesce | Copy | Probe
+Order = Begin | Load | Drop | Post | Verify | Quiesce | Copy | Probe
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -166,11 +186,26 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Posted(msgspec.Struct, frozen=True, tag="posted"):
-    """Every byte of the post has arrived; ``active_s`` counts from its first write."""
+    """Every byte of the post has arrived; ``active_s`` counts from its first write.
+
+    ``sums``: of the pages of ours that its seal chose, 8 bytes each, ascending.
+    """
 
     post: int
     moved_bytes: int
     active_s: float
+    sums: bytes = b""
+
+
+class Verified(msgspec.Struct, frozen=True, tag="verified"):
+    """What a ``Verify`` found: the logical pages whose sums differ, ascending.
+
+    ``why`` is given where nothing could be summed.
+    """
+
+    ticket: int
+    bad_pages: tuple[int, ...]
+    why: str = ""
 
 
 class PostFailed(msgspec.Struct, frozen=True, tag="post-failed"):
@@ -239,6 +274,7 @@ Report = (
     | Moved
     | Posted
     | PostFailed
+    | Verified
     | Dropped
     | Quiet
     | Copied

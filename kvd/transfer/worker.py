@@ -3,17 +3,18 @@
 One loop thread owns the sending agents. It sleeps in epoll on the order socket, on a wake-up
 descriptor and on UCX's own TCP descriptors; it posts, checks and reports. Beside it: NIXL's
 progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms and must not hold
-up posts), the copier (pages to the saved area and back) and, for a while, the collapser. They hand
-their results to the loop's inbox.
+up posts), the copier (pages to the saved area and back), the summers (page sums) and, for a while,
+the collapser. They hand their results to the loop's inbox.
 
     daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
-                       |---Post--> Lane: handles --> Moved, Posted, PostFailed
+                       |---Post--> Lane: handles --> Moved, PostFailed, Posted with its sums
+                       |---Verify--> summers --> Verified
                        |---Drop--> Lane.destroy --> Dropped
                        '---Copy--> copier --> Copied, CopyFailed
 
-An exception that ends the builder or the copier is a bug: the process says so and ends too, for
-without them every later load or copy would wait for ever. Without the collapser, copies are slower,
-and that is all.
+An exception that ends the builder, the copier or a summer is a bug: the process says so and ends
+too, for without them every later load, copy or sum would wait for ever. Without the collapser,
+copies are slower, and that is all.
 
 The process ends with its parent: by the death signal, and by the end of the order socket.
 """
@@ -57,9 +58,11 @@ from kvd.transfer.orders import (
     Ready,
     Report,
     StartFailed,
+    Verify,
     frame_of,
     order_of,
 )
+from kvd.transfer.sums import SUMMER, Job, Summers, Sums
 
 TICK_S: Final = 0.02
 """A look at what is in flight, should no descriptor have told of it."""
@@ -71,12 +74,12 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Broken(NamedTuple):
-    """The builder or the copier ended by a bug."""
+    """A thread that others wait for ended by a bug."""
 
     why: str
 
 
-Item = Built | Outcome | Copied | CopyFailed | Broken
+Item = Built | Outcome | Copied | CopyFailed | Job | Broken
 """What other threads hand to the loop."""
 
 
@@ -129,14 +132,15 @@ class Worker:
         binding = Binding()
         self._receiver = Receiver(binding, begin.name, mine.spans())
         builder = Builder(binding, mine, self._inbox.put)
-        self._links = Links(
-            builder=builder, mine=mine, poll=self._poll, report=self._reports.append
-        )
         areas = {name: mapped_area(note) for name, note in regions.items()}
+        summers = Summers(self._inbox.put)
+        self._sums = Sums(areas, summers, self._reports.append)
+        self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
         self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
         self._copier.start()
+        summers.start()
         notes = tuple(registered.values())
         blob = self._receiver.blob
         told = Metadata(VERSION, begin.name, blob, mine.scratch, SCRATCH_BYTES, notes)
@@ -178,7 +182,7 @@ class Worker:
     def _broke(self, args: threading.ExceptHookArgs) -> None:
         """Show the traceback of a thread that ended by an exception; end if others wait for it."""
         threading.__excepthook__(args)
-        if args.thread is not None and args.thread.name in {BUILDER, COPIER}:
+        if args.thread is not None and args.thread.name in {BUILDER, COPIER, SUMMER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
             self._inbox.put(Broken(f"thread {args.thread.name} ended by {what}"))
 
@@ -228,7 +232,10 @@ class Worker:
             case Drop():
                 self._links.drop(order)
             case Post():
+                self._sums.post(order)
                 self._links.post(order)
+            case Verify():
+                self._sums.verify(order)
             case Quiesce(ticket):
                 self._asked.append((ticket, Inflow(self._receiver)))
             case Copy():
@@ -247,6 +254,8 @@ class Worker:
                     self._links.built(item)
                 case Outcome(region, huge_bytes, why):
                     self._reports.append(Collapsed(region, huge_bytes, why))
+                case Job():
+                    self._sums.done(item)
                 case Copied() | CopyFailed():
                     self._reports.append(item)
                 case Broken(why):

@@ -47,6 +47,9 @@ Layout = Annotated[str, Meta(max_length=1024 * 1024)]
 
 Digest = Annotated[bytes, Meta(max_length=64)]
 
+Checksums = Annotated[bytes, Meta(max_length=64 * 1024 * 1024)]
+"""Of the pages of one prompt, 8 bytes each: eight million pages."""
+
 MAX_MESSAGE = 4096
 """Characters of a refusal that another daemon sent, and of each text among its numbers."""
 

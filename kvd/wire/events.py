@@ -184,6 +184,27 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
     took_s: float
 
 
+class PagesCorrupt(msgspec.Struct, frozen=True, tag="pages-corrupt"):
+    """What arrived is not what was sent: nothing was cached, the pages go to quarantine.
+
+    ``pages`` are the first few wrong page ids, ``logical_pages`` their places in the prompt.
+    ``checked_pages`` of ``total_pages`` were summed, ``bad_pages`` of those are wrong.
+    """
+
+    seq: int
+    at_s: float
+    part: int
+    room: int
+    peer: str
+    component: str
+    pages: tuple[int, ...]
+    logical_pages: tuple[int, ...]
+    bad_pages: int
+    checked_pages: int
+    total_pages: int
+    why: str
+
+
 class PeerUp(msgspec.Struct, frozen=True, tag="peer-up"):
     """A Hello opened or renewed a link."""
 
@@ -355,6 +376,7 @@ Event = (
     | Waiting
     | Moved
     | HandoffEnded
+    | PagesCorrupt
     | PeerUp
     | PeerSuspect
     | PeerLost

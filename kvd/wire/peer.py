@@ -15,6 +15,7 @@ from kvd.errors import Refusal
 from kvd.wire.bounds import (
     MAX_MESSAGE,
     MAX_NUMBERS,
+    Checksums,
     Counter,
     Digest,
     Figure,
@@ -37,6 +38,14 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     COMMITTED = "committed"
     CORRUPT = "corrupt"
+
+
+class Integrity(enum.Enum):
+    """Which pages of a handoff are summed by both sides before anything is kept."""
+
+    FULL = "full"
+    SAMPLED = "sampled"
+    OFF = "off"
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -83,7 +92,10 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt."""
+    """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt.
+
+    ``integrity``: the sums that Settled(DELIVERED) must bring; the decode side decides.
+    """
 
     source: Name
     target: Name
@@ -95,6 +107,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     digest: Digest
     grants: tuple[Grant, ...]
     deadline_s: float
+    integrity: Integrity = Integrity.OFF
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -139,6 +152,8 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
 
     ``in_doubt``: the writer destroyed its agent with bytes sent and not confirmed. They may sit in
     the decode side's own socket buffers, so that side frees the pages only when it is quiet.
+    ``checksums``: of a delivered prompt, what the Offer asked for: a sum of 8 bytes for each page
+    that ``kvd.core.seal.chosen`` names, ascending.
     """
 
     source: Name
@@ -149,6 +164,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     aux: bytes = b""
     moved_bytes: Counter = 0
     in_doubt: bool = False
+    checksums: Checksums = b""
 
 
 class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="withdrawn"):

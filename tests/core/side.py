@@ -18,6 +18,7 @@ import xxhash
 from kvd.core import effects, inputs
 from kvd.core.invariants import violations
 from kvd.core.node import Node
+from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.settings import Settings
 from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.types import ID_BYTES, NO_TOKENS, Incarnation, NodeName, Tokens, count, pack_ids, page_ids
@@ -83,6 +84,7 @@ class Flight:
         self.grant = grant
         self.pairs = deque(zip(page_ids(post.source), page_ids(post.destination), strict=True))
         self.pages = len(self.pairs)
+        self.sums = b""
         self.is_reported = False
         """Its end, good or bad, is told once."""
 
@@ -134,6 +136,8 @@ class Side:
         """To the saved area and back, under way."""
         self.noisy: list[int] = []
         """Leases that wait for Quiet."""
+        self.asked: list[effects.Verify] = []
+        """What our transfer process has to verify."""
         self.fails_loading = 0
         """So many agents will fail to load."""
         self.grants: dict[int, Grant] = {}
@@ -168,18 +172,26 @@ class Side:
                 self.reports.append(message)
             case effects.Send(link=link, message=message):
                 self.mail(link, message)
+            case effects.RestartTransfer(why=why):
+                self.restart_transfer(why)
+            case _:
+                self.order(effect)
+
+    def order(self, effect: effects.Effect) -> None:
+        """What the transfer process does."""
+        match effect:
             case effects.LoadAgent() as load:
                 self.load_agent(load)
             case effects.DropAgent() as drop:
                 self.drop_agent(drop)
             case effects.Post() as post:
                 self.post(post)
+            case effects.Verify() as verify:
+                self.verify(verify)
             case effects.Quiesce() as quiesce:
                 self.quiesce(quiesce)
             case effects.Copy() as copy:
                 self.begin_copy(copy)
-            case effects.RestartTransfer(why=why):
-                self.restart_transfer(why)
 
     def hear(self, answer: effects.Answer) -> None:
         """A session that has gone hears nothing."""
@@ -305,6 +317,7 @@ class Side:
         self.flights.clear()
         self.late.clear()
         self.noisy.clear()
+        self.asked.clear()
 
     def restart_transfer(self, why: str) -> None:
         """Carried out once the effects of the running step are."""
@@ -347,12 +360,36 @@ class Side:
             if flight.pairs:
                 source, destination = flight.pairs.popleft()
                 assert source not in page_ids(taken), f"read page {source} after it was freed"
+                page = flight.post.first_page + flight.pages - len(flight.pairs) - 1
+                flight.sums += self.sum_of(flight.post.seal, page, source)
                 there.receive_page(flight.grant, destination, self.memory.get(source, "?"))
         if not flight.pairs and not flight.is_reported:
             flight.is_reported = True
             del self.flights[flight.post.post]
             moved = flight.pages * self.node.leases.page_bytes
-            self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved))
+            self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved, flight.sums))
+
+    def sum_of(self, seal: Seal, logical: int, page: int) -> bytes:
+        """Of one page of ours, if it is to be summed."""
+        if not chosen(seal, logical, logical + 1).size:
+            return b""
+        return page_sum(seal, logical, [self.memory.get(page, "?").encode()]).to_bytes(8, "little")
+
+    def verify(self, verify: effects.Verify) -> None:
+        self.asked.append(verify)
+        if not self.world.hold_verify:
+            self.answer_verify()
+
+    def answer_verify(self) -> None:
+        """Compare what is in the pages with what was sent, for the oldest question."""
+        verify = self.asked.pop(0)
+        seal, pages = verify.seal, page_ids(verify.pages)
+        logical = chosen(seal, seal.first, seal.end).tolist()
+        assert len(verify.sums) == SUM_BYTES * len(logical)
+        sums = [self.sum_of(seal, one, pages[one - seal.first]) for one in logical]
+        wanted = [verify.sums[at : at + SUM_BYTES] for at in range(0, len(verify.sums), SUM_BYTES)]
+        bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
+        self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))
 
     def begin_copy(self, copy: effects.Copy) -> None:
         self.copies.append(copy)

@@ -24,6 +24,7 @@ from kvd.wire.peer import (
     Closed,
     Grant,
     Hello,
+    Integrity,
     Message,
     Offer,
     Outcome,
@@ -43,9 +44,10 @@ BLOBS = (b"", b"\0" * 4, b"\1\0\0\0", b"abc", b"\xff" * 64)
 LAYOUTS = ("", "{", "[]", "null", "[" * 2000, '"x"', "[1,2,3]", '{"a":{}}')
 
 
-def prefill_in(state: Prefill) -> World:
+def prefill_in(state: Prefill, *, verifies: bool = False) -> World:
     """A world whose prefill side has room 7 in ``state``, and the decode side accordingly."""
-    world = World()
+    world = World(integrity=Integrity.FULL)
+    world.hold_verify = verifies
     p, d = world.p, world.d
     world.hold_posts = True
     if state is Prefill.AWAIT_ENGINE:
@@ -80,6 +82,7 @@ def decode_in(state: Decode) -> World:
         Decode.OFFERED: Prefill.AWAIT_ENGINE,
         Decode.RECEIVING: Prefill.STREAMING,
         Decode.DRAINING: Prefill.STREAMING,
+        Decode.VERIFYING: Prefill.CLOSED,
         Decode.READY: Prefill.CLOSED,
         Decode.CLOSED: Prefill.CLOSED,
         Decode.QUEUED: Prefill.FORGOTTEN,
@@ -90,7 +93,7 @@ def decode_in(state: Decode) -> World:
         world.d.lease(tokens((500, 100)))
         world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
         return world
-    world = prefill_in(reached[state])
+    world = prefill_in(reached[state], verifies=state is Decode.VERIFYING)
     if state is Decode.DRAINING:
         world.d.call(client.CancelReceive, receive=1)
     if state is Decode.CLOSED:
@@ -110,8 +113,8 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice(FLOATS)
     if kind is bool:
         return rng.random() < 0.5
-    if kind is Outcome:
-        return rng.choice(list(Outcome))
+    if kind in {Outcome, Integrity}:
+        return rng.choice(list(kind))  # type: ignore[call-overload]
     if kind is Refusal:
         return Refusal(Code.INTERNAL, "why not")
     if kind == Refusal | None:
@@ -183,10 +186,12 @@ def test_nothing_a_peer_says_raises_on_the_prefill_side(state, seed):
     shower(world, (world.p, world.d), seed, None)
 
 
-@pytest.mark.parametrize("state", [s for s in Decode if s is not Decode.VERIFYING])
+@pytest.mark.parametrize("state", list(Decode))
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_a_peer_says_raises_on_the_decode_side(state, seed):
     world = decode_in(state)
+    if state is Decode.VERIFYING:
+        assert [part.state for part in world.d.node.decoder.parts.values()] == [state]
     shower(world, (world.p, world.d), seed, None)
 
 

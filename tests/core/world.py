@@ -43,6 +43,7 @@ class World:
         self.hold_copies = False
         self.torn_pages = 1
         """So many pages of a copy were copied when its transfer process is killed."""
+        self.hold_verify = False
         self.doubts = False
         """A destroyed sending agent leaves bytes in the receiver's sockets."""
         self.p = Side(self, settings("p", p_pages, **more))

@@ -170,6 +170,9 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
     metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))
     metrics.take(events.PeerLost(1, 0.0, "prefill-0", "3f", 2.5))
+    metrics.take(
+        events.PagesCorrupt(1, 0.0, 1, 7, "prefill-0", "kv", (9, 11), (2, 4), 2, 7, 7, "why")
+    )
     metrics.take(events.Violation(1, 0.0, "I1"))
     metrics.take(events.PeerUp(1, 0.0, "prefill-0", "3f", 1))
     metrics.rpc("match", 0.0001)
@@ -203,6 +206,7 @@ def test_page_counts_what_events_and_requests_said() -> None:
         'kvd_leases_released_total{cause="owner-died"}': 1,
         "kvd_ledger_violations_total": 1,
         'kvd_peers_lost_total{peer="prefill-0"}': 1,
+        'kvd_corrupt_pages_total{peer="prefill-0"}': 2,
         'kvd_rpc_seconds_count{op="match"}': 2,
         'kvd_rpc_seconds_sum{op="match"}': 0.5001,
         'kvd_rpc_errors_total{code="no-room",op="lease"}': 1,

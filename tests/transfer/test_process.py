@@ -18,6 +18,7 @@ import pytest
 import uvloop
 
 from kvd.core.geometry import Geometry, Row
+from kvd.core.seal import Seal
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import (
@@ -31,8 +32,12 @@ from kvd.transfer.orders import (
     PostFailed,
     Quiesce,
     Quiet,
+    Verified,
+    Verify,
 )
 from kvd.transfer.process import TransferProcess
+from kvd.types import Pages, pack_ids
+from kvd.wire.peer import Integrity
 
 EVERYTHING = list(range(1, 25))
 
@@ -318,3 +323,19 @@ def _is_reaped(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+async def test_many_verifications_do_not_hold_up_a_post(real):
+    """Each of all pages; a post of one page, ordered after them, is back before the last."""
+    sender, receiver = await real.pair()
+    seal = Seal(Integrity.FULL, b"k" * 16, 0, len(EVERYTHING))
+    pages, sums = Pages(pack_ids(EVERYTHING)), b"\0" * 8 * len(EVERYTHING)
+
+    for ticket in range(20):
+        sender.transport.order(Verify(ticket, "kv", seal, pages, sums))
+    sender.post(1, receiver, [1], [2], seal=seal)
+    await sender.outcome(1)
+    await sender.until(lambda: len(sender.heard(Verified)) == 20)
+
+    told = [type(one) for one in sender.reports]
+    assert told.index(Posted) < len(told) - 1 - told[::-1].index(Verified)
