@@ -199,7 +199,7 @@ class Host:
         step = self.node.step(inputs.AuditTurn(self.world.agenda.now_s, SWEEP_WORK))
         audit = self.node.audit
         if step.events or audit.refuted:
-            found = "; ".join(one.what for one in audit.findings.states())
+            found = "; ".join(f"{one.rule}: {one.what}" for one in audit.findings.states())
             raise Violated(f"{self.name}: the standing audit: {found or 'a page moves unnoted'}")
 
     def hear(self, life: int, link: str, message: Message) -> None:
