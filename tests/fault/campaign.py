@@ -18,19 +18,22 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvd.errors import KvdError
 from kvd.wire import admin, events
 from tests.fault.cluster import VICTIMS, Cluster, cluster
-from tests.fault.faults import KINDS, Planned, plan_round
+from tests.fault.faults import KINDS, Planned, plan_round, possible
 from tests.fault.load import Broken, Room
 from tests.fault.table import Figures, percentile, say, show
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 RECOVERY_S = 15.0
 CALM_S = 10.0
-CALM_SHORT_S = 1.0
 MOST_FAULTS = 5
 
 
@@ -64,8 +67,9 @@ class Outcome(msgspec.Struct):
 class Campaign:
     """One run."""
 
-    def __init__(self, made: Cluster, seed: int) -> None:
+    def __init__(self, made: Cluster, seed: int, kinds: Sequence[str] = ()) -> None:
         self.cluster = made
+        self.kinds = list(kinds) or possible(has_network=made.network is not None)
         self.outcome = Outcome(seed)
         self._source = random.Random(seed)
         self._touched: dict[str, list[list[float]]] = {name: [] for name in VICTIMS}
@@ -99,7 +103,7 @@ class Campaign:
 
     def plan(self, most: int = MOST_FAULTS) -> list[Planned]:
         """The next round of this seed."""
-        return plan_round(self._source, most=most, has_network=self.cluster.network is not None)
+        return plan_round(self._source, self.kinds, most)
 
     async def _suffer(self, fault: Planned) -> None:
         kind = KINDS[fault.kind]
@@ -187,20 +191,32 @@ def _kind_of(proof: str) -> str:
     return " ".join(word for word in proof.split() if word.isalpha())[:60]
 
 
-async def run(directory: Path, seed: int, faults: int, most_s: float, calm_s: float) -> Outcome:
-    """A whole campaign: ``faults`` of them at least, or as many as ``most_s`` has room for.
+class Plan(NamedTuple):
+    """``faults`` of them at least, or as many as ``most_s`` has room for; of all kinds if empty."""
+
+    seed: int
+    faults: int
+    most_s: float
+    kinds: tuple[str, ...] = ()
+    overlap: int = MOST_FAULTS
+
+
+async def run(directory: Path, plan: Plan) -> Outcome:
+    """A whole campaign.
 
     Raises:
         Broken: a promise was not kept; the message holds the schedule of its round.
     """
     began_s = time.monotonic()
-    async with cluster(directory, seed) as made:
-        campaign = Campaign(made, seed)
+    async with cluster(directory, plan.seed) as made:
+        campaign = Campaign(made, plan.seed, plan.kinds)
         if made.network is None:
             campaign.outcome.left_out = "links: no network namespaces here"
-        await campaign.calm(calm_s)
-        while len(campaign.outcome.recovered) < faults and time.monotonic() - began_s < most_s:
-            await one_round(campaign, campaign.plan())
+        await campaign.calm(CALM_S)
+        while len(campaign.outcome.recovered) < plan.faults and (
+            time.monotonic() - began_s < plan.most_s
+        ):
+            await one_round(campaign, campaign.plan(plan.overlap))
         await made.load.stop()
         campaign.outcome.took_s = time.monotonic() - began_s
         return campaign.outcome
@@ -228,11 +244,14 @@ def main() -> int:
     words.add_argument("--faults", type=int, default=200)
     words.add_argument("--most-s", type=float, default=420.0)
     words.add_argument("--seed", type=int, default=1)
+    words.add_argument("--only", nargs="*", default=(), choices=KINDS, metavar="KIND")
+    words.add_argument("--overlap", type=int, default=MOST_FAULTS, help="most faults at a time")
     words.add_argument("--json", type=Path)
     chosen = words.parse_args()
+    plan = Plan(chosen.seed, chosen.faults, chosen.most_s, tuple(chosen.only), chosen.overlap)
     directory = Path(tempfile.mkdtemp(prefix="kvd-fault-"))
     try:
-        outcome = asyncio.run(run(directory, chosen.seed, chosen.faults, chosen.most_s, CALM_S))
+        outcome = asyncio.run(run(directory, plan))
     except Broken as why:
         say(f"{why}\n  logs of all nodes: {directory}")
         return 1

@@ -201,12 +201,16 @@ KINDS = {
 }
 
 
-def plan_round(source: random.Random, *, most: int, has_network: bool) -> list[Planned]:
-    """Faults that overlap; two of them never take the same kind to the same side."""
-    names = [n for n, kind in KINDS.items() if has_network or not kind.needs_network]
+def possible(*, has_network: bool) -> list[str]:
+    """Kinds of faults that can be made here."""
+    return [name for name, kind in KINDS.items() if has_network or not kind.needs_network]
+
+
+def plan_round(source: random.Random, names: list[str], most: int) -> list[Planned]:
+    """Faults of these kinds that overlap; two never take the same kind to the same side."""
     weights = [KINDS[name].weight for name in names]
     planned: dict[tuple[str, str], Planned] = {}
-    for _ in range(source.randint(2, most)):
+    for _ in range(source.randint(min(2, most), most)):
         kind = source.choices(names, weights)[0]
         side = source.choice(KINDS[kind].sides)
         for_s = source.uniform(*source.choice(KINDS[kind].spans))
@@ -216,9 +220,8 @@ def plan_round(source: random.Random, *, most: int, has_network: bool) -> list[P
     return sorted(planned.values(), key=lambda one: one.start_s)
 
 
-def plan_short(source: random.Random, count: int, *, has_network: bool) -> list[Planned]:
-    """``count`` kinds at once, none for long."""
-    names = [n for n, kind in KINDS.items() if has_network or not kind.needs_network]
+def plan_short(source: random.Random, names: list[str], count: int) -> list[Planned]:
+    """``count`` of these kinds at once, none for long."""
     return [
         Planned(
             kind,

@@ -1,22 +1,30 @@
-"""``make soak``: every long test, one after the other, in fifteen minutes.
+"""``make soak``: every long test within fifteen minutes.
 
     python -m tests.fault.soak --seed 1 --json DIRECTORY
 
-Each part is a program of its own with a seed, prints its table, and says by its exit status whether
-it found anything. At the end stands what ran, for how long, and what it found.
+Each part is a program of its own that prints its table and says by its exit status whether it found
+anything. What measures latencies runs one after the other; what only computes runs beside them, as
+the least urgent. At the end stands what ran, for how long, and what became of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.fault.table import Figures, say, show
+
+FINE = "fine"
+STOP_S = 60.0
+LEAST_URGENT = 19
+SIMULATED_SEEDS = 5000
 
 
 class Part(NamedTuple):
@@ -25,50 +33,98 @@ class Part(NamedTuple):
     name: str
     command: tuple[str, ...]
     budget_s: float
+    is_beside: bool = False
 
 
-PARTS = (
-    Part("faults", ("-m", "tests.fault.campaign", "--faults", "220", "--most-s", "330"), 420.0),
-    Part("restarts", ("-m", "tests.fault.restarts", "--each", "50"), 240.0),
-    Part("deaths", ("-m", "tests.fault.deaths", "--repeats", "1"), 60.0),
-)
-FINE = "fine"
-STOP_S = 60.0
+def parts(seed: int) -> list[Part]:
+    """All of them; another seed makes other faults."""
+    first = (seed - 1) * SIMULATED_SEEDS
+    own = ("--seed", str(seed))
+    return [
+        Part(
+            "simulator",
+            ("-m", "kvd", "sim", "--seeds", f"{first}:{first + SIMULATED_SEEDS}"),
+            840.0,
+            is_beside=True,
+        ),
+        Part(
+            "faults",
+            ("-m", "tests.fault.campaign", "--faults", "220", "--most-s", "330", *own),
+            450.0,
+        ),
+        Part("sockets", ("-m", "tests.fault.fuzz", *own), 300.0),
+        Part("restarts", ("-m", "tests.fault.restarts", "--each", "50", *own), 300.0),
+        Part("deaths", ("-m", "tests.fault.deaths", *own), 90.0),
+    ]
 
 
-def run(part: Part, seed: int, results: Path | None) -> tuple[str, float]:
-    """What became of it, and the seconds it took."""
-    say(f"\n== {part.name} ==")
-    command = [sys.executable, *part.command, "--seed", str(seed)]
-    if results is not None:
-        command += ["--json", str(results / f"{part.name}.json")]
-    began_s = time.monotonic()
-    with subprocess.Popen(command) as process:
+class Running:
+    """A part that runs; its output is kept in a file until it is over."""
+
+    def __init__(self, part: Part, results: Path) -> None:
+        self.part = part
+        command = [sys.executable, *part.command, "--json", str(results / f"{part.name}.json")]
+        self._began_s = time.monotonic()
+        self._output = results / f"{part.name}.txt"
+        with self._output.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is told to it once, by us
+            )
+        if part.is_beside:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, LEAST_URGENT)
+
+    def end(self) -> tuple[str, str, str]:
+        """Wait for it, print what it said; a row for the table."""
         try:
-            status = process.wait(part.budget_s)
+            left_s = self.part.budget_s - (time.monotonic() - self._began_s)
+            status = self._process.wait(max(0.0, left_s))
+            verdict = FINE if status == 0 else f"exit status {status}"
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # so that it stops what it has started
-            process.wait(STOP_S)
-            return f"took longer than {part.budget_s:g} s", time.monotonic() - began_s
-    return FINE if status == 0 else f"exit status {status}", time.monotonic() - began_s
+            self.stop()
+            verdict = f"took longer than {self.part.budget_s:g} s"
+        took_s = time.monotonic() - self._began_s
+        said = self._output.read_text(errors="replace")
+        say(f"\n== {self.part.name} ==\n{said.rstrip()}")
+        return self.part.name, f"{took_s:.0f}", verdict
+
+    def stop(self) -> None:
+        """End it as Ctrl-C would, so that it ends what it has started."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def main() -> int:
     """The command line."""
-    words = argparse.ArgumentParser(description="Every long test, in fifteen minutes.")
+    words = argparse.ArgumentParser(description="Every long test, within fifteen minutes.")
     words.add_argument("--seed", type=int, default=1)
-    words.add_argument("--only", nargs="*", choices=[part.name for part in PARTS])
-    words.add_argument("--json", type=Path, help="a directory for one file of each part")
+    words.add_argument("--only", nargs="*", choices=[part.name for part in parts(1)])
+    words.add_argument("--json", type=Path, help="a directory for what each part says")
     chosen = words.parse_args()
-    if chosen.json:
-        chosen.json.mkdir(parents=True, exist_ok=True)
+    results = chosen.json or Path(tempfile.mkdtemp(prefix="kvd-soak-"))
+    results.mkdir(parents=True, exist_ok=True)
+    wanted = [p for p in parts(chosen.seed) if chosen.only is None or p.name in chosen.only]
+    began_s = time.monotonic()
+    running: list[Running] = []
     rows = []
-    for part in PARTS:
-        if chosen.only is None or part.name in chosen.only:
-            verdict, took_s = run(part, chosen.seed, chosen.json)
-            rows.append((part.name, f"{took_s:.0f}", verdict))
-    total_s = sum(float(row[1]) for row in rows)
-    say(f"\n{show(Figures(f'soak, {total_s:.0f} s', ('part', 'took s', 'result'), rows, []))}")
+    try:
+        running += [Running(part, results) for part in wanted if part.is_beside]
+        for part in wanted:
+            if not part.is_beside:
+                running.append(Running(part, results))
+                rows.append(running[-1].end())
+        rows += [one.end() for one in running if one.part.is_beside]
+    finally:
+        for one in running:
+            one.stop()
+    title = f"soak, {time.monotonic() - began_s:.0f} s, seed {chosen.seed}"
+    say(f"\n{show(Figures(title, ('part', 'took s', 'result'), rows, []))}")
     return int(any(row[2] != FINE for row in rows))
 
 

@@ -30,7 +30,7 @@ async def test_faults_restarts_and_deaths_lose_nothing_and_leave_nothing_stuck(
         source = random.Random(SEED)
         campaign = Campaign(made, SEED)
         await campaign.calm(0.3)
-        faults = plan_short(source, FAULTS, has_network=campaign.cluster.network is not None)
+        faults = plan_short(source, campaign.kinds, FAULTS)
         await one_round(campaign, faults)
         calls = source.sample(deaths.cases(), DEATHS)
         restarted = [await restart_often(made, side, 1) for side in "dp"]
