@@ -33,6 +33,7 @@ SHORT_TIMERS = {
     "peers.heartbeat_s": "0.2",
     "peers.suspect_s": "0.7",
     "peers.lost_s": "1.5",
+    "transfer.silent_s": "3",
 }
 """What a campaign can wait for, and two busy cores can keep."""
 

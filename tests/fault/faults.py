@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.errors import KvdError
 from kvd.wire import admin
 from tests.fault.fleet import frozen, kill
 from tests.fault.jobs import Hoard, Listen, Unruly
+from tests.fault.load import Broken
 from tests.fault.prompts import Prompt, choose_prompt
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 SHORT_S = (0.2, 0.6)
 """Below every limit: nobody may notice."""
-LONG_S = (1.8, 2.6)
-"""Beyond peers.lost_s."""
+LONG_S = (1.8, 2.9)
+"""Beyond peers.lost_s; the longest also beyond the deadline of a room, so that writes come late."""
+WEDGED_S = 10.0
+"""transfer.silent_s, the time to look again, and a stop of the daemon itself meanwhile."""
 
 
 class Planned(NamedTuple):
@@ -98,6 +102,24 @@ async def _stop_daemon(cluster: Cluster, fault: Planned, _: random.Random) -> No
 async def _stop_transfer(cluster: Cluster, fault: Planned, _: random.Random) -> None:
     async with _stopped(cluster, cluster.servers[fault.side].transfer_pid()):
         await asyncio.sleep(fault.for_s)
+
+
+async def _wedge_transfer(cluster: Cluster, fault: Planned, _: random.Random) -> None:
+    """Stopped for good: its daemon has to notice, and to end it.
+
+    One that serves: one that still starts has a longer limit, for it may have much to register.
+    """
+    server = cluster.servers[fault.side]
+    try:
+        pid = server.transfer_pid() if (await server.snapshot()).generation else None
+    except KvdError:
+        return  # the daemon is down itself
+    async with _stopped(cluster, pid):
+        until_s = time.monotonic() + WEDGED_S
+        while pid is not None and server.transfer_pid() == pid:
+            if time.monotonic() > until_s:
+                raise Broken(f"{fault.side} has left a wedged transfer process for {WEDGED_S:g} s")
+            await asyncio.sleep(0.02)
 
 
 async def _cut_link(cluster: Cluster, fault: Planned, _: random.Random) -> None:
@@ -181,6 +203,7 @@ KINDS = {
     "stop engine": Kind(_stop_engine, 3, (SHORT_S, LONG_S)),
     "stop daemon": Kind(_stop_daemon, 3, (SHORT_S, LONG_S), harms=True),
     "stop transfer process": Kind(_stop_transfer, 3, (SHORT_S, LONG_S), harms=True),
+    "wedge transfer process": Kind(_wedge_transfer, 2, harms=True),
     "cut link": Kind(_cut_link, 4, (SHORT_S, LONG_S), harms=True, needs_network=True),
     "flapping link": Kind(_flapping_link, 2, (LONG_S,), harms=True, needs_network=True),
     "full pool": Kind(_full_pool, 3, ((0.5, 1.5),), harms=True),

@@ -93,10 +93,10 @@ class Engine:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=sink,
             )
-        self._is_heard = True
         ready = self._expect(0)
         self._reader = asyncio.create_task(self._read(self._process))
         await asyncio.wait_for(ready, START_S)
+        self._is_heard = self._process.returncode is None
 
     async def do(self, job: Job) -> Report:
         """Its report, or one that says that the engine was killed."""
