@@ -16,8 +16,8 @@ import traceback
 from typing import TYPE_CHECKING, TextIO, cast
 
 import msgspec
-import structlog
 
+from kvd.observe.slim import structlog
 from kvd.observe.spill import Spill
 
 if TYPE_CHECKING:

@@ -50,6 +50,10 @@ def test_the_daemon_and_the_verbs_load_neither_torch_nor_nixl(module):
     assert loaded(f"import {module}", *HEAVY) == "[]"
 
 
+def test_the_daemon_does_not_load_what_its_log_does_not_use():
+    assert loaded("import kvd.daemon.app", "rich", "pygments") == "[]"
+
+
 def test_kvd_help_answers_at_once():
     """In processor time, the best of a few runs: a busy machine only ever adds."""
     best_s = min(_help_cpu_s() for _ in range(ATTEMPTS))
