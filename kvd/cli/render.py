@@ -45,6 +45,10 @@ _STYLES = {
     "lingering": "yellow",
     "draining": "yellow",
     "quarantined": "yellow",
+    "saving": "yellow",
+    "retracted": "yellow",
+    "resuming": "yellow",
+    "restoring": "yellow",
     "lost": "bold red",
     "refused": "bold red",
 }
@@ -223,9 +227,21 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
             f"{one.pool}/{one.component}",
             *(str(count) for count in counts),
             sum_check(one),
-            prose=f"[{cells}] {one.page_size} tokens, {amount(one.page_bytes)} a page",
+            prose=f"[{cells}] {one.page_size} tokens, {amount(one.page_bytes)} a page\n"
+            f"{_saved_area(one)}",
         )
     return out if states else nothing("pools")
+
+
+def _saved_area(one: PoolState) -> str:
+    """The host memory beside the pool; empty where there is none."""
+    if not one.saved_capacity_pages:
+        return ""
+    kept = amount(one.saved_pages * one.page_bytes)
+    return (
+        f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
+        "retracted leases"
+    )
 
 
 def sum_check(one: PoolState) -> Text:
@@ -245,6 +261,7 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
     for one in states:
         facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
         facts += [f"namespace {one.namespace}"] if one.namespace else []
+        facts += [_saved(one)] if one.saved_pages or one.retracted_s else []
         facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
         out.row(
             str(one.id),
@@ -259,6 +276,12 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
             prose="; ".join(facts),
         )
     return out if states else nothing("leases")
+
+
+def _saved(one: LeaseState) -> str:
+    """Since when it is retracted, and how much of it is saved."""
+    since = f"retracted {duration(one.retracted_s)} ago, " if one.retracted_s else ""
+    return f"{since}{one.saved_pages} pages ({amount(one.saved_bytes)}) saved"
 
 
 def waiting(states: tuple[WaitingState, ...]) -> RenderableType:

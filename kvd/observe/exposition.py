@@ -125,6 +125,20 @@ def _ledger(metrics: Metrics) -> Iterator[Metric]:
         ("pool", "reason"),
     )
     yield _counter("kvd_leases_released", "Leases that ended.", metrics.leases_released, ("cause",))
+    yield _counter(
+        "kvd_leases_retracted",
+        "Running leases that gave their pages back, by what was kept of them.",
+        metrics.leases_retracted,
+        ("kept",),
+        (("host",), ("nothing",)),
+    )
+    yield _counter(
+        "kvd_retraction_bytes",
+        "KV bytes of retracted leases: saved, restored, and spared because the tree had them.",
+        metrics.retraction_bytes,
+        ("what",),
+        (("saved",), ("restored",), ("spared",)),
+    )
     yield _total(
         "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
     )
@@ -229,6 +243,16 @@ def _pools(gauges: Gauges) -> Iterator[Metric]:
         [
             ((pool.pool, pool.component), pool.page_bytes * sum(pool.pages.values()))
             for pool in gauges.pools
+        ],
+    )
+    yield _gauge(
+        "kvd_pool_saved_pages",
+        "Pages of host memory for retracted leases, by state.",
+        (*names, "state"),
+        [
+            ((pool.pool, pool.component, state), count)
+            for pool in gauges.pools
+            for state, count in pool.saved_pages.items()
         ],
     )
     yield _gauge(

@@ -28,6 +28,8 @@ class PoolGauges(msgspec.Struct, frozen=True):
     pages: dict[str, int]
     evictable_pages: int
     locked_pages: int
+    saved_pages: dict[str, int]
+    """Of the host memory beside it for retracted leases, by state."""
 
 
 class PeerGauges(msgspec.Struct, frozen=True):
@@ -78,6 +80,10 @@ def gauges_of(snapshot: Snapshot) -> Gauges:
                 },
                 evictable_pages=pool.evictable_pages,
                 locked_pages=pool.locked_pages,
+                saved_pages={
+                    "used": pool.saved_pages,
+                    "free": pool.saved_capacity_pages - pool.saved_pages,
+                },
             )
             for pool in snapshot.pools
         ),

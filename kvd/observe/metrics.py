@@ -135,6 +135,8 @@ class Metrics:
         self.decode_prefix_tokens = Histogram(TOKENS)
         self.evicted_pages = Counter()
         self.leases_released = Counter()
+        self.leases_retracted = Counter()
+        self.retraction_bytes = Counter()
         self.messages_refused = Counter()
         self.peers_lost = Counter()
         self.handshakes_failed = Counter()
@@ -150,6 +152,8 @@ class Metrics:
             events.HandoffEnded: self._handoff_ended,
             events.Evicted: self._evicted,
             events.LeaseReleased: self._lease_released,
+            events.Retracted: self._retracted,
+            events.Resumed: self._resumed,
             events.MessageRefused: self._message_refused,
             events.PeerLost: self._peer_lost,
             events.PagesCorrupt: self._pages_corrupt,
@@ -229,6 +233,14 @@ class Metrics:
 
     def _lease_released(self, event: events.LeaseReleased) -> None:
         self.leases_released.add(1, event.cause)
+
+    def _retracted(self, event: events.Retracted) -> None:
+        self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")
+        self.retraction_bytes.add(event.saved_bytes, "saved")
+
+    def _resumed(self, event: events.Resumed) -> None:
+        self.retraction_bytes.add(event.restored_bytes, "restored")
+        self.retraction_bytes.add(event.spared_bytes, "spared")
 
     def _message_refused(self, event: events.MessageRefused) -> None:
         self.messages_refused.add(1, event.socket, event.code)

@@ -78,6 +78,41 @@ def test_pools_say_that_the_pages_add_up(run):
     ]
 
 
+def test_pools_show_the_saved_area_beside_them(run, daemon, snapshot):
+    pool = msgspec.structs.replace(snapshot.pools[0], saved_pages=9, saved_capacity_pages=12)
+    changed = msgspec.structs.replace(snapshot, pools=(pool,))
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=changed)
+
+    done = run("pools")
+
+    assert done.stdout.splitlines()[3] == (
+        "    saved area: 9 of 12 pages hold 18.0 MiB of retracted leases"
+    )
+
+
+def test_locks_say_since_when_a_lease_is_retracted_and_how_much_is_saved(run, daemon, snapshot):
+    lease = msgspec.structs.replace(
+        snapshot.leases[0],
+        state="retracted",
+        held_pages=0,
+        saved_pages=9,
+        saved_bytes=9 * 2**21,
+        retracted_s=61.0,
+        waiting_for="its engine to resume or release it",
+    )
+    changed = msgspec.structs.replace(snapshot, leases=(lease,))
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=changed)
+
+    done = run("locks")
+
+    assert done.stdout.splitlines()[2] == (
+        "    held by engine decode-0, handoff 41; retracted 1m01s ago, 9 pages (18.0 MiB) saved; "
+        "waits for its engine to resume or release it"
+    )
+
+
 def test_pools_say_that_a_page_is_missing(run, daemon, snapshot):
     short = msgspec.structs.replace(snapshot.pools[0], free_pages=86)
     broken = msgspec.structs.replace(snapshot, pools=(short,))

@@ -49,7 +49,7 @@ SNAPSHOT = Snapshot(
     transport="nixl",
     generation=3,
     last_event=41,
-    pools=(PoolState("main", "kv", 16, 1024, 100, 50, 20, 25, 4, 11, 14),),
+    pools=(PoolState("main", "kv", 16, 1024, 100, 50, 20, 25, 4, 11, 14, 9, 12),),
     leases=(
         lease(1, "lease", "held", 2.0),
         lease(2, "receive from prefill-0", "held", 5.5),
@@ -135,6 +135,11 @@ def test_page_says_what_the_snapshot_says() -> None:
         'kvd_leases{reason="lease",state="held"}': 1,
         'kvd_leases{reason="receive",state="held"}': 2,
         'kvd_leases{reason="receive",state="quarantined"}': 1,
+        'kvd_leases_retracted_total{kept="host"}': 0,
+        'kvd_leases_retracted_total{kept="nothing"}': 0,
+        'kvd_retraction_bytes_total{what="saved"}': 0,
+        'kvd_retraction_bytes_total{what="restored"}': 0,
+        'kvd_retraction_bytes_total{what="spared"}': 0,
         "kvd_ledger_violations_total": 0,
         "kvd_loop_lag_seconds_count": 0,
         "kvd_loop_lag_seconds_sum": 0,
@@ -150,6 +155,8 @@ def test_page_says_what_the_snapshot_says() -> None:
         f'kvd_pool_pages{{{pool},state="cached"}}': 25,
         f'kvd_pool_pages{{{pool},state="quarantined"}}': 4,
         f'kvd_pool_pages{{{pool},state="reserved"}}': 1,
+        f'kvd_pool_saved_pages{{{pool},state="used"}}': 9,
+        f'kvd_pool_saved_pages{{{pool},state="free"}}': 3,
         'kvd_rtt_seconds{peer="prefill-0"}': 0.00025,
         'kvd_rtt_seconds{peer="prefill-1"}': 0,
         "kvd_transfer_generation": 3,
@@ -168,6 +175,9 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(ended("prefill", 2, 11.0, outcome="aborted", code="deadline", saved_bytes=0))
     metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
     metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
+    metrics.take(events.Retracted(1, 0.0, 4, 1, 129, 5, 9, 9000, 0.1))
+    metrics.take(events.Retracted(1, 0.0, 5, 1, 129, 5, 0, 0, 0.0))
+    metrics.take(events.Resumed(1, 0.0, 4, 1, 64, 65, 5000, 4000, 0.1, 2.0))
     metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))
     metrics.take(events.PeerLost(1, 0.0, "prefill-0", "3f", 2.5))
     metrics.take(
@@ -204,6 +214,11 @@ def test_page_counts_what_events_and_requests_said() -> None:
         'kvd_handoff_stage_seconds_sum{role="decode",stage="transfer"}': 0.25,
         'kvd_evicted_pages_total{pool="main",reason="headroom"}': 12,
         'kvd_leases_released_total{cause="owner-died"}': 1,
+        'kvd_leases_retracted_total{kept="host"}': 1,
+        'kvd_leases_retracted_total{kept="nothing"}': 1,
+        'kvd_retraction_bytes_total{what="saved"}': 9000,
+        'kvd_retraction_bytes_total{what="restored"}': 5000,
+        'kvd_retraction_bytes_total{what="spared"}': 4000,
         "kvd_ledger_violations_total": 1,
         'kvd_peers_lost_total{peer="prefill-0"}': 1,
         'kvd_corrupt_pages_total{peer="prefill-0"}': 2,
