@@ -27,6 +27,7 @@ Lane = tuple[str, int]
 
 REPORT_S = 0.0003
 LANDING_S = 0.002
+COPY_S = 0.1
 SLOW_S = 0.4
 DAMAGED = 0.03
 """Of the deliveries that are verified in full: one page of it is not what was sent."""
@@ -79,8 +80,8 @@ class Mover:
         self.flights: dict[int, Flight] = {}
         self.late: list[Flight] = []
         """In our own sockets: their senders are over."""
-        self.copies: list[effects.Copy] = []
-        """To the saved area and back, in the order in which they are done."""
+        self.copies: list[tuple[effects.Copy, list[int]]] = []
+        """To the saved area and back, in order; with what the source held when it was ordered."""
         self.quieting = 0
         """Orders to say Quiet that are not carried out yet."""
         self._agenda = host.world.agenda
@@ -99,7 +100,7 @@ class Mover:
         self.is_alive = False
         for flight in self.flights.values():
             self._leave_behind(flight)
-        for copy in self.copies[:1]:
+        for copy, _ in self.copies[:1]:
             self._place(copy.destination_region)[page_ids(copy.destination)[0]] = TORN
         self.copies.clear()
         self.flights.clear()
@@ -239,18 +240,24 @@ class Mover:
     def copy(self, copy: effects.Copy) -> None:
         """Copy pages to the saved area or back, after what was ordered before."""
         if self.is_alive:
-            self.copies.append(copy)
-            self._agenda.after(LANDING_S * self._random(), self._copied)
+            source = self._place(copy.source_region)
+            self.copies.append((copy, [source[page] for page in page_ids(copy.source)]))
+            self._agenda.after(COPY_S * self._random(), self._copied)
 
     def _copied(self) -> None:
         if not self.is_alive:
             return
-        copy = self.copies.pop(0)
+        copy, contents = self.copies.pop(0)
+        world = self.host.world
+        if world.is_stormy and self._random() < world.profile.failing_posts:
+            self._tell(REPORT_S, inputs.CopyFailed, copy.ticket, "injected")
+            return
         source = self._place(copy.source_region)
         destination = self._place(copy.destination_region)
-        pairs = zip(page_ids(copy.source), page_ids(copy.destination), strict=True)
-        for page, over in pairs:
-            destination[over] = source[page]
+        if [source[page] for page in page_ids(copy.source)] != contents:
+            raise Violated(f"{self.host.name}: pages of copy {copy.ticket} overwritten under it")
+        for page, content in zip(page_ids(copy.destination), contents, strict=True):
+            destination[page] = content
         moved_bytes = len(copy.source) // 4 * self.host.node.leases.page_bytes
         self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
 

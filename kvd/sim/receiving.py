@@ -1,6 +1,6 @@
 """What a decode engine does: receive a prompt, read it, add tokens to it, let go.
 
-Receive, received; extend, commit, extend, commit; release.
+Receive, received; extend, commit, extend, commit; perhaps retract, resume; release.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from kvd.errors import Refusal
     from kvd.sim.session import Session
+
+RETRACTIONS = 0.15
+"""Share of the steps of a generation at which it is interrupted for others."""
 
 HOLD_S = 0.3
 """Longest pause of an engine between two steps of a generation."""
@@ -99,6 +102,10 @@ class Receiver(Job):
         room_tokens = len(self.pages) * PAGE_TOKENS - self.prompt.n_tokens
         if self.turns <= 0:
             self._leave(room_tokens)
+        elif self.random() < RETRACTIONS:
+            self.turns -= 1
+            keep = "host" if self.random() < 0.7 else "nothing"
+            self.session.call(self.retracted, client.RetractLease, self.lease, keep)
         elif room_tokens > 4:
             self.turns -= 1
             self._generate(1 + int(min(room_tokens, 20) * self.random()))
@@ -120,6 +127,41 @@ class Receiver(Job):
         if type(reply) is client.Failed:
             raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
         self.changed(reply)
+
+    # ---- out of the pool and back ------------------------------------------------------------
+
+    def retracted(self, reply: client.Retracted | client.Failed) -> None:
+        """The pages are others' now; or there is no room to save them, and it goes on."""
+        if type(reply) is client.Failed:
+            self.agenda.after(HOLD_S * self.random(), self.go_on)
+        else:
+            self.pages = []
+            self.agenda.after(HOLD_S * self.random(), self._resume)
+
+    def _resume(self) -> None:
+        if self.session.is_alive:
+            number = self.session.call(
+                self.resumed, client.ResumeLease, self.lease, self.request.deadline_s
+            )
+            if self.random() < self.host.world.profile.fickle:
+                self.agenda.after(0.2 * self.random(), self._resume_no_more, number)
+
+    def _resume_no_more(self, number: int) -> None:
+        if self.session.is_alive and number in self.session.calls:
+            self.cancel_call(number)
+
+    def resumed(self, reply: client.Resumed | client.Failed) -> None:
+        """Pages again: what was cached or saved is there, the rest is computed once more."""
+        if type(reply) is client.Failed:
+            self.let_go(commits=False)
+            self.end("not-resumed")
+            return
+        assert type(reply) is client.Resumed
+        self.pages = page_ids(Pages(reply.pages))
+        there = self.prompt.upto(reply.kv_tokens)
+        self.host.check(self.pages, there, f"{self}: a resumed lease")
+        self.host.write(self.pages, self.prompt.pages, reply.kv_tokens)
+        self.agenda.after(HOLD_S * self.random(), self.go_on)
 
     def _generate(self, n_tokens: int) -> None:
         new = self.host.world.some_tokens(n_tokens)

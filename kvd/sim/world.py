@@ -113,7 +113,8 @@ class World:
         name = f"p{number}" if number < n_prefill else f"d{number - n_prefill}"
         component = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
         pages = self.rng.choice(self.profile.pool_pages)
-        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+        saved_pages = self.rng.choice((0, 9, 41))
+        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), saved_pages)
         settings = Settings(
             NodeName(name),
             incarnation(name, 0),
@@ -346,6 +347,7 @@ def _unfinished(host: Host) -> list[str]:
         "posts": node.prefiller.posts.parts,
         "waiting": node.admission.queue,
         "leases": node.leases.leases,
+        "copies": node.retractor.copies,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
     if host.mover.quieting:

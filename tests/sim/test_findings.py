@@ -25,7 +25,7 @@ def found(make_node, profile, steps=1500):
     ("mutation", "profile", "words"),
     [
         (mutations.frees_a_quarantined_page, "storm", "not held by it"),
-        (mutations.drops_an_unlock, "tiny", "I2: node"),
+        (mutations.drops_an_unlock, "tiny", "lock"),
         (mutations.settles_before_its_posts_are_over, "transfer", "ended"),
         (mutations.trusts_a_host_that_is_not_quiet, "transfer", "ended"),
         (mutations.frees_duplicates_under_a_post, "transfer", "was overwritten while post"),
@@ -98,7 +98,7 @@ def test_the_command_ends_with_1_and_shows_the_seed_and_the_last_inputs(monkeypa
     assert "again: kvd sim --seed 3 --nodes 2 --steps 1500 --profile storm" in done.stdout
     assert "Tick(at_s=" in done.stdout
     [failure] = msgspec.json.decode(file.read_bytes())["failures"]
-    assert "I2" in failure["violation"]
+    assert "lock_ref" in failure["violation"]
 
 
 def test_the_command_says_how_many_steps_it_took_and_ends_with_0(tmp_path):
