@@ -157,6 +157,10 @@ def receive_faults(node: Node, part: DecodePart, cross: Cross) -> Iterator[Fault
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
+    if part.state is Decode.VERIFYING and not part.sums:
+        yield _receive_fault(
+            "I9", "verify", part, "waits for a look at its pages that nobody takes"
+        )
     if part.prefix_tokens % node.leases.page_size:
         yield _receive_fault("I4", "prefix", part, f"begins at token {part.prefix_tokens}")
 

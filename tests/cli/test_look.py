@@ -20,6 +20,7 @@ from kvd.wire.admin import (
     TreeNode,
     Why,
 )
+from kvd.wire.snapshot import AuditState, Finding
 
 NODES = (
     TreeNode(1, 0, "lora-a", 0, 64, 4, 1, 9, ("lease 7 of decode-0",), (101, 102, 103)),
@@ -40,6 +41,24 @@ def test_status_is_one_screen(run):
         "! a request has waited 1.50s for room: kvd locks",
     ]
     assert len(lines) < 24
+
+
+def test_status_says_how_the_audit_stands_and_shows_findings_on_top(run, daemon, snapshot):
+    found = Finding(
+        *("I1", "page-lost", "page 9 is nowhere", "broken", 0, 0, "", 0, 0, 1, (9,), 2.0, 0.1, ())
+    )
+    state = AuditState(1, 30, 0.4, 0.1, 90, 128, 1.5, 0.006, (found,))
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(
+        whole(request), snapshot=msgspec.structs.replace(snapshot, audit=state)
+    )
+
+    lines = run("status").stdout.splitlines()
+
+    assert lines[0] == "! I1: page 9 is nowhere: kvd audit"
+    assert [line for line in lines if line.startswith("audit")] == [
+        "audit     1 finding; the last sweep took 0.40s, ended 0.10s ago; 0.60 % of a core"
+    ]
 
 
 @pytest.mark.parametrize("verb", READING)

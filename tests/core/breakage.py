@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvd.core.lease import ENGINE
+from kvd.core.tables import Decode
 from kvd.types import ID_BYTES, Pages
 from kvd.wire import client
 from tests.core.world import World, tokens
@@ -203,6 +204,12 @@ def receive_without_lease(node: Node) -> str:
     return f"receive {part.id}"
 
 
+def verification_forgotten(node: Node) -> str:
+    part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
+    part.state = Decode.VERIFYING
+    return f"receive {part.id}"
+
+
 def unfindable_receive(node: Node) -> str:
     part = next(iter(node.decoder.by_handoff.values()))
     del node.decoder.by_handoff[part.handoff]
@@ -264,6 +271,7 @@ BREAKAGES = {
         Breakage("p", row_off, "row"),
         Breakage("p", lease_unlocked, "lock-count"),
         Breakage("d", receive_without_lease, "receive"),
+        Breakage("d", verification_forgotten, "verify"),
         Breakage("d", unfindable_receive, "receive"),
         Breakage("p", unfindable_send, "send"),
         Breakage("p", records_off, "records"),
