@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 INCARNATION: Final = re.compile("[0-9a-f]{32}")
 """Nothing else compares with an incarnation."""
 
+NODE: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""As the configuration allows; whatever else would stand in tables, metrics and refusals."""
+
 MAX_PEERS: Final = 4096
 """Names kept: far above any cluster, and an end to a stranger that invents names."""
 
@@ -27,7 +30,8 @@ MAX_LAYOUT_CHARS: Final = 65_536
 
 def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
-    if not INCARNATION.fullmatch(message.source) or not message.node or message.generation < 1:
+    is_named = INCARNATION.fullmatch(message.source) and NODE.fullmatch(message.node)
+    if not is_named or message.generation < 1:
         return Refusal(
             Code.BAD_REQUEST,
             f"a Hello of node {message.node[:80]!r}, incarnation {message.source[:40]!r}, "

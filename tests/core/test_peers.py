@@ -132,6 +132,12 @@ def answer_to(world: World, message: Message, link: str = "in:d") -> Message:
             "a name, 32 hex digits, and 1 or more are expected",
         ),
         (
+            {"node": "x\x1b[2J"},
+            Code.BAD_REQUEST,
+            f"a Hello of node 'x\\x1b[2J', incarnation '{incarnation('x', 1)}', generation 1: "
+            "a name, 32 hex digits, and 1 or more are expected",
+        ),
+        (
             {"source": "z" * 32},
             Code.BAD_REQUEST,
             f"a Hello of node 'x', incarnation '{'z' * 32}', generation 1: "
