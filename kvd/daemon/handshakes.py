@@ -7,13 +7,14 @@ each is counted, one in ten seconds of a reason is told, and nothing is kept of 
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import zmq
 
 from kvd.core.inputs import HandshakeFailed
+from kvd.curve import HANDSHAKE_MS
 from kvd.sockets import LoopSocket
 
 if TYPE_CHECKING:
@@ -72,8 +73,25 @@ class Handshakes:
         self._watch(socket, self._dialed_us)
 
     def watch_dealer(self, socket: zmq.Socket[bytes], link: str, name: str, address: str) -> None:
-        """Of a socket that will dial ``name``; not connected yet."""
-        self._watch(socket, partial(self._dialed_them, link, name, address))
+        """Of a socket that will dial ``name``; not connected yet.
+
+        libzmq gives a connection up for ever when the other side speaks another mechanism: it is
+        dialed again from here, for that side may be restarted with a key.
+        """
+
+        def failed(event: int, value: int) -> None:
+            self._dialed_them(link, name, address, event, value)
+            if event != _NO_DETAIL:
+                self._loop.call_later(HANDSHAKE_MS / 1e3, redial)
+
+        def redial() -> None:
+            if socket.closed:
+                return
+            with contextlib.suppress(zmq.ZMQError):  # it has no such connection any more
+                socket.disconnect(address)
+            socket.connect(address)
+
+        self._watch(socket, failed)
 
     def close(self) -> None:
         """Stop watching; before the sockets themselves are closed."""

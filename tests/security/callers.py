@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import urllib.request
@@ -44,8 +45,8 @@ class Caller:
         self._monitor = self._socket.get_monitor_socket(
             _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        self._socket.connect(daemon.peers)
         about = info(daemon)
+        self._socket.connect(daemon.peers)
         self.target = about["incarnation"]
         self.source = f"{next(_lives):032x}"
         self._layout = fingerprint(msgspec.convert(about["pool"], PoolSpec))
@@ -58,7 +59,9 @@ class Caller:
         self.say(PEER_MESSAGES.encode(message))
 
     def say(self, *frames):
-        self._socket.send_multipart(frames)
+        """Not waiting: libzmq has nowhere to put it once it has given the connection up."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def hears(self, kind):
         """The next message of a kind."""

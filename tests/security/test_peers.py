@@ -20,6 +20,7 @@ from kvd.wire import admin, events, peer
 from kvd.wire.peer import Hello
 from tests.core.side import incarnation
 from tests.core.world import World
+from tests.daemon.conftest import until
 from tests.security.callers import Caller, event, info
 from tests.security.conftest import SHAPE, public_of
 
@@ -208,6 +209,14 @@ def test_a_daemon_that_answers_without_a_key_is_not_talked_to(keyed):
 
     assert seen.address == keyed.bare
     assert seen.why == f"bare at {keyed.bare} has no key: set peers.secret_key_file there"
+
+
+def test_a_daemon_that_answers_without_a_key_is_dialed_again(keyed):
+    """libzmq would give it up for ever, and a key that it is given later would not help."""
+    daemon = keyed.pair.decode
+    event(daemon, events.HandshakeFailed, peer="bare", reason="no-curve")
+    before = without_curve(daemon)
+    until(lambda: without_curve(daemon) > before)
 
 
 @pytest.mark.slow
