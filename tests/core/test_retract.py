@@ -333,7 +333,9 @@ def test_a_lease_that_resumes_stands_before_every_new_request_and_none_overtakes
     assert got_pages == [lease.lease, 5, 6]
 
 
-def test_a_resumption_blocks_new_requests_that_would_fit(world):
+@pytest.mark.parametrize("overtakers", [0, 8])
+def test_a_resumption_blocks_new_requests_that_would_fit(overtakers):
+    world = World(overtakers=overtakers)
     lease = running(world.d)
     retract(world.d, lease.lease)
     world.d.ask(admin.Evict(1, pages=4))

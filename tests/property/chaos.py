@@ -48,6 +48,10 @@ class Job:
         self.aux = b""
         self.is_finishing = False
         self.is_over = False
+        self.is_away = False
+        """Retracted: its lease has no pages."""
+        self.is_moving = False
+        """On its way out of the pool or back."""
 
 
 class Engine:
@@ -215,6 +219,10 @@ class DecodeEngine(Engine):
     def go_on(self, job: Job) -> None:
         if job.part and not job.lease and self.rng.random() < 0.02:
             self.call(client.CancelReceive, job, receive=job.part)
+        elif job.is_moving:
+            return
+        elif job.is_away:
+            self.come_back(job)
         elif job.lease:
             assert self.side.holds(job.row, job.toks, job.namespace), "a lease lost its content"
             dice = self.rng.random()
@@ -222,10 +230,36 @@ class DecodeEngine(Engine):
                 self.call(client.ExtendLease, job, lease=job.lease, n_tokens=PAGE)
             elif dice < 0.5:
                 self.generate(job)
+            elif dice < 0.6:
+                job.is_moving = True
+                keep = self.rng.choice(("host", "host", "nothing"))
+                self.call(client.RetractLease, job, lease=job.lease, keep=keep)
             else:
                 job.is_over = True
                 kind = client.CommitAndRelease if dice < 0.9 else client.ReleaseLease
                 self.call(kind, job, lease=job.lease)
+
+    def come_back(self, job: Job) -> None:
+        """Resume, or give up what was retracted."""
+        if self.rng.random() < 0.8:
+            job.is_moving = True
+            deadline_s = self.rng.choice((0.5, 3.0))
+            self.call(client.ResumeLease, job, lease=job.lease, deadline_s=deadline_s)
+        else:
+            job.is_over = True
+            self.call(client.ReleaseLease, job, lease=job.lease)
+
+    def moved(self, job: Job, reply: client.Reply) -> None:
+        """A retraction or a resumption is answered; what is not there is computed again."""
+        job.is_moving = False
+        if isinstance(reply, client.Retracted):
+            job.is_away = True
+            job.row = Pages(b"")
+        elif isinstance(reply, client.Resumed):
+            job.is_away = False
+            job.row = Pages(reply.pages)
+            start = min(reply.kv_tokens, count(job.toks))
+            self.side.write(job.row, job.toks, job.namespace, start=start)
 
     def generate(self, job: Job) -> None:
         """Decode as many tokens as the row has room for, up to 20."""
@@ -257,6 +291,8 @@ class DecodeEngine(Engine):
                 job.part = reply.receive
             case client.Failed() if kind is client.Receive:
                 job.is_over = True
+            case _ if kind in {client.RetractLease, client.ResumeLease}:
+                self.moved(job, reply)
 
 
 class Chaos:
@@ -268,6 +304,7 @@ class Chaos:
         self.world = World(p_pages=rng.choice((24, 40)), d_pages=rng.choice((16, 24, 40)), **QUICK)
         world = self.world
         world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = True
+        world.hold_copies = True
         self.loss = rng.choice((0.0, 0.02, 0.1, 0.3))
         self.repeats = rng.choice((0.0, 0.05, 0.2))
         self.reorders = rng.choice((0.0, 0.2, 1.0))
@@ -383,6 +420,8 @@ class Chaos:
             else:
                 side.land(flight, rng.randint(1, 4))
         for side in self.world.sides.values():
+            if side.copies and rng.random() < 0.5:
+                side.finish_copy()
             if side.late and rng.random() < 0.3:
                 side.land_late()
             if side.noisy and rng.random() < 0.3:
@@ -452,11 +491,14 @@ class Chaos:
         world = self.world
         world.cut.clear()
         world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = False
+        world.hold_copies = False
         self.loss = self.repeats = self.troubles = 0.0
         for round_ in range(16):
             for side in world.sides.values():
                 side.fails_loading = 0
                 side.be_quiet()
+                while side.copies:
+                    side.finish_copy()
             world.land_posts()
             world.pass_time(1.0, 0.25)
             self.settle()
