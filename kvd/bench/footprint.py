@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 POOL_MIB: Final = 256
 RECORDED_S: Final = 60.0
-SETTINGS: Final = {**LLAMA_8B, "pool.size": f"{POOL_MIB}MiB"}
+SETTINGS: Final = {
+    **LLAMA_8B,
+    "pool.size": f"{POOL_MIB}MiB",
+    "recorder.enabled": "true",
+}
+"""With the flight recorder, which is off by default: the most that a daemon is."""
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
 """The daemon's side of the flight recorder: it tapes every input, and keeps the recorder process.
 
-Each input is written to the ring before it is stepped: 1 us, and the copying of its tokens. That
-is all the daemon does; following, stepping and saving is the recorder process's. Whatever becomes
-of that process, the daemon goes on: it says that the recording has ended, and begins anew with a
-fresh copy of the node as soon as that is small enough to be made between two ticks.
+Each input is written to the ring before it is stepped, and its tokens are copied; following,
+stepping and saving is the recorder process's. Measured at full rate on a busy machine, a lease and
+its release take 26 us more than 143 with 200 tokens, and 78 us more than 184 with 13,000. Whatever
+becomes of that process, the daemon goes on: it says that the recording has ended, and begins anew
+with a fresh copy of the node as soon as that is small enough to be made between two ticks.
 
     OFF --begin--> RECORDING --it died, fell behind, strayed--> ENDED --pause, begin--> RECORDING
 """

@@ -40,8 +40,9 @@ class Engines(NamedTuple):
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two daemons with page-first pools."""
-    with two_daemons(tmp_path_factory.mktemp("pf"), SHAPE) as both:
+    """Two daemons with page-first pools, recorded."""
+    settings = {**SHAPE, "recorder.enabled": "true"}
+    with two_daemons(tmp_path_factory.mktemp("pf"), settings) as both:
         yield both
 
 

@@ -22,6 +22,7 @@ from kvd.wire import admin, events
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE, tokens_of, write
 
+RECORDED = {**SHAPE, "recorder.enabled": "true"}
 LOOK_S = 20.0
 """The recorder process runs when nobody else does: on a busy machine it takes its time."""
 
@@ -130,7 +131,7 @@ def test_the_recorder_process_holds_nothing_of_the_daemon_but_its_socket_and_mem
 
 
 async def test_a_killed_daemon_leaves_a_recording_that_ends_with_what_a_subscriber_saw(tmp_path):
-    with one_daemon(tmp_path, SHAPE, name="k") as daemon:
+    with one_daemon(tmp_path, RECORDED, name="k") as daemon:
         recorder = daemon.recorder_pid()
         load = asyncio.ensure_future(leases(daemon.client, 100_000))
         seen = []
@@ -156,7 +157,7 @@ async def test_a_killed_daemon_leaves_a_recording_that_ends_with_what_a_subscrib
 
 
 async def test_a_dead_recorder_costs_the_daemon_nothing_and_another_one_takes_over(tmp_path):
-    with one_daemon(tmp_path, SHAPE, name="r") as daemon:
+    with one_daemon(tmp_path, RECORDED, name="r") as daemon:
         first = daemon.recorder_pid()
         load = asyncio.ensure_future(leases(daemon.client, 200))
         os.kill(first, signal.SIGKILL)
@@ -183,7 +184,7 @@ async def test_a_dead_recorder_costs_the_daemon_nothing_and_another_one_takes_ov
 
 
 async def test_a_recorder_that_does_not_keep_up_is_given_up_and_the_daemon_goes_on(tmp_path):
-    settings = {**SHAPE, "recorder.max_bytes": str(2**20)}
+    settings = {**RECORDED, "recorder.max_bytes": str(2**20)}
     with one_daemon(tmp_path, settings, name="s") as daemon:
         recorder = daemon.recorder_pid()
         os.kill(recorder, signal.SIGSTOP)
@@ -198,8 +199,8 @@ async def test_a_recorder_that_does_not_keep_up_is_given_up_and_the_daemon_goes_
         assert daemon.ask(admin.Audit(1), admin.Report).refused == ()
 
 
-async def test_a_recorder_that_is_switched_off_is_not_there_and_says_so(tmp_path):
-    with one_daemon(tmp_path, {**SHAPE, "recorder.enabled": "false"}, name="o") as daemon:
+async def test_nothing_is_recorded_unless_it_was_asked_for_and_the_daemon_says_so(tmp_path):
+    with one_daemon(tmp_path, SHAPE, name="o") as daemon:
         said = cli("record", "--connect", daemon.admin)
 
         assert recorder_of(daemon).state == "off"
