@@ -32,6 +32,10 @@ class DecodePart(NamedTuple):
     """Times the aux was handed on."""
     leaving: bool = False
     """Given up while verifying: applied on READY."""
+    asked: bool = False
+    """The transfer process that lives now is verifying the pages."""
+    damaged: bool = False
+    """A page is not what was sent."""
     committed: bool = False
 
 
@@ -82,7 +86,7 @@ def fire(part: DecodePart, trigger: DecodeTrigger) -> DecodePart:
         case D.DRAINING:
             return part._replace(state=after, pages=Pages.QUARANTINED)
         case D.READY:
-            return part._replace(state=after, pages=Pages.CACHED, committed=True)
+            return part._replace(state=after, pages=Pages.CACHED, committed=True, asked=False)
         case D.CLOSED if part.state is not D.READY:
             return DecodePart(after, part.born, part.peer)
         case _:
@@ -109,6 +113,8 @@ def deliver(side: DecodeSide, message: Message, rules: Rules) -> DecodeStep:
         after = fire(part, T.ACCEPTED)
         return DecodeStep(Cause.PROGRESS, words, with_part(side, index, after))
     part, answers = settled(part, message, rules)
+    if part.state is D.VERIFYING and side.parts[index].state is not D.VERIFYING:
+        part = part._replace(asked=True)
     return DecodeStep(Cause.PROGRESS, words, with_part(side, index, part), answers)
 
 
@@ -126,7 +132,7 @@ def settled(
         if took_aux and (before is not part.state or not rules.takes_aux_once):
             part = part._replace(auxes=min(part.auxes + 1, 2))
         if part.state is D.VERIFYING:
-            return part, ()
+            return part, ()  # ``deliver`` asks, or asked already
     elif not rules.answers_settled_when_closed:
         return part, ()
     return part, (say(part, message.part, Kind.CLOSED, int(part.committed)),)
@@ -203,7 +209,7 @@ def steps(side: DecodeSide, rules: Rules) -> list[DecodeStep]:
                     found.append(DecodeStep(Cause.PROGRESS, words, side, (offer,)))
                 found.append(give_up(side, index, rules))
             case D.VERIFYING:
-                found += verify_steps(side, index)
+                found += verify_steps(side, index, rules)
             case D.DRAINING:
                 found += draining_steps(side, index, rules)
             case D.READY:
@@ -247,21 +253,33 @@ def give_up(side: DecodeSide, index: int, rules: Rules) -> DecodeStep:
     return DecodeStep(Cause.WILL, words, with_part(side, index, part), (abort,))
 
 
-def verify_steps(side: DecodeSide, index: int) -> list[DecodeStep]:
-    """The checksums are good or bad; a client that leaves meanwhile is remembered."""
+def verify_steps(side: DecodeSide, index: int, rules: Rules) -> list[DecodeStep]:
+    """Our transfer process answers, or its successor is asked; a client that leaves is remembered.
+
+    A page may turn out damaged at any time before the answer.
+    """
     part = side.parts[index]
-    good = fire(part, T.VERIFIED)
-    bad = fire(part, T.CORRUPTED)
-    if good.leaving:
-        good = fire(good, T.RELEASED)
     left = fire(part, T.GIVEN_UP)._replace(leaving=True)
-    commit = (say(good, index, Kind.CLOSED, 1),)
-    reject = (say(bad, index, Kind.CLOSED, 0),)
-    return [
-        DecodeStep(Cause.PROGRESS, f"decode commits {index}", with_part(side, index, good), commit),
-        DecodeStep(Cause.WILL, f"{index} is corrupt", with_part(side, index, bad), reject),
-        DecodeStep(Cause.WILL, f"{index}'s client leaves", with_part(side, index, left)),
-    ]
+    found = [DecodeStep(Cause.WILL, f"{index}'s client leaves", with_part(side, index, left))]
+    if not part.damaged:
+        torn = with_part(side, index, part._replace(damaged=True))
+        found.append(DecodeStep(Cause.WILL, f"a page of {index} is not what was sent", torn))
+    if part.asked and part.damaged:
+        bad = fire(part, T.CORRUPTED)
+        said = (say(bad, index, Kind.CLOSED, 0),)
+        closed = with_part(side, index, bad)
+        found.append(DecodeStep(Cause.PROGRESS, f"{index} is corrupt", closed, said))
+    if (part.asked and not part.damaged) or not rules.commits_what_is_verified:
+        good = fire(part, T.VERIFIED)
+        if good.leaving:
+            good = fire(good, T.RELEASED)
+        said = (say(good, index, Kind.CLOSED, 1),)
+        done = with_part(side, index, good)
+        found.append(DecodeStep(Cause.PROGRESS, f"decode commits {index}", done, said))
+    if not part.asked and rules.asks_the_next_process:
+        asked = with_part(side, index, part._replace(asked=True))
+        found.append(DecodeStep(Cause.PROGRESS, f"the new process verifies {index}", asked))
+    return found
 
 
 def draining_steps(side: DecodeSide, index: int, rules: Rules) -> list[DecodeStep]:
@@ -285,7 +303,7 @@ def fence(side: DecodeSide, rules: Rules) -> DecodeStep:
     for i, part in enumerate(parts):
         if part.state in (None, D.CLOSED, D.QUEUED):
             continue
-        parts[i] = fire(part, T.FENCED)
+        parts[i] = fire(part, T.FENCED)._replace(asked=False)
         if part.state is D.DRAINING:
             sends.append(say(part, i, Kind.CLOSED, 0))
     generation = side.generation + int(rules.fence_starts_new_generation)

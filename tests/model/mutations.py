@@ -35,6 +35,8 @@ MUTATIONS = (
     Mutation("repeats_offer", STUCK, (C.LOSS,)),
     Mutation("repeats_offer_when_accepted", STUCK, (C.LOSS,)),
     Mutation("repeats_abort", STUCK, (C.LOSS,)),
+    Mutation("commits_what_is_verified", "committed with a page that is not what was sent"),
+    Mutation("asks_the_next_process", STUCK, (C.FENCE,)),
     Mutation("takes_aux_once", "aux of handoff 0 is delivered 2 times"),
     Mutation("answers_settled_when_closed", STUCK, (C.LOSS,)),
     Mutation("fence_starts_new_generation", FREE, (C.FENCE,)),

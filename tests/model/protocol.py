@@ -51,6 +51,8 @@ What else the model needed (rules that the tables do not show)
     8. An agent's destruction gives up every part with a post outstanding through it, and no other.
     9. DELIVERED and SETTLED never follow one another for one id: the first last word stays.
     10. A tombstone that closes below the floor already heard is folded at once.
+    11. VERIFYING waits for our own transfer process and for nobody else: whatever the writer or its
+        successor says meanwhile changes nothing, and a fence takes the question along.
 
 How far it has been explored
     One handoff of two posts, any four faults: 883,631 states, none unsafe and none stuck (two to
@@ -58,14 +60,15 @@ How far it has been explored
     a post each, the engine opening it twice, one fault of one kind: 631,341 states (a duplicate,
     which repetition subsumes), 650,797 (a failed post), 700,837 (prefill restarts), 1,525,345 (a
     loss), 1,655,730 (decode restarts), 3,905,299 (a fence; eight minutes, 1.1 GB): likewise. Run:
-    ``KVD_MODEL=full python -m pytest -s -m slow tests/model``. 27 sentences are negated one by one
+    ``KVD_MODEL=full python -m pytest -s -m slow tests/model``. 29 sentences are negated one by one
     in ``mutations``, and each is missed; six more guard nothing and are listed as courtesies.
 
 What is not modelled
     Admission (QUEUED ends in OFFERED or nothing; headroom, locks and eviction are not here); a
     handoff of several parts; more than two posts, or posts that differ; a crash of the prefill
     side's transfer process alone; a decode daemon that never returns; an engine that attaches anew
-    after a restart; checksums (a page is good or not); prompts (they agree or not); Progress;
+    after a restart; sums (pages are damaged or not, and verifying tells); prompts (they agree or
+    not); Progress;
     clocks (a deadline may pass at any time); an id used again by a later incarnation (an id here
     means incarnation and id). A link holds a *set* of messages: copies beyond the first are the
     fault "duplicate", and a repeat can be late without any fault. Pings are taken from the sender
@@ -198,6 +201,10 @@ class Rules(NamedTuple):
     repeats_offer_when_accepted: bool = True
     """RECEIVING repeats the Offer too: the writer may have stopped saying Settled by then."""
     repeats_abort: bool = True
+    commits_what_is_verified: bool = True
+    """Nothing is cached before our transfer process has said that it is what was sent."""
+    asks_the_next_process: bool = True
+    """A transfer process that ends takes the question along; its successor is asked again."""
     takes_aux_once: bool = True
     """A repeated Settled(DELIVERED) hands the aux on no second time."""
     answers_settled_when_closed: bool = True

@@ -26,6 +26,8 @@ def violation(decode: DecodeSide, prefill: PrefillSide, rules: Rules) -> str | N
             return f"the engine hears that handoff {index} is committed, and it is not"
         if there.committed and there.landed != prefill.posts_per_part:
             return f"handoff {index} is committed with {there.landed} of its posts landed"
+        if there.committed and there.damaged:
+            return f"handoff {index} is committed with a page that is not what was sent"
         if there.committed and there.auxes != 1:
             return f"the aux of handoff {index} is delivered {there.auxes} times"
     return None
