@@ -397,6 +397,8 @@ def test_the_writer_restarts_while_we_verify():
     world = verifying()
 
     world.restart(world.p)
+    world.pass_time(1.0)
+    assert [one for one in world.d.events if isinstance(one, events.PeerReplaced)]
     assert room_states(world) == ["verifying"]
     answer(world)
 
