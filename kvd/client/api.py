@@ -26,7 +26,7 @@ from kvd.client.port import Port, confused, within
 from kvd.client.state import EventQueue, EventsLost, LeaseState
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
-from kvd.types import MAX_ROOM
+from kvd.types import MAX_ROOM, count
 from kvd.wire import client as wire
 
 if TYPE_CHECKING:
@@ -153,12 +153,17 @@ class Node:
             cache,
             tier,
         )
-        call = await self._port.perform(
-            request, tokens=token_frame(tokens), within_s=within(deadline_s)
-        )
+        frame = token_frame(tokens)
+        call = await self._port.perform(request, tokens=frame, within_s=within(deadline_s))
         if call.receive is None:
             raise confused(request, call.answer.value)
-        return Receive(self._port, self._pools, call.receive, within(deadline_s))
+        return Receive(
+            self._port,
+            self._pools,
+            call.receive,
+            prompt_tokens=count(frame),
+            within_s=within(deadline_s),
+        )
 
     async def send(
         self,

@@ -150,7 +150,7 @@ class Connection:
         call.is_abandoned = True
         if call.answer.value is not None:
             self._undo(call, call.answer.value)
-        elif isinstance(call.request, wire.OpenLease | wire.Receive):
+        elif isinstance(call.request, wire.OpenLease | wire.Receive | wire.ResumeLease):
             self.tell(wire.CancelCall(self.next_call(), call.request.call))
 
     def take_outgoing(self) -> list[Outgoing]:
@@ -237,6 +237,10 @@ class Connection:
         match answer:
             case wire.Row(_, first, pages) if call.lease is not None:
                 call.lease.replace(first, pages)
+            case wire.Retracted() if call.lease is not None:
+                call.lease.retracted()
+            case wire.Resumed(_, prefix_tokens, _, kv_tokens, pages) if call.lease is not None:
+                call.lease.resumed(prefix_tokens=prefix_tokens, kv_tokens=kv_tokens, pages=pages)
             case wire.Receiving(_, number, prefix_tokens):
                 call.receive = ReceiveState(number, prefix_tokens)
                 self._receives[number] = call.receive

@@ -21,10 +21,19 @@ if TYPE_CHECKING:
 class Receive:
     """The decode side: pages are held, KV is on its way."""
 
-    def __init__(self, port: Port, pools: Pools, state: ReceiveState, within_s: float) -> None:
+    def __init__(
+        self,
+        port: Port,
+        pools: Pools,
+        state: ReceiveState,
+        *,
+        prompt_tokens: int,
+        within_s: float,
+    ) -> None:
         self._port = port
         self._pools = pools
         self._state = state
+        self._prompt_tokens = prompt_tokens
         self._within_s = within_s
         self._delivered: wire.Received | None = None
         self._lease: Lease | None = None
@@ -108,7 +117,10 @@ class Receive:
         if self._lease is None:
             self._delivered = delivered
             state = LeaseState(
-                delivered.lease, prefix_tokens=self.prefix_len, pages=delivered.pages
+                delivered.lease,
+                prefix_tokens=self.prefix_len,
+                pages=delivered.pages,
+                kv_tokens=self._prompt_tokens,
             )
             self._lease = Lease(self._port, self._pools, state)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvd.client.port import within
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
@@ -17,6 +20,28 @@ if TYPE_CHECKING:
     from kvd.client.port import Port
     from kvd.client.state import LeaseState
     from kvd.client.tokens import TokenIds
+
+
+COPY_WITHIN_S = 30.0
+"""For the copy of a retraction or a resumption, beside any wait for room: GiBs take seconds."""
+
+
+class Retraction(msgspec.Struct, frozen=True):
+    """What is kept of a retracted lease, outside the pool."""
+
+    saved_pages: int
+    saved_bytes: int
+
+
+class Resumption(msgspec.Struct, frozen=True):
+    """Where the KV of a resumed lease comes from; below ``kv_len`` it is in the lease's pages.
+
+    ``prefix_len`` tokens were cached, ``restored_tokens`` were copied back.
+    """
+
+    prefix_len: int
+    restored_tokens: int
+    kv_len: int
 
 
 class Lease:
@@ -34,8 +59,23 @@ class Lease:
 
     @property
     def prefix_len(self) -> int:
-        """Tokens that were cached already when the lease began; page aligned."""
+        """Tokens that were cached already when the lease began or last resumed; page aligned."""
         return self._state.prefix_tokens
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose KV was in the pages when the lease began or last resumed.
+
+        ``prefix_len`` at first, the whole prompt after a receive, and after ``resume`` all that was
+        retracted, or the cached part of it where nothing else was kept. The engine computes the
+        rest.
+        """
+        return self._state.kv_tokens
+
+    @property
+    def is_retracted(self) -> bool:
+        """Whether it has given its pages back and not taken any since."""
+        return self._state.is_retracted
 
     @property
     def is_released(self) -> bool:
@@ -50,13 +90,22 @@ class Lease:
         read-only tensors, so it takes a copy: ``torch.from_numpy(lease.pages.copy())``.
 
         Raises:
-            KvdError: ``unknown-lease`` after the release: the pages are someone else's now.
+            KvdError: ``unknown-lease`` after the release, ``wrong-state`` while it is retracted:
+                the pages are someone else's now.
         """
         if self._state.is_released:
             raise KvdError(
                 Refusal(
                     Code.UNKNOWN_LEASE,
                     f"lease {self.id} was released: its pages may be someone else's by now",
+                    side="client",
+                )
+            )
+        if self._state.is_retracted:
+            raise KvdError(
+                Refusal(
+                    Code.WRONG_STATE,
+                    f"lease {self.id} is retracted: it has no pages until resume()",
                     side="client",
                 )
             )
@@ -91,6 +140,54 @@ class Lease:
         """
         request = wire.CommitLease(self._port.connection.next_call(), self.id)
         await self._port.ask(request, wire.Row, tokens=token_frame(new_tokens), lease=self._state)
+
+    async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
+        """Give every page back and unlock the prefix; the lease stays, for ``resume``.
+
+        The KV of the known tokens and of ``new_tokens`` is written; it is saved before the pages
+        go. What is cached of it stays cached: ``commit`` first to leave whole pages there too.
+
+        Args:
+            new_tokens: as in ``commit``, but they do not enter the cache.
+            keep: ``host`` copies the pages to host memory of the daemon; ``nothing`` does not, and
+                what the cache has lost by then must be computed again.
+
+        Raises:
+            KvdError: ``no-room`` when that memory is full, with the numbers and who has it;
+                ``wrong-state`` while a send reads the pages, or when it is retracted already;
+                ``aborted`` when the transfer process ended meanwhile. The lease runs on as before.
+        """
+        request = wire.RetractLease(self._port.connection.next_call(), self.id, keep)
+        done = await self._port.ask(
+            request,
+            wire.Retracted,
+            tokens=token_frame(new_tokens),
+            lease=self._state,
+            within_s=COPY_WITHIN_S,
+        )
+        return Retraction(done.saved_pages, done.saved_bytes)
+
+    async def resume(self, *, deadline_s: float = 30.0) -> Resumption:
+        """Have pages again for all tokens and the reserve; waits for room, before new requests.
+
+        The tokens are matched against the cache again; only KV that is no longer there is copied
+        back. ``pages`` are others than before: read them again.
+
+        Args:
+            deadline_s: longest wait for room.
+
+        Raises:
+            KvdError: ``deadline`` or ``no-room``, as for a lease; ``wrong-state`` when it is not
+                retracted. It is retracted still, and what was saved is saved.
+        """
+        request = wire.ResumeLease(self._port.connection.next_call(), self.id, deadline_s)
+        done = await self._port.ask(
+            request,
+            wire.Resumed,
+            lease=self._state,
+            within_s=within(deadline_s) + COPY_WITHIN_S,
+        )
+        return Resumption(done.prefix_tokens, done.restored_tokens, done.kv_tokens)
 
     async def release(self, new_tokens: TokenIds | None = None) -> None:
         """Unlock and free; the lease is over.

@@ -62,17 +62,36 @@ class Slot(Generic[T]):
 
 
 class LeaseState:
-    """The pages of one lease, as the daemon last said."""
+    """The pages of one lease, as the daemon last said; none while it is retracted.
 
-    def __init__(self, number: int, *, prefix_tokens: int, pages: bytes) -> None:
+    ``kv_tokens`` is how far their KV was there when it began, or last resumed.
+    """
+
+    def __init__(
+        self, number: int, *, prefix_tokens: int, pages: bytes, kv_tokens: int | None = None
+    ) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
+        self.kv_tokens = prefix_tokens if kv_tokens is None else kv_tokens
         self.is_released = False
+        self.is_retracted = False
         self._pages = pages
 
     def replace(self, first: int, pages: bytes) -> None:
         """The daemon's row from page index ``first`` on."""
         self._pages = self._pages[: first * ID_BYTES] + pages
+
+    def retracted(self) -> None:
+        """The daemon has taken the pages back."""
+        self.is_retracted = True
+        self._pages = b""
+
+    def resumed(self, *, prefix_tokens: int, kv_tokens: int, pages: bytes) -> None:
+        """It has pages again."""
+        self.is_retracted = False
+        self.prefix_tokens = prefix_tokens
+        self.kv_tokens = kv_tokens
+        self._pages = pages
 
     @property
     def pages(self) -> NDArray[np.int32]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.client.api import Matched
     from kvd.client.handoff import Outcome, Receive, Send
-    from kvd.client.lease import Lease
+    from kvd.client.lease import Lease, Resumption, Retraction
     from kvd.client.pool import Pool
     from kvd.client.state import EventsLost
     from kvd.client.tokens import TokenIds
@@ -61,6 +61,16 @@ class SyncLease:
         return self.wrapped.prefix_len
 
     @property
+    def kv_len(self) -> int:
+        """As ``Lease.kv_len``."""
+        return self.wrapped.kv_len
+
+    @property
+    def is_retracted(self) -> bool:
+        """As ``Lease.is_retracted``."""
+        return self.wrapped.is_retracted
+
+    @property
     def pages(self) -> NDArray[np.int32]:
         """As ``Lease.pages``."""
         return self.wrapped.pages
@@ -76,6 +86,14 @@ class SyncLease:
     def commit(self, new_tokens: TokenIds = ()) -> None:
         """As ``Lease.commit``."""
         run(self.wrapped.commit(new_tokens))
+
+    def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
+        """As ``Lease.retract``."""
+        return run(self.wrapped.retract(new_tokens, keep=keep))
+
+    def resume(self, *, deadline_s: float = 30.0) -> Resumption:
+        """As ``Lease.resume``."""
+        return run(self.wrapped.resume(deadline_s=deadline_s))
 
     def release(self, new_tokens: TokenIds | None = None) -> None:
         """As ``Lease.release``."""

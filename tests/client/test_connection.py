@@ -241,6 +241,20 @@ def test_an_abandoned_call_that_is_refused_leaves_nothing_to_undo() -> None:
     assert sent(own) == []
 
 
+def test_an_abandoned_resumption_leaves_the_queue_and_its_lease_is_as_the_daemon_says() -> None:
+    own = connection()
+    lease = LeaseState(7, prefix_tokens=0, pages=b"")
+    lease.retracted()
+    call = begin(own, wire.ResumeLease(own.next_call(), 7), lease=lease)
+    own.abandon(call)
+    assert sent(own) == [wire.CancelCall(2, 1)]
+
+    feed(own, wire.Resumed(1, 4, 3, 7, pack_ids([4, 6])))
+
+    assert sent(own) == []
+    assert (lease.is_retracted, lease.pages.tolist()) == (False, [4, 6])
+
+
 def test_an_abandoned_receive_is_cancelled_and_a_lease_that_came_all_the_same_goes_back() -> None:
     own = connection()
     call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))

@@ -136,6 +136,43 @@ async def test_a_lease_from_its_prefix_to_its_release(daemon: Daemon) -> None:
     assert daemon.tokens == [pack_ids(list(range(10))), b"", pack_ids([10, 11]), b""]
 
 
+async def test_a_lease_is_retracted_and_resumed_on_other_pages(daemon: Daemon) -> None:
+    daemon.script = answering(
+        OpenLease=lambda r: [wire.Leased(r.call, 70, 4, pack_ids([4, 5]))],
+        RetractLease=lambda r: [wire.Retracted(r.call, 2, 512)],
+        ResumeLease=lambda r: [wire.Resumed(r.call, 4, 3, 7, pack_ids([4, 6]))],
+    )
+
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        lease = await node.lease([1, 2, 3, 4, 5])
+        assert (lease.kv_len, lease.is_retracted) == (4, False)
+        assert await lease.retract([6, 7]) == kvd.client.Retraction(2, 512)
+        assert lease.is_retracted
+        with pytest.raises(KvdError, match="lease 70 is retracted: it has no pages until resume"):
+            _ = lease.pages
+        assert await lease.resume(deadline_s=3) == kvd.client.Resumption(4, 3, 7)
+        assert (lease.prefix_len, lease.kv_len, lease.pages.tolist()) == (4, 7, [4, 6])
+        assert not lease.is_retracted
+
+    assert daemon.got[1:3] == [wire.RetractLease(2, 70, "host"), wire.ResumeLease(3, 70, 3)]
+    assert daemon.tokens[1:3] == [pack_ids([6, 7]), b""]
+
+
+async def test_a_refused_retraction_leaves_the_lease_as_it_was(daemon: Daemon) -> None:
+    daemon.script = answering(
+        OpenLease=lambda r: [wire.Leased(r.call, 70, 4, pack_ids([4, 5]))],
+        RetractLease=lambda r: [wire.Failed(r.call, REFUSED)],
+    )
+
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        lease = await node.lease([1, 2, 3, 4, 5])
+        with pytest.raises(KvdError, match="8 pages needed, 3 free"):
+            await lease.retract(keep="nothing")
+        assert lease.pages.tolist() == [4, 5]
+
+    assert daemon.got[1] == wire.RetractLease(2, 70, "nothing")
+
+
 async def test_release_commits_only_when_it_is_told_to(daemon: Daemon) -> None:
     daemon.script = answering(
         OpenLease=lambda r: [wire.Leased(r.call, 70, 0, b"")],

@@ -29,6 +29,8 @@ ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     wire.OpenLease: lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5]))],
     wire.ExtendLease: lambda r: [wire.Row(r.call, 2, pack_ids([6]))],
     wire.CommitLease: lambda r: [wire.Row(r.call, 0, pack_ids([3, 5, 6]))],
+    wire.RetractLease: lambda r: [wire.Retracted(r.call, 2, 512)],
+    wire.ResumeLease: lambda r: [wire.Resumed(r.call, 4, 3, 7, pack_ids([4, 6, 8]))],
     wire.Receive: lambda r: [
         wire.Receiving(r.call, 11, 8),
         wire.Received(11, 71, pack_ids([9]), b"aux"),
@@ -58,6 +60,10 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         assert (lease.id, lease.prefix_len, lease.pages.tolist()) == (70, 8, [4, 5])
         lease.extend(4)
         assert lease.pages_of("kv").tolist() == [4, 5, 6]
+        assert lease.retract([8], keep="host") == kvd.client.Retraction(2, 512)
+        assert lease.is_retracted
+        assert lease.resume() == kvd.client.Resumption(4, 3, 7)
+        assert (lease.kv_len, lease.pages.tolist()) == (7, [4, 6, 8])
         lease.commit([3])
         assert lease.pages.tolist() == [3, 5, 6]
 
@@ -80,11 +86,12 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         assert tuple(k.shape) == (8, 4, 2, 8)
 
     assert [type(one).__name__ for one in daemon.got] == [
-        *("OpenLease", "ExtendLease", "CommitLease", "Send", "Advance", "Finish", "Send"),
+        *("OpenLease", "ExtendLease", "RetractLease", "ResumeLease", "CommitLease"),
+        *("Send", "Advance", "Finish", "Send"),
         *("AbortSend", "CommitAndRelease", "Receive", "ReleaseLease", "Receive"),
-        *(type(one).__name__ for one in daemon.got[12:]),
+        *(type(one).__name__ for one in daemon.got[14:]),
     ]
-    assert {type(one).__name__ for one in daemon.got[12:]} <= {
+    assert {type(one).__name__ for one in daemon.got[14:]} <= {
         *("CancelReceive", "ReleaseLease", "MatchPrefix"),
     }
 
