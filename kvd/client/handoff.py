@@ -174,7 +174,9 @@ class Send:
     async def advance(self, upto_tokens: int) -> None:
         """The KV of all tokens below ``upto_tokens`` is written; legal before the offer has come.
 
-        Less than before changes nothing: what is written stays written.
+        Less than before changes nothing: what is written stays written. Leave those pages alone
+        until ``finish`` has returned: they are summed while they travel, and a page that changes
+        meanwhile may fail the handoff as ``corrupt``.
 
         Raises:
             HandoffError: the handoff has ended: there is no need to compute the rest for it.
@@ -191,6 +193,8 @@ class Send:
 
     async def finish(self, aux: bytes = b"") -> Outcome:
         """All KV of the prompt is written. Returns when the decode side has spoken.
+
+        Until then leave the pages of the prompt alone, the last, partial one too.
 
         Args:
             aux: opaque bytes for the decode engine: first token, logprobs ...
