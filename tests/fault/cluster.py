@@ -37,7 +37,7 @@ SHORT_TIMERS = {
 }
 """What a campaign can wait for, and two busy cores can keep."""
 
-INTEGRITY: dict[str, str] = {}
+INTEGRITY = {"transfer.integrity": "full"}
 """How pages are compared before they are committed."""
 
 REST_S = 6.0

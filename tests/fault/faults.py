@@ -89,6 +89,19 @@ async def _kill_transfer(cluster: Cluster, fault: Planned, _: random.Random) -> 
         kill(pid)
 
 
+async def _kill_recorder(cluster: Cluster, fault: Planned, _: random.Random) -> None:
+    pid = cluster.servers[fault.side].recorder_pid()
+    if pid is not None:
+        kill(pid)
+
+
+async def _stop_recorder(cluster: Cluster, fault: Planned, _: random.Random) -> None:
+    pid = cluster.servers[fault.side].recorder_pid()
+    if pid is not None:
+        with frozen(pid):  # no room waits for it
+            await asyncio.sleep(fault.for_s)
+
+
 async def _stop_engine(cluster: Cluster, fault: Planned, _: random.Random) -> None:
     async with _stopped(cluster, cluster.engines[_engine(fault.side)].pid):
         await asyncio.sleep(fault.for_s)
@@ -200,6 +213,8 @@ KINDS = {
     "kill engine": Kind(_kill_engine, 4),
     "kill daemon": Kind(_kill_daemon, 3, harms=True),
     "kill transfer process": Kind(_kill_transfer, 3, harms=True),
+    "kill recorder": Kind(_kill_recorder, 1),
+    "stop recorder": Kind(_stop_recorder, 1, (SHORT_S, LONG_S)),
     "stop engine": Kind(_stop_engine, 3, (SHORT_S, LONG_S)),
     "stop daemon": Kind(_stop_daemon, 3, (SHORT_S, LONG_S), harms=True),
     "stop transfer process": Kind(_stop_transfer, 3, (SHORT_S, LONG_S), harms=True),

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.bench.daemons import HERE, Daemon, Place
@@ -21,7 +22,6 @@ from tests.fault.jobs import ENGINE_DIED, REPORTS, Report, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from kvd.wire.snapshot import Snapshot
     from tests.fault.jobs import Job
@@ -195,10 +195,18 @@ class Server:
 
     def transfer_pid(self) -> int | None:
         """Of its transfer process; None between two of them."""
-        path = f"/proc/{self.daemon.pid}/task/{self.daemon.pid}/children"
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path) as children:
-            for word in children.read().split():
-                return int(word)
+        return self._child("kvd.transfer.worker")
+
+    def recorder_pid(self) -> int | None:
+        """Of its recorder process; None between two of them."""
+        return self._child("kvd.recorder")
+
+    def _child(self, module: str) -> int | None:
+        children = Path(f"/proc/{self.daemon.pid}/task/{self.daemon.pid}/children")
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            for pid in children.read_text().split():
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return int(pid)
         return None
 
     async def ask(self, request: admin.AdminRequest) -> admin.AdminReply:

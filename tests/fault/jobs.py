@@ -51,6 +51,8 @@ class Receive(Job, frozen=True, tag="receive"):
     deadline_s: float
     grow: int = 0
     unruly: Unruly = Unruly.NO
+    is_torn: bool = False
+    """Whether the sender changes a page that it has said to be written."""
 
 
 class Hoard(Job, frozen=True, tag="hoard"):

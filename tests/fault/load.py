@@ -196,6 +196,7 @@ class Load:
             deadline_s,
             grow=source.choice([0, 0, 20]),
             unruly=Unruly.NO if is_sender else unruly,
+            is_torn=unruly is Unruly.TEARS,
         )
         self.open[number] = route
         both = [

@@ -34,6 +34,7 @@ SHAPE = {
 }
 """32 KiB a page, page first: the bytes of a page are one block."""
 
+TEAR = 0x5A
 FAMILIES = 6
 TRUNK_PAGES = 8
 NAMESPACES = ("", "lora-7")
@@ -106,10 +107,10 @@ class Memory:
         row[:] = np.frombuffer(_content(key, len(row)), np.uint8)
 
     def tear(self, page: int) -> None:
-        """What no page must hold: the second half comes from another."""
+        """Change its second half, while it may be being sent."""
         self.check_ours()
         row = self.rows[page]
-        row[len(row) // 2 :] ^= 0x5A
+        row[len(row) // 2 :] ^= TEAR
 
     def wrong(self, pages: Iterable[int], keys: Iterable[bytes]) -> list[int]:
         """Places in ``pages`` whose bytes are not what their key asks for, by digest."""
@@ -119,6 +120,15 @@ class Memory:
             for place, (page, key) in enumerate(zip(pages, keys, strict=False))
             if _digest(self.rows[page].tobytes()) != _wanted(key, self.rows.shape[1])
         ]
+
+    def is_torn_whole(self, page: int, key: bytes) -> bool:
+        """Whether it holds exactly what ``tear`` leaves.
+
+        It was changed before it was read, so what was sent is what came: kvd cannot know better.
+        """
+        row = np.frombuffer(_content(key, self.rows.shape[1]), np.uint8).copy()
+        row[len(row) // 2 :] ^= TEAR
+        return bool((self.rows[page] == row).all())
 
 
 @functools.lru_cache(maxsize=4096)

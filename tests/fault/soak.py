@@ -49,10 +49,10 @@ def parts(seed: int) -> list[Part]:
         ),
         Part(
             "faults",
-            ("-m", "tests.fault.campaign", "--faults", "220", "--most-s", "330", *own),
+            ("-m", "tests.fault.campaign", "--faults", "220", "--most-s", "300", *own),
             450.0,
         ),
-        Part("sockets", ("-m", "tests.fault.fuzz", *own), 300.0),
+        Part("sockets", ("-m", "tests.fault.fuzz", *own), 330.0),
         Part("restarts", ("-m", "tests.fault.restarts", "--each", "50", *own), 300.0),
         Part("deaths", ("-m", "tests.fault.deaths", *own), 90.0),
     ]
