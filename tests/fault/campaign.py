@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvd.bench.daemons import DaemonFailed
 from kvd.errors import KvdError
 from kvd.wire import admin, events
 from tests.fault.cluster import VICTIMS, Cluster, cluster
@@ -230,7 +231,7 @@ async def one_round(campaign: Campaign, planned: list[Planned]) -> None:
     """
     try:
         await campaign.round(planned)
-    except (Broken, KvdError) as why:
+    except (Broken, DaemonFailed, KvdError) as why:
         schedule = "\n".join(f"    {fault}" for fault in planned)
         number = campaign.outcome.rounds + 1
         raise Broken(

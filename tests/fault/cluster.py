@@ -34,6 +34,7 @@ SHORT_TIMERS = {
     "peers.suspect_s": "0.7",
     "peers.lost_s": "1.5",
     "transfer.silent_s": "3",
+    "recorder.enabled": "true",
 }
 """What a campaign can wait for, and two busy cores can keep."""
 

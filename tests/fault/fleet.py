@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.bench.daemons import HERE, Daemon, Place
+from kvd.bench.daemons import HERE, Daemon, DaemonFailed, Place
 from kvd.client.admin import AdminClient
 from kvd.errors import KvdError
 from kvd.wire import admin
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.fault.jobs import Job
 
 START_S = 30.0
+START_AGAIN_S = 0.2
 LOOK_EVERY_S = 0.02
 ASK_S = 20.0
 
@@ -187,11 +188,24 @@ class Server:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def restart(self) -> None:
-        """Kill -9, and start again at once."""
+        """Kill -9, and start again at once.
+
+        Again and again, as a service manager would: while its cable is pulled it finds no network
+        to serve on, says so, and ends.
+        """
         kill(self.daemon.pid)
         self.daemon.kill()
-        self.start()
-        await self.ready()
+        give_up_s = time.monotonic() + START_S
+        while True:
+            self.start()
+            try:
+                await self.ready()
+            except DaemonFailed:
+                if self.daemon.is_running or time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(START_AGAIN_S)
+            else:
+                return
 
     def transfer_pid(self) -> int | None:
         """Of its transfer process; None between two of them."""

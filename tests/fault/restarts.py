@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvd.bench.daemons import DaemonFailed
 from kvd.errors import KvdError
 from tests.fault.cluster import Cluster, cluster
 from tests.fault.fleet import descriptors, rss_bytes
@@ -172,7 +173,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="kvd-restarts-"))
     try:
         found = asyncio.run(run(directory, chosen.seed, chosen.each))
-    except (Broken, KvdError) as why:
+    except (Broken, DaemonFailed, KvdError) as why:
         say(f"seed {chosen.seed}: {why}\n  logs of all nodes: {directory}")
         return 1
     with contextlib.suppress(OSError):
