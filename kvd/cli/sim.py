@@ -66,6 +66,14 @@ def _with_storm_options(command: Callable[..., None]) -> Callable[..., None]:
                 help="Node.step calls of each seed before it calms down.",
             ),
             click.option(
+                "--audit-steps",
+                type=click.IntRange(min=1),
+                default=250,
+                show_default=True,
+                metavar="N",
+                help="How often everything is checked; 1 is slow and exact.",
+            ),
+            click.option(
                 "--minutes",
                 type=click.FloatRange(min=0.0, min_open=True),
                 metavar="M",
@@ -152,6 +160,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     seeds: str | None,
     seed: int | None,
     steps: int,
+    audit_steps: int,
     minutes: float | None,
     profile: str,
     trace: Path | None,
@@ -174,7 +183,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
         _write(file, replay_trace(trace, shape, limit))
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
-    tally = Tally(Plan(steps, nodes or 0, profile))
+    tally = Tally(Plan(steps, nodes or 0, profile, audit_steps))
     _run(tally, first, last, minutes)
     _report(tally)
     _write(file, tally)

@@ -31,6 +31,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Of the storm; calm comes on top."""
     nodes: int = 0
     profile: str = MIXED
+    audit_steps: int = 250
+    """So often every invariant is checked, and the content of every cached page."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ def run_seed(seed: int, plan: Plan, make_node: MakeNode = Node) -> Ending:
     world = World(seed, PROFILES[profile], nodes, make_node)
     violation = ""
     try:
-        world.run(plan.steps)
+        world.run(plan.steps, plan.audit_steps)
     except Violated as violated:
         violation = str(violated)
     except Exception as error:  # noqa: BLE001 - a bug of the core is what is looked for
@@ -89,7 +91,7 @@ def again(ending: Ending, plan: Plan) -> str:
     """The command line that makes the same thing happen again."""
     return (
         f"kvd sim --seed {ending.seed} --nodes {ending.nodes} --steps {plan.steps} "
-        f"--profile {ending.profile}"
+        f"--profile {ending.profile} --audit-steps {plan.audit_steps}"
     )
 
 

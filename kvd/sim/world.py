@@ -31,7 +31,7 @@ from kvd.sim.receiving import Receiver
 from kvd.sim.sending import Sender
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
-from kvd.wire.events import Moved
+from kvd.wire.events import Moved, Violation
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from kvd.sim.profile import Profile
 
     MakeNode = Callable[[Settings, float], Node]
-
-AUDIT_STEPS = 250
-"""So often every invariant is checked, and the content of every cached page."""
 
 RECENT = 60
 """Inputs that are shown of a seed that fails."""
@@ -99,6 +96,8 @@ class World:
             host.dials = [other for other in self.hosts[:k] if self._has_link(host, other)]
         for host in self.hosts:
             self.start(host)
+        self.agenda.after(0.1, self._arrive)
+        self.faults.schedule()
 
     @property
     def digest(self) -> str:
@@ -151,12 +150,18 @@ class World:
 
     # ---- what happens ------------------------------------------------------------------------
 
-    def watch(self, _: Host, step: Step) -> None:
-        """After every step that did something, before its effects are carried out."""
+    def watch(self, host: Host, step: Step) -> None:
+        """After every step that did something, before its effects are carried out.
+
+        Raises:
+            Violated: The node itself says that an invariant does not hold.
+        """
         self._digest.update(self._encode(step))
         for event in step.events:
-            if type(event) is Moved:
+            if isinstance(event, Moved):
                 self.edges.add((event.before, event.trigger, event.after))
+            elif isinstance(event, Violation):
+                raise Violated(f"{host.name}, by its own audit: {event.what}")
 
     def concluded(self, _: Job, outcome: str) -> None:
         """A job is over."""
@@ -242,19 +247,17 @@ class World:
 
     # ---- from the storm to the verdict -------------------------------------------------------
 
-    def run(self, steps: int) -> None:
-        """The whole seed: ``steps`` of storm, and what follows.
+    def run(self, steps: int, audit_steps: int) -> None:
+        """The whole seed: ``steps`` of storm, and what follows; an audit every ``audit_steps``.
 
         Raises:
             Violated: Something that must never be was seen.
         """
-        self.agenda.after(0.1, self._arrive)
-        self.faults.schedule()
-        audit_at, agenda = AUDIT_STEPS, self.agenda
+        audit_at, agenda = audit_steps, self.agenda
         while self.steps < steps:
             agenda.step()
             if self.steps >= audit_at:
-                audit_at += AUDIT_STEPS
+                audit_at = self.steps + audit_steps
                 self.audit()
         self.is_stormy = False
         self.failing_loads = 0.0

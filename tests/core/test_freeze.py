@@ -21,9 +21,10 @@ from kvd.core.freeze import TooManyObjects, Unfreezable, freeze, state_hash
 from kvd.core.node import Node
 from kvd.core.radix_node import NO_CHILDREN
 from kvd.core.thaw import NotFrozen, thaw
+from kvd.sim.profile import PROFILES
+from kvd.sim.world import World
 from kvd.wire import client
 from tests.core.side import settings, tokens
-from tests.property.chaos import Chaos
 
 
 def a_node(policy: Policy = Policy.LRU) -> Node:
@@ -42,12 +43,12 @@ def a_node(policy: Policy = Policy.LRU) -> Node:
 def test_everything_that_a_busy_node_holds_can_be_frozen():
     """If this fails: the message names the attribute, and what it may be instead."""
     for seed in range(4):
-        chaos = Chaos(seed)
-        for number in range(150):
-            chaos.step()
-            if number % 10 == 0:
-                for side in chaos.world.sides.values():
-                    freeze(side.node)
+        world = World(seed, PROFILES["storm"], 2)
+        for number in range(800):
+            world.agenda.step()
+            if number % 40 == 0:
+                for host in world.hosts:
+                    freeze(host.node)
 
 
 @pytest.mark.parametrize("policy", list(Policy))

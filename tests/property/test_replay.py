@@ -12,39 +12,31 @@ from kvd.core.freeze import freeze, state_hash
 from kvd.core.inputs import Input
 from kvd.core.node import Node
 from kvd.core.thaw import thaw
-from tests.property.chaos import Chaos
+from tests.property.recorded import recorded
 
 LOG = msgspec.msgpack.Decoder(list[Input])
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed):
-    chaos = Chaos(seed)
-    for _ in range(250):
-        chaos.step()
-
-    for side in chaos.world.sides.values():
-        again = Node(side.config, side.born_s)
+    for life in recorded(seed):
+        again = Node(life.settings, life.born_s)
         effects, events = [], []
-        for happened in LOG.decode(msgspec.msgpack.encode(side.log)):
+        for happened in LOG.decode(msgspec.msgpack.encode(life.log)):
             step = again.step(happened)
             effects += step.effects
             events += step.events
-        assert effects == side.effects
-        assert events == side.events
-        assert state_hash(again) == state_hash(side.node)
+        assert effects == life.effects
+        assert events == life.said
+        assert state_hash(again) == state_hash(life.node)
 
 
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(seed):
-    chaos = Chaos(seed)
-    for _ in range(250):
-        chaos.step()
-
-    for side in chaos.world.sides.values():
-        again = Node(side.config, side.born_s)
+    for life in recorded(seed):
+        again = Node(life.settings, life.born_s)
         effects, events = [], []
-        for number, happened in enumerate(side.log):
+        for number, happened in enumerate(life.log):
             if number % 40 == 20:
                 frozen = freeze(again)
                 again = thaw(frozen)
@@ -52,6 +44,6 @@ def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(se
             step = again.step(happened)
             effects += step.effects
             events += step.events
-        assert effects == side.effects
-        assert events == side.events
-        assert state_hash(again) == state_hash(side.node)
+        assert effects == life.effects
+        assert events == life.said
+        assert state_hash(again) == state_hash(life.node)

@@ -17,21 +17,18 @@ from kvd.recorder.orders import Begin
 from kvd.recorder.player import Strayed
 from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.recorder.twin import Twin
-from tests.property.chaos import Chaos
+from tests.property.recorded import recorded
 
 BEGIN = Begin("x", "0" * 32, "0.1.0", 3.0, "/nowhere")
 SIZE = 16 * 4096
 
 
 class Taped:
-    """One side of a random world, fed again into a node that is taped."""
+    """One node of a storm, fed again into a node that is taped."""
 
     def __init__(self, seed: int, begin: Begin = BEGIN) -> None:
-        chaos = Chaos(seed)
-        for _ in range(300):
-            chaos.step()
-        self.side = chaos.world.sides["d"]
-        self.node = Node(self.side.config, self.side.born_s)
+        self.life = max(recorded(seed), key=lambda life: len(life.log))
+        self.node = Node(self.life.settings, self.life.born_s)
         self._descriptor = ring.create(SIZE)
         self.writer, self.reader = ring.Ring(self._descriptor), ring.Ring(self._descriptor)
         self.twin = Twin(thaw(freeze(self.node)), self.reader, begin)
@@ -64,8 +61,8 @@ def tape(request):
 
 @pytest.mark.parametrize("tape", range(6), indirect=True)
 def test_what_is_saved_at_any_time_replays_to_the_state_of_the_live_node(tape, tmp_path):
-    rng = random.Random(tape.side.born_s)
-    for number, happened in enumerate(tape.side.log):
+    rng = random.Random(tape.life.born_s)
+    for number, happened in enumerate(tape.life.log):
         tape.feed(happened)
         if rng.random() < 0.2:
             tape.follow()
@@ -86,7 +83,7 @@ def test_what_is_saved_at_any_time_replays_to_the_state_of_the_live_node(tape, t
 
 @pytest.mark.parametrize("tape", [3], indirect=True)
 def test_the_ring_reaches_back_as_far_as_was_asked_and_no_farther(tape):
-    for happened in tape.side.log:
+    for happened in tape.life.log:
         tape.feed(happened)
         tape.follow()
         covered = tape.twin.covered()
@@ -110,10 +107,10 @@ def test_many_inputs_at_once_push_older_ones_out_by_their_bytes():
 
 @pytest.mark.parametrize("tape", [2], indirect=True)
 def test_a_twin_that_is_not_what_the_node_was_is_found_at_the_next_mark(tape):
-    for happened in tape.side.log[:60]:
+    for happened in tape.life.log[:60]:
         tape.feed(happened)
     tape.node.out.seq += 1  # something that no input did
-    for happened in tape.side.log[60:100]:
+    for happened in tape.life.log[60:100]:
         tape.feed(happened)
 
     with pytest.raises(Strayed, match="last seen equal at step 40"):
@@ -127,7 +124,7 @@ def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, 
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Node, "_quiet", _quiet)
-    node = Node(tape.side.config, tape.side.born_s)
+    node = Node(tape.life.settings, tape.life.born_s)
     tape.node, tape.twin = node, Twin(thaw(freeze(node)), tape.reader, BEGIN)
     for number in range(40):
         happened = inputs.Quiet(1.0, 1) if number == 25 else inputs.Tick(1.0 + number / 100)
@@ -149,7 +146,7 @@ def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, 
 
 @pytest.mark.parametrize("tape", [5], indirect=True)
 def test_another_state_than_the_live_node_had_is_no_equal_replay(tape, tmp_path):
-    for happened in tape.side.log[:50]:
+    for happened in tape.life.log[:50]:
         tape.feed(happened)
     file = tmp_path / "one.kvdrec"
     tape.twin.save(file, "a test", tape.writer.end, "0" * 64)
@@ -163,7 +160,7 @@ def test_another_state_than_the_live_node_had_is_no_equal_replay(tape, tmp_path)
 
 @pytest.mark.parametrize("tape", [6], indirect=True)
 def test_a_replay_stops_after_the_step_that_makes_the_event_it_was_asked_for(tape, tmp_path):
-    for happened in tape.side.log[:80]:
+    for happened in tape.life.log[:80]:
         tape.feed(happened)
     file = tmp_path / "one.kvdrec"
     tape.twin.save(file, "a test", tape.writer.end, state_hash(tape.node))

@@ -77,7 +77,12 @@ def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
 
     assert words[:2] == ["kvd", "sim"]
     options = dict(zip(words[2::2], words[3::2], strict=True))
-    same = Plan(int(options["--steps"]), int(options["--nodes"]), options["--profile"])
+    same = Plan(
+        int(options["--steps"]),
+        int(options["--nodes"]),
+        options["--profile"],
+        int(options["--audit-steps"]),
+    )
     repeated = run_seed(int(options["--seed"]), same, mutations.drops_an_unlock)
     assert (repeated.violation, repeated.digest) == (ending.violation, ending.digest)
 
@@ -95,7 +100,8 @@ def test_the_command_ends_with_1_and_shows_the_seed_and_the_last_inputs(monkeypa
 
     assert done.exit_code == 1
     assert "VIOLATION in seed 3 (storm, 2 nodes) after " in done.stdout
-    assert "again: kvd sim --seed 3 --nodes 2 --steps 1500 --profile storm" in done.stdout
+    command = "kvd sim --seed 3 --nodes 2 --steps 1500 --profile storm --audit-steps 250"
+    assert f"again: {command}" in done.stdout
     assert "Tick(at_s=" in done.stdout
     [failure] = msgspec.json.decode(file.read_bytes())["failures"]
     assert "lock_ref" in failure["violation"]
