@@ -3,8 +3,8 @@
 Higher priority first, then first come first served. The first request that does not fit blocks
 those behind it (head of line), so that a large one cannot starve; ``overtakers`` of the settings
 lets so many smaller ones go past it before it does. Whatever a step admits is given room by one
-eviction for all of it. A blocked request is not matched again until it may fit: pages were given
-back, and there are as many as it lacked, or the cache has grown. What waits for its peer and not
+eviction for all of it. A blocked request is not matched again until it may fit: there are as many
+pages as it lacked, or the cache has grown. What waits for its peer and not
 for memory is passed over, because it would block everybody for a reason that is not theirs.
 """
 
@@ -94,7 +94,8 @@ class Admission:
         self._overtakers = settings.overtakers
         self._out = out
         self._count = 0
-        self._seen_releases = -1
+        self._seen = (-1, -1)
+        """The table's releases and growth when the queue was last looked at."""
 
     def at_once(self, claim: Claim) -> Lease | Shortage | None:
         """The lease, if nobody waits and there is room: the common case, without a queue.
@@ -115,7 +116,7 @@ class Admission:
         bisect.insort(self.queue, waiter, key=lambda one: one.rank)
         if shortage is not None:
             self._note(waiter, shortage)
-            self._seen_releases = self._leases.releases
+            self._seen = self._now()
         elif not self._is_behind(waiter):
             self.wake()
         if waiter in self.queue:
@@ -151,14 +152,20 @@ class Admission:
         return None
 
     def pump(self) -> None:
-        """Admit from the front until one does not fit; nothing to do if no page came back."""
-        while self.queue and self._seen_releases != self._leases.releases:
-            self._seen_releases = self._leases.releases
+        """Admit from the front until one does not fit; nothing to do if no page came back.
+
+        The node does so after every step: whoever frees a page need not think of who waits for it.
+        """
+        while self.queue and self._seen != self._now():
+            self._seen = self._now()
             self._admit_ready()
+
+    def _now(self) -> tuple[int, int]:
+        return self._leases.releases, self._leases.growth
 
     def wake(self) -> None:
         """Something other than memory changed, a peer for example: look again."""
-        self._seen_releases = -1
+        self._seen = (-1, -1)
         self.pump()
 
     def withdraw(self, waiter: Waiter) -> None:

@@ -125,6 +125,7 @@ class Node:
         self.steps += 1
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
+        self.admission.pump()
         return self.out.drain()
 
     def _unreadable(self, got: i.Unreadable) -> None:
@@ -226,6 +227,7 @@ class Node:
         self.transfers.gone()
         self.retractor.transfer_gone()
         self.decoder.fenced()
+        self.admission.wake()  # what waits for us and not for memory lets those behind it pass
 
     def _agent_loaded(self, got: i.AgentLoaded) -> None:
         peer = self.peers.current(got.incarnation, got.generation)
@@ -249,9 +251,12 @@ class Node:
     # ---- time --------------------------------------------------------------------------------
 
     def _tick(self, _: i.Tick) -> None:
-        for peer in self.peers.age():
+        lost = self.peers.age()
+        for peer in lost:
             self.decoder.peer_lost(peer)
             self.prefiller.peer_lost(peer)
+        if lost:
+            self.admission.wake()  # what waits for them lets those behind it pass
         self.admission.expire()
         self.decoder.tick()
         self.prefiller.tick()
