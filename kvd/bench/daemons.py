@@ -81,6 +81,7 @@ class Daemon:
             "peers.listen": self.peers,
             "http.listen": f"127.0.0.1:{self.http_port}",
             "log.level": "warning",
+            "recorder.enabled": "false",  # measured by itself, in ``footprint``
             **settings,
         }
         self._log = self.directory / "log"

@@ -34,7 +34,7 @@ SETTINGS: Final = {
     "pool.size": f"{POOL_MIB}MiB",
     "recorder.enabled": "true",
 }
-"""With the flight recorder, which is off by default: the most that a daemon is."""
+"""With the flight recorder, as every daemon is unless it is turned off."""
 
 
 class Process(msgspec.Struct, frozen=True):

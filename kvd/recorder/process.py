@@ -138,10 +138,10 @@ class Recorder:
         return Path(self._begin.directory) / f"{name}{SUFFIX}"
 
     def _tidy(self, directory: Path) -> None:
-        """Keep the newest of what this node saved by itself; times in names sort as they passed."""
+        """Keep the newest of what this node saved; times in names sort as they passed."""
         own = [
             (path.name.split("-")[-2], path)
-            for kind in ("bug", "crash")
+            for kind in ("bug", "crash", "record")
             for path in directory.glob(f"{self._begin.node}-{kind}-*{SUFFIX}")
         ]
         for _, path in sorted(own)[:-KEPT_FILES]:

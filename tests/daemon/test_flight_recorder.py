@@ -16,6 +16,7 @@ import pytest
 import kvd.client
 from kvd.bench.daemons import one_daemon
 from kvd.client.admin import AdminClient
+from kvd.daemon.app import TICK_S
 from kvd.errors import KvdError
 from kvd.recorder import recording, replay
 from kvd.wire import admin, events
@@ -141,6 +142,7 @@ async def test_a_killed_daemon_leaves_a_recording_that_ends_with_what_a_subscrib
                 page = await asyncio.to_thread(subscriber.request, admin.ListEvents(1, after, 1.0))
                 seen += page.events
         os.kill(recorder, signal.SIGTERM)  # as the whole group would get it
+        await asyncio.sleep(2 * TICK_S)  # what is not in the ring yet is younger than a tick
         daemon.kill()
         with pytest.raises(KvdError):
             await load
@@ -190,8 +192,9 @@ async def test_a_recorder_that_does_not_keep_up_is_given_up_and_the_daemon_goes_
         os.kill(recorder, signal.SIGSTOP)
         await leases(daemon.client, 150, n_tokens=2000)
 
-        state = recorder_of(daemon)
+        until(lambda: recorder_of(daemon).why)
 
+        state = recorder_of(daemon)
         assert state.why.startswith("the recorder process fell behind: 1 MiB of inputs wait")
         assert state.state == "ended"
         until(lambda: not is_alive(recorder))
@@ -199,7 +202,7 @@ async def test_a_recorder_that_does_not_keep_up_is_given_up_and_the_daemon_goes_
         assert daemon.ask(admin.Audit(1), admin.Report).refused == ()
 
 
-async def test_nothing_is_recorded_unless_it_was_asked_for_and_the_daemon_says_so(tmp_path):
+async def test_nothing_is_recorded_where_it_is_turned_off_and_the_daemon_says_so(tmp_path):
     with one_daemon(tmp_path, SHAPE, name="o") as daemon:
         said = cli("record", "--connect", daemon.admin)
 

@@ -82,6 +82,15 @@ async def _release(held: Held) -> Coroutine[None, None, object]:
     return held.lease.release(())
 
 
+async def _retract(held: Held) -> Coroutine[None, None, object]:
+    return held.lease.retract()
+
+
+async def _resume(held: Held) -> Coroutine[None, None, object]:
+    await held.lease.retract()
+    return held.lease.resume(deadline_s=5.0)
+
+
 async def _match(held: Held) -> Coroutine[None, None, object]:
     return held.node.match(held.tokens)
 
@@ -143,6 +152,8 @@ VERBS: dict[str, Callable[[Held], Awaitable[Coroutine[None, None, object]]]] = {
     "extend": _extend,
     "commit": _commit,
     "release": _release,
+    "retract": _retract,
+    "resume": _resume,
     "match": _match,
     "events": _events,
     "half a frame": _half_a_frame,
