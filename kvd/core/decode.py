@@ -21,7 +21,7 @@ from kvd.core.admission import Admission, Waiter
 from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
-from kvd.core.parts import DecodePart
+from kvd.core.parts import DecodePart, is_last_of_room
 from kvd.core.prompt import prompt_digest
 from kvd.core.seal import seal_of
 from kvd.core.settling import Settling
@@ -277,6 +277,7 @@ class Decoder:
             grants=(Grant(component, part.prefix_tokens, part.prompt_tokens, destination),),
             deadline_s=part.deadline_s - self._out.at_s,
             integrity=self._settings.integrity,
+            waited_s=self._out.at_s - part.since_s,
         )
         part.seal = seal_of(part.unanswered, self._leases.page_size)
         self._move(
@@ -298,11 +299,9 @@ class Decoder:
     def _withdraw(self, part: DecodePart, why: Refusal) -> None:
         """Nothing was offered: an engine that waits for it over there need not wait longer."""
         peer = self.peers.by_name.get(part.peer)
-        if peer is not None and peer.incarnation:
-            self._out.send(
-                peer.link,
-                Withdrawn(self._settings.incarnation, peer.incarnation, part.room, why.code.value),
-            )
+        if peer and peer.incarnation and is_last_of_room(part, self.parts.values()):
+            mine, code = self._settings.incarnation, why.code.value
+            self._out.send(peer.link, Withdrawn(mine, peer.incarnation, part.room, code))
 
     def _judge(self, part: DecodePart, found: Finding | Refusal) -> None:
         if isinstance(found, Refusal):

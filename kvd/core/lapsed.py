@@ -1,7 +1,9 @@
 """Rooms that a prefill engine opened and gave up before an Offer came: the Offer hears why at once.
 
 Otherwise the decode side would wait for an engine until its deadline, for a failure that this side
-has known all along. An engine that opens the room again is a new attempt: the old one is forgotten.
+has known all along. An engine that opens the room again is a new attempt: the old one is over. So
+is a receive that was asked for after the end of the old one: it waits for its engine as any does
+that comes first. Where an engine failed, a receive may be late by ``LATE_S`` and belong to it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.errors import Refusal
+from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
     from kvd.core.settings import Settings
@@ -18,9 +20,17 @@ if TYPE_CHECKING:
 MAX_LAPSED = 4096
 """Rooms remembered; the oldest is forgotten first."""
 
+LATE_S = 1.0
+"""A router asks both engines at about the same time; one of them may fail before the other asks.
+
+A deadline has passed when both have had time to ask: then there is no such doubt.
+"""
+
 
 class _Lapse(msgspec.Struct, frozen=True):
     until_s: float
+    asked_until_s: float
+    """Receives asked for until then belong to it."""
     refusal: Refusal
 
 
@@ -41,7 +51,8 @@ class LapsedRooms:
             numbers=why.numbers,
         )
         self.by_room.pop(room, None)
-        self.by_room[room] = _Lapse(at_s + self._settings.max_deadline_s, refusal)
+        late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
+        self.by_room[room] = _Lapse(at_s + self._settings.max_deadline_s, at_s + late_s, refusal)
         if len(self.by_room) > MAX_LAPSED:
             del self.by_room[next(iter(self.by_room))]
 
@@ -49,10 +60,10 @@ class LapsedRooms:
         """An engine opened it again."""
         self.by_room.pop(room, None)
 
-    def refusal(self, room: int) -> Refusal | None:
+    def refusal(self, room: int, asked_s: float) -> Refusal | None:
         """What an Offer for ``room`` is told; None where an engine may still come."""
         lapse = self.by_room.get(room)
-        return lapse.refusal if lapse is not None else None
+        return lapse.refusal if lapse is not None and asked_s <= lapse.asked_until_s else None
 
     def expire(self, at_s: float) -> None:
         """Forget what no Offer asks about any more."""

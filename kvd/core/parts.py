@@ -20,6 +20,8 @@ from kvd.types import Tokens, count
 from kvd.wire.peer import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvd.core.admission import Waiter
     from kvd.wire.peer import Abort, Offer
 
@@ -78,6 +80,13 @@ class DecodePart:
         self.ended: Refusal | None = None
         """Why the engine no longer wants it, or why it failed."""
         self.story = Story()
+
+
+def is_last_of_room(part: DecodePart, parts: Iterable[DecodePart]) -> bool:
+    """Whether no other receive waits for its room and peer, as where two attempts overlap."""
+    return not any(
+        one is not part and (one.room, one.peer) == (part.room, part.peer) for one in parts
+    )
 
 
 class Engine(msgspec.Struct, frozen=True):

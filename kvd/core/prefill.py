@@ -171,7 +171,7 @@ class Prefiller:
         part = self.by_room.get(message.room)
         refusal = unacceptable(message, peer, part, self._settings)
         if refusal is None and part is None:
-            refusal = self.lapsed.refusal(message.room)
+            refusal = self.lapsed.refusal(message.room, self._out.at_s - message.waited_s)
         if refusal is not None:
             stranger = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(stranger, peer, message.handoff)

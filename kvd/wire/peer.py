@@ -95,6 +95,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt.
 
     ``integrity``: the sums that Settled(DELIVERED) must bring; the decode side decides.
+    ``waited_s``: how long ago the engine asked for it. A peer that does not say has asked just now.
     """
 
     source: Name
@@ -108,6 +109,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     grants: tuple[Grant, ...]
     deadline_s: float
     integrity: Integrity = Integrity.OFF
+    waited_s: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.lapsed import MAX_LAPSED
+from kvd.core.lapsed import LATE_S, MAX_LAPSED
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Withdrawn
@@ -56,6 +56,49 @@ def test_a_second_attempt_of_the_prefill_engine_is_a_new_room():
     assert isinstance(world.d.take()[-1], client.Received)
 
 
+def test_a_retry_may_ask_the_decode_side_first_when_the_send_passed_its_deadline():
+    """The same room, either side first: what ended before it was asked for is another matter."""
+    world = World()
+    Sender(world, deadline_s=1.0)
+    world.pass_time(1.1)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    Sender(world).finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_a_retry_may_ask_the_decode_side_first_some_time_after_its_engine_failed():
+    world = World()
+    aborted_send(world)
+    world.pass_time(LATE_S + 0.1)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    Sender(world).finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+def test_a_receive_that_waited_for_room_while_its_send_ended_hears_it_with_its_offer():
+    """However long ago that was: it was asked for before."""
+    world = World(d_pages=9)
+    holder = world.d.lease(tokens((5000, 100)))
+    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    Sender(world, deadline_s=1.0)
+    world.pass_time(5.0)
+    world.d.take()
+
+    world.d.call(client.ReleaseLease, lease=holder.lease)
+
+    failed = world.d.take()[-1]
+    assert isinstance(failed, client.ReceiveFailed)
+    assert failed.refusal.code is Code.DEADLINE
+    assert failed.refusal.message == (
+        "the prefill engine gave up before the offer came: room 7 was open for 1.0 s: no decode "
+        "side offered pages for it"
+    )
+
+
 def test_a_room_that_lapsed_is_forgotten_when_nobody_can_wait_for_it_any_more():
     world = World(max_deadline_s=2.0)
     aborted_send(world)
@@ -69,12 +112,12 @@ def test_lapsed_rooms_are_bounded_and_the_oldest_goes_first():
     world = World()
     lapsed = world.p.node.prefiller.lapsed
     aborted_send(world)
-    why = lapsed.refusal(7)
+    why = lapsed.refusal(7, world.now_s)
     assert why is not None
     for room in range(10, 10 + MAX_LAPSED):
         lapsed.remember(room, why, world.now_s)
     assert len(lapsed.by_room) == MAX_LAPSED
-    assert lapsed.refusal(7) is None
+    assert lapsed.refusal(7, world.now_s) is None
 
 
 @pytest.mark.parametrize("by", ["cancel", "deadline", "death"])
@@ -100,6 +143,20 @@ def test_a_prefill_engine_hears_at_once_that_the_receive_was_given_up_in_the_que
     assert [one.refusal.message for one in failed] == [f"d gave up before it offered pages: {code}"]
     assert failed[0].refusal.code is Code.ABORTED
     assert sender.send == failed[0].send
+
+
+def test_a_send_waits_on_for_the_second_receive_of_its_room_when_the_first_is_given_up():
+    world = World(d_pages=9)
+    holder = world.d.lease(tokens((5000, 100)))
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=1.0)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=10.0)
+    world.pass_time(1.1)
+
+    world.d.call(client.ReleaseLease, lease=holder.lease)
+    sender.finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
 
 
 def test_a_withdrawn_room_can_be_asked_for_again():
