@@ -35,8 +35,8 @@ TURN_S: Final = 0.05
 TELL_S: Final = 2.0
 """How often it says how far back it reaches."""
 
-KEPT_FILES: Final = 4
-"""Of those that it saved by itself; the oldest goes. What somebody asked for stays."""
+KEPT_FILES: Final = 8
+"""In the directory; the oldest goes. What kvd record --out has moved away stays."""
 
 SUFFIX: Final = ".kvdrec"
 ASKED_FOR: Final = "record"
