@@ -16,6 +16,7 @@ BENCHES = {
         "Conversations with the decode tree on and off.",
         "Benchmarks",
     ),
+    "recorder": Verb("kvd.bench.recorder:command", "What the flight recorder takes.", "Benchmarks"),
     "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
 }
 

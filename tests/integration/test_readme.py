@@ -6,11 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import kvd.client
+from kvd import curve
 from kvd.bench.daemons import Daemon
 from kvd.config import Config, load
 
@@ -61,12 +64,34 @@ def test_readme_example_runs(daemons: tuple[Daemon, Daemon], tmp_path: Path) -> 
     assert "pages hold [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]" in done.stdout
 
 
+async def test_readme_retraction_runs(daemons: tuple[Daemon, Daemon]) -> None:
+    body = textwrap.indent(blocks("python")[1], "    ")
+    names: dict[str, Any] = {}
+    exec(f"async def take_back(lease, generated):\n{body}", names)
+
+    async with kvd.client.connect(daemons[1].client, name="decode-engine") as node:
+        lease = await node.lease(range(100), reserve_tokens=16)
+        await names["take_back"](lease, range(100, 110))
+
+        assert lease.kv_len == 110
+        assert len(lease.pages) == 8
+
+
 @pytest.mark.parametrize("host", [0, 1], ids=["prefill", "decode"])
 def test_readme_configuration_of_two_hosts_is_valid(tmp_path: Path, host: int) -> None:
+    """With keys in the places that ``kvd keygen`` fills."""
+    ours, theirs = curve.new_pair(), curve.new_pair()
+    curve.replace_files(tmp_path, ours)
+    text = blocks("toml")[host].replace("/etc/kvd/peer.secret", str(tmp_path / curve.SECRET_FILE))
+    keys = [ours.public, theirs.public] if host == 0 else [theirs.public, ours.public]
+    text = text.replace("the key that kvd keygen printed on prefill-0", keys[0])
+    text = text.replace("the key that it printed on decode-0", keys[1])
     file = tmp_path / "kvd.toml"
-    file.write_text(blocks("toml")[host])
+    file.write_text(text)
 
     assert isinstance(load(file, {}, []), Config)
+    assert ours.public in text
+    assert theirs.public in text
 
 
 def test_readme_commands_to_serve_are_valid() -> None:
