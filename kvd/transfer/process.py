@@ -14,6 +14,7 @@ under way can write into the regions through it any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import signal
@@ -93,7 +94,8 @@ class TransferProcess:
         """Spawn the process and wait until it has registered every region.
 
         Raises:
-            TransportDown: it ended, or said that it cannot serve; the message says why.
+            TransportDown: it ended, said that it cannot serve, or this host has no process or
+                descriptor left for it; the message says which.
         """
         if self._state is not _State.NEW:
             msg = f"transfer process {self._name} was started before; make a new one"
@@ -102,7 +104,11 @@ class TransferProcess:
         self._on_reports, self._on_exit = on_reports, on_exit
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._gone = asyncio.Event()
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as exc:
+            msg = f"transfer process {self._name} could not be started: {exc}"
+            raise TransportDown(msg) from exc
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 return await self._ready
@@ -134,24 +140,30 @@ class TransferProcess:
         await self._gone.wait()
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(0.0)
-        self._socket = ours
-        self._witness = witness.create()
         plans = tuple(region.plan() for region in self._regions)
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(
-                theirs.fileno(),
-                self._witness,
-                *(plan.descriptor for plan in plans),
-                *self._keep_open,
-            ),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **self._environment},
-        )
-        theirs.close()
-        self._pidfd = os.pidfd_open(self._child.pid)
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            ours.settimeout(0.0)
+            self._socket = ours
+            with theirs:
+                self._witness = witness.create()
+                undo.callback(os.close, self._witness)
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=(
+                        theirs.fileno(),
+                        self._witness,
+                        *(plan.descriptor for plan in plans),
+                        *self._keep_open,
+                    ),
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **self._environment},
+                )
+            undo.callback(self._child.wait)
+            undo.callback(self._child.kill)
+            self._pidfd = os.pidfd_open(self._child.pid)
+            undo.pop_all()
         self._state = _State.STARTING
         self._loop.add_reader(self._pidfd, self._died)
         self._loop.add_reader(ours, self._readable)
@@ -191,20 +203,28 @@ class TransferProcess:
     def _deliver(self, reports: list[Report]) -> None:
         if reports and self._state is _State.STARTING:
             first, *reports = reports
-            match first:
-                case Ready():
-                    self._state = _State.UP
-                    self._ready.set_result(first)
-                case StartFailed(why):
-                    self._ready.set_exception(TransportDown(why))
-                case other:
-                    why = f"transfer process began with {type(other).__name__}"
-                    self._ready.set_exception(TransportDown(why))
+            self._began(first)
         for report in reports:
             if isinstance(report, Dying):
                 self._last_words = f": {report.why}"
         if reports:
             self._on_reports(reports)
+
+    def _began(self, first: Report) -> None:
+        """The first report; whoever waited for it may have given up by now."""
+        is_awaited = not self._ready.done()
+        match first:
+            case Ready():
+                self._state = _State.UP
+                if is_awaited:
+                    self._ready.set_result(first)
+                return
+            case StartFailed(why):
+                pass
+            case other:
+                why = f"transfer process began with {type(other).__name__}"
+        if is_awaited:
+            self._ready.set_exception(TransportDown(why))
 
     def _write(self) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import pathlib
+import resource
 import select
 import signal
 import subprocess
@@ -234,6 +235,43 @@ async def test_a_cancelled_start_leaves_no_process():
         await starting
 
     assert _is_reaped(process.pid)
+
+
+async def test_a_start_that_is_cancelled_just_as_the_process_is_ready_leaves_no_process():
+    """Its ``Ready`` is heard when nobody waits for it any more."""
+    unexpected: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: unexpected.append(told))
+    process = TransferProcess("cancelled-2", [], environment={})
+    starting = asyncio.create_task(process.start(lambda _: None, lambda _: None))
+    await asyncio.sleep(0)
+    assert select.select([process._socket], [], [], 30.0)[0]
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - nothing else runs
+    starting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(starting, 5.0)
+
+    assert unexpected == []
+    assert _is_reaped(process.pid)
+
+
+async def test_a_process_that_this_host_has_no_descriptors_for_cannot_serve():
+    """So the daemon tries again later, as after any other start that failed."""
+    process = TransferProcess("starved-1", [], environment={})
+    before = os.listdir("/proc/self/fd")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 3, limits[1]))
+    try:
+        with pytest.raises(TransportDown, match="Too many open files"):
+            await process.start(lambda _: None, lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    await process.stop()
 
 
 async def test_a_lock_is_held_until_the_process_is_gone(tmp_path):
