@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +43,21 @@ def frozen(pid: int) -> Iterator[None]:
             yield
             return
         stack.callback(os.close, handle)
-        stack.callback(_signal, handle, signal.SIGCONT)
+        stack.callback(_thaw, handle, pid)
+        _freezers[pid] += 1
         _signal(handle, signal.SIGSTOP)
         yield
+
+
+_freezers: Counter[int] = Counter()
+"""By pid, how many blocks want it stopped: faults overlap, and the last one lets it go on."""
+
+
+def _thaw(handle: int, pid: int) -> None:
+    _freezers[pid] -= 1
+    if not _freezers[pid]:
+        del _freezers[pid]
+        _signal(handle, signal.SIGCONT)
 
 
 def kill(pid: int) -> None:

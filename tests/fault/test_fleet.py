@@ -1,0 +1,39 @@
+"""What the campaign relies on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.fault.fleet import frozen
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0]
+
+
+def test_a_process_goes_on_when_the_last_of_those_who_stopped_it_lets_go() -> None:
+    """Faults overlap: the end of one must not end the other."""
+    waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with frozen(waits.pid):
+            with frozen(waits.pid):
+                inner = _wait_for(waits.pid, "T")
+            between = _state(waits.pid)
+        after = _wait_for(waits.pid, "SRD")
+    finally:
+        waits.kill()
+        waits.communicate()
+
+    assert (inner, between) == ("T", "T")
+    assert after in "SRD"
+
+
+def _wait_for(pid: int, states: str) -> str:
+    """Its state once that is one of ``states``, or after many looks."""
+    for _ in range(100_000):
+        state = _state(pid)
+        if state in states:
+            return state
+    return state
