@@ -39,11 +39,12 @@ class Part(NamedTuple):
 def parts(seed: int) -> list[Part]:
     """All of them; another seed makes other faults."""
     first = (seed - 1) * SIMULATED_SEEDS
+    seeds = f"{first}:{first + SIMULATED_SEEDS}"
     own = ("--seed", str(seed))
     return [
         Part(
             "simulator",
-            ("-m", "kvd", "sim", "--seeds", f"{first}:{first + SIMULATED_SEEDS}"),
+            ("-m", "kvd", "sim", "--steps", "1000", "--seeds", seeds),
             840.0,
             is_beside=True,
         ),
