@@ -91,7 +91,7 @@ class RecorderSection(msgspec.Struct, frozen=True):
         bool,
         Meta(
             description="Keep a recorder process, which writes the last minutes down when it is "
-            "asked to, or when the daemon dies. At full rate a tenth more of the daemon's time, "
+            "asked to, or when the daemon dies. At full rate a fifth more of the daemon's time, "
             "and once more the memory of the tree, in a process that runs when no other does."
         ),
     ] = True
