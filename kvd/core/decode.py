@@ -214,12 +214,10 @@ class Decoder:
                 if part.state is D.CLOSED:
                     self._close_drained(part, "fenced", in_doubt=False)
         self.settling.fenced()
-        self._admission.pump()
 
     def quiet(self, lease_id: int) -> None:
         """Nothing that had reached this host for the lease's pages can land any more."""
         self.settling.quiet(lease_id)
-        self._admission.pump()
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
@@ -326,7 +324,6 @@ class Decoder:
         if left is not None:
             self._leases.release(lease, ARRIVAL, left.code.value)
             self._move(part, T.RELEASED, left.message)
-            self._admission.pump()
 
     def _reject(self, part: DecodePart, why: Refusal) -> None:
         """VERIFYING -> CLOSED: nothing was cached, and nobody gets the pages before Quiet."""
@@ -356,7 +353,6 @@ class Decoder:
         )
         part.resend_gap_s = self._settings.resend_s
         self._resend(part)
-        self._admission.pump()
 
     def _close_drained(self, part: DecodePart, proof: str, *, in_doubt: bool) -> None:
         """DRAINING -> CLOSED: the writer is done, and the quarantine over unless it is in doubt."""
@@ -375,7 +371,6 @@ class Decoder:
         else:
             self.failed += 1
         self._tell_ended(part, outcome, reason)
-        self._admission.pump()
 
     def _fail(self, part: DecodePart, refusal: Refusal) -> None:
         part.ended = refusal

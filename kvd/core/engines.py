@@ -146,7 +146,6 @@ class Engines:
         if isinstance(first, Refusal):
             return first
         self._answer_row(session, message.call, lease, first)
-        self._node.admission.pump()
         return None
 
     def _release_lease(
@@ -173,7 +172,6 @@ class Engines:
     def _release(self, session: int, call: int, lease: Lease) -> None:
         self._node.sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(call))
-        self._node.admission.pump()
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))

@@ -85,14 +85,12 @@ class Operators:
         if got.mode == STRICT and locked:
             return admin.Report(got.call, {"freed_pages": 0}, kept)
         freed, kept_pages = node.leases.flush()
-        node.admission.pump()
         return admin.Report(got.call, {"freed_pages": freed, "locked_pages": kept_pages}, kept)
 
     def _evict(self, got: admin.Evict) -> admin.Report:
         node = self._node
         wanted = max(0, got.pages)
         freed = node.leases.evict(wanted, "operator")
-        node.admission.pump()
         refused: tuple[str, ...] = ()
         if freed < wanted:
             locked = node.leases.tree.protected_pages

@@ -112,7 +112,6 @@ class Retractor:
             freed_pages = lease.held_pages
             table.saved.leave(lease, tokens)
             self._told_retracted(lease, caller, freed_pages)
-            self._node.admission.pump()
             return None
         shortage = table.saved.begin_save(lease, tokens)
         if shortage is not None:
@@ -274,7 +273,6 @@ class Retractor:
             area.end_restore(lease)
             if caller is not None:
                 self._told_resumed(lease, caller, kv_tokens, got.n_bytes, spared_pages)
-        self._node.admission.pump()
 
     def copy_failed(self, got: CopyFailed) -> None:
         """A copy was refused: nothing was written."""
@@ -289,7 +287,6 @@ class Retractor:
         else:
             self._node.leases.saved.undo_restore(lease)
         self._answer_failed(lease, refusal)
-        self._node.admission.pump()
 
     def transfer_gone(self) -> None:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
@@ -311,7 +308,6 @@ class Retractor:
                 self.uncopied[lease.id] = lease
             else:
                 area.end_restore(lease)
-        self._node.admission.pump()
 
     def transfer_ready(self) -> None:
         """The next generation serves: restore what waited for it."""
