@@ -77,34 +77,48 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     Raises:
         NoNamespaces: not root, no ``ip`` command, or the kernel forbids it.
     """
-    if os.geteuid() != 0:
-        raise NoNamespaces("network namespaces need root")
-    if shutil.which("ip") is None:
-        raise NoNamespaces("there is no ip command (install iproute2)")
+    need_namespaces()
     names = [f"kvd-bench-{os.getpid()}-{side}" for side in "pd"]
     with contextlib.ExitStack() as made:
         for name in names:
-            _ip("netns", "add", name)
-            made.callback(_ip, "netns", "delete", name)
+            ip("netns", "add", name)
+            made.callback(ip, "netns", "delete", name)
         cable = ["type", "veth", "peer", "name", DEVICE, "netns", names[1]]
-        _ip("link", "add", DEVICE, "netns", names[0], *cable)
+        ip("link", "add", DEVICE, "netns", names[0], *cable)
         for name, host in zip(names, HOSTS, strict=True):
-            _ip("-n", name, "address", "add", f"{host}/30", "dev", DEVICE)
-            _ip("-n", name, "link", "set", DEVICE, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "address", "add", f"{host}/30", "dev", DEVICE)
+            ip("-n", name, "link", "set", DEVICE, "up")
+            ip("-n", name, "link", "set", "lo", "up")
         for name in names:
-            _wait_until_up(name)
+            wait_until_up(name)
         first, second = (Namespace(*each) for each in zip(names, HOSTS, strict=True))
         yield first, second
 
 
-def _ip(*words: str) -> None:
+def need_namespaces() -> None:
+    """See that they can be made.
+
+    Raises:
+        NoNamespaces: not root, or no ``ip`` command.
+    """
+    if os.geteuid() != 0:
+        raise NoNamespaces("network namespaces need root")
+    if shutil.which("ip") is None:
+        raise NoNamespaces("there is no ip command (install iproute2)")
+
+
+def ip(*words: str) -> None:
+    """Run ``ip`` with these words.
+
+    Raises:
+        NoNamespaces: it failed; the message says what it said.
+    """
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoNamespaces(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
 
 
-def _wait_until_up(name: str) -> None:
+def wait_until_up(name: str) -> None:
     """Until the kernel has noticed that the cable is plugged in: before that UCX sees no device."""
     deadline_s = time.monotonic() + UP_WITHIN_S
     look = ["ip", "-n", name, "-o", "link", "show", "dev", DEVICE]
