@@ -29,7 +29,7 @@ from kvd.bench.raw_nixl import (
     Write,
 )
 from kvd.client.blocking import attach
-from kvd.wire.client import Attach
+from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,6 +28,7 @@ from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import MAX_ROOM, count
 from kvd.wire import client as wire
+from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
@@ -265,7 +266,7 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        attachment = await attach(endpoint, wire.Attach(self._name))
+        attachment = await attach(endpoint, Attach(self._name))
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
         return Node(attachment, connection, LoopChannel(endpoint, attachment, connection))
 

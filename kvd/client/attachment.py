@@ -14,7 +14,7 @@ import struct
 from typing import Final
 
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.client import Attached, AttachRequest, Rejected
+from kvd.wire.attach import Attached, AttachRequest, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 
 ATTACH_WITHIN_S: Final = 10.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
-    from kvd.wire.client import AttachRequest
+    from kvd.wire.attach import AttachRequest
 
 
 def attach(endpoint: str, request: AttachRequest) -> Attachment:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
-    from kvd.wire.client import AttachRequest
+    from kvd.wire.attach import AttachRequest
 
 BUSY_PAUSE_S = 0.01
 """Between two attempts to connect to a daemon whose queue of connections is full."""

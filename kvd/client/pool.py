@@ -12,7 +12,7 @@ from kvd.client import blocking
 from kvd.client.endpoint import client_endpoint
 from kvd.client.mapping import Mapping
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.client import Join
+from kvd.wire.attach import Join
 
 if TYPE_CHECKING:
     from types import TracebackType

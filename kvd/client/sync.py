@@ -12,7 +12,7 @@ from kvd.client.api import Node
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import Connection
 from kvd.client.endpoint import client_endpoint
-from kvd.wire import client as wire
+from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator, Sequence
@@ -289,6 +289,6 @@ def connect_sync(endpoint: str | None = None, *, name: str) -> SyncNode:
         KvdError: ``unreachable`` with what to do, or the daemon's refusal.
     """
     address = client_endpoint(endpoint)
-    attachment = attach(address, wire.Attach(name))
+    attachment = attach(address, Attach(name))
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     return SyncNode(Node(attachment, connection, BlockingChannel(address, attachment, connection)))

@@ -33,7 +33,7 @@ import msgspec
 
 from kvd.daemon.seqpacket import listen, peer_pid, remove_own
 from kvd.errors import Code, Refusal
-from kvd.wire.client import PROTOCOL, Attach, Attached, Join, Rejected
+from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 
 if TYPE_CHECKING:

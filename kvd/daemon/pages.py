@@ -12,7 +12,8 @@ from kvd.core.report import snapshot
 from kvd.core.spec import PoolSpec
 from kvd.observe.exposition import CONTENT_TYPE
 from kvd.observe.http import PLAIN, Pages, Response
-from kvd.wire import client, peer
+from kvd.wire import peer
+from kvd.wire.attach import PROTOCOL
 
 if TYPE_CHECKING:
     from kvd.daemon.app import Daemon
@@ -46,7 +47,7 @@ def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
         node=config.node.name,
         incarnation=node.settings.incarnation,
         version=__version__,
-        client_protocol=client.PROTOCOL,
+        client_protocol=PROTOCOL,
         peer_protocol=peer.PROTOCOL,
         client=config.sockets.client,
         peers=config.peers.listen,

@@ -1,13 +1,16 @@
-"""Messages between an engine and its daemon.
+"""Messages between an engine and its daemon, on the client socket.
 
-Two sockets. The **attach** socket (unix, SOCK_SEQPACKET, one msgpack message a packet): ``Attach``
-or ``Join`` in, ``Attached`` or ``Rejected`` out with the memory descriptors as ancillary data; it
-then stays open and silent, and its hang-up is the death of that process. The **client** socket
-(ZMQ DEALER to the daemon's ROUTER, routing id = the session's token): frames ``[header]`` or
-``[header, tokens]``. The header is one ``Request``; tokens are raw little-endian int32.
+ZMQ, a DEALER to the daemon's ROUTER; the routing id is the session's token, issued on the attach
+socket (``attach``). Frames are ``[header]`` or ``[header, tokens]``: the header is one ``Request``;
+tokens are raw little-endian int32, and so are page ids and page numbers inside a message.
 
 Every request gets exactly one answer with its ``call`` (``Failed`` or the one named in its
 docstring); pushes carry no call. Evolution: new fields at the end with defaults, tags never reused.
+
+Rows. A lease has a row of page ids for the first component (``pages``), and whole rows for every
+other component with a page pool of its own (``beside``), in the order of the specification. A
+companion's pages follow from those of the first component, so it has no row. An id of 0 in a row
+beside, the null page, means that there is no page.
 """
 
 from __future__ import annotations
@@ -17,53 +20,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, Figure, Name, Namespace, Priority, Reason
 from kvd.wire.events import Event
-from kvd.wire.memory import PoolMemory
 from kvd.wire.snapshot import Snapshot
-
-PROTOCOL = 1
-"""Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
-
-
-# ---- the attach socket ---------------------------------------------------------------------------
-
-
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Open a session. Answer: ``Attached`` with descriptors, or ``Rejected``."""
-
-    name: str
-    protocol: Figure = PROTOCOL
-
-
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Another process of the same session maps the pool too (a tensor-parallel worker)."""
-
-    token: bytes
-    protocol: Figure = PROTOCOL
-
-
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it.
-
-    ``max_frame_bytes``: the client socket drops the connection of whoever sends a longer frame.
-    """
-
-    session: int
-    token: bytes
-    node: str
-    incarnation: str
-    pools: tuple[PoolMemory, ...]
-    max_frame_bytes: int = 16 * 1024 * 1024
-
-
-class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """No session; the socket is closed after this."""
-
-    refusal: Refusal
-
-
-AttachRequest = Attach | Join
-AttachReply = Attached | Rejected
-
 
 # ---- requests on the client socket ---------------------------------------------------------------
 

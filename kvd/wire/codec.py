@@ -9,6 +9,7 @@ import msgspec
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
+from kvd.wire.attach import AttachReply, AttachRequest
 from kvd.wire.bounds import Call
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def _no_message(frame: bytes, why: str) -> Refusal:
 
 CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
 CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
-ATTACH_REQUESTS: Codec[client.AttachRequest] = Codec(client.AttachRequest)
-ATTACH_REPLIES: Codec[client.AttachReply] = Codec(client.AttachReply)
+ATTACH_REQUESTS: Codec[AttachRequest] = Codec(AttachRequest)
+ATTACH_REPLIES: Codec[AttachReply] = Codec(AttachReply)
 PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message, flaw=peer.flaw)
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)

@@ -16,6 +16,7 @@ from kvd.core.spec import PoolSpec, fingerprint
 from kvd.sockets import open_dealer
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client, peer
+from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.daemon.kv import tokens_of
 
@@ -57,7 +58,7 @@ class RawSession(Wire):
     """A session without a client library."""
 
     def __init__(self, daemon):
-        self.attachment = attach(daemon.client, client.Attach("raw"))
+        self.attachment = attach(daemon.client, Attach("raw"))
         super().__init__(daemon.client, CLIENT_REPLIES, self.attachment.attached.token)
 
     def request(self, message, *tokens):

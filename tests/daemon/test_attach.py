@@ -22,7 +22,7 @@ from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
-from kvd.wire.client import Attach, Attached, AttachRequest, Join
+from kvd.wire.attach import Attach, Attached, AttachRequest, Join
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -46,7 +46,7 @@ POOL = pool_memory(
 PROCESS = """
 import select, sys
 from kvd.client.attachment import ask, dial, take_answer
-from kvd.wire.client import Attach, Join
+from kvd.wire.attach import Attach, Join
 
 path, token = sys.argv[1:]
 sock = dial(path)

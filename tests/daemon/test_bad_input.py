@@ -16,6 +16,7 @@ import pytest
 
 from kvd.errors import Code
 from kvd.wire import admin, client
+from kvd.wire.attach import Attach, AttachReply, Join, Rejected
 from kvd.wire.codec import (
     ADMIN_REPLIES,
     ADMIN_REQUESTS,
@@ -217,26 +218,24 @@ def test_attach_packets_that_make_no_sense_are_rejected(engines):
         b"GET / HTTP/1.1",
         b"\x94" * 3_000,
         bytes(150_000),
-        ATTACH_REQUESTS.encode(client.Attach("x"))[:-1],
-        ATTACH_REQUESTS.encode(client.Attach("x", 99)),
-        ATTACH_REQUESTS.encode(client.Join(b"nobody's token")),
-        ATTACH_REQUESTS.encode(client.Attach("n" * 100_000)),
+        ATTACH_REQUESTS.encode(Attach("x"))[:-1],
+        ATTACH_REQUESTS.encode(Attach("x", 99)),
+        ATTACH_REQUESTS.encode(Join(b"nobody's token")),
+        ATTACH_REQUESTS.encode(Attach("n" * 100_000)),
     ]
     for packet in packets:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
             raw.settimeout(5)
             raw.connect(engines.pair.decode.attach)
             raw.send(packet)
-            answer = msgspec.msgpack.decode(raw.recv(65_536), type=client.AttachReply)
+            answer = msgspec.msgpack.decode(raw.recv(65_536), type=AttachReply)
             ended = raw.recv(65_536)
-        assert isinstance(answer, client.Rejected), packet[:20]
+        assert isinstance(answer, Rejected), packet[:20]
         assert (bool(answer.refusal.message), ended) == (True, b""), packet[:20]
 
 
 def test_random_attach_packets_open_no_session_that_stays(engines):
-    valid = [
-        ATTACH_REQUESTS.encode(message) for message in (client.Attach("x"), client.Join(b"t" * 16))
-    ]
+    valid = [ATTACH_REQUESTS.encode(message) for message in (Attach("x"), Join(b"t" * 16))]
     for packet in mutants(valid, 100):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
             raw.connect(engines.pair.decode.attach)

@@ -8,6 +8,7 @@ from kvd.client.blocking import attach
 from kvd.errors import Code
 from kvd.sockets import BACKLOG_MESSAGES, open_dealer
 from kvd.wire import client
+from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REQUESTS
 from tests.daemon.conftest import until
 from tests.daemon.intruder import RawSession
@@ -19,7 +20,7 @@ REQUESTS = 2 * BACKLOG_MESSAGES
 
 def test_session_that_reads_no_answer_is_ended_and_its_lease_released(engines):
     daemon = engines.pair.decode
-    attachment = attach(daemon.client, client.Attach("deaf"))
+    attachment = attach(daemon.client, Attach("deaf"))
     context = zmq.Context()
     socket = open_dealer(context, routing_id=attachment.attached.token)
     socket.setsockopt(zmq.RCVHWM, 1)

@@ -14,7 +14,7 @@ from kvd.core.spec import Component, Order, PoolSpec, Raw
 from kvd.daemon.seqpacket import AddressInUse, listen
 from kvd.errors import KvdError
 from kvd.pools.build import pool_memory
-from kvd.wire.client import Attached
+from kvd.wire.attach import Attached
 from kvd.wire.codec import ATTACH_REPLIES
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import Connection
 from kvd.client.sync import SyncLease, SyncNode
 from kvd.errors import KvdError
-from kvd.wire import client
+from kvd.wire.attach import Attach
 
 PAGE = 16
 PROMPT_TOKENS = 320
@@ -67,7 +67,7 @@ class Recording(Connection):
 
 def recorded(endpoint: str) -> tuple[SyncNode, Recording]:
     """A session as ``connect_sync`` opens it, whose messages are kept."""
-    attachment = attach(endpoint, client.Attach("healthy"))
+    attachment = attach(endpoint, Attach("healthy"))
     connection = Recording(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(endpoint, attachment, connection)
     return SyncNode(Node(attachment, connection, channel)), connection

@@ -13,6 +13,7 @@ from kvd.core.prompt import prompt_digest
 from kvd.errors import Refusal
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client, peer
+from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, ROOMS, Tally, Wire
@@ -35,7 +36,7 @@ class Accomplice:
 
     def __init__(self, target: Target, make: Maker) -> None:
         self._make = make
-        self._attachment = attach(target.daemon.client, client.Attach("hostile"))
+        self._attachment = attach(target.daemon.client, Attach("hostile"))
         token = self._attachment.attached.token
         self._wire = Wire(target.daemon.client, routing_id=token)
         self._leases: list[int] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvd.client.blocking import attach
 from kvd.errors import KvdError, Refusal
-from kvd.wire import client
+from kvd.wire.attach import Attach, AttachRequest, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, Tally
@@ -37,7 +37,7 @@ class Attachers:
         self.make = Maker(seed)
         self.tally = Tally()
         self._path = target.daemon.attach
-        self._kinds = kinds_of(client.AttachRequest)
+        self._kinds = kinds_of(AttachRequest)
         self._endpoint = target.daemon.client
         self._read_end, self._write_end = os.pipe()
         self.again()
@@ -45,7 +45,7 @@ class Attachers:
     def again(self) -> None:
         self._idle = [self._connected() for _ in range(IDLE_CONNECTIONS)]
         with contextlib.suppress(KvdError):
-            self._kept = attach(self._endpoint, client.Attach("hostile"))
+            self._kept = attach(self._endpoint, Attach("hostile"))
         self.make.known = {"protocol": [1], "name": ["hostile", "é" * 64, "x" * 128, "\x1b[2J"]}
         self.make.known["token"] = [self._kept.attached.token, b"S" + b"x" * 16]
 
@@ -67,7 +67,7 @@ class Attachers:
 
     def _crowd(self) -> None:
         """More sessions at once than there may be: those beyond the limit are told so."""
-        packet = ATTACH_REQUESTS.encode(client.Attach("hostile"))
+        packet = ATTACH_REQUESTS.encode(Attach("hostile"))
         crowd = []
         for _ in range(CROWD):
             crowd.append(self._connected())
@@ -104,7 +104,7 @@ class Attachers:
         expected = ATTACH_REQUESTS.decode(packet)
         if isinstance(message, Refusal):
             self.tally.trouble(f"unreadable answer {answer[:60]!r}")
-        elif isinstance(message, client.Rejected):
+        elif isinstance(message, Rejected):
             self.tally.refused(message.refusal)
         elif isinstance(expected, Refusal):
             self.tally.trouble(f"{packet[:40]!r} was attached")

@@ -17,6 +17,7 @@ from kvd.errors import Code, Refusal
 from kvd.sockets import open_dealer
 from kvd.types import pack_ids
 from kvd.wire import admin, client
+from kvd.wire.attach import Attach
 from kvd.wire.codec import (
     ADMIN_REPLIES,
     ADMIN_REQUESTS,
@@ -194,7 +195,7 @@ class Clients(Asking):
 
     def _open(self) -> None:
         daemons = (self.target.daemon, self.target.daemon, self.target.other)
-        self._attachments = [attach(one.client, client.Attach("hostile")) for one in daemons]
+        self._attachments = [attach(one.client, Attach("hostile")) for one in daemons]
         for one, attachment in zip(daemons, self._attachments, strict=True):
             self.wires.append(Wire(one.client, routing_id=attachment.attached.token))
         self.make.known = {name: [1, 2, 3] for name in ("lease", "send", "receive", "of")}

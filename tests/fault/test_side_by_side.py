@@ -26,6 +26,7 @@ from kvd.client.blocking import attach
 from kvd.client.sync import connect_sync
 from kvd.errors import Code
 from kvd.wire import admin, client, events, peer
+from kvd.wire.attach import Attach, AttachReply, Rejected
 from kvd.wire.codec import (
     ADMIN_REPLIES,
     CLIENT_REPLIES,
@@ -132,7 +133,7 @@ MALFORMED = {
 
 def send_malformed(daemon: Daemon) -> dict[str, Told]:
     """Each malformed request, asked again and again."""
-    attachment = attach(daemon.client, client.Attach("confused"))
+    attachment = attach(daemon.client, Attach("confused"))
     wire = Wire(daemon.client, routing_id=attachment.attached.token)
     found = {}
     for name, frames in MALFORMED.items():
@@ -172,8 +173,8 @@ def send_one_bad_frame_everywhere(daemon: Daemon) -> dict[str, str]:
         raw.settimeout(5)
         raw.connect(daemon.attach)
         raw.send(b"\x00")
-        answer = msgspec.msgpack.decode(raw.recv(2**20), type=client.AttachReply)
-        assert isinstance(answer, client.Rejected)
+        answer = msgspec.msgpack.decode(raw.recv(2**20), type=AttachReply)
+        assert isinstance(answer, Rejected)
         said["attach"] = answer.refusal.code.value
     with socket.create_connection(("127.0.0.1", daemon.http_port), 5) as link:
         link.sendall(b"\x00\r\n\r\n")

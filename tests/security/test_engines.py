@@ -19,6 +19,7 @@ from kvd.client.blocking import attach
 from kvd.daemon.app import _own_directory
 from kvd.errors import Code
 from kvd.wire import admin, client
+from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.daemon.conftest import until
 from tests.daemon.intruder import RawSession, Wire
@@ -99,7 +100,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path):
 
 def test_a_session_shows_the_process_that_the_kernel_names(keyed):
     daemon = keyed.pair.prefill
-    with contextlib.closing(attach(daemon.client, client.Attach("whoever"))):
+    with contextlib.closing(attach(daemon.client, Attach("whoever"))):
         (found,) = [one for one in daemon.snapshot().clients if one.name == "whoever"]
     assert found.pids == (os.getpid(),)
 
@@ -138,7 +139,7 @@ def test_a_stolen_identity_gets_nothing_while_its_owner_is_connected(keyed, sess
 
 def test_an_identity_dies_with_its_last_process(keyed):
     daemon = keyed.pair.prefill
-    attachment = attach(daemon.client, client.Attach("short"))
+    attachment = attach(daemon.client, Attach("short"))
     token = attachment.attached.token
     attachment.close()
     until(lambda: "short" not in {one.name for one in daemon.snapshot().clients})

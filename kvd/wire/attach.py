@@ -1,0 +1,55 @@
+"""Messages between an engine and its daemon, on the attach socket.
+
+Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, ``Attached`` or
+``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open and
+silent, and its hang-up is the death of that process. What a session says is in ``client``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.errors import Refusal
+from kvd.wire.bounds import Figure
+from kvd.wire.memory import PoolMemory
+
+PROTOCOL = 1
+"""Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Open a session. Answer: ``Attached`` with descriptors, or ``Rejected``."""
+
+    name: str
+    protocol: Figure = PROTOCOL
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Another process of the same session maps the pool too (a tensor-parallel worker)."""
+
+    token: bytes
+    protocol: Figure = PROTOCOL
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it.
+
+    ``max_frame_bytes``: the client socket drops the connection of whoever sends a longer frame.
+    """
+
+    session: int
+    token: bytes
+    node: str
+    incarnation: str
+    pools: tuple[PoolMemory, ...]
+    max_frame_bytes: int = 16 * 1024 * 1024
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """No session; the socket is closed after this."""
+
+    refusal: Refusal
+
+
+AttachRequest = Attach | Join
+AttachReply = Attached | Rejected
