@@ -49,9 +49,10 @@ Answer = (
     | wire.Snapshotted
     | wire.Retracted
     | wire.Resumed
+    | wire.Fetched
 )
 
-INDIFFERENT = frozenset({wire.Leased, wire.Matched, wire.Snapshotted, Refusal})
+INDIFFERENT = frozenset({wire.Leased, wire.Matched, wire.Snapshotted, wire.Fetched, Refusal})
 """Answers that change no record."""
 
 UNDONE = "the engine no longer waits for it"

@@ -82,7 +82,9 @@ class Engines:
         message = got.message
         verb = self._verbs.get(type(message))
         if verb is None:
-            refusal: Refusal | None = self._wrong("this request is served by the shell")
+            refusal: Refusal | None = self._wrong(
+                f"this node's core serves no {type(message).__name__}"
+            )
         elif got.session not in self._node.sessions.by_id:
             refusal = Refusal(
                 Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name

@@ -26,7 +26,11 @@ from kvd.wire.snapshot import Snapshot
 
 
 class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
-    """Lock the cached prefix of the tokens frame, hold pages for the rest. Answer: ``Leased``."""
+    """Lock the cached prefix of the tokens frame, hold pages for the rest. Answer: ``Leased``.
+
+    ``step_tokens``: window pages are wanted for so many tokens ahead of what is computed, and move
+    on with ``SlideLease``; 0: for all tokens at once.
+    """
 
     call: Call
     namespace: Namespace = ""
@@ -34,6 +38,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     priority: Priority = 0
     deadline_s: float = 30.0
     cache: bool = True
+    step_tokens: Figure = 0
 
 
 class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
@@ -66,7 +71,11 @@ class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
-    """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``."""
+    """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``.
+
+    ``tier``: where the prompt's pages shall lie, where the pool has a choice. ``step_tokens``: as
+    in ``OpenLease``, for the tokens after the prompt.
+    """
 
     call: Call
     room: int
@@ -77,6 +86,7 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     deadline_s: float = 30.0
     cache: bool = True
     tier: Name | None = None
+    step_tokens: Figure = 0
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -175,6 +185,30 @@ class ResumeLease(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
     deadline_s: float = 30.0
 
 
+class SlideLease(msgspec.Struct, frozen=True, array_like=True, tag="slide"):
+    """KV from ``upto_tokens`` on is computed next: window pages wholly behind the window go back.
+
+    Never waits and never fails for lack of pages. Answer: ``Row``.
+    """
+
+    call: Call
+    lease: int
+    upto_tokens: Figure
+
+
+class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Pages of the lease's host KV are wanted in its device buffer. Answer: ``Fetched``.
+
+    ``pages`` are logical page numbers, the first page of the prompt is 0; ``ahead`` are those that
+    the next step is likely to want: they are copied without anybody waiting for them.
+    """
+
+    call: Call
+    lease: int
+    pages: bytes
+    ahead: bytes = b""
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -194,6 +228,8 @@ Request = (
     | CancelCall
     | RetractLease
     | ResumeLease
+    | SlideLease
+    | FetchPages
 )
 
 TAKES_TOKENS = (
@@ -225,14 +261,19 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     lease: int
     prefix_tokens: int
     pages: bytes
+    beside: tuple[bytes, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):
-    """The lease's pages from page index ``first`` on: replace what the client had there."""
+    """The lease's pages from page index ``first`` on: replace what the client had there.
+
+    The rows ``beside`` are whole.
+    """
 
     call: int
     first: int
     pages: bytes
+    beside: tuple[bytes, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -301,6 +342,20 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
     restored_tokens: int
     kv_tokens: int
     pages: bytes
+    beside: tuple[bytes, ...] = ()
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+    """``pages``: the device page of each wanted page, in the order asked; their bytes are there.
+
+    ``hits`` of them were there before, ``misses`` were copied: ``copied_bytes``.
+    """
+
+    call: int
+    pages: bytes
+    hits: int
+    misses: int
+    copied_bytes: int
 
 
 # ---- pushes --------------------------------------------------------------------------------------
@@ -313,6 +368,7 @@ class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
     lease: int
     pages: bytes
     aux: bytes
+    beside: tuple[bytes, ...] = ()
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="receive-failed"):
@@ -357,5 +413,6 @@ Reply = (
     | Snapshotted
     | Retracted
     | Resumed
+    | Fetched
     | Push
 )
