@@ -66,5 +66,5 @@ def pool_spec(config: Config) -> PoolSpec:
         order=Order(pool.order),
         components=(component(pool),),
         pages=(page_count(pool),),
-        saved_pages=saved_page_count(pool),
+        saved_pages=(saved_page_count(pool),),
     )

@@ -14,9 +14,11 @@ Invariant: the pieces of all pages tile ``[0, total_bytes)`` exactly.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, Raw, page_bytes
+from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, Raw, State, page_bytes
 from kvd.wire.memory import TensorPlace
 
 
@@ -43,7 +45,10 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
-    """Lay out ``pages`` pages of ``component`` in ``order``."""
+    """Lay out ``pages`` pages of ``component`` in ``order``.
+
+    A component without a byte has no rows and no tensors.
+    """
     block = page_bytes(component)
     tensors: list[TensorPlace] = []
     inside = 0
@@ -57,7 +62,7 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
             inside += size
     rows: tuple[Row, ...]
     if order is Order.PAGE_FIRST:
-        rows = (Row(0, block, block),)
+        rows = (Row(0, block, block),) if block else ()
     else:
         rows = tuple(
             Row(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
@@ -66,18 +71,31 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
     return Geometry(pages=pages, page_bytes=block, rows=rows, tensors=tuple(tensors))
 
 
+def misplaced(component: Component) -> TensorPlace | None:
+    """The first tensor that no program could read in place: off a multiple of its element's bytes.
+
+    Only a state can have one: its tensors differ in type. None when all are well.
+    """
+    for order in Order:
+        for place in geometry(component, pages=2, order=order).tensors:
+            width = DTYPE_BYTES[place.dtype]
+            if place.offset_bytes % width or place.page_stride_bytes % width:
+                return place
+    return None
+
+
 def _parts(component: Component) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Name, dtype, page shape and page bytes of each tensor of one layer."""
+    """Name, dtype, page shape and page bytes of each tensor of one layer; none is empty."""
     size = component.page_size
+    shapes: list[tuple[str, str, tuple[int, ...]]]
     match component.layout:
         case Mha(heads, k_dim, v_dim, dtype):
-            width = DTYPE_BYTES[dtype]
-            return [
-                ("k", dtype, (size, heads, k_dim), size * heads * k_dim * width),
-                ("v", dtype, (size, heads, v_dim), size * heads * v_dim * width),
-            ]
+            shapes = [("k", dtype, (size, heads, k_dim)), ("v", dtype, (size, heads, v_dim))]
         case Mla(latent_dim, rope_dim, dtype):
-            dim = latent_dim + rope_dim
-            return [("latent", dtype, (size, 1, dim), size * dim * DTYPE_BYTES[dtype])]
+            shapes = [("latent", dtype, (size, 1, latent_dim + rope_dim))]
         case Raw(raw_bytes):
-            return [("raw", "uint8", (raw_bytes,), raw_bytes)]
+            shapes = [("raw", "uint8", (raw_bytes,))]
+        case State(tensors):
+            shapes = [(one.name, one.dtype, one.shape) for one in tensors]
+    sizes = [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in shapes]
+    return [(*one, n_bytes) for one, n_bytes in zip(shapes, sizes, strict=True) if n_bytes]

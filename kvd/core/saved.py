@@ -30,7 +30,7 @@ class SavedArea:
     """The pages of the area, and a lease's way into it and out of it."""
 
     def __init__(self, spec: PoolSpec, table: LeaseTable, out: Outbox) -> None:
-        self.pool = PagePool(saved_region(spec.components[0]), max(1, spec.saved_pages))
+        self.pool = PagePool(saved_region(spec.components[0]), max(1, spec.saved_pages[0]))
         self._table = table
         self._out = out
 

@@ -2,6 +2,16 @@
 
 A pool family is a list of components and nothing else; no class per family. This file says how
 many bytes a page of one layer takes. Where those bytes lie is ``geometry``.
+
+The first component is called ``kv``, and its page is the page of matching. Of the others
+
+* a **companion** is ``Whole`` too. Its pages go in lockstep with those of kv: page ``p`` of kv owns
+  its pages ``p*k .. p*k+k-1``, where k is how many of its pages hold the tokens of one page of kv.
+  It has no free list and no row of its own: nothing of it can leak.
+* every other one has a **budget**: a free list and page ids of its own.
+
+Invariant of every spec: page sizes divide that of the first component, and a companion has k times
+its pages.
 """
 
 from __future__ import annotations
@@ -10,6 +20,9 @@ import enum
 import math
 
 import msgspec
+import numpy as np
+
+from kvd.types import Pages
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -25,7 +38,10 @@ DTYPE_BYTES = {
 
 
 class Mha(msgspec.Struct, frozen=True, tag="mha"):
-    """K and V per layer, each ``(page_size, heads, dim)``; K and V may differ in width."""
+    """K and V per layer, each ``(page_size, heads, dim)``; K and V may differ in width.
+
+    A width of 0 leaves that one out: an index keeps keys and no values.
+    """
 
     heads: int
     k_dim: int
@@ -47,7 +63,21 @@ class Raw(msgspec.Struct, frozen=True, tag="raw"):
     page_bytes: int
 
 
-Layout = Mha | Mla | Raw
+class StateTensor(msgspec.Struct, frozen=True):
+    """One tensor of a state: ``shape`` of one layer of one request, without a page dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """The tensors of one state of one layer, one after the other. A page is one such state."""
+
+    tensors: tuple[StateTensor, ...]
+
+
+Layout = Mha | Mla | Raw | State
 
 
 class Whole(msgspec.Struct, frozen=True, tag="whole"):
@@ -64,7 +94,16 @@ class PerRequest(msgspec.Struct, frozen=True, tag="per-request"):
     """One state per request, whatever its length."""
 
 
-Extent = Whole | Tail | PerRequest
+class Buffer(msgspec.Struct, frozen=True, tag="buffer"):
+    """Copies of some pages of the first component, at most ``tokens`` of each request.
+
+    It is this node's own affair: never sent, never in the tree, no part of the fingerprint.
+    """
+
+    tokens: int
+
+
+Extent = Whole | Tail | PerRequest | Buffer
 
 
 class Device(msgspec.Struct, frozen=True, tag="device"):
@@ -85,7 +124,10 @@ Tier = Device | Host | Nowhere
 
 
 class Component(msgspec.Struct, frozen=True):
-    """One named kind of state that a sequence owns: ``kv``, ``swa``, ``index``, ``state``."""
+    """One named kind of state that a sequence owns: ``kv``, ``swa``, ``index``, ``state``.
+
+    ``page_size`` is in tokens; 1 for a state, of which a page is one.
+    """
 
     name: str
     layers: int
@@ -113,13 +155,53 @@ class PoolSpec(msgspec.Struct, frozen=True):
     order: Order
     components: tuple[Component, ...]
     pages: tuple[int, ...]
-    saved_pages: int = 0
-    """Pages of host memory beside each component for retracted leases, a null page included."""
+    saved_pages: tuple[int, ...] = ()
+    """Pages of host memory beside each component for retracted leases, a null page included; 0 for
+    none, and left out for none at all."""
+
+    def __post_init__(self) -> None:
+        if not self.saved_pages:
+            msgspec.structs.force_setattr(self, "saved_pages", (0,) * len(self.components))
 
     @property
     def match_page_tokens(self) -> int:
         """Granularity of matching: the least common multiple of the page sizes (I4)."""
         return math.lcm(*(component.page_size for component in self.components))
+
+    def index(self, name: str) -> int:
+        """Where the component of that name is in ``components``, ``pages`` and ``saved_pages``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for index, component in enumerate(self.components):
+            if component.name == name:
+                return index
+        raise KeyError(name)
+
+
+def is_companion(spec: PoolSpec, component: Component) -> bool:
+    """Whether its page ids follow from those of the first component."""
+    return component is not spec.components[0] and isinstance(component.extent, Whole)
+
+
+def budgets(spec: PoolSpec) -> tuple[Component, ...]:
+    """The components with page ids of their own, the first one first."""
+    return tuple(one for one in spec.components if not is_companion(spec, one))
+
+
+def companion_factor(spec: PoolSpec, component: Component) -> int:
+    """How many pages of a companion belong to one page of the first component."""
+    return spec.components[0].page_size // component.page_size
+
+
+def companion_pages(pages: Pages, k: int) -> Pages:
+    """The ``k`` companion pages of each of ``pages``, in order; null pages follow null pages."""
+    if k == 1:
+        return pages
+    ids = np.frombuffer(pages, dtype="<i4")
+    each = ids[:, np.newaxis] * np.int32(k) + np.arange(k, dtype="<i4")
+    return Pages(each.astype("<i4", copy=False).tobytes())
 
 
 def layer_page_bytes(component: Component) -> int:
@@ -131,11 +213,18 @@ def layer_page_bytes(component: Component) -> int:
             return component.page_size * (latent_dim + rope_dim) * DTYPE_BYTES[dtype]
         case Raw(page_bytes):
             return page_bytes
+        case State(tensors):
+            return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
 
 
 def page_bytes(component: Component) -> int:
-    """Bytes of one page over all layers of ``component``."""
+    """Bytes of one page over all layers of ``component``, wherever they would lie."""
     return component.layers * layer_page_bytes(component)
+
+
+def has_bytes(component: Component) -> bool:
+    """Whether there is memory behind its pages; otherwise they are counted and nothing more."""
+    return not isinstance(component.tier, Nowhere) and page_bytes(component) > 0
 
 
 def saved_region(component: Component) -> str:
@@ -143,9 +232,33 @@ def saved_region(component: Component) -> str:
     return f"{component.name}.saved"
 
 
+class Exchanged(msgspec.Struct, frozen=True):
+    """A component as a peer must know it: not in which memory it lies, nor how much there is.
+
+    ``layers`` is 0 where there are no bytes: nothing of it can be exchanged.
+    """
+
+    name: str
+    layers: int
+    layout: Layout
+    page_size: int
+    extent: Extent
+
+
+def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
+    """The components that a peer must have too: all but buffers."""
+    return tuple(
+        Exchanged(
+            one.name, one.layers if has_bytes(one) else 0, one.layout, one.page_size, one.extent
+        )
+        for one in spec.components
+        if not isinstance(one.extent, Buffer)
+    )
+
+
 def fingerprint(spec: PoolSpec) -> str:
     """What must be equal on both sides of a handoff, as canonical text."""
-    comparable = [spec.family, spec.order.value, list(spec.components)]
+    comparable = (spec.order, exchanged(spec))
     return msgspec.json.encode(comparable, order="deterministic").decode()
 
 
@@ -179,7 +292,7 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     return said
 
 
-_TOP = {"0": "family", "1": "order", "2": "components"}
+_TOP = {"0": "order", "1": "components"}
 
 
 def _flatten(value: object) -> dict[str, str]:

@@ -98,7 +98,7 @@ class Daemon:
             self._up.callback(place.arena.close)
         in_huge_pages = config.pool.huge_pages == "collapse"
         regions = [
-            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_pool)
+            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_registered)
             for p in placed
         ]
         incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.geometry import Geometry, geometry
-from kvd.core.spec import Component, Device, Host, Nowhere, PoolSpec, saved_region
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    Device,
+    Host,
+    Nowhere,
+    PerRequest,
+    PoolSpec,
+    Tail,
+    Whole,
+    has_bytes,
+    saved_region,
+)
 from kvd.pools.arena import Arena, NotReserved, check_free, reserve
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
@@ -19,14 +31,24 @@ if TYPE_CHECKING:
 class Placed(msgspec.Struct, frozen=True):
     """One component with bytes: where its pages lie in which arena, from offset 0.
 
-    ``is_pool``: engines map it and peers write into it. The saved area of a component is neither:
-    the transfer process alone touches it.
+    ``is_pool``: engines map it. ``is_registered``: peers write into it. A buffer is mapped and not
+    registered; the saved area of a component is neither: the transfer process alone touches it.
     """
 
     name: str
     geometry: Geometry
     arena: Arena
     is_pool: bool = True
+    is_registered: bool = True
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """One region to be, before anything is taken."""
+
+    name: str
+    geometry: Geometry
+    is_pool: bool
+    is_registered: bool
 
 
 def build_pool(spec: PoolSpec) -> list[Placed]:
@@ -37,25 +59,32 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
     Raises:
         NotReserved: not enough memory, or memory of a kind that is not here; nothing stays taken.
     """
-    shapes = {
-        component.name: geometry(component, pages=pages, order=spec.order)
-        for component, pages in _with_bytes(spec)
-    }
-    saved = {
-        saved_region(component): geometry(component, pages=spec.saved_pages, order=spec.order)
-        for component, _ in _with_bytes(spec)
-        if spec.saved_pages
-    }
-    shapes |= saved
-    check_free({name: shape.total_bytes for name, shape in shapes.items()})
+    wanted = [*_pools(spec), *_saved(spec)]
+    check_free({one.name: one.geometry.total_bytes for one in wanted})
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
-        for name, shape in shapes.items():
-            arena = reserve(f"{spec.name}.{name}", shape.total_bytes)
+        for one in wanted:
+            arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes)
             undo.callback(arena.close)
-            placed.append(Placed(name, shape, arena, is_pool=name not in saved))
+            placed.append(Placed(one.name, one.geometry, arena, one.is_pool, one.is_registered))
         undo.pop_all()
     return placed
+
+
+def _pools(spec: PoolSpec) -> Iterable[_Wanted]:
+    for component, pages in zip(spec.components, spec.pages, strict=True):
+        if has_bytes(component):
+            _check_here(component, spec)
+            shape = geometry(component, pages=pages, order=spec.order)
+            is_own = isinstance(component.extent, Buffer)
+            yield _Wanted(component.name, shape, is_pool=True, is_registered=not is_own)
+
+
+def _saved(spec: PoolSpec) -> Iterable[_Wanted]:
+    for component, pages in zip(spec.components, spec.saved_pages, strict=True):
+        if has_bytes(component) and pages:
+            shape = geometry(component, pages=pages, order=spec.order)
+            yield _Wanted(saved_region(component), shape, is_pool=False, is_registered=False)
 
 
 def pool_memory(spec: PoolSpec) -> PoolMemory:
@@ -73,31 +102,59 @@ def pool_memory(spec: PoolSpec) -> PoolMemory:
 
 
 def _component_memory(component: Component, pages: int, spec: PoolSpec) -> ComponentMemory:
+    shape = None
+    if has_bytes(component):
+        shape = geometry(component, pages=pages, order=spec.order)
+    return ComponentMemory(
+        name=component.name,
+        pages=pages,
+        page_size=component.page_size,
+        page_bytes=shape.page_bytes if shape else 0,
+        total_bytes=shape.total_bytes if shape else 0,
+        tensors=shape.tensors if shape else (),
+        tier=_tier(component),
+        extent=_extent(component),
+        extent_tokens=_extent_tokens(component),
+    )
+
+
+def _tier(component: Component) -> str:
     match component.tier:
+        case Device():
+            return "device"
+        case Host():
+            return "host"
         case Nowhere():
-            return ComponentMemory(component.name, pages, component.page_size, 0, 0, ())
-        case Device() | Host():
-            shape = geometry(component, pages=pages, order=spec.order)
-            return ComponentMemory(
-                name=component.name,
-                pages=pages,
-                page_size=component.page_size,
-                page_bytes=shape.page_bytes,
-                total_bytes=shape.total_bytes,
-                tensors=shape.tensors,
+            return "nowhere"
+
+
+def _extent(component: Component) -> str:
+    match component.extent:
+        case Whole():
+            return "whole"
+        case Tail():
+            return "tail"
+        case PerRequest():
+            return "per-request"
+        case Buffer():
+            return "buffer"
+
+
+def _extent_tokens(component: Component) -> int:
+    match component.extent:
+        case Tail(tokens) | Buffer(tokens):
+            return tokens
+        case Whole() | PerRequest():
+            return 0
+
+
+def _check_here(component: Component, spec: PoolSpec) -> None:
+    """Refuse memory that this host has none of."""
+    match component.tier:
+        case Device(name) if name != "cpu":
+            raise NotReserved(
+                f"component {component.name} of pool {spec.name} lies on {name}, and this "
+                "version reserves host memory only: set pool.device = 'cpu'"
             )
-
-
-def _with_bytes(spec: PoolSpec) -> Iterable[tuple[Component, int]]:
-    """The components that own memory of this host."""
-    for component, pages in zip(spec.components, spec.pages, strict=True):
-        match component.tier:
-            case Nowhere():
-                continue
-            case Device(name) if name != "cpu":
-                raise NotReserved(
-                    f"component {component.name} of pool {spec.name} lies on {name}, and this "
-                    "version reserves host memory only: set pool.device = 'cpu'"
-                )
-            case Device() | Host():
-                yield component, pages
+        case _:
+            pass

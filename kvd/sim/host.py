@@ -90,7 +90,7 @@ class Host:
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
         self.memory = [UNWRITTEN] * self.settings.spec.pages[0]
-        self.saved = [UNWRITTEN] * self.settings.spec.saved_pages
+        self.saved = [UNWRITTEN] * self.settings.spec.saved_pages[0]
         self.grants = {}
         self._seq = 0
         self._balance = (-1, -1)

@@ -113,7 +113,7 @@ class World:
         component = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
         pages = self.rng.choice(self.profile.pool_pages)
         saved_pages = self.rng.choice((0, 9, 41))
-        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), saved_pages)
+        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (saved_pages,))
         settings = Settings(
             NodeName(name),
             incarnation(name, 0),

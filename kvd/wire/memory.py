@@ -8,7 +8,8 @@ import msgspec
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one layer as a strided view ``(pages, *page_shape)`` of a component's bytes.
 
-    ``part`` is ``k``, ``v``, ``latent`` or ``raw``; inside a page the elements are contiguous.
+    ``part`` is ``k``, ``v``, ``latent``, ``raw`` or the name of a tensor of a state; inside a page
+    the elements are contiguous.
     """
 
     layer: int
@@ -20,7 +21,12 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComponentMemory(msgspec.Struct, frozen=True):
-    """One component's bytes: the memory descriptor passed beside this holds them from offset 0."""
+    """One component's bytes: the memory descriptor passed beside this holds them from offset 0.
+
+    ``tier`` is ``device``, ``host`` or ``nowhere`` (no bytes and no descriptor); ``extent`` is
+    ``whole``, ``tail``, ``per-request`` or ``buffer``, with the window or the buffer of a request
+    in ``extent_tokens``. The pages of a ``whole`` one after the first follow from the first's.
+    """
 
     name: str
     pages: int
@@ -28,6 +34,9 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     page_bytes: int
     total_bytes: int
     tensors: tuple[TensorPlace, ...]
+    tier: str = "device"
+    extent: str = "whole"
+    extent_tokens: int = 0
 
 
 class PoolMemory(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ def test_load_gives_a_small_cpu_pool_on_loopback_without_any_configuration() -> 
             Component("kv", 4, Mha(2, 64, 64, "bfloat16"), page_size=16, tier=Device("cpu")),
         ),
         pages=(2048,),
-        saved_pages=256,
+        saved_pages=(256,),
     )
     assert config.peers.listen == "tcp://127.0.0.1:7402"
     assert config.http.listen == "127.0.0.1:7480"

@@ -27,7 +27,7 @@ def test_saved_pages_are_an_eighth_up_to_a_gib_or_what_is_asked_for(sets, saved_
     config = load(None, {}, sets, host=HOST)
 
     assert isinstance(config, Config)
-    assert pool_spec(config).saved_pages == saved_pages
+    assert pool_spec(config).saved_pages == (saved_pages,)
 
 
 def test_a_saved_size_that_is_none_is_refused() -> None:

@@ -48,7 +48,7 @@ def tokens(*ranges: tuple[int, int]) -> Tokens:
 
 def spec(pages: int, page_size: int = PAGE, dtype: str = "float32") -> PoolSpec:
     component = Component("kv", 1, Mha(1, 1, 1, dtype), page_size)
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), SAVED + 1)
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
 
 
 def settings(name: str, pages: int, **more: object) -> Settings:

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from kvd.core.geometry import geometry
-from kvd.core.spec import Component, Device, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.core.spec import Buffer, Component, Device, Host, Mha, Nowhere, Order, PoolSpec, Raw
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
 from kvd.pools.build import build_pool, pool_memory
 from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace
 
 KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
-INDEX = Component("index", 1, Raw(64), 16)
+INDEX = Component("index", 1, Raw(64), 4)
 GHOST = Component("ghost", 1, Raw(64), 4, tier=Nowhere())
 
 
@@ -67,13 +67,13 @@ def test_pool_memory_says_every_offset_and_stride() -> None:
                     TensorPlace(1, "v", "bfloat16", layer + half, 2 * layer, (4, 2, 4)),
                 ),
             ),
-            ComponentMemory("ghost", 10, 4, 0, 0, ()),
+            ComponentMemory("ghost", 10, 4, 0, 0, (), "nowhere"),
         ),
     )
 
 
 def test_each_component_with_bytes_has_a_saved_area_beside_it_that_is_no_part_of_the_pool() -> None:
-    placed = build_pool(msgspec.structs.replace(spec(KV, GHOST), saved_pages=3))
+    placed = build_pool(msgspec.structs.replace(spec(KV, GHOST), saved_pages=(3, 0)))
 
     assert [(one.name, one.geometry, one.is_pool) for one in placed] == [
         ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), True),
@@ -81,3 +81,38 @@ def test_each_component_with_bytes_has_a_saved_area_beside_it_that_is_no_part_of
     ]
     for one in placed:
         one.arena.close()
+
+
+def test_a_buffer_is_mapped_by_engines_and_hidden_from_peers() -> None:
+    host = msgspec.structs.replace(KV, tier=Host())
+    buffer = msgspec.structs.replace(KV, name="buffer", extent=Buffer(16))
+    made = msgspec.structs.replace(spec(host, INDEX, buffer), saved_pages=(3, 3, 0))
+
+    placed = build_pool(made)
+
+    assert [(one.name, one.is_pool, one.is_registered) for one in placed] == [
+        ("kv", True, True),
+        ("index", True, True),
+        ("buffer", True, False),
+        ("kv.saved", False, False),
+        ("index.saved", False, False),
+    ]
+    for one in placed:
+        one.arena.close()
+    assert [(one.tier, one.extent, one.extent_tokens) for one in pool_memory(made).components] == [
+        ("host", "whole", 0),
+        ("device", "whole", 0),
+        ("device", "buffer", 16),
+    ]
+
+
+def test_a_component_without_layers_takes_no_memory() -> None:
+    empty = msgspec.structs.replace(KV, layers=0, tier=Nowhere())
+
+    (placed,) = build_pool(spec(empty, INDEX))
+    placed.arena.close()
+
+    assert placed.name == "index"
+    assert pool_memory(spec(empty)).components == (
+        ComponentMemory("kv", 10, 4, 0, 0, (), "nowhere"),
+    )
