@@ -52,6 +52,8 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     """Write our pages ``source[i]`` over the peer's pages ``destination[i]``.
 
     ``source[i]`` is logical page ``first_page + i`` of the prompt, summed as ``seal`` says.
+    With ``split`` above 1 the peer's page is that part of ours, and everything is counted in its
+    pages: ``source[i]`` is ``page * split + s``, piece ``s`` of our page.
     """
 
     post: int
@@ -62,6 +64,7 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     destination: Pages
     seal: Seal = UNSEALED
     first_page: int = 0
+    split: int = 1
 
 
 class Verify(msgspec.Struct, frozen=True, tag=True):

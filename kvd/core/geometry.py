@@ -37,6 +37,15 @@ class Geometry(msgspec.Struct, frozen=True):
     page_bytes: int
     rows: tuple[Row, ...]
     tensors: tuple[TensorPlace, ...]
+    page_tokens: int = 0
+    """Slots along the first axis of each tensor's page; 0: they are not slots, or unknown."""
+
+    @property
+    def strips(self) -> tuple[int, ...]:
+        """Bytes of each tensor in one page, in the order in which they follow each other in it."""
+        return tuple(
+            math.prod(place.page_shape) * DTYPE_BYTES[place.dtype] for place in self.tensors
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -68,7 +77,16 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
             Row(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
             for place in tensors
         )
-    return Geometry(pages=pages, page_bytes=block, rows=rows, tensors=tuple(tensors))
+    return Geometry(pages, block, rows, tuple(tensors), _page_tokens(component))
+
+
+def _page_tokens(component: Component) -> int:
+    """The slots of a page where every tensor has them along its first axis, otherwise 0."""
+    match component.layout:
+        case Mha() | Mla():
+            return component.page_size
+        case Raw() | State():
+            return 0
 
 
 def misplaced(component: Component) -> TensorPlace | None:

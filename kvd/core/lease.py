@@ -44,9 +44,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
     ``resumes`` is the retracted lease that takes pages again, 0 for a new one; ``match_tokens`` is
-    the longest prefix that it may take from the tree. ``fresh_tokens``: what lies beside the first
-    component is written from this token on by somebody else, a remote or a restore; None: the
-    engine computes it, and goes on from what the tree has. ``step_tokens``: so many at a time.
+    the longest prefix that it may take from the tree.
     """
 
     session: int
@@ -62,8 +60,6 @@ class Claim(msgspec.Struct, frozen=True):
     holder: str = ENGINE
     resumes: int = 0
     match_tokens: int | None = None
-    fresh_tokens: int | None = None
-    step_tokens: int = 0
 
     @property
     def room_tokens(self) -> int:
@@ -71,27 +67,22 @@ class Claim(msgspec.Struct, frozen=True):
         return len(self.tokens) // ID_BYTES + self.reserve_tokens
 
 
-Demand = tuple[int, ...]
-"""Pages of each component that has pages of its own, the first one first."""
-
-
 class Claimed:
     """A claim whose prefix is locked and whose pages are promised, but not taken yet."""
 
-    __slots__ = ("anchor", "claim", "demand")
+    __slots__ = ("anchor", "claim", "needed_pages")
 
-    def __init__(self, claim: Claim, anchor: Node, demand: Demand) -> None:
+    def __init__(self, claim: Claim, anchor: Node, needed_pages: int) -> None:
         self.claim = claim
         self.anchor = anchor
-        self.demand = demand
+        self.needed_pages = needed_pages
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """Not enough pages of the component ``budget``, and nothing was changed."""
+    """Not enough pages, and nothing was changed."""
 
     needed_pages: int
     headroom_pages: int
-    budget: str
 
 
 class Quarantine(msgspec.Struct, frozen=True):
@@ -122,7 +113,6 @@ class Lease:
         "deferred",
         "holders",
         "id",
-        "is_whole",
         "namespace",
         "owned",
         "prefix_tokens",
@@ -135,7 +125,6 @@ class Lease:
         "room_tokens",
         "row",
         "saved",
-        "sent_from",
         "session",
         "since_s",
         "standing",
@@ -160,10 +149,6 @@ class Lease:
         self.holders = {claim.holder}
         self.reads = 0
         self.deferred = NO_PAGES
-        self.is_whole = False
-        """Whether nothing was computed beyond what is committed; said with the last commit."""
-        self.sent_from: int | None = None
-        """First token whose window pages a send of its prompt may still need."""
         self.quarantine: Quarantine | None = None
         self.standing = Standing.RUNNING
         self.saved: Saved | None = None

@@ -380,14 +380,7 @@ class Retractor:
         )
         out.answer(
             caller.session,
-            client.Resumed(
-                caller.call,
-                lease.prefix_tokens,
-                restored_tokens,
-                kv_tokens,
-                lease.row,
-                self._node.leases.beside.rows(lease),
-            ),
+            client.Resumed(caller.call, lease.prefix_tokens, restored_tokens, kv_tokens, lease.row),
         )
 
     def _answer_failed(self, lease: Lease, refusal: Refusal) -> None:

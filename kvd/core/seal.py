@@ -6,10 +6,13 @@ Both daemons work out the same seal for a handoff, from what they both know, and
     sum  = xxh3_64(key, logical page as a little-endian uint64, the page's bytes)       8 bytes
 
 The digest covers namespace, epoch and every token. A page's logical number counts from the start of
-the prompt. Its bytes are taken in the order of the geometry's rows, so one piece for page-first and
-``2 x layers`` for layer-first. So a page that is swapped with another, shifted, torn, flipped, left
-as it was, or another handoff's, has another sum. Both daemons are trusted: this finds accidents,
-not malice.
+the prompt. Its bytes are taken tensor by tensor (each layer's K, then its V), in each slot by slot:
+the order of the geometry's rows, whether there is one for all tensors (page-first) or one for each
+(layer-first). Pages are the receiver's: a writer whose pages are larger takes from every tensor the
+slots that the receiver's page has, and comes to the same sum.
+
+So a page that is swapped with another, shifted, torn, flipped, left as it was, or another
+handoff's, has another sum. Both daemons are trusted: this finds accidents, not malice.
 
 ``full`` sums every page of the delta. ``sampled`` sums the first, the last, and those whose number
 the key picks, about one in ``SAMPLE_ONE_IN``; what moves every page is found for certain, what

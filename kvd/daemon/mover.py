@@ -138,6 +138,7 @@ class Mover:
                 effect.destination,
                 effect.seal,
                 effect.first_page,
+                effect.split,
             )
         )
 

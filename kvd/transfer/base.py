@@ -49,6 +49,8 @@ class RegionFd(msgspec.Struct, frozen=True):
             shape.rows,
             self.in_huge_pages,
             self.is_registered,
+            shape.page_tokens,
+            shape.strips,
         )
 
 

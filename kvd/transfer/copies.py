@@ -22,12 +22,14 @@ import numpy as np
 
 from kvd.transfer.descriptors import objection
 from kvd.transfer.orders import Copied, CopyFailed
+from kvd.transfer.strips import matched, strips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
+    from kvd.core.geometry import Row
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Copy
     from kvd.types import Pages
@@ -39,19 +41,29 @@ COPIER: Final = "copier"
 
 
 class Area:
-    """One mapped region as arrays: for each row, its pieces as ``(pages, piece_bytes)`` uint8."""
+    """One mapped region as arrays of uint8."""
 
     def __init__(self, note: RegionNote, memory: Bytes) -> None:
         """``memory`` is the whole region from its byte 0."""
         self.note = note
-        self.rows = [
-            np.lib.stride_tricks.as_strided(
-                memory[row.offset_bytes :],
-                (note.pages, row.piece_bytes),
-                (row.stride_bytes, 1),
-            )
-            for row in note.rows
-        ]
+        self._memory = memory
+        self._known: dict[tuple[int, bool], list[Bytes]] = {}
+
+    def pieces(self, split: int = 1, *, by_tensor: bool = False) -> list[Bytes]:
+        """The pages as arrays ``(pages, split, bytes)``, in the order of a page's bytes.
+
+        One for each row, or for each tensor: those are what a page is cut into pieces by.
+        """
+        views = self._known.get((split, by_tensor))
+        if views is None:
+            rows = strips(self.note) if by_tensor else self.note.rows
+            views = self._known[split, by_tensor] = [self._cut(row, split) for row in rows]
+        return views
+
+    def _cut(self, row: Row, split: int) -> Bytes:
+        size = row.piece_bytes // split
+        shape, steps = (self.note.pages, split, size), (row.stride_bytes, size, 1)
+        return np.lib.stride_tricks.as_strided(self._memory[row.offset_bytes :], shape, steps)
 
 
 def mapped_area(note: RegionNote) -> Area:
@@ -84,9 +96,12 @@ def _copy(source: Pages, destination: Pages, here: Area, there: Area) -> None:
     starts = np.concatenate(([0], cuts))
     counts = np.diff(np.append(starts, of.size)).tolist()
     runs = list(zip(of[starts].tolist(), to[starts].tolist(), counts, strict=True))
-    for ours, theirs in zip(here.rows, there.rows, strict=True):
+    ours, theirs = matched(here.note, there.note, 1)
+    reads = here.pieces(by_tensor=ours != here.note.rows)
+    stores = there.pieces(by_tensor=theirs != there.note.rows)
+    for read, store in zip(reads, stores, strict=True):
         for first, onto, n_pages in runs:
-            theirs[onto : onto + n_pages] = ours[first : first + n_pages]
+            store[onto : onto + n_pages] = read[first : first + n_pages]
 
 
 class Copier:

@@ -1,8 +1,9 @@
 """From page ids to the descriptors of a write, and from those to handles.
 
-Each row of a region gives one piece per page. Where neighbours in the list are neighbours in
-memory on both sides, their pieces are one segment; segments are cut into descriptors of at most
-512 KiB, and descriptors are dealt into handles of about 16 MiB::
+Each row of a region gives one piece per page (``strips`` says which rows correspond; where the
+peer's page is a part of ours, a page here is a piece of one of ours). Where neighbours in the list
+are neighbours in memory on both sides, their pieces are one segment; segments are cut into
+descriptors of at most 512 KiB, and descriptors are dealt into handles of about 16 MiB::
 
     pages        7  8  9 | 3      (source and destination both step by +1 inside a run)
     segments     [7  8  9] [3]
@@ -22,9 +23,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from kvd.transfer.strips import matched, mismatch
 from kvd.types import NULL_PAGE, count
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from kvd.core.geometry import Row
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.types import Pages
 
     Words = NDArray[np.uint64]
+    Ids = NDArray[np.int64]
 
 CUT_BYTES = 512 * 2**10
 DESCRIPTOR_COST_BYTES = 16 * 2**10
@@ -58,30 +63,43 @@ class Writes(msgspec.Struct, frozen=True):
         return len(self.bounds) - 1
 
 
-def objection(source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNote) -> str:
+def objection(
+    source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNote, split: int = 1
+) -> str:
     """Why these pages must not be written, or an empty string."""
     if len(source) != len(destination) or len(source) % 4:
         return (
             f"{count(source)} source pages for {count(destination)} destination pages; "
             "a post needs as many of one as of the other"
         )
-    for side, pages, region in (("source", source, ours), ("destination", destination, theirs)):
-        ids = np.frombuffer(pages, dtype="<i4")
-        if ids.size and (ids.min() <= NULL_PAGE or ids.max() >= region.pages):
-            wrong = ids[(ids <= NULL_PAGE) | (ids >= region.pages)][0]
+    why = mismatch(ours, theirs, split)
+    if why:
+        return why
+    for side, pages, region, cut in (
+        ("source", source, ours, split),
+        ("destination", destination, theirs, 1),
+    ):
+        wrong = strays(pages, region, cut)
+        if wrong.size:
+            last = region.pages * cut - 1
             return (
-                f"{side} page {wrong} is not a page of region {region.name!r}, "
-                f"whose pages are 1 to {region.pages - 1}"
+                f"{side} page {wrong[0]} is not a page of region {region.name!r}, "
+                f"whose pages{f', cut into {cut},' if cut > 1 else ''} are {cut} to {last}"
             )
-    if [row.piece_bytes for row in ours.rows] != [row.piece_bytes for row in theirs.rows]:
-        return (
-            f"region {ours.name!r} has {len(ours.rows)} pieces of {ours.page_bytes} bytes a page "
-            f"here and {len(theirs.rows)} of {theirs.page_bytes} there; lay both out alike"
-        )
     return ""
 
 
-def writes(source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNote) -> Writes:
+def strays(pages: Pages, region: RegionNote, split: int = 1) -> NDArray[np.int32]:
+    """Those that are no pages of the region, or pieces of its null page."""
+    ids = np.frombuffer(pages, dtype="<i4")
+    if not ids.size or (ids.min() // split > NULL_PAGE and ids.max() // split < region.pages):
+        return ids[:0]
+    return ids[(ids // split <= NULL_PAGE) | (ids // split >= region.pages)]
+
+
+def writes(
+    source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNote, split: int = 1
+) -> Writes:
     """The descriptors that write ``source`` of ``ours`` over ``destination`` of ``theirs``.
 
     ``objection`` must have found nothing.
@@ -89,8 +107,8 @@ def writes(source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNo
     from_ids = np.frombuffer(source, dtype="<i4").astype(np.uint64)
     to_ids = np.frombuffer(destination, dtype="<i4").astype(np.uint64)
     parts = [
-        _segments(pair, dense=dense, ids=(from_ids, to_ids), bases=(ours.address, theirs.address))
-        for dense, pair in _by_density(ours.rows, theirs.rows)
+        _segments(pairs, starts, (from_ids, to_ids), (ours.address, theirs.address), split)
+        for pairs, starts in _groups(*matched(ours, theirs, split), (from_ids, to_ids), split)
     ]
     at = np.concatenate([part[0] for part in parts])
     to = np.concatenate([part[1] for part in parts])
@@ -117,39 +135,49 @@ def _rows(address: Words, size: Words) -> Words:
     return rows
 
 
-def _by_density(
-    ours: tuple[Row, ...], theirs: tuple[Row, ...]
-) -> list[tuple[bool, list[tuple[Row, Row]]]]:
-    """The row pairs whose neighbouring pages touch on both sides, and the others."""
-    groups: dict[bool, list[tuple[Row, Row]]] = {}
+def _groups(
+    ours: tuple[Row, ...], theirs: tuple[Row, ...], ids: tuple[Words, Words], split: int
+) -> Iterator[tuple[list[tuple[Row, Row]], Ids]]:
+    """The row pairs whose pages touch in the same places, and where in the list segments begin.
+
+    Pages of a row touch if nothing lies between them, pieces of one page always. Segments go on
+    where both sides step by one and what they step over touches on both.
+    """
+    groups: dict[tuple[bool, bool], list[tuple[Row, Row]]] = {}
     for a, b in zip(ours, theirs, strict=True):
-        dense = a.stride_bytes == a.piece_bytes and b.stride_bytes == b.piece_bytes
+        dense = (a.stride_bytes == a.piece_bytes, b.stride_bytes == b.piece_bytes)
         groups.setdefault(dense, []).append((a, b))
-    return list(groups.items())
+    from_ids, to_ids = ids
+    one = np.uint64(1)
+    steps = (np.diff(from_ids) == one) & (np.diff(to_ids) == one)
+    is_inside = from_ids[1:] % np.uint64(split) != 0
+    for (is_dense_here, is_dense_there), pairs in groups.items():
+        goes_on = steps & (is_dense_here | is_inside) & is_dense_there
+        first = np.ones(min(1, from_ids.size), np.bool_)
+        yield pairs, np.flatnonzero(np.concatenate((first, ~goes_on)))
 
 
 def _segments(
     pairs: list[tuple[Row, Row]],
-    *,
-    dense: bool,
+    starts: Ids,
     ids: tuple[Words, Words],
     bases: tuple[int, int],
+    split: int,
 ) -> tuple[Words, Words, Words]:
     """Source address, destination address and bytes of each segment of these rows."""
-    from_ids, to_ids = ids
-    starts = np.arange(from_ids.size)
-    if dense:
-        one = np.uint64(1)
-        breaks = (np.diff(from_ids) != one) | (np.diff(to_ids) != one)
-        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1)) if from_ids.size else starts
-    lengths = np.diff(np.append(starts, from_ids.size)).astype(np.uint64)
-    sides = []
-    for side, pages in enumerate((from_ids[starts], to_ids[starts])):
-        offset = np.array([pair[side].offset_bytes + bases[side] for pair in pairs], np.uint64)
-        stride = np.array([pair[side].stride_bytes for pair in pairs], np.uint64)
-        sides.append((offset[:, None] + stride[:, None] * pages[None, :]).ravel())
-    piece = np.array([pair[0].piece_bytes for pair in pairs], np.uint64)
-    return sides[0], sides[1], (piece[:, None] * lengths[None, :]).ravel()
+    lengths = np.diff(np.append(starts, ids[0].size)).astype(np.uint64)
+    whole, part = np.divmod(ids[0][starts], np.uint64(split))
+    piece = np.array([[theirs.piece_bytes] for _, theirs in pairs], np.uint64)
+    at = _addresses([ours for ours, _ in pairs], whole, bases[0]) + piece * part
+    to = _addresses([theirs for _, theirs in pairs], ids[1][starts], bases[1])
+    return at.ravel(), to.ravel(), (piece * lengths).ravel()
+
+
+def _addresses(rows: list[Row], pages: Words, base: int) -> Words:
+    """Where the pieces of these pages begin, a line for each row."""
+    offset = np.array([[row.offset_bytes + base] for row in rows], np.uint64)
+    stride = np.array([[row.stride_bytes] for row in rows], np.uint64)
+    return offset + stride * pages
 
 
 def _bounds(size: Words) -> list[int]:

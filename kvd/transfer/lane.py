@@ -97,13 +97,14 @@ class Lane:
         elif order.post in self._open:
             why = f"post {order.post} is already running"
         else:
-            why = objection(order.source, order.destination, ours, theirs)
+            why = objection(order.source, order.destination, ours, theirs, order.split)
         if why or theirs is None:
             self._report(PostFailed(order.post, why))
         elif not order.source:
             self._report(Posted(order.post, 0, 0.0))
         else:
-            running = _Running(order.post, writes(order.source, order.destination, ours, theirs))
+            plan = writes(order.source, order.destination, ours, theirs, order.split)
+            running = _Running(order.post, plan)
             self._open[order.post] = running
             self._turns.append(running)
 

@@ -168,7 +168,16 @@ class Loopback:
                 f"its file has {len(mapped)} bytes"
             )
             raise TransportDown(msg)
-        note = RegionNote(region.name, 0, len(mapped), shape.pages, shape.page_bytes, shape.rows)
+        note = RegionNote(
+            region.name,
+            0,
+            len(mapped),
+            shape.pages,
+            shape.page_bytes,
+            shape.rows,
+            shape.page_tokens,
+            shape.strips,
+        )
         self._areas[region.name] = Area(note, np.frombuffer(mapped, np.uint8))
         if region.is_registered:
             self._maps[region.name] = mapped
@@ -208,7 +217,7 @@ class Loopback:
         elif ours is None or theirs is None:
             why = f"region {order.region!r} is not on both sides"
         else:
-            why = objection(order.source, order.destination, ours, theirs)
+            why = objection(order.source, order.destination, ours, theirs, order.split)
         if why or peer is None or ours is None or theirs is None:
             self._say(PostFailed(order.post, why))
         elif not order.source:
@@ -216,7 +225,7 @@ class Loopback:
         elif peer.agent not in _alive:
             self._say(PostFailed(order.post, f"{peer.agent} is gone"))
         else:
-            plan = writes(order.source, order.destination, ours, theirs)
+            plan = writes(order.source, order.destination, ours, theirs, order.split)
             self._copies.append(_Copy(order, plan, _alive[peer.agent]))
             self._turn_soon()
 

@@ -75,7 +75,16 @@ def map_region(plan: RegionPlan) -> RegionNote:
     address = -(-room // HUGE_BYTES) * HUGE_BYTES
     _map(address, there, mmap.MAP_SHARED | _MAP_FIXED, plan.descriptor)
     _libc.madvise(address, there, _MADV_HUGEPAGE)
-    return RegionNote(plan.name, address, there, plan.pages, plan.page_bytes, plan.rows)
+    return RegionNote(
+        plan.name,
+        address,
+        there,
+        plan.pages,
+        plan.page_bytes,
+        plan.rows,
+        plan.page_tokens,
+        plan.strips,
+    )
 
 
 def hold(descriptor: int, size: int) -> None:

@@ -10,6 +10,7 @@ control socket only, and every number in it is checked, for the loop computes ad
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import msgspec
@@ -31,7 +32,12 @@ _MOST_ROWS = 2**16
 
 
 class RegionNote(msgspec.Struct, frozen=True):
-    """A registered region: ``address`` is where its process mapped byte 0 of the rows."""
+    """A registered region: ``address`` is where its process mapped byte 0 of the rows.
+
+    ``strips`` are the bytes of each tensor in one page, as they follow each other through the rows;
+    empty: each row is one. ``page_tokens`` are the slots along the first axis of every strip, which
+    is what a page can be cut by; 0: it cannot be cut.
+    """
 
     name: str
     address: int
@@ -39,6 +45,8 @@ class RegionNote(msgspec.Struct, frozen=True):
     pages: int
     page_bytes: int
     rows: tuple[Row, ...]
+    page_tokens: int = 0
+    strips: tuple[int, ...] = ()
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -149,3 +157,22 @@ def _check(region: RegionNote) -> None:
             f"ending at {extent_bytes(region.pages, region.rows)}"
         )
         raise BadMetadata(msg)
+    if not _is_tiled(region):
+        msg = (
+            f"region {region.name!r} says that the {region.page_bytes} bytes of a page are "
+            f"{len(region.strips)} tensors of {region.page_tokens} slots; they are not"
+        )
+        raise BadMetadata(msg)
+
+
+def _is_tiled(region: RegionNote) -> bool:
+    """Whether the strips, if there are any, tile each row in turn, in whole slots."""
+    if len(region.strips) > _MOST_ROWS or not 0 <= region.page_tokens < _TOP:
+        return False
+    if any(size <= 0 for size in region.strips):
+        return False
+    sizes = region.strips or tuple(row.piece_bytes for row in region.rows)
+    ends = set(itertools.accumulate(sizes))
+    rows = list(itertools.accumulate(row.piece_bytes for row in region.rows))
+    is_whole = not region.page_tokens or all(size % region.page_tokens == 0 for size in sizes)
+    return is_whole and sum(sizes) == rows[-1] and ends.issuperset(rows)

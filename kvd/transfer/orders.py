@@ -60,6 +60,9 @@ class RegionPlan(msgspec.Struct, frozen=True):
     in_huge_pages: bool = True
     is_registered: bool = True
     """Peers may write into it and posts read it; otherwise only a ``Copy`` touches it."""
+    page_tokens: int = 0
+    strips: tuple[int, ...] = ()
+    """As in ``RegionNote``."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -93,6 +96,8 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     """Write our pages ``source[i]`` of ``region`` over the peer's pages ``destination[i]``.
 
     ``source[i]`` is logical page ``first_page + i`` of its handoff; ``seal`` says which are summed.
+    With ``split`` above 1 the peer's page is that part of ours, and everything is counted in its
+    pages: ``source[i]`` is ``page * split + s``, piece ``s`` of our page, its slots in order.
     """
 
     post: int
@@ -103,6 +108,7 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     destination: Pages
     seal: Seal = UNSEALED
     first_page: int = 0
+    split: int = 1
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify"):

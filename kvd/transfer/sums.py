@@ -27,8 +27,9 @@ import msgspec
 import numpy as np
 
 from kvd.core.seal import SUM_BYTES, chosen, page_sum
+from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import Posted, PostFailed, Verified
-from kvd.types import NULL_PAGE
+from kvd.transfer.strips import uncut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.core.seal import Seal
-    from kvd.transfer.copies import Area
+    from kvd.transfer.copies import Area, Bytes
     from kvd.transfer.orders import Post, Report, Verify
     from kvd.types import Pages
 
@@ -51,10 +52,15 @@ SWITCH_S: Final = 0.0005
 class Job:
     """The sums of the chosen pages of one post, or of one delta that has arrived."""
 
-    def __init__(self, ticket: int, area: Area, seal: Seal, pages: Pages, first_page: int) -> None:
+    def __init__(
+        self, ticket: int, pieces: list[Bytes], seal: Seal, pages: Pages, first_page: int
+    ) -> None:
+        """``pages`` are those of ``pieces`` (see ``Area.pieces``), ``first_page`` first."""
         ids = np.frombuffer(pages, "<i4")
         self.ticket = ticket
-        self.area = area
+        self._pieces = pieces
+        self._split = pieces[0].shape[1]
+        self.page_bytes = sum(array.shape[2] for array in pieces)
         self.seal = seal
         self.logical = chosen(seal, first_page, first_page + ids.size)
         self.ids = ids[self.logical - first_page]
@@ -65,10 +71,11 @@ class Job:
 
     def sum_slice(self, low: int, high: int) -> None:
         """Sum the chosen pages ``[low, high)``."""
-        rows, seal, sums = self.area.rows, self.seal, self.sums
-        pairs = zip(self.ids[low:high].tolist(), self.logical[low:high].tolist(), strict=True)
-        for at, (page, logical) in enumerate(pairs, low):
-            sums[at] = page_sum(seal, logical, (row[page] for row in rows))
+        arrays, seal, sums = self._pieces, self.seal, self.sums
+        whole, parts = np.divmod(self.ids[low:high], self._split)
+        places = zip(whole.tolist(), parts.tolist(), self.logical[low:high].tolist(), strict=True)
+        for at, (page, part, logical) in enumerate(places, low):
+            sums[at] = page_sum(seal, logical, (array[page, part] for array in arrays))
 
     def packed(self) -> bytes:
         """The sums as they travel."""
@@ -90,9 +97,12 @@ class VerifyJob(Job):
 def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
     """The job of a post; None where nothing is to be summed, or the post will be refused."""
     area = areas.get(order.region)
-    if area is None or _strays(order.source, area) or order.seal.is_open:
+    if area is None or order.seal.is_open or uncut(area.note, order.split):
         return None
-    job = PostJob(order.post, area, order.seal, order.source, order.first_page)
+    if strays(order.source, area.note, order.split).size:
+        return None
+    pieces = area.pieces(order.split, by_tensor=order.split > 1)
+    job = PostJob(order.post, pieces, order.seal, order.source, order.first_page)
     return job if job.left else None
 
 
@@ -102,11 +112,11 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     why = ""
     if area is None:
         why = f"there is no region {order.region!r} here"
-    elif _strays(order.pages, area) or len(order.pages) // 4 != seal.end - seal.first:
+    elif strays(order.pages, area.note).size or len(order.pages) // 4 != seal.end - seal.first:
         why = f"the pages are not those of tokens {seal.first} to {seal.end} in {order.region!r}"
     if why or area is None:
         return Verified(order.ticket, (), why)
-    job = VerifyJob(order.ticket, area, seal, order.pages, seal.first)
+    job = VerifyJob(order.ticket, area.pieces(), seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
         return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
@@ -117,12 +127,6 @@ def verdict(job: VerifyJob) -> Verified:
     """What the sums of a job say."""
     wanted: NDArray[np.uint64] = np.frombuffer(job.wanted, "<u8")
     return Verified(job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
-
-
-def _strays(pages: Pages, area: Area) -> bool:
-    """Whether any of them is no page of the region."""
-    ids = np.frombuffer(pages, "<i4")
-    return bool(ids.size) and bool(ids.min() <= NULL_PAGE or ids.max() >= area.note.pages)
 
 
 class Summers:
@@ -167,7 +171,7 @@ class Summers:
                 self._news.wait()
             job = self._turns.popleft()
             low = job.begun
-            stride = max(1, SLICE_BYTES // job.area.note.page_bytes)
+            stride = max(1, SLICE_BYTES // job.page_bytes)
             job.begun = high = min(low + stride, job.ids.size)
             if high < job.ids.size:
                 self._turns.append(job)

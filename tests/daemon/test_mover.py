@@ -8,12 +8,15 @@ import pytest
 
 from kvd.core import effects
 from kvd.core.node import Node
+from kvd.core.seal import Seal
 from kvd.daemon.mover import Mover
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
 from kvd.transfer.base import OnExit, OnReports, TransportDown
-from kvd.transfer.orders import Alive, Order, Probe, Ready
+from kvd.transfer.orders import Alive, Copy, Order, Post, Probe, Ready, Verify
+from kvd.types import Pages, pack_ids
 from kvd.wire import events
+from kvd.wire.peer import Integrity
 from tests.core.side import settings
 
 LIMIT_S = 5.0
@@ -189,3 +192,21 @@ async def test_a_host_that_slept_does_not_blame_its_transport() -> None:
 
     assert site.generations == [1]
     await site.mover.stop()
+
+
+async def test_mover_orders_what_the_core_wants_moved_in_the_same_terms() -> None:
+    transport = Short(ends_at_once=False)
+    site = Site(transport)
+    await site.mover.start("start")
+    seal = Seal(Integrity.FULL, b"k" * 16, 3, 9)
+    four, three = Pages(pack_ids([4, 5])), Pages(pack_ids([3, 1]))
+
+    site.mover.post(effects.Post(7, "d", 2, "index", four, three, seal, first_page=3, split=4))
+    site.mover.verify(effects.Verify(8, "state", seal, three, b"sums"))
+    site.mover.copy(effects.Copy(9, "kv", four, "buffer", three))
+
+    assert transport.orders == [
+        Post(7, "d", 2, "index", four, three, seal, first_page=3, split=4),
+        Verify(8, "state", seal, three, b"sums"),
+        Copy(9, "kv", four, "buffer", three),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,7 +33,7 @@ from kvd.transfer.process import TransferProcess
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from kvd.transfer.base import Transport
     from kvd.transfer.orders import Ready, Report
@@ -205,13 +206,20 @@ class Rig:
         self.nodes: list[Node] = []
         self.made = 0
 
-    async def node(self, name: str, environment: dict[str, str] | None = None) -> Node:
-        memories = {region: Memory(region, shape) for region, shape in SHAPES.items()}
+    async def node(
+        self,
+        name: str,
+        environment: dict[str, str] | None = None,
+        shapes: Mapping[str, Geometry] = MappingProxyType(SHAPES),
+    ) -> Node:
+        memories = {region: Memory(region, shape) for region, shape in shapes.items()}
         self.made += 1
         for seed, memory in enumerate(memories.values()):
             memory.paint(self.made * 10 + seed)
         regions = [
-            RegionFd(name, memory.fd, memory.shape, is_registered=not name.endswith(".saved"))
+            RegionFd(
+                name, memory.fd, memory.shape, is_registered=not name.endswith((".saved", "buffer"))
+            )
             for name, memory in memories.items()
         ]
         unique = f"{name}-{os.getpid()}-{id(self)}-{self.made}"

@@ -63,6 +63,55 @@ def test_a_region_that_would_reach_beyond_itself_is_refused(change):
         unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
 
 
+WIDE = RegionNote(
+    "kv",
+    2**40,
+    3 * 4096,
+    3,
+    4096,
+    (Row(0, 1024, 1024), Row(3072, 3072, 3072)),
+    16,
+    (1024, 2048, 1024),
+)
+
+
+def test_the_tensors_of_a_page_come_back_as_they_were():
+    metadata = msgspec.structs.replace(GOOD, regions=(WIDE,))
+    assert unpack(pack(metadata)) == metadata
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"strips": (1024, 2048, 1025)},
+        {"strips": (1024, 2048)},
+        {"strips": (2048, 2048)},
+        {"strips": (1024, 4096, -1024)},
+        {"strips": (1024, 0, 3072)},
+        {"strips": (1024, 2**64 - 1, 3072)},
+        {"strips": (1,) * 4096},
+        {"strips": (1,) * (2**16 + 1), "page_tokens": 0},
+        {"page_tokens": -1},
+        {"page_tokens": 3},
+        {"page_tokens": 2048},
+        {"page_tokens": 2**63},
+        {"page_tokens": 3, "strips": ()},
+    ],
+)
+def test_tensors_that_are_not_the_bytes_of_a_page_are_refused(change):
+    wrong = msgspec.structs.replace(WIDE, **change)
+    with pytest.raises(BadMetadata, match="says that the 4096 bytes of a page are"):
+        unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
+
+
+def test_metadata_of_a_node_that_knows_nothing_of_tensors_is_read():
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD))
+    for field in ("page_tokens", "strips"):
+        del old["regions"][0][field]
+
+    assert unpack(framed(msgspec.msgpack.encode(old))) == GOOD
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -112,11 +161,15 @@ NUMBERS = st.one_of(
 
 @st.composite
 def regions(draw):
-    """A region that is right but for up to three fields."""
+    """A region that is right but for up to three fields, and may say anything of its tensors."""
     row = {"offset_bytes": 0, "stride_bytes": 4096, "piece_bytes": 4096}
     region = {"address": 2**40, "region_bytes": 12288, "pages": 3, "page_bytes": 4096}
     for field in draw(st.lists(st.sampled_from([*row, *region]), max_size=3)):
         (row if field in row else region)[field] = draw(NUMBERS)
+    strips = draw(
+        st.sampled_from([(), (4096,), (1024, 3072)]) | st.lists(NUMBERS, max_size=3).map(tuple)
+    )
+    region |= {"page_tokens": draw(st.sampled_from([0, 1, 512]) | NUMBERS), "strips": strips}
     return RegionNote(draw(st.sampled_from(["kv", "swa"])), rows=(Row(**row),), **region)
 
 
@@ -140,11 +193,27 @@ def test_random_fields_are_refused_or_can_be_computed_with(fields):
     np.array([[peer.scratch, peer.scratch_bytes, 0]], np.uint64)
     for region in peer.regions:
         last = Pages(pack_ids([min(region.pages, 2**31) - 1]))
-        if not objection(last, last, region, region):
-            plan = writes(last, last, region, region)
-            end = int(plan.destination[-1, :2].sum())
-            assert plan.destination[0, 0] >= region.address
-            assert end <= region.address + region.region_bytes
+        for ours, split in ((region, 1), (by_tensor(region), 1), (twice(region), 2)):
+            if not objection(last, last, ours, region, split):
+                plan = writes(last, last, ours, region, split)
+                end = int(plan.destination.max(axis=0)[0]) + int(plan.destination[-1, 1])
+                assert plan.destination[:, 0].min() >= region.address
+                assert end <= region.address + region.region_bytes
+
+
+def by_tensor(region):
+    """A region whose rows are the tensors of this one, so that what is written goes by tensor."""
+    rows = tuple(Row(2**20 * i, size, size) for i, size in enumerate(region.strips))
+    return msgspec.structs.replace(region, rows=rows or region.rows)
+
+
+def twice(region):
+    """A region whose pages are two of this one."""
+    rows = tuple(Row(0, 2 * row.piece_bytes, 2 * row.piece_bytes) for row in region.rows)
+    strips = tuple(2 * size for size in region.strips)
+    return msgspec.structs.replace(
+        region, rows=rows, strips=strips, page_tokens=2 * region.page_tokens
+    )
 
 
 def framed(body: bytes) -> bytes:
