@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.config import Config, ConfigError
+    from kvd.core.spec import PoolSpec
 
 
 def _sources(verb: Callable[..., None]) -> Callable[..., None]:
@@ -91,8 +92,26 @@ def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], sty
         ctx.exit(Misconfigured.exit_code if errors else 0)
     if not isinstance(loaded, Config):
         raise Misconfigured(summary(loaded))
-    spec = pool_spec(loaded)
-    click.echo(f"ok: node {loaded.node.name}, pool {spec.name} of {spec.pages[0]} pages")
+    click.echo(f"ok: node {loaded.node.name}, pool {_pool_in_words(pool_spec(loaded))}")
+
+
+def _pool_in_words(spec: PoolSpec) -> str:
+    """Its pages by budget; where nothing is held, the tokens that are counted."""
+    from kvd.core.spec import budgets, has_bytes, page_bytes  # noqa: PLC0415 - as above
+
+    if not any(has_bytes(one) for one in spec.components):
+        kv = spec.components[0]
+        tokens = (spec.pages[0] - 1) * kv.page_size
+        return (
+            f"{spec.name} counts {tokens} tokens and holds 0 bytes; a placeholder of one page has "
+            f"{page_bytes(kv)}"
+        )
+    counts = [f"{spec.pages[spec.index(one.name)]} pages" for one in budgets(spec)]
+    names = [one.name for one in budgets(spec)]
+    if len(names) == 1:
+        return f"{spec.name} of {counts[0]}"
+    held = " and ".join(f"{pages} of {name}" for pages, name in zip(counts, names, strict=True))
+    return f"{spec.name} of {held}"
 
 
 @config_group.command("explain")

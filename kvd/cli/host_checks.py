@@ -21,7 +21,7 @@ from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
-from kvd.core.spec import page_bytes
+from kvd.core.spec import has_bytes, page_bytes
 from kvd.pools.arena import NotReserved, check_free
 from kvd.pools.host_memory import free_memory
 from kvd.text import amount, clean
@@ -68,7 +68,7 @@ def pool_bytes(subject: Subject) -> int:
     """What the configured pool takes."""
     spec = pool_spec(subject.config)
     pairs = zip(spec.components, spec.pages, strict=True)
-    return sum(page_bytes(component) * pages for component, pages in pairs)
+    return sum(page_bytes(component) * pages for component, pages in pairs if has_bytes(component))
 
 
 def memory(subject: Subject) -> list[Finding]:

@@ -57,13 +57,15 @@ class Key(msgspec.Struct, frozen=True):
 def _key(section: str, field: inspect.Field, annotation: object) -> Key:
     """One row of the table from one field of the schema."""
     described = field.type
+    plain = annotation
     if isinstance(described, inspect.UnionType):
         described = next(t for t in described.types if isinstance(t, inspect.Metadata))
+        plain = next(one for one in get_args(annotation) if one is not type(None))
     assert isinstance(described, inspect.Metadata)
     kind, rule = _shape(described.type)
     choices: tuple[str, ...] = ()
     if kind is Kind.CHOICE:  # msgspec sorts them; they are shown in the order of the schema
-        choices = get_args(get_args(annotation)[0])
+        choices = get_args(get_args(plain)[0])
         rule = ", ".join(choices)
     extra = described.extra or {}
     schema = described.extra_json_schema or {}

@@ -1,70 +1,139 @@
-"""From the configured pool to its spec: the components of the family, and how many pages fit."""
+"""From the configured pool to its spec: the components of its family, and the pages of each."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import Component, Device, Mha, Order, PoolSpec, page_bytes
+from kvd.config.families import counts_tokens, keeps_latents
+from kvd.config.pool_pages import page_counts, saved_counts
+from kvd.core.spec import (
+    DTYPE_BYTES,
+    Buffer,
+    Component,
+    Device,
+    Host,
+    Layout,
+    Mha,
+    Mla,
+    Nowhere,
+    Order,
+    PerRequest,
+    PoolSpec,
+    Raw,
+    State,
+    StateTensor,
+    Tail,
+)
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection
     from kvd.config.schema import Config
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
+PREFILL_ONLY = "prefill-only"
+
+_TENSOR = re.compile(r"([a-z0-9_]+)\[([0-9]{1,9}(?:, ?[0-9]{1,9}){0,5})\]")
+_MAX_STATE_ELEMENTS = 2**31
 
 
-def size_bytes(size: str) -> int | None:
-    """Bytes of ``256MiB``; None if it is not written so."""
-    match = _SIZE.fullmatch(size)
-    return None if match is None else int(match[1]) * _UNITS[match[2]]
+def state_tensor(name: str, text: str) -> StateTensor | None:
+    """One tensor of ``float32[64,128]``; None if it is not written so."""
+    match = _TENSOR.fullmatch(text)
+    if match is None or match[1] not in DTYPE_BYTES:
+        return None
+    shape = tuple(int(one) for one in match[2].split(","))
+    return (
+        StateTensor(name, shape, match[1]) if 0 < math.prod(shape) <= _MAX_STATE_ELEMENTS else None
+    )
 
 
-def component(pool: PoolSection) -> Component:
-    """What one page of the pool holds."""
-    v_dim = pool.head_dim if pool.v_dim is None else pool.v_dim
-    layout = Mha(heads=pool.heads, k_dim=pool.head_dim, v_dim=v_dim, dtype=pool.dtype)
+def components(pool: PoolSection) -> tuple[Component, ...]:
+    """What the family of ``pool`` keeps: kv, its companions, and what has a budget beside it.
+
+    The keys that the family needs must be there.
+    """
+    kv = _kv(pool)
+    parts = [kv]
+    if pool.index_dim is not None:
+        heads = 1 if pool.index_heads is None else pool.index_heads
+        layout = Mha(heads, pool.index_dim, 0, pool.index_dtype or pool.dtype)
+        page = pool.index_page_size or pool.page_size
+        parts.append(Component("index", pool.layers, layout, page, tier=Device(pool.device)))
+    if pool.scale_dtype is not None and pool.layers:
+        scales: Layout = Mha(pool.heads, 1, 1, pool.scale_dtype)
+        if keeps_latents(pool):
+            scales = Mla(1, 0, pool.scale_dtype)
+        parts.append(Component("scale", pool.layers, scales, pool.page_size, tier=kv.tier))
+    match pool.family:
+        case "swa":
+            parts.append(_windows(pool, kv.layout))
+        case "hisparse":
+            extent = Buffer(pool.buffer_tokens or 0)
+            tier = Device(pool.device)
+            parts.append(Component("buffer", kv.layers, kv.layout, kv.page_size, extent, tier))
+        case "recurrent":
+            parts.append(_states(pool))
+        case "mha" | "mla":
+            pass
+    return tuple(parts)
+
+
+def _kv(pool: PoolSection) -> Component:
+    if counts_tokens(pool):
+        return Component("kv", 0, Raw(0), 1, tier=Nowhere())
+    layout: Layout
+    if keeps_latents(pool):
+        layout = Mla(pool.latent_dim or 0, pool.rope_dim or 0, pool.dtype)
+    else:
+        v_dim = pool.head_dim if pool.v_dim is None else pool.v_dim
+        layout = Mha(heads=pool.heads, k_dim=pool.head_dim, v_dim=v_dim, dtype=pool.dtype)
+    tier = Host() if pool.family == "hisparse" else Device(pool.device)
+    return Component("kv", pool.layers, layout, pool.page_size, tier=tier)
+
+
+def _windows(pool: PoolSection, layout: Layout) -> Component:
     return Component(
-        name="kv",
-        layers=pool.layers,
+        name="swa",
+        layers=pool.window_layers or 0,
         layout=layout,
         page_size=pool.page_size,
+        extent=Tail(pool.window_tokens or 0),
         tier=Device(pool.device),
     )
 
 
-def page_count(pool: PoolSection) -> int:
-    """Pages of the pool, the null page included: as configured, or as many as fit its size."""
-    if pool.pages is not None:
-        return pool.pages
-    return (size_bytes(pool.size or "") or 0) // page_bytes(component(pool))
-
-
-USUAL_SAVED_SHARE = 8
-"""A pool that runs full retracts a few of its leases at a time, not a half of them."""
-USUAL_SAVED_BYTES = 2**30
-"""At most, unless asked for: memory is reserved at the start, which takes a second per GiB."""
-
-
-def saved_page_count(pool: PoolSection) -> int:
-    """Pages for retracted leases, a null page included; 0 where there is not room for one more."""
-    block = page_bytes(component(pool))
-    size = size_bytes(pool.saved_size) if pool.saved_size is not None else None
-    if size is None:
-        size = min(page_count(pool) * block // USUAL_SAVED_SHARE, USUAL_SAVED_BYTES)
-    pages = min(size // block, 2**31 - 1)
-    return pages if pages > 1 else 0
+def _states(pool: PoolSection) -> Component:
+    """Wide elements first, so that each lies at a multiple of its size; then by name."""
+    tensors = [one for name, text in pool.state.items() if (one := state_tensor(name, text))]
+    tensors.sort(key=lambda one: (-DTYPE_BYTES[one.dtype], one.name))
+    return Component(
+        name="state",
+        layers=pool.state_layers or 0,
+        layout=State(tuple(tensors)),
+        page_size=1,
+        extent=PerRequest(),
+        tier=Device(pool.device),
+    )
 
 
 def pool_spec(config: Config) -> PoolSpec:
-    """The spec of the configured pool."""
+    """The spec of the configured pool.
+
+    Prefill-only counts the tokens that the pool would have held, and has memory for none of them.
+    """
     pool = config.pool
+    parts = components(pool)
+    counts = page_counts(pool, parts)
+    if config.cache.mode == PREFILL_ONLY:
+        kv = parts[0]
+        nowhere = Component(kv.name, kv.layers, kv.layout, kv.page_size, tier=Nowhere())
+        return PoolSpec(pool.name, PREFILL_ONLY, Order(pool.order), (nowhere,), counts[:1])
     return PoolSpec(
         name=pool.name,
         family=pool.family,
         order=Order(pool.order),
-        components=(component(pool),),
-        pages=(page_count(pool),),
-        saved_pages=(saved_page_count(pool),),
+        components=parts,
+        pages=counts,
+        saved_pages=saved_counts(pool, parts, counts),
     )

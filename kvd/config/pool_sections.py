@@ -1,4 +1,4 @@
-"""What a node holds and how it moves it: [pool], [radix], [admission], [transfer]."""
+"""What a node holds: [pool]. Which keys belong to which family is ``families``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+DType = Literal[
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+]
 
 
 class PoolSection(msgspec.Struct, frozen=True):
@@ -19,7 +30,12 @@ class PoolSection(msgspec.Struct, frozen=True):
         ),
     ] = "main"
     family: Annotated[
-        Literal["mha"], Meta(description="What a page holds: mha is K and V per layer.")
+        Literal["mha", "mla", "swa", "hisparse", "recurrent"],
+        Meta(
+            description="What a sequence owns: mha K and V per layer; mla one latent per layer; "
+            "swa K and V, in the sliding layers of the last window only; hisparse KV in host "
+            "memory and a buffer of it on the device; recurrent a state, beside KV or without."
+        ),
     ] = "mha"
     device: Annotated[Literal["cpu"], Meta(description="Whose memory the pool lies in.")] = "cpu"
     order: Annotated[
@@ -29,7 +45,15 @@ class PoolSection(msgspec.Struct, frozen=True):
             "together (fewest descriptors per transfer), layer_first all pages of a layer.",
         ),
     ] = "page_first"
-    layers: Annotated[int, Meta(ge=1, le=1024, description="Layers of the model that have KV.")] = 4
+    layers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Layers of the model with KV of every token: those with a window or a "
+            "state are counted apart. 0 is for recurrent alone: then pages are single tokens.",
+        ),
+    ] = 4
     heads: Annotated[int, Meta(ge=1, le=4096, description="KV heads per layer.")] = 2
     head_dim: Annotated[
         int, Meta(ge=1, le=65536, description="Elements of one K head (and of V, unless v_dim).")
@@ -46,19 +70,47 @@ class PoolSection(msgspec.Struct, frozen=True):
         ]
         | None
     ) = None
+    latent_dim: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65536,
+                description="Elements of one latent, without its rotary part: mla, and hisparse "
+                "of such a model.",
+                examples=[512],
+            ),
+        ]
+        | None
+    ) = None
+    rope_dim: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=65536,
+                description="Elements of the rotary part beside each latent. Left out: 0.",
+                examples=[64],
+            ),
+        ]
+        | None
+    ) = None
     dtype: Annotated[
-        Literal[
-            "bfloat16",
-            "float16",
-            "float32",
-            "float64",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "int8",
-            "uint8",
-        ],
+        DType,
         Meta(description="Element type, by its torch name."),
     ] = "bfloat16"
+    scale_dtype: (
+        Annotated[
+            DType,
+            Meta(
+                description="Element type of the scales of quantised KV: one of each head for K "
+                "and for V (mla: one) of every token and layer, in a component of its own. Left "
+                "out: none.",
+                examples=["float32"],
+            ),
+        ]
+        | None
+    ) = None
     page_size: Annotated[
         int,
         Meta(
@@ -84,13 +136,24 @@ class PoolSection(msgspec.Struct, frozen=True):
         Annotated[
             str,
             Meta(
-                description="Memory of the pool, from which the number of pages follows. "
-                "Excludes pool.pages.",
+                description="Memory of the pool, from which the numbers of pages follow: an index "
+                "and scales are paid with their page; swa and recurrent divide it so that requests "
+                "of pool.typical_tokens use up both their parts together; hisparse means the host "
+                "memory, its index and buffer come on top. Excludes pool.pages.",
                 extra={"rule": "a whole number and a unit: KiB, MiB, GiB or TiB"},
             ),
         ]
         | None
     ) = "64MiB"
+    typical_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**28,
+            description="Tokens of a usual request, prompt and answer: what window_pages, states "
+            "and buffer_pages follow from where they are left out.",
+        ),
+    ] = 8192
     saved_size: (
         Annotated[
             str,
@@ -111,95 +174,137 @@ class PoolSection(msgspec.Struct, frozen=True):
         Literal["collapse", "off"],
         Meta(description="collapse asks the kernel for 2 MiB pages: about twice the bandwidth."),
     ] = "collapse"
-
-
-class RadixSection(msgspec.Struct, frozen=True):
-    """The prefix cache."""
-
-    policy: Annotated[
-        Literal["lru", "lfu", "fifo", "priority"],
-        Meta(description="Which cached pages give way first when room is needed."),
-    ] = "lru"
-
-
-class AdmissionSection(msgspec.Struct, frozen=True):
-    """The queue of requests that wait for room."""
-
-    max_deadline_s: Annotated[
-        float,
-        Meta(
-            ge=0.1,
-            le=3600,
-            description="Longest time that a lease or a receive may wait; a longer deadline_s "
-            "is cut to it.",
-        ),
-    ] = 30.0
-    max_queue: Annotated[
-        int,
-        Meta(ge=1, le=1_000_000, description="Requests that may wait; the next is refused."),
-    ] = 1024
-    overtakers: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1_000_000,
-            description="Head of line: how many later requests that fit may go past one that does "
-            "not, before it blocks them; 0 is strictly first come first served.",
-        ),
-    ] = 0
-
-
-class TransferSection(msgspec.Struct, frozen=True):
-    """The transfer process, which moves the bytes."""
-
-    transport: Annotated[
-        Literal["nixl", "loopback"],
-        Meta(description="How bytes travel between nodes.", extra={"rule": "nixl"}),
-    ] = "nixl"
-    integrity: Annotated[
-        Literal["full", "sampled", "off"],
-        Meta(
-            description="Which received pages are compared with what was sent before anything is "
-            "cached: all of them, the first, the last and one in 16, or none.",
-        ),
-    ] = "sampled"
-    ucx: Annotated[
+    window_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=2**28,
+                description="swa: how many tokens a sliding layer looks back.",
+                examples=[1024],
+            ),
+        ]
+        | None
+    ) = None
+    window_layers: (
+        Annotated[
+            int,
+            Meta(ge=1, le=1024, description="swa: number of sliding layers.", examples=[52]),
+        ]
+        | None
+    ) = None
+    window_pages: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=2**31 - 1,
+                description="swa: pages of the sliding layers, the null page included. Left out: "
+                "what usual requests need, each its window and two pages.",
+                examples=[4096],
+            ),
+        ]
+        | None
+    ) = None
+    index_dim: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65536,
+                description="mha, mla, hisparse: elements of one key of the sparse attention's "
+                "index. Left out: there is no index.",
+                examples=[128],
+            ),
+        ]
+        | None
+    ) = None
+    index_heads: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=4096,
+                description="Keys of the index per token and layer. Left out: 1.",
+                examples=[1],
+            ),
+        ]
+        | None
+    ) = None
+    index_dtype: (
+        Annotated[
+            DType,
+            Meta(
+                description="Element type of the index. Left out: pool.dtype.",
+                examples=["float8_e4m3fn"],
+            ),
+        ]
+        | None
+    ) = None
+    index_page_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65536,
+                description="Tokens per page of the index. Left out: pool.page_size.",
+                extra={"rule": "a divisor of pool.page_size"},
+                examples=[16],
+            ),
+        ]
+        | None
+    ) = None
+    buffer_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=2**28,
+                description="hisparse: tokens of one request that the device holds at a time.",
+                extra={"rule": "a multiple of pool.page_size"},
+                examples=[4096],
+            ),
+        ]
+        | None
+    ) = None
+    buffer_pages: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=2**31 - 1,
+                description="hisparse: pages of the device buffer, the null page included. Left "
+                "out: as many buffers as usual requests fit into the host memory.",
+                examples=[2048],
+            ),
+        ]
+        | None
+    ) = None
+    state_layers: (
+        Annotated[
+            int,
+            Meta(ge=1, le=1024, description="recurrent: layers with a state.", examples=[24]),
+        ]
+        | None
+    ) = None
+    states: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=2**31 - 1,
+                description="recurrent: number of states, the null state included. Left out: two "
+                "for each usual request, one of them for the cache.",
+                examples=[129],
+            ),
+        ]
+        | None
+    ) = None
+    state: Annotated[
         dict[str, str],
         Meta(
-            description="Environment of the transfer process: UCX_NET_DEVICES, UCX_TLS and "
-            "the like, over kvd's own defaults.",
-            extra={"rule": 'a table of UCX_NAME = "text"'},
-            examples=[{"UCX_NET_DEVICES": "eth0"}],
+            description="recurrent: the tensors of one layer's state of one request.",
+            extra={"rule": 'a table of NAME = "DTYPE[N,N,...]"'},
+            examples=[{"conv": "bfloat16[4352,3]", "ssm": "float32[64,64,128]"}],
         ),
     ] = {}
-    stall_s: Annotated[
-        float,
-        Meta(
-            ge=0.5,
-            le=600,
-            description="Window in which a handoff with writes under way must move "
-            "min_bytes_per_s; otherwise it fails as stalled. Progress is known per 16 MiB.",
-        ),
-    ] = 10.0
-    min_bytes_per_s: Annotated[
-        int,
-        Meta(ge=0, le=2**40, description="The slowest rate that is progress, per handoff."),
-    ] = 2**20
-    silent_s: Annotated[
-        float,
-        Meta(
-            ge=1,
-            le=600,
-            description="A transfer process whose loop does not answer for so long is killed and "
-            "replaced; its handoffs are settled.",
-        ),
-    ] = 5.0
-    fence_after_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86_400,
-            description="Policy: a quarantine that lasts so long replaces the transfer process, "
-            "which ends every transfer into this node; 0 leaves that to kvd fence.",
-        ),
-    ] = 0.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from kvd.config.families import is_of_use
 from kvd.config.host import Host
 from kvd.config.keys import KEYS, Key, Kind, Value
 from kvd.config.load import host_defaults
@@ -65,14 +66,14 @@ def value_of(config: Config, key: Key) -> Value:
 
 
 def effective(config: Config) -> str:
-    """The configuration as a file that gives the same configuration anywhere."""
+    """The configuration as a file that gives the same anywhere; keys of other families left out."""
     blocks: list[str] = []
     for section in SECTIONS:
         plain, tables = _keys_of(section)
         lines = [f"[{section}]"]
         for key in plain:
             value = value_of(config, key)
-            if value is not None:
+            if value is not None and is_of_use(config, key.path):
                 lines.append(f"{key.name} = {toml_value(value)}")
         blocks.append("\n".join(lines))
         for key in tables:

@@ -11,11 +11,13 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
+from kvd.config.family_rules import FAMILY_RULES
 from kvd.config.finding import Finding, Rule
 from kvd.config.host import has_group
 from kvd.config.key_rules import KEY_RULES
-from kvd.config.pool import component, page_count, size_bytes
-from kvd.core.spec import page_bytes
+from kvd.config.pool import state_tensor
+from kvd.config.pool_pages import size_bytes
+from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -29,11 +31,19 @@ SOCKET_PATH_BYTES = 107
 FRAME_OVERHEAD_BYTES = 65536
 """What a message may hold beside its tokens: the header frame, the grants of an Offer included."""
 
+FOUR_BIT = ("float4_e2m1fn_x2", "fp4", "fp4_e2m1", "nvfp4", "mxfp4", "mxfp8", "int4", "uint4")
+_PACKED = (
+    "two elements to a byte, or scales among the elements, have no shape that a pool can be seen "
+    "in: no family holds them, and prefill-only has nowhere to write them"
+)
+
 NOT_BUILT = {
-    "pool.family": dict.fromkeys(
-        ("mla", "swa", "hisparse", "recurrent", "prefill-only"),
-        "this pool family is not built yet",
-    ),
+    "pool.family": {
+        "prefill-only": 'to have KV nowhere is a mode of the cache: set cache.mode = "prefill-only"'
+    },
+    "pool.dtype": dict.fromkeys(FOUR_BIT, _PACKED),
+    "pool.scale_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
+    "pool.index_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.backing": dict.fromkeys(
         ("shm", "fdstore", "hugetlbfs"), "memory that outlives the daemon is not built yet"
     ),
@@ -120,6 +130,10 @@ def _size(text: str) -> str | None:
     return None if size_bytes(text) is not None else "write for example 256MiB"
 
 
+def _state(text: str) -> str | None:
+    return None if state_tensor("", text) is not None else "write for example float32[64,64,128]"
+
+
 _TEXTS: dict[str, Callable[[str], str | None]] = {
     "node.name": _name,
     "sockets.client": _socket,
@@ -134,6 +148,7 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "pool.name": _name,
     "pool.size": _size,
     "pool.saved_size": _size,
+    "pool.state": _state,
     "transfer.ucx": _variable,
     "http.listen": _http,
     "recorder.directory": _directory,
@@ -144,26 +159,11 @@ def entry_flaw(key: str, entry: str) -> str | None:
     """What to do about the name of an entry of the table ``key``; None if it is right."""
     if key in {"peers.connect", "peers.keys"}:
         return _name(entry)
+    if key == "pool.state":
+        is_tensor = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", entry) is not None
+        return None if is_tensor else "name a tensor, like ssm"
     is_variable = re.fullmatch(r"UCX_[A-Z0-9_]+", entry) is not None
     return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
-
-
-def _pool_fits(config: Config) -> list[Finding]:
-    """A pool needs its null page and one more."""
-    if config.pool.pages is not None or page_count(config.pool) >= 2:
-        return []
-    block = page_bytes(component(config.pool))
-    rule = f"must hold at least 2 pages, and one page of this pool takes {block} bytes"
-    return [Finding("pool.size", rule, f"give at least {-(-2 * block // 1024)}KiB")]
-
-
-def _page_ids_fit(config: Config) -> list[Finding]:
-    """Page ids travel as int32."""
-    count = page_count(config.pool)
-    if count < 2**31:
-        return []
-    rule = f"makes {count} pages, and page ids end at {2**31 - 1}"
-    return [Finding("pool.size", rule, "give less memory or a larger pool.page_size")]
 
 
 def _silence(config: Config) -> list[Finding]:
@@ -247,12 +247,9 @@ def _ports_apart(config: Config) -> list[Finding]:
     return [Finding("http.listen", rule, "choose another port")]
 
 
-_PAGE = {f"pool.{name}" for name in ("layers", "heads", "head_dim", "v_dim", "dtype", "page_size")}
-_POOL = frozenset({"pool.pages", "pool.size", *_PAGE})
-
 RULES = (
-    Rule(_pool_fits, _POOL),
-    Rule(_page_ids_fit, _POOL),
+    *FAMILY_RULES,
+    *PREFILL_ONLY_RULES,
     Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
     *KEY_RULES,
     Rule(_others, frozenset({"node.name", "peers.listen"})),

@@ -17,9 +17,11 @@ from msgspec import Meta
 
 from kvd.config.node_sections import NodeSection, PeersSection, SocketsSection
 from kvd.config.origin import Origin
-from kvd.config.pool_sections import (
+from kvd.config.pool_sections import PoolSection
+from kvd.config.work_sections import (
     AdmissionSection,
-    PoolSection,
+    CacheSection,
+    EngineSection,
     RadixSection,
     TransferSection,
 )
@@ -129,6 +131,8 @@ class Config(msgspec.Struct, frozen=True):
     sockets: SocketsSection
     peers: PeersSection
     pool: PoolSection
+    cache: CacheSection
+    engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection
     transfer: TransferSection
@@ -145,6 +149,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "sockets": SocketsSection,
     "peers": PeersSection,
     "pool": PoolSection,
+    "cache": CacheSection,
+    "engine": EngineSection,
     "radix": RadixSection,
     "admission": AdmissionSection,
     "transfer": TransferSection,

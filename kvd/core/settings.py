@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from kvd.core.eviction import Policy
 from kvd.core.spec import PoolSpec
 from kvd.types import Incarnation, NodeName
 from kvd.wire.peer import Integrity
+
+
+class CacheMode(enum.Enum):
+    """Whether KV is kept for later prompts, is not, or is nowhere at all."""
+
+    RADIX = "radix"
+    OFF = "off"
+    PREFILL_ONLY = "prefill-only"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -46,3 +56,4 @@ class Settings(msgspec.Struct, frozen=True):
     """How long Settled is repeated to a decode side that never says Closed."""
     integrity: Integrity = Integrity.OFF
     """Which of the pages that we receive are verified before anything is kept."""
+    cache_mode: CacheMode = CacheMode.RADIX

@@ -31,7 +31,7 @@ from kvd.core.eviction import Policy
 from kvd.core.inputs import ClientHungUp, ClientJoined, Tick, Unreadable
 from kvd.core.node import Node
 from kvd.core.report import snapshot
-from kvd.core.settings import Settings
+from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
@@ -347,6 +347,7 @@ def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Setti
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
         integrity=Integrity(config.transfer.integrity),
+        cache_mode=CacheMode(config.cache.mode),
     )
 
 

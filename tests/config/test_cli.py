@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli.config import config_group
+from tests.config.pools import POOLS, PREFILL_ONLY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,15 +35,34 @@ def test_check_says_what_would_be_served(file: Path) -> None:
     assert (status, json.loads(out), err) == (0, {"ok": True, "errors": []}, "")
 
 
+@pytest.mark.parametrize(
+    ("sets", "pool"),
+    [
+        (POOLS["swa"], "main of 9 pages of kv and 10 pages of swa"),
+        (POOLS["recurrent"], "main of 9 pages of kv and 3 pages of state"),
+        (
+            PREFILL_ONLY,
+            "main counts 128 tokens and holds 0 bytes; a placeholder of one page has 32768",
+        ),
+    ],
+)
+def test_check_says_what_each_budget_has(file: Path, sets: list[str], pool: str) -> None:
+    options = [word for text in sets for word in ("--set", text)]
+
+    status, out, err = run("check", "--config", str(file), *options)
+
+    assert (status, out, err) == (0, f"ok: node decode-0, pool {pool}\n", "")
+
+
 def test_check_exits_78_with_every_error(file: Path) -> None:
-    args = ["check", "--config", str(file), "--set", "pool.layers=0", "--set", "a.b=1"]
+    args = ["check", "--config", str(file), "--set", "pool.layers=-1", "--set", "a.b=1"]
 
     status, out, err = run(*args)
 
     assert (status, out) == (78, "")
     assert err.splitlines() == [
         "Error: 2 errors in the configuration",
-        "--set pool.layers=0: pool.layers = 0: must be a whole number from 1 to 1024; "
+        "--set pool.layers=-1: pool.layers = -1: must be a whole number from 0 to 1024; "
         "the default is 4",
         "--set a.b=1: a.b = 1: is no key of kvd; remove it; kvd config explain lists every key",
     ]

@@ -115,7 +115,7 @@ def test_load_merges_tables_entry_by_entry(tmp_path: Path) -> None:
 def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> None:
     file = toml(
         tmp_path,
-        "[pool]\npage_size = 0\nfamily = 'mla'\npags = 3\n"
+        "[pool]\npage_size = 0\nfamily = 'prefill-only'\npags = 3\n"
         "[peers]\nlisten = 'tcp://10.0.0.1:7402'\nlost_s = 1.0\n[nodes]\nname = 'x'\n",
     )
     toml(tmp_path, "[pool\n", "conf.d/broken.toml")
@@ -127,8 +127,9 @@ def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> Non
     assert [error.sentence.replace(str(tmp_path), "") for error in found] == [
         "/kvd.toml:2: pool.page_size = 0: must be a whole number from 1 to 65536; "
         "the default is 16",
-        '/kvd.toml:3: pool.family = "mla": is refused: this pool family is not built yet; '
-        "write mha",
+        '/kvd.toml:3: pool.family = "prefill-only": is refused: to have KV nowhere is a mode of '
+        'the cache: set cache.mode = "prefill-only"; write mha or mla or swa or hisparse or '
+        "recurrent",
         "/kvd.toml:4: pool.pags = 3: is no key of kvd; did you mean pool.pages?",
         '/kvd.toml:9: nodes.name = "x": is no key of kvd; did you mean node.name?',
         "/conf.d/broken.toml:1: is not TOML: Expected ']' at the end of a table declaration; "

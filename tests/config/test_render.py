@@ -7,9 +7,11 @@ import msgspec
 
 from kvd.config import Config, load
 from kvd.config.explain import explanations
+from kvd.config.families import BELONGS
 from kvd.config.keys import KEYS, Kind
 from kvd.config.render import EXAMPLE_HOST, effective, example, toml_value
 from kvd.curve import is_key
+from tests.config.pools import POOLS
 
 HOST = msgspec.structs.replace(EXAMPLE_HOST, config_file="/nonexistent/kvd.toml")
 SHIPPED = Path(__file__).parents[2] / "systemd" / "kvd.toml"
@@ -51,6 +53,7 @@ def test_the_shipped_file_gives_the_defaults_as_it_is_and_with_every_line_enable
 
 
 def test_every_example_of_the_schema_is_a_valid_value() -> None:
+    """In a pool of the family that its key belongs to."""
     for key in KEYS.values():
         if key.path in {"sockets.group", "peers.secret_key_file", "peers.keys"}:
             continue  # the group, the file and its key exist only where kvd was installed
@@ -63,7 +66,13 @@ def test_every_example_of_the_schema_is_a_valid_value() -> None:
                 sets = [f"{key.path}={','.join(items)}"]
             case value:
                 sets = [f"{key.path}={value}"]
-        loaded(None, *sets)
+        base: list[str] = []
+        if key.section == "pool" and key.name in BELONGS:
+            families, _ = BELONGS[key.name]
+            base = ["pool.size=8GiB", *POOLS[next(one for one in POOLS if one in families)]]
+        if key.path.startswith("pool.index"):
+            base = [*base, "pool.index_dim=128"]
+        loaded(None, *base, *sets)
 
 
 def test_the_example_of_a_public_key_is_one() -> None:

@@ -2,19 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.config import Config, load
-from kvd.config.host import Host
 from kvd.config.rules import NOT_BUILT
-
-HOST = Host(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
-
-
-def findings(*sets: str) -> list[tuple[str, str, str]]:
-    """Key, rule and fix of each error."""
-    loaded = load(None, {}, sets, host=HOST)
-    if isinstance(loaded, Config):
-        return []
-    return [(error.key, error.rule, error.fix) for error in loaded]
+from tests.config.pools import findings
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""How the memory of a pool is divided between its components.
+
+Closed forms only. With ``n`` pages of kv and ``b`` pages of the other budget (windows, states) for
+a typical request, ``size`` bytes are divided so that both run out together::
+
+    kv pages = size * n / (kv_page_bytes * n + beside_page_bytes * b)
+
+A page of kv is paid with its companions. Every count includes the null page.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
+
+if TYPE_CHECKING:
+    from kvd.config.pool_sections import PoolSection
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
+
+LOGICAL_TOKENS = 2**20
+"""How many tokens are counted where they take no bytes, unless pool.pages says it."""
+GROWTH_PAGES = 2
+"""A window that slides over page boundaries: one page more than it is long, and one ahead."""
+USUAL_STATES = 2
+"""Of one request: its own, and one that the cache keeps of its prompt."""
+USUAL_SAVED_SHARE = 8
+"""A pool that runs full retracts a few of its leases at a time, not a half of them."""
+USUAL_SAVED_BYTES = 2**30
+"""At most, unless asked for: memory is reserved at the start, which takes a second per GiB."""
+SECOND = {"swa": "window_pages", "hisparse": "buffer_pages", "recurrent": "states"}
+"""The key of [pool] that gives the pages of the second budget, by family."""
+MAX_PAGES = 2**31 - 1
+"""Page ids travel as int32."""
+
+
+def size_bytes(size: str) -> int | None:
+    """Bytes of ``256MiB``; None if it is not written so."""
+    match = _SIZE.fullmatch(size)
+    return None if match is None else int(match[1]) * _UNITS[match[2]]
+
+
+def factor(kv: Component, component: Component) -> int:
+    """Pages of a companion that belong to one page of kv; 0 for what is no companion."""
+    return kv.page_size // component.page_size if isinstance(component.extent, Whole) else 0
+
+
+def block_bytes(parts: tuple[Component, ...]) -> int:
+    """Bytes of one page of kv with its companions."""
+    kv = parts[0]
+    return page_bytes(kv) + sum(factor(kv, one) * page_bytes(one) for one in parts[1:])
+
+
+def beside(parts: tuple[Component, ...]) -> Component | None:
+    """The one component that has a budget of its own beside kv, if the family has one."""
+    return next((one for one in parts[1:] if not isinstance(one.extent, Whole)), None)
+
+
+def pages_of_request(component: Component, tokens: int) -> int:
+    """The most pages of ``component`` that a request of ``tokens`` holds at a time."""
+    pages = -(-tokens // component.page_size)
+    match component.extent:
+        case Whole():
+            return pages
+        case Tail(window_tokens):
+            window = -(-max(window_tokens, component.page_size) // component.page_size)
+            return min(pages, window + GROWTH_PAGES)
+        case Buffer(buffer_tokens):
+            return min(pages, -(-buffer_tokens // component.page_size))
+        case PerRequest():
+            return USUAL_STATES
+
+
+def second_budget(pool: PoolSection) -> int | None:
+    """The pages of what has a budget beside kv, where the configuration gives them."""
+    name = SECOND.get(pool.family)
+    return None if name is None else getattr(pool, name)
+
+
+def page_counts(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, ...]:
+    """Pages of each component, parallel to ``parts``; less than 2 where memory is too short."""
+    first, second = _budget_pages(pool, parts)
+    counts = []
+    for one in parts:
+        k = factor(parts[0], one)
+        counts.append(first * k if k else second)
+    return tuple(counts)
+
+
+def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, int]:
+    """Pages of kv, and of what has a budget beside it (0 where there is none)."""
+    kv, other = parts[0], beside(parts)
+    size = size_bytes(pool.size or "") or 0
+    block = block_bytes(parts)
+    if other is None:
+        return (size // block if pool.pages is None else pool.pages), 0
+    given = second_budget(pool)
+    n = pages_of_request(kv, pool.typical_tokens)
+    b = pages_of_request(other, pool.typical_tokens)
+    if isinstance(other.extent, Buffer):
+        first = size // page_bytes(kv) if pool.pages is None else pool.pages
+        return first, max(1, (first - 1) // n) * b + 1 if given is None else given
+    if pool.pages is not None:
+        return pool.pages, max(b + 1, -(-pool.pages * b // n)) if given is None else given
+    each = page_bytes(other)
+    if not block:
+        return LOGICAL_TOKENS + 1, size // each if given is None else given
+    if given is not None:
+        return max(0, size - given * each) // block, given
+    first = size * n // (block * n + each * b)
+    return first, (size - first * block) // each
+
+
+def saved_counts(
+    pool: PoolSection, parts: tuple[Component, ...], counts: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Pages of host memory for retracted leases, parallel to ``parts``, null pages included.
+
+    Each component gets the same share of its pages, a buffer none. All are 0 where that leaves one
+    of them no more than its null page.
+    """
+    total = sum(
+        page_bytes(one) * count
+        for one, count in zip(parts, counts, strict=True)
+        if not isinstance(one.extent, Buffer)
+    )
+    size = size_bytes(pool.saved_size) if pool.saved_size is not None else None
+    if size is None:
+        size = min(total // USUAL_SAVED_SHARE, USUAL_SAVED_BYTES)
+    first = min(size * counts[0] // total if total else 0, MAX_PAGES)
+    saved = []
+    for one, count in zip(parts, counts, strict=True):
+        if isinstance(one.extent, Buffer):
+            saved.append(0)
+        elif k := factor(parts[0], one):
+            saved.append(first * k)
+        else:
+            saved.append(min(size * count // total, MAX_PAGES))
+    is_useful = all(
+        count > 1
+        for one, count in zip(parts, saved, strict=True)
+        if not isinstance(one.extent, Buffer)
+    )
+    return tuple(saved) if is_useful else (0,) * len(parts)
