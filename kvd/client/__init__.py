@@ -5,7 +5,7 @@ Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the
 
 from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send
-from kvd.client.lease import Lease, Resumption, Retraction
+from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pool import Pool, Worker, join
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
@@ -15,6 +15,7 @@ __all__ = [
     "Code",
     "Connecting",
     "EventsLost",
+    "Fetched",
     "HandoffError",
     "KvdError",
     "Lease",

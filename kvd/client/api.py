@@ -86,6 +86,7 @@ class Node:
         priority: int = 0,
         deadline_s: float = 30.0,
         cache: bool = True,
+        step_tokens: int = 0,
     ) -> Lease:
         """Lock the cached prefix of ``tokens`` and hold pages for the rest; waits for room.
 
@@ -96,6 +97,9 @@ class Node:
             priority: higher is admitted earlier.
             deadline_s: longest wait for room.
             cache: whether a commit puts its pages into the prefix cache.
+            step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
+                are mapped. A lease then takes a fixed number of them, whatever its length, and
+                they rotate as it slides; 0: one for every page of the prompt and the reserve.
 
         Raises:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders.
@@ -107,11 +111,17 @@ class Node:
             operator.index(priority),
             deadline_s,
             cache,
+            operator.index(step_tokens),
         )
         leased = await self._port.ask(
             request, wire.Leased, tokens=token_frame(tokens), within_s=within(deadline_s)
         )
-        state = LeaseState(leased.lease, prefix_tokens=leased.prefix_tokens, pages=leased.pages)
+        state = LeaseState(
+            leased.lease,
+            prefix_tokens=leased.prefix_tokens,
+            pages=leased.pages,
+            beside=leased.beside,
+        )
         return Lease(self._port, self._pools, state)
 
     async def receive(  # noqa: PLR0913 - the request, field by field
@@ -126,6 +136,7 @@ class Node:
         tier: str | None = None,
         deadline_s: float = 30.0,
         cache: bool = True,
+        step_tokens: int = 0,
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
@@ -136,9 +147,12 @@ class Node:
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
-            tier: where the pages shall lie, where the pool has a choice.
+            tier: where the prompt's KV shall lie once it is here, in a pool that keeps it in host
+                memory: ``device`` preloads it into the device buffer, for a prompt that fits there;
+                ``host``, or left out: ``fetch`` brings what a step needs.
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
+            step_tokens: as in ``lease``, for what is generated after the prompt.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
@@ -153,6 +167,7 @@ class Node:
             deadline_s,
             cache,
             tier,
+            operator.index(step_tokens),
         )
         frame = token_frame(tokens)
         call = await self._port.perform(request, tokens=frame, within_s=within(deadline_s))

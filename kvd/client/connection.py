@@ -236,12 +236,17 @@ class Connection:
 
     def _apply(self, call: Call, answer: Answer | Refusal) -> None:
         match answer:
-            case wire.Row(_, first, pages) if call.lease is not None:
-                call.lease.replace(first, pages)
+            case wire.Row(_, first, pages, beside) if call.lease is not None:
+                call.lease.replace(first, pages, beside)
             case wire.Retracted() if call.lease is not None:
                 call.lease.retracted()
-            case wire.Resumed(_, prefix_tokens, _, kv_tokens, pages) if call.lease is not None:
-                call.lease.resumed(prefix_tokens=prefix_tokens, kv_tokens=kv_tokens, pages=pages)
+            case wire.Resumed() if call.lease is not None:
+                call.lease.resumed(
+                    prefix_tokens=answer.prefix_tokens,
+                    kv_tokens=answer.kv_tokens,
+                    pages=answer.pages,
+                    beside=answer.beside,
+                )
             case wire.Receiving(_, number, prefix_tokens):
                 call.receive = ReceiveState(number, prefix_tokens)
                 self._receives[number] = call.receive

@@ -120,6 +120,7 @@ class Receive:
                 delivered.lease,
                 prefix_tokens=self.prefix_len,
                 pages=delivered.pages,
+                beside=delivered.beside,
                 kv_tokens=self._prompt_tokens,
             )
             self._lease = Lease(self._port, self._pools, state)

@@ -6,18 +6,19 @@ import operator
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvd.client.port import within
+from kvd.client.rows import Along, Beside, along, page_frame
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from kvd.client.pool import Pools
     from kvd.client.port import Port
+    from kvd.client.rows import PageNumbers
     from kvd.client.state import LeaseState
     from kvd.client.tokens import TokenIds
 
@@ -42,6 +43,19 @@ class Resumption(msgspec.Struct, frozen=True):
     prefix_len: int
     restored_tokens: int
     kv_len: int
+
+
+class Fetched(msgspec.Struct, frozen=True, eq=False):
+    """Where pages of host KV lie on the device now; their bytes are there.
+
+    ``pages`` are page ids of the buffer component in the order asked (int32, one dimension).
+    ``hits`` of them were there before, ``misses`` were copied: ``copied_bytes``.
+    """
+
+    pages: NDArray[np.int32]
+    hits: int
+    misses: int
+    copied_bytes: int
 
 
 class Lease:
@@ -84,41 +98,49 @@ class Lease:
 
     @property
     def pages(self) -> NDArray[np.int32]:
-        """Page ids of all its tokens and of the reserve, in token order; read-only.
+        """Page ids of the first component, for all its tokens and the reserve, in token order.
 
-        A commit may swap pages for equal cached ones: read this again after it. ``torch`` knows no
-        read-only tensors, so it takes a copy: ``torch.from_numpy(lease.pages.copy())``.
+        Read-only. A commit may swap pages for equal cached ones: read this again after it.
+        ``torch`` knows no read-only tensors, so it takes a copy:
+        ``torch.from_numpy(lease.pages.copy())``.
 
         Raises:
             KvdError: ``unknown-lease`` after the release, ``wrong-state`` while it is retracted:
                 the pages are someone else's now.
         """
-        if self._state.is_released:
-            raise KvdError(
-                Refusal(
-                    Code.UNKNOWN_LEASE,
-                    f"lease {self.id} was released: its pages may be someone else's by now",
-                    side="client",
-                )
-            )
-        if self._state.is_retracted:
-            raise KvdError(
-                Refusal(
-                    Code.WRONG_STATE,
-                    f"lease {self.id} is retracted: it has no pages until resume()",
-                    side="client",
-                )
-            )
+        self._check_runs()
         return self._state.pages
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
-        """Page ids of one component.
+        """Page ids of one component: int32, one dimension, read-only; 0 means no page.
+
+        What they are depends on the component's extent:
+
+        * the first one, and every companion of it: a page for every ``page_size`` tokens of the
+          component, in token order;
+        * a window: parallel to ``pages``, with 0 outside the stretch that is mapped now;
+        * a state: two ids, the state after ``prefix_len`` tokens, which is read and never written
+          (0: there is none, begin with an empty one), and the lease's own, which is written;
+        * a device buffer: the pages the lease has there. Which of them holds which page of the
+          prompt is what ``fetch`` says.
+
+        A window and a buffer change with ``slide``, ``extend``, ``commit`` and ``resume``: read
+        this again after them.
 
         Raises:
-            KvdError: ``bad-request`` when no pool has such a component.
+            KvdError: ``bad-request`` when there is no such component; the message names those that
+                there are. As ``pages`` after a release and while it is retracted.
         """
-        self._pools.check_leased(component)
-        return self.pages
+        row = self._pools.row_of(component)
+        self._check_runs()
+        match row:
+            case Along(pages_each):
+                return along(self._state.pages, pages_each)
+            case Beside(index):
+                rows = self._state.beside
+                if index >= len(rows):
+                    raise _no_row(self.id, component, len(rows))
+                return rows[index]
 
     async def extend(self, n_tokens: int) -> None:
         """Hold pages for ``n_tokens`` more; never waits.
@@ -130,6 +152,51 @@ class Lease:
             self._port.connection.next_call(), self.id, operator.index(n_tokens)
         )
         await self._port.ask(request, wire.Row, lease=self._state)
+
+    async def slide(self, upto_tokens: int) -> None:
+        """The KV from ``upto_tokens`` on is computed next, the KV before it is written.
+
+        Window pages that lie wholly behind the window go back to their pool, or are mapped ahead
+        where the lease was opened with ``step_tokens``. Never waits, never fails for lack of pages;
+        without a window component it changes nothing. Read ``pages_of`` the window again after it.
+
+        Args:
+            upto_tokens: grows; less than before changes nothing.
+
+        Raises:
+            KvdError: ``bad-request`` beyond the pages of the lease; as ``pages`` after a release
+                and while it is retracted.
+        """
+        self._check_runs()
+        request = wire.SlideLease(
+            self._port.connection.next_call(), self.id, operator.index(upto_tokens)
+        )
+        await self._port.ask(request, wire.Row, lease=self._state)
+
+    async def fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> Fetched:
+        """Have pages of host KV in the device buffer; returns when their bytes are there.
+
+        They stay there until a later ``fetch`` of this lease needs their place: the longest unused
+        go first.
+
+        Args:
+            pages: logical page numbers: ``n`` has the tokens from ``n * page_size`` on. Not more of
+                them at once than the lease has in the buffer.
+            ahead: what the next step is likely to need: copied as well where there is place, and
+                nobody waits for it.
+
+        Raises:
+            KvdError: ``bad-pages`` for what is no page of this lease, ``not-supported`` where the
+                pool has no device buffer, ``too-large`` for more than fit at once; as ``pages``
+                after a release and while it is retracted.
+        """
+        self._check_runs()
+        request = wire.FetchPages(
+            self._port.connection.next_call(), self.id, page_frame(pages), page_frame(ahead)
+        )
+        done = await self._port.ask(request, wire.Fetched, within_s=COPY_WITHIN_S)
+        found = np.frombuffer(done.pages, dtype="<i4")
+        return Fetched(found, done.hits, done.misses, done.copied_bytes)
 
     async def commit(self, new_tokens: TokenIds = ()) -> None:
         """The KV of the known tokens and of ``new_tokens`` is written: whole pages are cached.
@@ -206,3 +273,33 @@ class Lease:
             tokens=token_frame(new_tokens),
             lease=self._state,
         )
+
+    def _check_runs(self) -> None:
+        """Refuse what only a lease with pages can do."""
+        if self._state.is_released:
+            raise KvdError(
+                Refusal(
+                    Code.UNKNOWN_LEASE,
+                    f"lease {self.id} was released: its pages may be someone else's by now",
+                    side="client",
+                )
+            )
+        if self._state.is_retracted:
+            raise KvdError(
+                Refusal(
+                    Code.WRONG_STATE,
+                    f"lease {self.id} is retracted: it has no pages until resume()",
+                    side="client",
+                )
+            )
+
+
+def _no_row(lease: int, component: str, n_rows: int) -> KvdError:
+    return KvdError(
+        Refusal(
+            Code.INTERNAL,
+            f"the daemon sent {n_rows} rows beside that of lease {lease}, and none for "
+            f"{component!r}: install the same version of kvd on both sides",
+            side="client",
+        )
+    )

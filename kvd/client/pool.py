@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvd.client import blocking
 from kvd.client.endpoint import client_endpoint
 from kvd.client.mapping import Mapping
+from kvd.client.rows import Along, Beside
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Join
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from kvd.client.attachment import Attachment
     from kvd.wire.memory import ComponentMemory, PoolMemory
+
+
+WHOLE = "whole"
 
 
 class Pool:
@@ -41,25 +45,77 @@ class Pool:
         """Tokens per page of the first component."""
         return self.memory.components[0].page_size
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of one layer of the first component: ``(k, v)``, or the one there is.
-
-        Each has the shape (pages, page_size, kv_heads, head_dim) and shares its bytes with the
-        daemon and with every other process of this pool.
+    def page_size_of(self, component: str) -> int:
+        """Tokens per page of any component; 1 for a state, whose page is one state.
 
         Raises:
-            KvdError: ``bad-request`` when there is no such layer, or it has no bytes.
+            KvdError: ``bad-request`` when there is no such component.
+        """
+        return self.component(component).page_size
+
+    def component(self, name: str) -> ComponentMemory:
+        """What a component is: pages, page size, tier, extent, window, and where its tensors lie.
+
+        Raises:
+            KvdError: ``bad-request`` when there is none of that name; the message names those that
+                there are.
+        """
+        for part in self.memory.components:
+            if part.name == name:
+                return part
+        known = ", ".join(part.name for part in self.memory.components)
+        raise _none(f"pool {self.name} has no component {name!r}; it has {known}")
+
+    def row_of(self, component: str) -> Along | Beside:
+        """How the pages that a lease has of this component are known.
+
+        Raises:
+            KvdError: ``bad-request`` when there is no such component.
+        """
+        wanted = self.component(component)
+        first = self.memory.components[0]
+        if wanted.extent == WHOLE:
+            return Along(first.page_size // wanted.page_size)
+        beside = [part.name for part in self.memory.components if part.extent != WHOLE]
+        return Beside(beside.index(component))
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one layer of the first component: ``(k, v)``, or ``(latent,)``.
+
+        K and V have the shape (pages, page_size, kv_heads, head_dim), a latent has (pages,
+        page_size, 1, latent_dim + rope_dim). They share their bytes with the daemon and with every
+        other process of this pool.
+
+        Raises:
+            KvdError: ``bad-request`` when there is no such layer, ``not-supported`` when the
+                component has no bytes.
         """
         return self.view(self.memory.components[0].name, layer=layer)
 
     def view(self, component: str, *, layer: int, shard: int = 0) -> tuple[torch.Tensor, ...]:
         """The tensors of one layer of any component, in the order in which they lie in memory.
 
+        Each has the shape (pages, ...), indexed by the ids of ``lease.pages_of(component)``: K and
+        V (and their scales) as in ``layer``; one latent; an index (pages, page_size, heads, dim);
+        the tensors of a state, each (pages, *its own shape), in the order of the configuration.
+        Layers are counted from 0 within the component: which layer of the model that is, is the
+        engine's to know.
+
         Raises:
-            KvdError: ``bad-request`` when there is no such component, layer or shard, or it has
-                no bytes.
+            KvdError: ``bad-request`` when there is no such component, layer or shard,
+                ``not-supported`` when the component has no bytes: the message says why.
         """
-        part = self._component(component)
+        return tuple(self.tensors(component, layer=layer, shard=shard).values())
+
+    def tensors(self, component: str, *, layer: int, shard: int = 0) -> dict[str, torch.Tensor]:
+        """As ``view``, by name: ``k`` and ``v``, ``latent``, or the names of a state's tensors.
+
+        Raises:
+            KvdError: as ``view``.
+        """
+        part = self.component(component)
+        if not part.total_bytes:
+            raise self._has_no_bytes(part)
         if shard != 0:
             raise _none(f"{self.name}.{component} has one shard, number 0; not {shard}")
         places = [place for place in part.tensors if place.layer == layer]
@@ -70,7 +126,7 @@ class Pool:
                 f"is no layer {layer}"
             )
         mapping = self._mapping(part)
-        return tuple(mapping.tensor(place, part.pages) for place in places)
+        return {place.part: mapping.tensor(place, part.pages) for place in places}
 
     def close(self) -> None:
         """Unmap; repeatable. A later view maps again while the session lasts.
@@ -82,12 +138,17 @@ class Pool:
             mapping.close()
             del self._mappings[name]
 
-    def _component(self, name: str) -> ComponentMemory:
-        for part in self.memory.components:
-            if part.name == name:
-                return part
-        known = ", ".join(part.name for part in self.memory.components)
-        raise _none(f"pool {self.name} has no component {name!r}; it has {known}")
+    def _has_no_bytes(self, part: ComponentMemory) -> KvdError:
+        what = f"{self.name}.{part.name} has no bytes, its {part.pages} pages are only counted"
+        if self.memory.family == "prefill-only":
+            why = (
+                "cache.mode = 'prefill-only' on this node, where no KV is ever written or read: "
+                "attend over the K and V of the batch itself, or set cache.mode = 'radix' or 'off'"
+            )
+        else:
+            others = [one.name for one in self.memory.components if one.total_bytes]
+            why = f"the {self.memory.family} pool keeps bytes in {', '.join(others)} alone"
+        return KvdError(Refusal(Code.NOT_SUPPORTED, f"{what}: {why}", side="client"))
 
     def _mapping(self, part: ComponentMemory) -> Mapping:
         if part.name not in self._mappings:
@@ -112,15 +173,13 @@ class Pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return self._pools[name]
 
-    def check_leased(self, component: str) -> None:
-        """Refuse a component whose pages leases do not name.
+    def row_of(self, component: str) -> Along | Beside:
+        """How the pages that leases have of this component are known.
 
         Raises:
-            KvdError: ``bad-request``.
+            KvdError: ``bad-request`` when the pool that leases are of has no such component.
         """
-        leased = [pool.memory.components[0].name for pool in self._pools.values()]
-        if component not in leased:
-            raise _none(f"leases hold pages of {', '.join(leased)}; not of {component!r}")
+        return next(iter(self._pools.values())).row_of(component)
 
     def close(self) -> None:
         """Unmap what nobody looks at; memory under a live view stays until the view goes."""

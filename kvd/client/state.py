@@ -64,11 +64,18 @@ class Slot(Generic[T]):
 class LeaseState:
     """The pages of one lease, as the daemon last said; none while it is retracted.
 
-    ``kv_tokens`` is how far their KV was there when it began, or last resumed.
+    ``kv_tokens`` is how far their KV was there when it began, or last resumed. ``beside`` has the
+    rows of the other components that have page pools of their own.
     """
 
     def __init__(
-        self, number: int, *, prefix_tokens: int, pages: bytes, kv_tokens: int | None = None
+        self,
+        number: int,
+        *,
+        prefix_tokens: int,
+        pages: bytes,
+        beside: tuple[bytes, ...] = (),
+        kv_tokens: int | None = None,
     ) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
@@ -76,27 +83,38 @@ class LeaseState:
         self.is_released = False
         self.is_retracted = False
         self._pages = pages
+        self._beside = beside
 
-    def replace(self, first: int, pages: bytes) -> None:
-        """The daemon's row from page index ``first`` on."""
+    def replace(self, first: int, pages: bytes, beside: tuple[bytes, ...]) -> None:
+        """The daemon's row from page index ``first`` on; the rows ``beside`` are whole."""
         self._pages = self._pages[: first * ID_BYTES] + pages
+        self._beside = beside
 
     def retracted(self) -> None:
         """The daemon has taken the pages back."""
         self.is_retracted = True
         self._pages = b""
+        self._beside = ()
 
-    def resumed(self, *, prefix_tokens: int, kv_tokens: int, pages: bytes) -> None:
+    def resumed(
+        self, *, prefix_tokens: int, kv_tokens: int, pages: bytes, beside: tuple[bytes, ...]
+    ) -> None:
         """It has pages again."""
         self.is_retracted = False
         self.prefix_tokens = prefix_tokens
         self.kv_tokens = kv_tokens
         self._pages = pages
+        self._beside = beside
 
     @property
     def pages(self) -> NDArray[np.int32]:
         """The page ids, read-only; a later change makes a new array."""
         return np.frombuffer(self._pages, dtype="<i4")
+
+    @property
+    def beside(self) -> tuple[NDArray[np.int32], ...]:
+        """The rows of the other components, read-only; 0 where there is no page."""
+        return tuple(np.frombuffer(row, dtype="<i4") for row in self._beside)
 
 
 class ReceiveState:

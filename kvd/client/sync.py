@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from kvd.client.api import Matched
     from kvd.client.handoff import Outcome, Receive, Send
-    from kvd.client.lease import Lease, Resumption, Retraction
+    from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pool import Pool
+    from kvd.client.rows import PageNumbers
     from kvd.client.state import EventsLost
     from kvd.client.tokens import TokenIds
     from kvd.wire.events import Event
@@ -82,6 +83,14 @@ class SyncLease:
     def extend(self, n_tokens: int) -> None:
         """As ``Lease.extend``."""
         run(self.wrapped.extend(n_tokens))
+
+    def slide(self, upto_tokens: int) -> None:
+        """As ``Lease.slide``."""
+        run(self.wrapped.slide(upto_tokens))
+
+    def fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> Fetched:
+        """As ``Lease.fetch``."""
+        return run(self.wrapped.fetch(pages, ahead))
 
     def commit(self, new_tokens: TokenIds = ()) -> None:
         """As ``Lease.commit``."""
@@ -202,6 +211,7 @@ class SyncNode:
         priority: int = 0,
         deadline_s: float = 30.0,
         cache: bool = True,
+        step_tokens: int = 0,
     ) -> SyncLease:
         """As ``Node.lease``."""
         verb = self.wrapped.lease(
@@ -211,6 +221,7 @@ class SyncNode:
             priority=priority,
             deadline_s=deadline_s,
             cache=cache,
+            step_tokens=step_tokens,
         )
         return SyncLease(run(verb))
 
@@ -226,6 +237,7 @@ class SyncNode:
         tier: str | None = None,
         deadline_s: float = 30.0,
         cache: bool = True,
+        step_tokens: int = 0,
     ) -> SyncReceive:
         """As ``Node.receive``."""
         verb = self.wrapped.receive(
@@ -238,6 +250,7 @@ class SyncNode:
             tier=tier,
             deadline_s=deadline_s,
             cache=cache,
+            step_tokens=step_tokens,
         )
         return SyncReceive(run(verb))
 

@@ -11,9 +11,10 @@ for memory is passed over, because it would block everybody for a reason that is
 from __future__ import annotations
 
 import bisect
+from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.core.lease import Claim, Claimed, Lease, Shortage
+from kvd.core.lease import Claim, Claimed, Demand, Lease, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from kvd.core.lease_table import LeaseTable
     from kvd.core.owners import Owners
     from kvd.core.settings import Settings
+
+
+_KEYS = {"swa": "pool.window_pages", "state": "pool.states", "buffer": "pool.buffer_pages"}
+"""What to raise where a component can never hold a request."""
 
 
 class Asker(Protocol):
@@ -48,6 +53,7 @@ class Waiter:
 
     __slots__ = (
         "asker",
+        "budget",
         "claim",
         "deadline_s",
         "needed_pages",
@@ -64,8 +70,10 @@ class Waiter:
         self.asker = asker
         self.since_s = 0.0
         self.number = 0
+        self.budget = ""
+        """The component that was short when it was last matched; empty: never matched."""
         self.needed_pages = 0
-        """Beyond what is cached of it, when it was last matched; 0: never matched."""
+        """Of that component, beyond what is cached of it."""
         self.obtainable_pages = 0
         """Then, its cached prefix locked."""
         self.seen_growth = 0
@@ -128,21 +136,22 @@ class Admission:
                     waiter.claim.session,
                     waiter.claim.room,
                     waiter.needed_pages,
-                    self._leases.headroom_pages,
+                    self._leases.budgets.headroom(waiter.budget),
                 )
             )
 
     def _unfit(self, claim: Claim) -> Refusal | None:
         """Why the claim is not even queued."""
-        table = self._leases
-        needed = table.pages_for(claim.room_tokens)
-        if needed > table.capacity_pages:
-            return Refusal(
-                Code.TOO_LARGE,
-                f"{claim.room_tokens} tokens need {needed} pages, the pool has "
-                f"{table.capacity_pages}: it can never fit; enlarge pool.pages",
-                numbers={"needed_pages": needed, "pool_pages": table.capacity_pages},
-            )
+        budgets = self._leases.budgets
+        most = zip(budgets.names, budgets.most(claim), budgets.capacity(), strict=True)
+        for budget, needed, capacity in most:
+            if needed > capacity:
+                return Refusal(
+                    Code.TOO_LARGE,
+                    f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "
+                    f"{capacity}: it can never fit; enlarge {_KEYS.get(budget, 'pool.pages')}",
+                    numbers={"needed_pages": needed, "pool_pages": capacity},
+                )
         if len(self.queue) >= self._max_queue:
             return Refusal(
                 Code.NO_ROOM,
@@ -199,7 +208,7 @@ class Admission:
     def shortage(self, waiter: Waiter) -> str:
         """Which budget was short when the waiter was last matched, and by how much."""
         return (
-            f"needs {waiter.needed_pages} pages of {self._leases.pool.name} beyond what is cached "
+            f"needs {waiter.needed_pages} pages of {waiter.budget} beyond what is cached "
             f"of it, {waiter.obtainable_pages} obtainable: {waiter.missing_pages} missing"
         )
 
@@ -217,22 +226,25 @@ class Admission:
         return bool(waiter.claim.resumes) or waiter.overtaken >= self._overtakers
 
     def _note(self, waiter: Waiter, shortage: Shortage) -> None:
+        waiter.budget = shortage.budget
         waiter.needed_pages = shortage.needed_pages
         waiter.obtainable_pages = shortage.headroom_pages
         waiter.seen_growth = self._leases.growth
 
-    def _may_fit(self, waiter: Waiter, promised_pages: int) -> bool:
+    def _may_fit(self, waiter: Waiter, promised: Demand) -> bool:
         """False where matching it again cannot find room: as much is lacking, nothing is cached."""
         table = self._leases
-        is_known = waiter.needed_pages > 0 and waiter.seen_growth == table.growth
-        return not is_known or waiter.needed_pages <= table.headroom_pages - promised_pages
+        if not waiter.budget or waiter.seen_growth != table.growth:
+            return True
+        taken = promised[table.budgets.names.index(waiter.budget)]
+        return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken
 
     def _admit_ready(self) -> None:
         """Lock for each that fits beside those before it, then one eviction, then the pages."""
         waiting, kept = self.queue, []
         admitted: list[Waiter] = []
         claimed: list[Claimed] = []
-        promised = 0
+        promised = self._leases.budgets.nothing
         blocking: list[Waiter] = []
         for index, waiter in enumerate(waiting):
             if waiter.asker.blocked() is not None:
@@ -240,7 +252,7 @@ class Admission:
                 continue
             found = self._claim(waiter, promised)
             if isinstance(found, Claimed):
-                promised += found.needed_pages
+                promised = tuple(map(add, promised, found.demand))
                 admitted.append(waiter)
                 claimed.append(found)
                 for one in blocking:
@@ -256,11 +268,11 @@ class Admission:
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
 
-    def _claim(self, waiter: Waiter, promised_pages: int) -> Claimed | None:
+    def _claim(self, waiter: Waiter, promised: Demand) -> Claimed | None:
         """The waiter's locked prefix, if its pages are there beside those promised."""
-        if not self._may_fit(waiter, promised_pages):
+        if not self._may_fit(waiter, promised):
             return None
-        found = self._leases.claim(waiter.claim, promised_pages)
+        found = self._leases.claim(waiter.claim, promised)
         if isinstance(found, Shortage):
             self._note(waiter, found)
             return None
@@ -279,6 +291,6 @@ class Admission:
             numbers={
                 "waited_s": round(waited_s, 3),
                 "needed_pages": waiter.needed_pages,
-                "headroom_pages": table.headroom_pages,
+                "headroom_pages": table.budgets.headroom(waiter.budget),
             },
         )

@@ -113,6 +113,7 @@ class Decoder:
     def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from a known peer: queue for room."""
         part = self._new_part(session, message, count(tokens))
+        fresh = self._leases.beside.fresh_tokens(part.prompt_tokens, cached=message.cache)
         claim = Claim(
             session,
             message.call,
@@ -124,6 +125,8 @@ class Decoder:
             message.priority,
             message.cache,
             ARRIVAL,
+            fresh_tokens=fresh,
+            step_tokens=max(0, message.step_tokens),
         )
         part.waiter = Waiter(claim, part.deadline_s, ReceiveAsker(self, part, message.call))
         self._admission.submit(part.waiter)
@@ -318,7 +321,9 @@ class Decoder:
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = part
-            self._out.answer(part.session, client.Received(part.id, lease.id, lease.row, part.aux))
+            rows = self._leases.beside.rows(lease)
+            received = client.Received(part.id, lease.id, lease.row, part.aux, rows)
+            self._out.answer(part.session, received)
         part.aux = b""
         self._close(part, Outcome.COMMITTED, None)
         if left is not None:

@@ -22,23 +22,26 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
+    from kvd.core.lease_table import LeaseTable
     from kvd.core.node import Node
 
 
 class LeaseAsker:
     """An engine that asked for a plain lease: it waits for memory and nothing else."""
 
-    __slots__ = ("_call", "_out", "_session")
+    __slots__ = ("_call", "_leases", "_out", "_session")
 
-    def __init__(self, session: int, call: int, out: Outbox) -> None:
+    def __init__(self, session: int, call: int, leases: LeaseTable, out: Outbox) -> None:
+        self._leases = leases
         self._session = session
         self._call = call
         self._out = out
 
     def admitted(self, lease: Lease) -> None:
         """Answer with the lease."""
+        rows = self._leases.beside.rows(lease)
         self._out.answer(
-            self._session, client.Leased(self._call, lease.id, lease.prefix_tokens, lease.row)
+            self._session, client.Leased(self._call, lease.id, lease.prefix_tokens, lease.row, rows)
         )
 
     def refused(self, refusal: Refusal) -> None:
@@ -61,6 +64,7 @@ class Engines:
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
             client.ExtendLease: self._extend_lease,
+            client.SlideLease: self._slide_lease,
             client.CommitLease: self._commit_lease,
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
@@ -114,8 +118,9 @@ class Engines:
             message.reserve_tokens,
             message.priority,
             message.cache,
+            step_tokens=max(0, message.step_tokens),
         )
-        asker = LeaseAsker(session, message.call, self._out)
+        asker = LeaseAsker(session, message.call, node.leases, self._out)
         lease = node.admission.at_once(claim)
         if isinstance(lease, Lease):
             asker.admitted(lease)
@@ -137,6 +142,20 @@ class Engines:
             return self._no_room(lease, shortage)
         self._answer_row(session, message.call, lease, first)
         return None
+
+    def _slide_lease(self, session: int, message: client.SlideLease, _: Tokens) -> Refusal | None:
+        lease = running_lease_of(self._node, session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        if not 0 <= message.upto_tokens <= lease.room_tokens:
+            return self._wrong(
+                f"slide of lease {lease.id} to token {message.upto_tokens}, it has room for "
+                f"{lease.room_tokens}"
+            )
+        refusal = self._node.leases.slide(lease, message.upto_tokens)
+        if refusal is None:
+            self._answer_row(session, message.call, lease, count(lease.row))
+        return refusal
 
     def _commit_lease(
         self, session: int, message: client.CommitLease, tokens: Tokens
@@ -168,6 +187,7 @@ class Engines:
         first = self._node.leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
+        lease.is_whole = True
         self._release(session, message.call, lease)
         return None
 
@@ -176,16 +196,16 @@ class Engines:
         self._out.answer(session, client.Done(call))
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
-        self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :]))
+        rows = self._node.leases.beside.rows(lease)
+        self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :], rows))
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
-        leases = self._node.leases
         who = "; ".join(self._node.owners.of_most_pages())
         return Refusal(
             Code.NO_ROOM,
-            f"lease {lease.id} needs {shortage.needed_pages} more pages, "
-            f"{shortage.headroom_pages} are obtainable ({leases.pool.free_pages} free, "
-            f"{leases.tree.evictable_pages} evictable); most are held by {who}",
+            f"lease {lease.id} needs {shortage.needed_pages} more pages of {shortage.budget}, "
+            f"{shortage.headroom_pages} are obtainable "
+            f"({self._node.leases.budgets.told(shortage.budget)}); most are held by {who}",
             side=self._name,
             numbers={
                 "needed_pages": shortage.needed_pages,

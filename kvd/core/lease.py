@@ -44,7 +44,9 @@ class Claim(msgspec.Struct, frozen=True):
 
     ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
     ``resumes`` is the retracted lease that takes pages again, 0 for a new one; ``match_tokens`` is
-    the longest prefix that it may take from the tree.
+    the longest prefix that it may take from the tree. ``fresh_tokens``: what lies beside the first
+    component is written from this token on by somebody else, a remote or a restore; None: the
+    engine computes it, and goes on from what the tree has. ``step_tokens``: so many at a time.
     """
 
     session: int
@@ -60,6 +62,8 @@ class Claim(msgspec.Struct, frozen=True):
     holder: str = ENGINE
     resumes: int = 0
     match_tokens: int | None = None
+    fresh_tokens: int | None = None
+    step_tokens: int = 0
 
     @property
     def room_tokens(self) -> int:
@@ -67,22 +71,27 @@ class Claim(msgspec.Struct, frozen=True):
         return len(self.tokens) // ID_BYTES + self.reserve_tokens
 
 
+Demand = tuple[int, ...]
+"""Pages of each component that has pages of its own, the first one first."""
+
+
 class Claimed:
     """A claim whose prefix is locked and whose pages are promised, but not taken yet."""
 
-    __slots__ = ("anchor", "claim", "needed_pages")
+    __slots__ = ("anchor", "claim", "demand")
 
-    def __init__(self, claim: Claim, anchor: Node, needed_pages: int) -> None:
+    def __init__(self, claim: Claim, anchor: Node, demand: Demand) -> None:
         self.claim = claim
         self.anchor = anchor
-        self.needed_pages = needed_pages
+        self.demand = demand
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """Not enough pages, and nothing was changed."""
+    """Not enough pages of the component ``budget``, and nothing was changed."""
 
     needed_pages: int
     headroom_pages: int
+    budget: str
 
 
 class Quarantine(msgspec.Struct, frozen=True):
@@ -113,6 +122,7 @@ class Lease:
         "deferred",
         "holders",
         "id",
+        "is_whole",
         "namespace",
         "owned",
         "prefix_tokens",
@@ -125,6 +135,7 @@ class Lease:
         "room_tokens",
         "row",
         "saved",
+        "sent_from",
         "session",
         "since_s",
         "standing",
@@ -149,6 +160,10 @@ class Lease:
         self.holders = {claim.holder}
         self.reads = 0
         self.deferred = NO_PAGES
+        self.is_whole = False
+        """Whether nothing was computed beyond what is committed; said with the last commit."""
+        self.sent_from: int | None = None
+        """First token whose window pages a send of its prompt may still need."""
         self.quarantine: Quarantine | None = None
         self.standing = Standing.RUNNING
         self.saved: Saved | None = None

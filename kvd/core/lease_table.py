@@ -5,6 +5,9 @@ grows, and where the tree had the same tokens already the row takes the tree's p
 duplicates are given back (after the last post that reads them). A quarantined lease keeps its held
 pages and nothing else: a remote may still write them, so they are neither free nor anyone's.
 
+What a pool has beside its first component is with the keepers (``beside``), which are asked at the
+same moments: all components have room or none is touched, and all of them end together.
+
 A retracted lease has given back pages and lock; its bytes are in the saved area (``saved``).
 
 Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
@@ -12,9 +15,12 @@ Invariants: null + free + held + cached + quarantined = total (I1); no page in t
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING
 
+from kvd.core.budgets import Budgets
 from kvd.core.eviction import eviction_order
+from kvd.core.keepers import Keepers
 from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
 from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
@@ -28,7 +34,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.eviction import Policy
-    from kvd.core.lease import Claim, Quarantine
+    from kvd.core.lease import Claim, Demand, Quarantine
     from kvd.core.radix_node import Node
     from kvd.core.spec import PoolSpec
 
@@ -41,6 +47,8 @@ class LeaseTable:
         self.moves = Moves()
         self.pool = PagePool(component.name, spec.pages[0], self.moves)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
+        self.beside = Keepers(spec, self.tree, out)
+        self.budgets = Budgets(self)
         self.saved = SavedArea(spec, self, out)
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
@@ -76,44 +84,69 @@ class LeaseTable:
 
     def open(self, claim: Claim) -> Lease | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
-        claimed = self.claim(claim, 0)
+        claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
             return claimed
-        self._make_room(claimed.needed_pages)
+        self._have_room(claimed.demand)
         return self._grant(claimed)
 
-    def claim(self, claim: Claim, promised_pages: int) -> Claimed | Shortage:
-        """Lock the cached prefix, if the rest fits beside ``promised_pages``; nothing else changes.
+    def claim(self, claim: Claim, promised: Demand) -> Claimed | Shortage:
+        """Lock the cached prefix, if the rest fits beside what is promised; nothing else changes.
 
         The headroom is read after the lock, because locking turns evictable pages into protected
         ones: the number from before would admit too much (scenario A11).
         """
         total = -(-claim.room_tokens // self.page_size)
         if total > self.capacity_pages:
-            return Shortage(total, self.headroom_pages)
-        tree = self.tree
-        anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
-        needed = total - anchor.end_tokens // self.page_size
-        obtainable = self.headroom_pages - promised_pages
-        if needed > obtainable:
+            return Shortage(total, self.headroom_pages, self.pool.name)
+        tree, beside = self.tree, self.beside
+        if not beside.each:
+            anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
+            needed = total - anchor.end_tokens // self.page_size
+            obtainable = self.headroom_pages - promised[0]
+            if needed <= obtainable:
+                return Claimed(claim, anchor, (needed,))
             tree.unlock(anchor)
-            return Shortage(needed, obtainable)
-        return Claimed(claim, anchor, needed)
+            return Shortage(needed, obtainable, self.pool.name)
+        anchor = beside.lock_prefix(claim)
+        needed = total - anchor.end_tokens // self.page_size
+        demand = (needed, *beside.demand(claim, anchor.end_tokens))
+        shortage = self.budgets.shortage(demand, promised)
+        if shortage is None:
+            return Claimed(claim, anchor, demand)
+        beside.unlock(anchor, claim)
+        tree.unlock(anchor)
+        return shortage
 
     def open_all(self, claimed: list[Claimed]) -> list[Lease]:
         """The pages of claims that fit side by side, with one eviction for all of them."""
-        self._make_room(sum(one.needed_pages for one in claimed))
+        demand = self.budgets.nothing
+        for one in claimed:
+            demand = tuple(map(add, demand, one.demand))
+        self._have_room(demand)
         return [self._grant(one) for one in claimed]
+
+    def _have_room(self, demand: Demand) -> None:
+        """Free pages for all of it, for which there is headroom."""
+        self._make_room(demand[0])
+        self.beside.make_room(demand[1:])
 
     def _grant(self, claimed: Claimed) -> Lease:
         """Take the promised pages: the lease begins, or a retracted one has a row again."""
         claim, anchor = claimed.claim, claimed.anchor
         owned = anchor.end_tokens // self.page_size
-        row = self.pool.take(claimed.needed_pages)
+        row = self.pool.take(claimed.demand[0])
         if owned:
             row = Pages(self.tree.path_pages(anchor) + row)
         if claim.resumes:
-            return self._again(self.leases[claim.resumes], anchor, row)
+            lease = self._again(self.leases[claim.resumes], anchor, row)
+        else:
+            lease = self._opened(claim, anchor, row, owned)
+        self.beside.grant(lease, claimed)
+        return lease
+
+    def _opened(self, claim: Claim, anchor: Node, row: Pages, owned: int) -> Lease:
+        """A new lease."""
         self.opened += 1
         out = self._out
         lease = Lease(self.opened, claim, anchor, row)
@@ -129,7 +162,7 @@ class LeaseTable:
                 lease.reason,
                 lease.room,
                 lease.prefix_tokens,
-                claimed.needed_pages,
+                len(row) // ID_BYTES - owned,
             )
         )
         return lease
@@ -139,9 +172,13 @@ class LeaseTable:
         room_tokens = lease.room_tokens + n_tokens
         needed = self.pages_for(room_tokens) - count(lease.row)
         if needed > 0:
-            if not self._make_room(needed):
-                return Shortage(needed, self.headroom_pages)
+            demand = (needed, *self.beside.growth(lease, room_tokens))
+            shortage = self.budgets.shortage(demand, self.budgets.nothing)
+            if shortage is not None:
+                return shortage
+            self._have_room(demand)
             lease.row = Pages(lease.row + self.pool.take(needed))
+            self.beside.extend(lease, room_tokens)
             out = self._out
             out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
         lease.room_tokens = room_tokens
@@ -161,6 +198,7 @@ class LeaseTable:
                 f"{len(lease.row) // ID_BYTES * self.page_size}: extend it before writing",
                 numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
             )
+        lease.is_whole = False
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
@@ -215,6 +253,7 @@ class LeaseTable:
 
     def vacate(self, lease: Lease, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
+        self.growth += self.beside.end(lease)
         self._unlock(lease)
         freed = lease.held
         if freed:
@@ -241,6 +280,11 @@ class LeaseTable:
         """One more holder: the lease ends when the last one lets go."""
         lease.holders.add(holder)
 
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """The engine computes from ``upto_tokens`` on: windows behind it go back."""
+        self.releases += 1
+        return self.beside.slide(lease, upto_tokens)
+
     def hand_over(self, lease: Lease, reason: str) -> None:
         """The prompt is here: from now on the lease is the engine's."""
         lease.holders = {ENGINE}
@@ -263,6 +307,7 @@ class LeaseTable:
         lease.holders.discard(holder)
         if lease.holders:
             return
+        self.growth += self.beside.end(lease)
         self._unlock(lease)
         self.saved.drop(lease)
         freed = lease.held
@@ -274,6 +319,7 @@ class LeaseTable:
 
     def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
         """A remote may still write the held pages: keep them from everybody, unlock the rest."""
+        self.beside.quarantine(lease)
         self._unlock(lease)
         lease.row = lease.held
         lease.deferred = NO_PAGES
@@ -301,6 +347,7 @@ class LeaseTable:
         since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
         n_pages = count(lease.row)
         self.pool.give(lease.row)
+        self.growth += self.beside.end(lease)
         out.emit(
             events.QuarantineEnded(
                 out.next_seq(), out.at_s, lease.id, n_pages, proof, out.at_s - since_s

@@ -30,22 +30,25 @@ from typing import TYPE_CHECKING
 from kvd.core.moves import Moves
 from kvd.core.radix_audit import tree_faults
 from kvd.core.radix_bytes import outdone_pages, shared_bytes
-from kvd.core.radix_node import NO_CHILDREN, Evicted, Extension, Flushed, LockUnderflow, Node
+from kvd.core.radix_node import (
+    NO_CHILDREN,
+    Evicted,
+    Extension,
+    Flushed,
+    LockUnderflow,
+    Node,
+    path_between,
+    too_few,
+)
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvd.core.beside import Keeper
     from kvd.core.eviction import EvictionOrder
 
-__all__ = [
-    "Evicted",
-    "Extension",
-    "Flushed",
-    "LockUnderflow",
-    "Node",
-    "RadixTree",
-]
+__all__ = ["Evicted", "Extension", "Flushed", "LockUnderflow", "Node", "RadixTree"]
 
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
@@ -59,6 +62,7 @@ class RadixTree:
             it sets this once per input, and it is stamped on the nodes that are made or matched.
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
+        beside: Who keeps something beside the nodes, told when one is split or leaves.
     """
 
     __slots__ = (
@@ -73,6 +77,7 @@ class RadixTree:
         "_take",
         "_touch",
         "at",
+        "beside",
         "match_page_tokens",
         "order",
         "roots",
@@ -85,7 +90,8 @@ class RadixTree:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
-        # Counted in bytes of page ids: what a node has is len(node.pages), without a division.
+        self.beside: tuple[Keeper, ...] = ()
+        # In bytes of page ids: what a node has is len(node.pages), without a division.
         self._evictable_bytes = 0
         self._protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
@@ -157,11 +163,11 @@ class RadixTree:
 
     def path_pages(self, node: Node) -> Pages:
         """The pages from the root to the end of ``node``, in token order."""
-        return Pages(b"".join([step.pages for step in reversed(_path_between(None, node))]))
+        return Pages(b"".join([step.pages for step in reversed(path_between(None, node))]))
 
     def path_tokens(self, node: Node) -> Tokens:
         """The tokens from the root to the end of ``node``."""
-        return Tokens(b"".join([step.edge for step in reversed(_path_between(None, node))]))
+        return Tokens(b"".join([step.edge for step in reversed(path_between(None, node))]))
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Every node but the roots, parents first; of one namespace, or of all."""
@@ -207,7 +213,7 @@ class RadixTree:
         Raises:
             ValueError: ``new`` is not in the subtree of ``old``; nothing was changed.
         """
-        path = _path_between(old, new)
+        path = path_between(old, new)
         if not path and new is not old:
             raise ValueError(
                 f"a lock only moves down: {new.describe()} is not below {old.describe()}"
@@ -274,13 +280,13 @@ class RadixTree:
         start = start_tokens * ID_BYTES
         end = start + len(pages) * self.match_page_tokens
         if end > len(tokens):
-            raise _too_few(tokens, start_tokens, end // ID_BYTES)
+            raise too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
-            there = [step.pages for step in reversed(_path_between(anchor, node))]
+            there = [step.pages for step in reversed(path_between(anchor, node))]
             duplicates, tree_pages = outdone_pages(pages, Pages(b"".join(there)))
             start += known * self.match_page_tokens
             pages = Pages(pages[known:])
@@ -352,7 +358,14 @@ class RadixTree:
         lower.key = lower.edge[: self._page_bytes]
         upper.children = {lower.key: lower}
         self.order.split(upper, lower)
+        for keeper in self.beside:
+            keeper.split(upper, lower)
         return upper
+
+    def cut(self, node: Node, at_tokens: int) -> None:
+        """Splits ``node``, so that the half above it ends at that token, inside its edge."""
+        self._split(node, (at_tokens - node.end_tokens) * ID_BYTES + len(node.edge))
+        self._touch(node)
 
     # --- shrinking -----------------------------------------------------------------------------
 
@@ -372,22 +385,27 @@ class RadixTree:
             pieces.append(node.pages)
         pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
         self._evictable_bytes -= len(pages)
+        for keeper in self.beside:
+            keeper.dropped(victims)
         return Evicted(pages, victims)
 
     def flush(self, namespace: str | None = None) -> Flushed:
         """Drops every unlocked node, of one namespace or of all; what is locked stays."""
-        pieces, kept = [], 0
+        pieces, gone, kept = [], [], 0
         for node in list(self.nodes(namespace)):
             if node.lock_ref:
                 kept += len(node.pages)
             else:
                 self.order.remove(node)
+                gone.append(node)
                 pieces.append(node.pages)
                 node.children = NO_CHILDREN  # no cycle is left for the collector to find
                 if node.parent is not None and node.parent.lock_ref:
                     del node.parent.children[node.key]
         pages = Pages(b"".join(pieces))
         self._evictable_bytes -= len(pages)
+        for keeper in self.beside:
+            keeper.dropped(gone)
         self._sweep_roots()
         return Flushed(pages, kept // ID_BYTES)
 
@@ -396,22 +414,3 @@ class RadixTree:
     def check(self) -> list[str]:
         """Every violation of I2, I3 and I4, in words; empty when the tree is sound."""
         return [fault.sentence for fault in tree_faults(self)]
-
-
-def _path_between(above: Node | None, node: Node) -> list[Node]:
-    """From ``node`` up to below ``above``; empty when ``above`` is not above."""
-    path = []
-    step: Node | None = node
-    while step is not above:
-        if step is None:
-            return []
-        path.append(step)
-        step = step.parent
-    return path
-
-
-def _too_few(tokens: Tokens, start_tokens: int, needed_tokens: int) -> ValueError:
-    return ValueError(
-        f"the pages from token {start_tokens} on need {needed_tokens} tokens, "
-        f"{len(tokens) // ID_BYTES} came: name as many pages as there are whole pages of tokens"
-    )

@@ -85,6 +85,26 @@ NO_CHILDREN: dict[bytes, Node] = {}
 """The children of every leaf, never written: most nodes are leaves, and a dict each costs time."""
 
 
+def path_between(above: Node | None, node: Node) -> list[Node]:
+    """From ``node`` up to below ``above``; empty when ``above`` is not above."""
+    path = []
+    step: Node | None = node
+    while step is not above:
+        if step is None:
+            return []
+        path.append(step)
+        step = step.parent
+    return path
+
+
+def too_few(tokens: Tokens, start_tokens: int, needed_tokens: int) -> ValueError:
+    """Why so many pages cannot join the tree."""
+    return ValueError(
+        f"the pages from token {start_tokens} on need {needed_tokens} tokens, "
+        f"{len(tokens) // ID_BYTES} came: name as many pages as there are whole pages of tokens"
+    )
+
+
 class Extension(msgspec.Struct, frozen=True, gc=False):
     """What ``extend`` did with the caller's pages."""
 

@@ -380,7 +380,14 @@ class Retractor:
         )
         out.answer(
             caller.session,
-            client.Resumed(caller.call, lease.prefix_tokens, restored_tokens, kv_tokens, lease.row),
+            client.Resumed(
+                caller.call,
+                lease.prefix_tokens,
+                restored_tokens,
+                kv_tokens,
+                lease.row,
+                self._node.leases.beside.rows(lease),
+            ),
         )
 
     def _answer_failed(self, lease: Lease, refusal: Refusal) -> None:

@@ -45,7 +45,7 @@ class SavedArea:
         """Take a saved page for each page of ``tokens``, all or none; nothing else changes yet."""
         needed = self._table.pages_for(count(tokens))
         if needed > self.pool.free_pages:
-            return Shortage(needed, self.pool.free_pages)
+            return Shortage(needed, self.pool.free_pages, self.pool.name)
         self.turn(lease, Turn.RETRACT)
         lease.saved = Saved(tokens, self.pool.take(needed))
         lease.holders.add(SAVE)

@@ -25,7 +25,7 @@ def waiting_states(node: Node) -> list[WaitingState]:
 
 def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
     other = waiter.asker.blocked()
-    was_matched = waiter.needed_pages > 0
+    was_matched = bool(waiter.budget)
     if other is not None:
         why, holders = other, ()
     elif was_matched:
@@ -41,7 +41,7 @@ def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> 
         deadline_in_s=waiter.deadline_s - node.out.at_s,
         needed_pages=waiter.needed_pages,
         why=why,
-        budget=node.leases.pool.name,
+        budget=waiter.budget or node.leases.pool.name,
         missing_pages=waiter.missing_pages,
         ahead=ahead,
         overtaken=waiter.overtaken,

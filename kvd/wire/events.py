@@ -137,6 +137,8 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     pages: int
     nodes: int
     reason: str
+    component: str = ""
+    """Whose pages, where they are not the first one's: their nodes stay without them."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):

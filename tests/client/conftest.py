@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +14,7 @@ import zmq
 
 from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.pools.arena import Arena, reserve
-from kvd.pools.build import pool_memory
+from kvd.pools.build import Placed, build_pool, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-POOL = pool_memory(
-    PoolSpec(
-        "main",
-        "mha",
-        Order.PAGE_FIRST,
-        (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),),
-        (8,),
-    )
+POOL = PoolSpec(
+    "main",
+    "mha",
+    Order.PAGE_FIRST,
+    (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),),
+    (8,),
 )
 
 Script = Callable[[wire.Request, bytes], list[wire.Reply]]
@@ -39,13 +37,14 @@ Script = Callable[[wire.Request, bytes], list[wire.Reply]]
 class Daemon:
     """Sessions are real; answers are ``script``'s; what came is in ``got``, in order."""
 
-    def __init__(self, directory: Path, arena: Arena) -> None:
+    def __init__(self, directory: Path, spec: PoolSpec, placed: list[Placed]) -> None:
         self.endpoint = f"ipc://{directory}/client.sock"
         self.got: list[wire.Request] = []
         self.tokens: list[bytes] = []
         self.gone: list[int] = []
         self.script: Script = lambda request, tokens: []
-        self._arena = arena
+        self._memory = pool_memory(spec)
+        self._fds = [one.arena.fd for one in placed]
         self._token = b""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -91,8 +90,8 @@ class Daemon:
         self._router = LoopSocket(router, self._take, loop=self._loop)
         self._attach = AttachServer(
             os.path.join(os.path.dirname(path), "attach.sock"),
-            describe=lambda: (POOL,),
-            fds=[self._arena.fd],
+            describe=lambda: (self._memory,),
+            fds=self._fds,
             node="node-a",
             incarnation="1" * 32,
             on_opened=lambda session, name, pid: None,
@@ -123,10 +122,22 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    arena = reserve("kv", POOL.components[0].total_bytes)
-    own = Daemon(tmp_path, arena)
-    own.start()
-    yield own
-    own.stop()
-    arena.close()
+def serve(tmp_path: Path) -> Iterator[Callable[[PoolSpec], Daemon]]:
+    """A daemon with a pool of the test's choice."""
+    with contextlib.ExitStack() as own:
+
+        def start(spec: PoolSpec) -> Daemon:
+            placed = build_pool(spec)
+            for one in placed:
+                own.callback(one.arena.close)
+            daemon = Daemon(tmp_path, spec, placed)
+            daemon.start()
+            own.callback(daemon.stop)
+            return daemon
+
+        yield start
+
+
+@pytest.fixture
+def daemon(serve: Callable[[PoolSpec], Daemon]) -> Daemon:
+    return serve(POOL)

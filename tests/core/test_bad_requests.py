@@ -74,7 +74,7 @@ def test_the_largest_room_works():
         (
             {"source": ("p",), "reserve_tokens": 2**63},
             Code.TOO_LARGE,
-            f"{2**63 + 100} tokens need {2**59 + 7} pages, the pool has 63: "
+            f"{2**63 + 100} tokens need {2**59 + 7} pages of kv, the pool has 63: "
             "it can never fit; enlarge pool.pages",
         ),
     ],
@@ -109,7 +109,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_without_a_word_to_the_peer():
     assert fits == client.Receiving(1, 1, 0)
     assert refused(reply) == (
         Code.TOO_LARGE,
-        "1009 tokens need 64 pages, the pool has 63: it can never fit; enlarge pool.pages",
+        "1009 tokens need 64 pages of kv, the pool has 63: it can never fit; enlarge pool.pages",
     )
     assert list(world.d.grants) == [1]
 

@@ -147,7 +147,7 @@ def test_extend_without_room_names_the_numbers_and_the_holders():
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.NO_ROOM
     assert reply.refusal.message == (
-        "lease 1 needs 6 more pages, 1 are obtainable (1 free, 0 evictable); "
+        "lease 1 needs 6 more pages of kv, 1 are obtainable (1 free, 0 evictable); "
         "most are held by lease 1 of engine (pid 1001) for lease, 0.0 s (7 pages)"
     )
     assert reply.refusal.numbers == {"needed_pages": 6, "headroom_pages": 1}

@@ -1,0 +1,114 @@
+"""Device buffers: the component whose pages hold copies of pages that lie elsewhere.
+
+Each lease gets a fixed number of them when it begins, at most as many as the configured tokens per
+request take. They are never sent and never cached: what is in them is in the first component too.
+Which page of the lease is in which of them is ``residency``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.pages import PagePool
+from kvd.core.spec import Buffer
+from kvd.types import NO_PAGES, Pages, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.lease import Claim, Lease
+    from kvd.core.radix_node import Node
+    from kvd.core.spec import Component
+    from kvd.errors import Refusal
+
+
+class Buffers:
+    """The keeper of one component of device copies."""
+
+    evictable_pages = 0
+    cached_pages = 0
+
+    def __init__(self, component: Component, total_pages: int) -> None:
+        assert isinstance(component.extent, Buffer)
+        self.component = component
+        self.pool = PagePool(component.name, total_pages)
+        self.held: dict[int, Pages] = {}
+        """By lease."""
+        self._most_pages = -(-component.extent.tokens // component.page_size)
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages obtainable now."""
+        return self.pool.free_pages
+
+    def limit_tokens(self, claim: Claim) -> int | None:
+        """Any prefix: copies are made of whatever there is."""
+        return None
+
+    def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
+        """None of it is sent token by token."""
+        return prompt_tokens
+
+    def usable(self, node: Node, claim: Claim) -> Node:
+        """Any node."""
+        return node
+
+    def lock(self, anchor: Node, claim: Claim) -> None:
+        """Nothing of the tree is needed."""
+
+    def unlock(self, anchor: Node, claim: Claim) -> None:
+        """Nothing was locked."""
+
+    def demand(self, claim: Claim, prefix_tokens: int) -> int:
+        """As many as the sequence has pages, up to the configured number."""
+        return self._wanted(claim.room_tokens)
+
+    def _wanted(self, room_tokens: int) -> int:
+        return min(self._most_pages, -(-room_tokens // self.component.page_size))
+
+    def make_room(self, n_pages: int) -> None:
+        """Nothing is ever cached, so there is nothing to drop."""
+
+    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+        """Take the pages."""
+        self.held[lease.id] = self.pool.take(n_pages)
+
+    def growth(self, lease: Lease, room_tokens: int) -> int:
+        """Up to the configured number."""
+        return max(0, self._wanted(room_tokens) - count(self.held[lease.id]))
+
+    def extend(self, lease: Lease, room_tokens: int) -> None:
+        """Take as many more."""
+        more = self.pool.take(self.growth(lease, room_tokens))
+        self.held[lease.id] = Pages(self.held[lease.id] + more)
+
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """Nothing: only windows slide."""
+        return None
+
+    def row(self, lease: Lease) -> Pages:
+        """Its device pages, in the order of their slots."""
+        return self.held.get(lease.id, NO_PAGES)
+
+    def own(self, lease: Lease) -> Pages:
+        """All of them."""
+        return self.held.get(lease.id, NO_PAGES)
+
+    def end(self, lease: Lease) -> None:
+        """They hold copies: all are free."""
+        pages = self.held.pop(lease.id, NO_PAGES)
+        if pages:
+            self.pool.give(pages)
+
+    def quarantine(self, lease: Lease) -> None:
+        """No remote writes them, so they are not kept."""
+        pages = self.held[lease.id]
+        self.held[lease.id] = NO_PAGES
+        if pages:
+            self.pool.give(pages)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Nothing is beside nodes."""
+
+    def dropped(self, nodes: Iterable[Node]) -> None:
+        """Nothing is beside nodes."""
