@@ -227,10 +227,19 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
             f"{one.pool}/{one.component}",
             *(str(count) for count in counts),
             sum_check(one),
-            prose=f"[{cells}] {one.page_size} tokens, {amount(one.page_bytes)} a page\n"
-            f"{_saved_area(one)}",
+            prose=f"[{cells}] {_page(one)}\n{_saved_area(one)}",
         )
     return out if states else nothing("pools")
+
+
+def _page(one: PoolState) -> str:
+    """What a page is; where pages are only counted, that they hold nothing."""
+    if one.page_bytes:
+        return f"{one.page_size} tokens, {amount(one.page_bytes)} a page"
+    counted = f"{(one.total_pages - 1) * one.page_size} tokens are counted, no byte is held"
+    if not one.placeholder_bytes:
+        return counted
+    return f"{counted}; a placeholder of one page has {amount(one.placeholder_bytes)}"
 
 
 def _saved_area(one: PoolState) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
+from kvd.core.cache_mode import allowed
 from kvd.core.holding import lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
@@ -94,7 +95,11 @@ class Engines:
                 Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name
             )
         else:
-            refusal = verb(got.session, message, got.tokens)
+            request = allowed(message, self._node.settings)
+            if isinstance(request, Refusal):
+                refusal = request
+            else:
+                refusal = verb(got.session, request, got.tokens)
         if refusal is not None:
             self._out.answer(got.session, client.Failed(message.call, refusal))
 

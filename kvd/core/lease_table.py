@@ -26,7 +26,7 @@ from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.saved import SavedArea
-from kvd.core.spec import page_bytes
+from kvd.core.spec import has_bytes, page_bytes
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import events
@@ -53,7 +53,7 @@ class LeaseTable:
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
-        self.page_bytes = page_bytes(component)
+        self.page_bytes = page_bytes(component) if has_bytes(component) else 0
         self.leases: dict[int, Lease] = {}
         self.releases = 0
         """Grows whenever headroom may have grown: a blocked request need not look before.

@@ -8,6 +8,7 @@ from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.owners import owner_of
 from kvd.core.seal import SUM_BYTES
+from kvd.core.spec import has_bytes, page_bytes
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
@@ -56,6 +57,7 @@ def snapshot(node: Node) -> Snapshot:
 def pool_state(node: Node) -> PoolState:
     """Pages by state (I1)."""
     table = node.leases
+    component = node.settings.spec.components[0]
     held = quarantined = 0
     for lease in table.leases.values():
         if lease.quarantine is None:
@@ -76,6 +78,7 @@ def pool_state(node: Node) -> PoolState:
         locked_pages=table.tree.protected_pages,
         saved_pages=table.saved.used_pages,
         saved_capacity_pages=table.saved.pool.total_pages - 1,
+        placeholder_bytes=0 if has_bytes(component) else page_bytes(component),
     )
 
 

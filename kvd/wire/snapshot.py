@@ -25,6 +25,9 @@ class PoolState(msgspec.Struct, frozen=True):
     saved_pages: int = 0
     """Pages of host memory that hold the KV of retracted leases, of ``saved_capacity_pages``."""
     saved_capacity_pages: int = 0
+    placeholder_bytes: int = 0
+    """Of one page of every layer, where pages are only counted (``page_bytes`` is 0 there): all
+    that an engine needs in place of the pool, however many pages there are."""
 
 
 class LeaseState(msgspec.Struct, frozen=True):

@@ -61,6 +61,21 @@ def test_status_says_how_the_audit_stands_and_shows_findings_on_top(run, daemon,
     ]
 
 
+def test_pools_says_where_pages_are_only_counted(run, daemon, snapshot):
+    pool = msgspec.structs.replace(
+        snapshot.pools[0], page_bytes=0, placeholder_bytes=32768, total_pages=129, page_size=16
+    )
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(
+        whole(request), snapshot=msgspec.structs.replace(snapshot, pools=(pool,))
+    )
+
+    assert (
+        "2048 tokens are counted, no byte is held; a placeholder of one page has 32.0 KiB"
+        in " ".join(run("pools").stdout.split())
+    )
+
+
 @pytest.mark.parametrize("verb", READING)
 def test_reading_verbs_ask_once_and_print_nothing_to_stderr(run, daemon, verb):
     done = run(verb)
