@@ -1,13 +1,16 @@
-"""Copies between two regions of this process: pages to the saved area and back.
+"""Copies between two regions of this process: to the saved area, to the buffer, and back.
 
-    Copy -> queue -> copier thread: one memory copy per run of pages and row -> Copied
+    Copy -> queue -> turns -> copier thread: a slice of some megabytes -> ... -> Copied
 
-The loop never waits for one: a thread does them, in the order in which they came. Where the pages
-step by one on both sides they are copied in one piece per row, which for page-first memory is one
-piece in all; numpy lets go of the interpreter meanwhile, so posts go on beside it.
+The loop never waits for one: a thread does them, one slice after the other. What has the least left
+goes first, so the few pages that a decode step waits for pass a lease of a gigabyte that is being
+saved, within one slice; copies of one size are done in the order in which they came. Where the
+pages step by one on both sides they are copied in one piece per row, which for page-first memory is
+one piece in all; numpy lets go of the interpreter meanwhile, so posts go on beside it.
 
 Invariants: each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``; one that is refused has
-written nothing; no byte outside the destination pages is written.
+written nothing; no byte outside the destination pages is written. Copies under way together are in
+no order: whoever orders one that needs what another writes awaits that one's ``Copied`` first.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -32,12 +36,15 @@ if TYPE_CHECKING:
     from kvd.core.geometry import Row
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Copy
-    from kvd.types import Pages
 
     Bytes = NDArray[np.uint8]
 
 COPIER: Final = "copier"
 """The name of its thread."""
+SLICE_BYTES: Final = 2 * 2**20
+"""What others wait for; larger slices are hardly faster."""
+PASSING_BYTES: Final = 4 * SLICE_BYTES
+"""The oldest copy gets a fifth of the time at least."""
 
 
 class Area:
@@ -72,8 +79,42 @@ def mapped_area(note: RegionNote) -> Area:
     return Area(note, np.ctypeslib.as_array(memory))
 
 
-def carry_out(order: Copy, areas: Mapping[str, Area]) -> Copied | CopyFailed:
-    """Copy the pages of one order, or refuse it whole."""
+class Job:
+    """One copy under way, carried out in slices; ``left_bytes`` of it are still to do."""
+
+    def __init__(self, order: Copy, reads: list[Bytes], stores: list[Bytes]) -> None:
+        """``reads`` and ``stores``: the pages of both regions, in arrays that correspond."""
+        self.ticket = order.ticket
+        self._of, self._to = (
+            np.frombuffer(ids, "<i4") for ids in (order.source, order.destination)
+        )
+        self._reads, self._stores = reads, stores
+        self._page_bytes: int = sum(array.shape[2] for array in reads)
+        self._stride = max(1, SLICE_BYTES // self._page_bytes)
+        self._done = 0
+        self.n_bytes: int = self._of.size * self._page_bytes
+        self.left_bytes = self.n_bytes
+
+    def step(self) -> int:
+        """Copy the next slice; its bytes.
+
+        One assignment per row and per run of pages that steps by one on both sides.
+        """
+        low, self._done = self._done, min(self._done + self._stride, self._of.size)
+        of, to = self._of[low : self._done], self._to[low : self._done]
+        cuts = np.flatnonzero((np.diff(of) != 1) | (np.diff(to) != 1)) + 1
+        bounds = [0, *cuts.tolist(), of.size]
+        runs = [(int(of[at]), int(to[at]), end - at) for at, end in pairwise(bounds)]
+        for read, store in zip(self._reads, self._stores, strict=True):
+            for first, onto, n_pages in runs:
+                store[onto : onto + n_pages] = read[first : first + n_pages]
+        copied_bytes = (self._done - low) * self._page_bytes
+        self.left_bytes -= copied_bytes
+        return copied_bytes
+
+
+def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
+    """The job of an order, or why it is refused whole."""
     source = areas.get(order.source_region)
     destination = areas.get(order.destination_region)
     if source is None or destination is None:
@@ -82,30 +123,47 @@ def carry_out(order: Copy, areas: Mapping[str, Area]) -> Copied | CopyFailed:
     why = objection(order.source, order.destination, source.note, destination.note)
     if why:
         return CopyFailed(order.ticket, why)
-    _copy(order.source, order.destination, source, destination)
-    n_pages = len(order.source) // 4
-    return Copied(order.ticket, n_pages * source.note.page_bytes)
+    ours, theirs = matched(source.note, destination.note, 1)
+    return Job(
+        order,
+        source.pieces(by_tensor=ours != source.note.rows),
+        destination.pieces(by_tensor=theirs != destination.note.rows),
+    )
 
 
-def _copy(source: Pages, destination: Pages, here: Area, there: Area) -> None:
-    """One assignment per row and per run of pages that steps by one on both sides."""
-    of, to = np.frombuffer(source, "<i4"), np.frombuffer(destination, "<i4")
-    if not of.size:
-        return
-    cuts = np.flatnonzero((np.diff(of) != 1) | (np.diff(to) != 1)) + 1
-    starts = np.concatenate(([0], cuts))
-    counts = np.diff(np.append(starts, of.size)).tolist()
-    runs = list(zip(of[starts].tolist(), to[starts].tolist(), counts, strict=True))
-    ours, theirs = matched(here.note, there.note, 1)
-    reads = here.pieces(by_tensor=ours != here.note.rows)
-    stores = there.pieces(by_tensor=theirs != there.note.rows)
-    for read, store in zip(reads, stores, strict=True):
-        for first, onto, n_pages in runs:
-            store[onto : onto + n_pages] = read[first : first + n_pages]
+class Turns:
+    """Whose slice is next: the copy with the least left to do, the first of equals.
+
+    So that a stream of small copies cannot hold up a large one for ever, the oldest gets a slice
+    whenever ``PASSING_BYTES`` of others have gone past it.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        """In the order in which they came."""
+        self._passed_bytes = 0
+
+    def step(self) -> Job | None:
+        """Copy one slice; the job, if that was its last."""
+        oldest = self.jobs[0]
+        job = min(self.jobs, key=_left_bytes)
+        if job is oldest or self._passed_bytes >= PASSING_BYTES:
+            job, self._passed_bytes = oldest, 0
+            job.step()
+        else:
+            self._passed_bytes += job.step()
+        if job.left_bytes:
+            return None
+        self.jobs.remove(job)
+        return job
+
+
+def _left_bytes(job: Job) -> int:
+    return job.left_bytes
 
 
 class Copier:
-    """Carries out copies off the loop, one after the other."""
+    """Carries out copies off the loop, a slice at a time."""
 
     def __init__(
         self, areas: Mapping[str, Area], on_over: Callable[[Copied | CopyFailed], None]
@@ -114,6 +172,7 @@ class Copier:
         self._areas = areas
         self._on_over = on_over
         self._wanted: SimpleQueue[Copy] = SimpleQueue()
+        self._turns = Turns()
 
     def want(self, order: Copy) -> None:
         """Queue one copy."""
@@ -127,5 +186,21 @@ class Copier:
         """Copy for ever. An exception is a bug; the worker's hook ends the process then."""
         # As the loop's own: a copy that was just ordered does not preempt whoever ordered it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        turns = self._turns
         while True:
-            self._on_over(carry_out(self._wanted.get(), self._areas))
+            while not turns.jobs or not self._wanted.empty():
+                self._take(self._wanted.get())
+            job = turns.step()
+            # The loop's thread may wait for this core: woken as batch, it preempts nobody.
+            os.sched_yield()
+            if job is not None:
+                self._on_over(Copied(job.ticket, job.n_bytes))
+
+    def _take(self, order: Copy) -> None:
+        job = begin(order, self._areas)
+        if isinstance(job, CopyFailed):
+            self._on_over(job)
+        elif not job.left_bytes:
+            self._on_over(Copied(job.ticket, 0))
+        else:
+            self._turns.jobs.append(job)

@@ -1,8 +1,8 @@
 """A transport inside one process, for unit tests only: regions are mappings, posts are copies.
 
 It keeps the contract of ``kvd.transfer.base`` and the order of reports of the real one: posts take
-turns, one handle per turn of the loop, and reports come by ``call_soon``. A test can hold posts,
-fail the next one, or kill a transport.
+turns, one handle per turn of the loop, copies one slice, and reports come by ``call_soon``. A test
+can hold posts, fail the next one, or kill a transport.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 
 from kvd.transfer.base import TransportDown
-from kvd.transfer.copies import Area, carry_out
+from kvd.transfer.copies import Area, Turns, begin
 from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import (
     VERSION,
@@ -30,7 +30,9 @@ from kvd.transfer.orders import (
     Alive,
     Begin,
     Collapsed,
+    Copied,
     Copy,
+    CopyFailed,
     Drop,
     Dropped,
     Load,
@@ -82,6 +84,7 @@ class Loopback:
         self._areas: dict[str, Area] = {}
         self._links: dict[tuple[str, int], Metadata] = {}
         self._copies: deque[_Copy] = deque()
+        self._slices = Turns()
         self._is_held = False
         self._is_turning = False
         self._failures: deque[str] = deque()
@@ -118,7 +121,7 @@ class Loopback:
             case Quiesce(ticket):
                 self._say(Quiet(ticket))
             case Copy():
-                self._say(carry_out(order, self._areas))
+                self._copy(order)
             case Probe(number):
                 self._say(Alive(number))
             case Begin():
@@ -157,6 +160,7 @@ class Loopback:
         if self.is_alive:
             del _alive[self._name]
         self._copies.clear()
+        self._slices.jobs.clear()
 
     def _map(self, region: RegionFd) -> None:
         shape = region.geometry
@@ -228,6 +232,27 @@ class Loopback:
             plan = writes(order.source, order.destination, ours, theirs, order.split)
             self._copies.append(_Copy(order, plan, _alive[peer.agent]))
             self._turn_soon()
+
+    def _copy(self, order: Copy) -> None:
+        job = begin(order, self._areas)
+        if isinstance(job, CopyFailed):
+            self._say(job)
+        elif not job.left_bytes:
+            self._say(Copied(job.ticket, 0))
+        else:
+            self._slices.jobs.append(job)
+            if len(self._slices.jobs) == 1:
+                self._loop.call_soon(self._slice)
+
+    def _slice(self) -> None:
+        """Copy one slice of the copy whose turn it is."""
+        if not self._slices.jobs:
+            return
+        job = self._slices.step()
+        if self._slices.jobs:
+            self._loop.call_soon(self._slice)
+        if job is not None:
+            self._on_reports([Copied(job.ticket, job.n_bytes)])
 
     def _turn_soon(self) -> None:
         if self._copies and not self._is_turning:

@@ -16,12 +16,12 @@ class Buggy:
 
 
 def buggy(*_: object) -> NoReturn:
-    """Stand in for ``carry_out``."""
+    """Stand in for ``begin``."""
     msg = "a bug"
     raise TypeError(msg)
 
 
 if __name__ == "__main__":
     vars(links)["Sender"] = Buggy
-    vars(copies)["carry_out"] = buggy
+    vars(copies)["begin"] = buggy
     worker.main()

@@ -78,7 +78,7 @@ async def test_a_copy_that_makes_no_sense_is_refused_and_writes_nothing(
     assert all(np.array_equal(node.memories[name].bytes, was) for name, was in before.items())
 
 
-async def test_copies_are_done_in_the_order_in_which_they_came(pair):
+async def test_copies_of_one_size_are_done_in_the_order_in_which_they_came(pair):
     node, _ = pair
     tickets = [next(numbers) for _ in range(20)]
 
@@ -88,6 +88,41 @@ async def test_copies_are_done_in_the_order_in_which_they_came(pair):
 
     heard = [one.ticket for one in node.reports if isinstance(one, Copied)]
     assert heard[-len(tickets) :] == tickets
+
+
+async def test_a_small_copy_does_not_wait_for_the_large_ones_before_it(pair):
+    node, _ = pair
+    everything = list(range(1, 9))
+    large = [next(numbers) for _ in range(30)]
+    small = next(numbers)
+
+    for ticket in large:
+        node.copy(ticket, "kv", everything, "kv.saved", everything)
+    node.copy(small, "layered", [1], "layered.saved", [2])
+    for ticket in (*large, small):
+        assert isinstance(await node.copied(ticket), Copied)
+
+    ended = [one.ticket for one in node.reports if isinstance(one, Copied)]
+    assert len(ended) - ended.index(small) > len(large) // 2
+    assert [one for one in ended if one in large] == large
+
+
+async def test_copies_that_were_cut_into_slices_are_answered_once_with_all_their_bytes(pair):
+    node, _ = pair
+    sizes = {next(numbers): n_pages for n_pages in (8, 1, 5, 7, 3, 8, 2)}
+
+    for ticket, n_pages in sizes.items():
+        pages = list(range(1, 1 + n_pages))
+        node.copy(ticket, "kv", pages, "kv.saved", pages)
+    for ticket in sizes:
+        await node.copied(ticket)
+
+    page_bytes = node.memories["kv"].shape.page_bytes
+    heard = {one.ticket: one.n_bytes for one in node.reports if isinstance(one, Copied)}
+    assert {ticket: heard[ticket] for ticket in sizes} == {
+        ticket: n_pages * page_bytes for ticket, n_pages in sizes.items()
+    }
+    assert len(heard) == len([one for one in node.reports if isinstance(one, Copied)])
 
 
 async def test_a_post_into_an_area_that_is_not_registered_is_refused(pair):

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from kvd.core.seal import Seal, page_sum
 from kvd.core.spec import Layout, Mha, Mla, Order, Raw, State, StateTensor, companion_pages
-from kvd.transfer.copies import Area, carry_out
+from kvd.transfer.copies import Area, begin
 from kvd.transfer.orders import Copied, Copy, Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Memory, Rig
@@ -300,7 +300,7 @@ async def test_a_copy_between_memory_of_different_orders_goes_tensor_by_tensor(o
     for read, store in zip(slots(ours.bytes, ours.shape), expected, strict=True):
         store[[1, 2]] = read[[4, 2]]
 
-    carry_out(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas)
+    begin(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas).step()
 
     for found, wanted in zip(slots(theirs.bytes, theirs.shape), expected, strict=True):
         assert np.array_equal(found, wanted)
