@@ -18,20 +18,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.admission import Admission, Waiter
+from kvd.core.cargo import Cargo
 from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart, is_last_of_room
 from kvd.core.prompt import prompt_digest
-from kvd.core.seal import seal_of
 from kvd.core.settling import Settling
 from kvd.core.tables import Decode, DecodeTrigger
 from kvd.core.verdict import bounded, took_too_long, writer_restarted, writer_silent
 from kvd.core.verify import Finding, Verifying
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
+from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Grant, Offer, Outcome, Progress, Settled, Withdrawn
+from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress, Settled, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -99,7 +99,8 @@ class Decoder:
         self.by_handoff: dict[int, DecodePart] = {}
         """Those that have been offered."""
         self.settling = Settling(settings, leases, peers, out)
-        self.verifying = Verifying(settings, peers, out)
+        self._cargo = Cargo(settings.spec, leases)
+        self.verifying = Verifying(settings, self._cargo, peers, out)
         self._settings = settings
         self._leases = leases
         self._admission = admission
@@ -187,13 +188,13 @@ class Decoder:
 
     def verified(self, got: Verified) -> None:
         """Our transfer process has compared what arrived with what was sent."""
-        part = self.parts.get(got.ticket)
+        part = self.verifying.parts.get(got.ticket)
         if part is not None and part.state is D.VERIFYING:
-            self._judge(part, self.verifying.judge(part, got))
+            self._judge(part, self.verifying.judge(got))
 
     def serving(self) -> None:
         """A transfer process serves: it is asked what its predecessor did not answer."""
-        self.verifying.ask_again(p for p in self.parts.values() if p.state is D.VERIFYING)
+        self.verifying.ask_again()
 
     def writer_gone(self, incarnation: str) -> None:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
@@ -263,9 +264,8 @@ class Decoder:
         self._last_handoff += 1
         part.handoff = self._last_handoff
         self.by_handoff[part.handoff] = part
-        last = self._leases.pages_for(part.prompt_tokens)
-        destination = Pages(lease.row[lease.owned * ID_BYTES : last * ID_BYTES])
-        component = self._settings.spec.components[0].name
+        grants = self._cargo.grants(lease, part.prompt_tokens)
+        part.total_bytes = self._cargo.granted_bytes(grants)
         part.unanswered = Offer(
             source=self._settings.incarnation,
             target=peer.incarnation,
@@ -275,15 +275,14 @@ class Decoder:
             prompt_tokens=part.prompt_tokens,
             decode_prefix_len=part.prefix_tokens,
             digest=prompt_digest(lease.tokens, lease.namespace),
-            grants=(Grant(component, part.prefix_tokens, part.prompt_tokens, destination),),
+            grants=grants,
             deadline_s=part.deadline_s - self._out.at_s,
             integrity=self._settings.integrity,
             waited_s=self._out.at_s - part.since_s,
         )
-        part.seal = seal_of(part.unanswered, self._leases.page_size)
-        self._move(
-            part, T.ADMITTED, f"has {part.prefix_tokens} tokens, {count(destination)} pages wanted"
-        )
+        part.seals = self._cargo.seals(part.unanswered)
+        n_pages = sum(count(grant.pages) for grant in grants)
+        self._move(part, T.ADMITTED, f"has {part.prefix_tokens} tokens, {n_pages} pages wanted")
         self._out.answer(part.session, client.Receiving(call, part.id, part.prefix_tokens))
         part.resend_gap_s = self._settings.resend_s
         self._resend(part)
@@ -400,8 +399,7 @@ class Decoder:
 
     def _moved(self, part: DecodePart, moved_bytes: int) -> None:
         """What the writer says has landed, as far as it can be."""
-        most = self._leases.bytes_of(part.prompt_tokens - part.prefix_tokens)
-        part.moved_bytes = min(max(part.moved_bytes, moved_bytes), most)
+        part.moved_bytes = min(max(part.moved_bytes, moved_bytes), part.total_bytes)
 
     def _part(self, peer: Peer, handoff: int) -> DecodePart | None:
         part = self.by_handoff.get(handoff)

@@ -279,7 +279,7 @@ class Engines:
                 side=self._name,
                 numbers={"tokens": n_tokens, "limit": peer.max_prompt_tokens},
             )
-        return peer.refusal
+        return peer.source_refusal
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens

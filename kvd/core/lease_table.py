@@ -26,7 +26,7 @@ from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.saved import SavedArea
-from kvd.core.spec import has_bytes, page_bytes
+from kvd.core.spec import Whole, companion_factor, has_bytes, page_bytes
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import events
@@ -53,7 +53,12 @@ class LeaseTable:
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
-        self.page_bytes = page_bytes(component) if has_bytes(component) else 0
+        self.page_bytes = sum(
+            page_bytes(one) * companion_factor(spec, one)
+            for one in spec.components
+            if isinstance(one.extent, Whole) and has_bytes(one)
+        )
+        """Of one page, with what is in lockstep with it."""
         self.leases: dict[int, Lease] = {}
         self.releases = 0
         """Grows whenever headroom may have grown: a blocked request need not look before.
@@ -276,9 +281,13 @@ class LeaseTable:
 
     # ---- holders and readers -----------------------------------------------------------------
 
-    def hold(self, lease: Lease, holder: str) -> None:
-        """One more holder: the lease ends when the last one lets go."""
+    def hold_for_send(self, lease: Lease, holder: str, prompt_tokens: int) -> None:
+        """One more holder, which lets go when the prompt is sent; the last one ends the lease."""
         lease.holders.add(holder)
+        needs = self.beside.fresh_tokens(prompt_tokens, cached=True)
+        if needs is not None:
+            known = lease.sent_from
+            lease.sent_from = needs if known is None else min(known, needs)
 
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
@@ -306,6 +315,8 @@ class LeaseTable:
         """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
         lease.holders.discard(holder)
         if lease.holders:
+            if lease.holders == {ENGINE}:
+                lease.sent_from = None
             return
         self.growth += self.beside.end(lease)
         self._unlock(lease)

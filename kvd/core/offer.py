@@ -6,21 +6,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.spec import PerRequest, Tail
 from kvd.core.tables import Prefill
+from kvd.core.tail import tail_start
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
 
 if TYPE_CHECKING:
+    from kvd.core.cargo import Cargo, Freight
     from kvd.core.parts import Engine, PrefillPart
     from kvd.core.peer import Peer
     from kvd.core.settings import Settings
-    from kvd.core.spec import Component
-    from kvd.wire.peer import Offer
+    from kvd.wire.peer import Grant, Offer
 
 
-def bad_offer(offer: Offer, component: Component, side: str) -> Refusal | None:
-    """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13)."""
-    prompt, prefix, page_size = offer.prompt_tokens, offer.decode_prefix_len, component.page_size
+def bad_offer(
+    offer: Offer, cargo: Cargo, split: tuple[int, ...], page_size: int, side: str
+) -> Refusal | None:
+    """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13).
+
+    ``page_size`` is the decode side's, ``split`` how many of its pages each of ours is.
+    """
+    prompt, prefix = offer.prompt_tokens, offer.decode_prefix_len
     if not 1 <= offer.room <= MAX_ROOM:
         return Refusal(
             Code.BAD_ROOM,
@@ -43,48 +50,103 @@ def bad_offer(offer: Offer, component: Component, side: str) -> Refusal | None:
             side=side,
             numbers={"decode_prefix_len": prefix, "page_size": page_size},
         )
-    if len(offer.grants) != 1:
+    wanted = [freight.component.name for freight in cargo.freights]
+    granted = [grant.component for grant in offer.grants]
+    if granted != wanted:
         return Refusal(
-            Code.BAD_PAGES, f"{len(offer.grants)} grants for a pool of one component", side=side
+            Code.BAD_PAGES,
+            f"pages of {_listed(granted)}, this pool sends {_listed(wanted)}",
+            side=side,
         )
-    return _bad_grant(offer, component, side)
+    for freight, grant in zip(cargo.freights, offer.grants, strict=True):
+        unit = cargo.unit_tokens(freight, split)
+        refusal = _bad_range(offer, freight, grant, side) or _bad_pages(freight, grant, unit, side)
+        if refusal is not None:
+            return refusal
+    return None
 
 
-def _bad_grant(offer: Offer, component: Component, side: str) -> Refusal | None:
-    grant, page_size = offer.grants[0], component.page_size
-    if grant.component != component.name:
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:8]) or "nothing"
+
+
+def _bad_range(offer: Offer, freight: Freight, grant: Grant, side: str) -> Refusal | None:
+    """The token range must be the one that both sides work out."""
+    prompt, component = offer.prompt_tokens, freight.component
+    match component.extent:
+        case Tail(window):
+            size = component.page_size
+            starts = {tail_start(prompt, window, size, cached=cached) for cached in (True, False)}
+        case PerRequest():
+            starts = {0}
+        case _:
+            starts = {offer.decode_prefix_len}
+    if grant.start_tokens in starts and grant.end_tokens == prompt:
+        return None
+    should = " or ".join(f"[{start}, {prompt})" for start in sorted(starts))
+    return Refusal(
+        Code.BAD_PAGES,
+        f"pages of {component.name} for tokens [{grant.start_tokens}, {grant.end_tokens}), "
+        f"what is sent of it is {should}",
+        side=side,
+    )
+
+
+def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal | None:
+    first, end = freight.units(grant, unit)
+    if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(
             Code.BAD_PAGES,
-            f"pages of component {grant.component!r}, this pool has {component.name!r}",
+            f"{count(grant.pages)} destination pages of {grant.component} for "
+            f"{grant.end_tokens - grant.start_tokens} tokens of page_size={unit}: {end - first} "
+            "are needed",
             side=side,
-        )
-    wanted = (offer.decode_prefix_len, offer.prompt_tokens)
-    if (grant.start_tokens, grant.end_tokens) != wanted:
-        return Refusal(
-            Code.BAD_PAGES,
-            f"pages for tokens [{grant.start_tokens}, {grant.end_tokens}), "
-            f"the delta is [{wanted[0]}, {wanted[1]})",
-            side=side,
-        )
-    needed = -(-(wanted[1] - wanted[0]) // page_size)
-    if len(grant.pages) != needed * ID_BYTES:
-        return Refusal(
-            Code.BAD_PAGES,
-            f"{count(grant.pages)} destination pages for {wanted[1] - wanted[0]} tokens of "
-            f"page_size={page_size}: {needed} are needed",
-            side=side,
-            numbers={"pages": count(grant.pages), "needed_pages": needed},
+            numbers={"pages": count(grant.pages), "needed_pages": end - first},
         )
     ids = np.frombuffer(grant.pages, dtype="<i4")
     if ids.size and (int(ids.min()) <= NULL_PAGE or np.unique(ids).size != ids.size):
         return Refusal(
-            Code.BAD_PAGES, "destination pages must be distinct and above the null page", side=side
+            Code.BAD_PAGES,
+            f"destination pages of {grant.component} must be distinct and above the null page",
+            side=side,
         )
     return None
 
 
-def disagreement(offer: Offer, engine: Engine, side: str) -> Refusal | None:
-    """How the two sides' prompts differ; None when they are the same."""
+def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+    """Why the prefill engine has no longer all that the decode side is to get."""
+    for index, keeper in cargo.windows():
+        start = offer.grants[index].start_tokens
+        floor, _ = keeper.mapped_tokens(engine.lease)
+        if floor > start:
+            return Refusal(
+                Code.BAD_PAGES,
+                f"window pages of {keeper.component.name} are wanted from token {start} on, lease "
+                f"{engine.lease.id} has slid and has them from {floor} on: open the send first, "
+                "then slide",
+                side=side,
+                numbers={"wanted_tokens": start, "mapped_tokens": floor},
+            )
+    return None
+
+
+def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+    """Why the prompt cannot be whole: some of it has no window page yet."""
+    for _, keeper in cargo.windows():
+        _, top = keeper.mapped_tokens(engine.lease)
+        if top < engine.prompt_tokens:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"finish of a prompt of {engine.prompt_tokens} tokens, lease {engine.lease.id} has "
+                f"pages of {keeper.component.name} up to {top}: slide it along as it is computed",
+                side=side,
+                numbers={"prompt_tokens": engine.prompt_tokens, "mapped_tokens": top},
+            )
+    return None
+
+
+def disagreement(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+    """How the two sides' prompts differ; None when they are the same, and there to be sent."""
     if offer.prompt_tokens != engine.prompt_tokens:
         difference = (
             f"the decode side has a prompt of {offer.prompt_tokens} tokens, "
@@ -97,12 +159,12 @@ def disagreement(offer: Offer, engine: Engine, side: str) -> Refusal | None:
             "namespaces are not the same"
         )
     else:
-        return None
+        return slid_past(offer, engine, cargo, side)
     return Refusal(Code.PROMPT_MISMATCH, difference, side=side)
 
 
 def unacceptable(
-    offer: Offer, peer: Peer, other: PrefillPart | None, mine: Settings
+    offer: Offer, peer: Peer, other: PrefillPart | None, cargo: Cargo, mine: Settings
 ) -> Refusal | None:
     """Why the Offer cannot be served here and now; ``other`` is the part that has its room."""
     side = mine.name
@@ -125,7 +187,8 @@ def unacceptable(
             f"handoff {other.handoff} of {other.peer})",
             side=side,
         )
-    refusal = bad_offer(offer, mine.spec.components[0], side)
+    page_size = mine.spec.components[0].page_size // (peer.split[0] if peer.split else 1)
+    refusal = bad_offer(offer, cargo, peer.split, page_size, side)
     if refusal is None and other is not None and other.engine is not None:
-        refusal = disagreement(offer, other.engine, side)
+        refusal = disagreement(offer, other.engine, cargo, side)
     return refusal

@@ -12,7 +12,6 @@ import msgspec
 
 from kvd.core.flow import Flow
 from kvd.core.lease import Lease
-from kvd.core.seal import UNSEALED
 from kvd.core.story import Story
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Refusal
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.admission import Waiter
+    from kvd.core.seal import Seal
     from kvd.wire.peer import Abort, Offer
 
 
@@ -44,12 +44,13 @@ class DecodePart:
         "resend_gap_s",
         "resend_s",
         "room",
-        "seal",
+        "seals",
         "session",
         "since_s",
         "state",
         "story",
         "sums",
+        "total_bytes",
         "unanswered",
         "waiter",
     )
@@ -70,9 +71,12 @@ class DecodePart:
         self.prefix_tokens = 0
         self.moved_bytes = 0
         self.aux = b""
-        self.seal = UNSEALED
-        self.sums = b""
-        """What the writer says of the pages, while they are verified."""
+        self.total_bytes = 0
+        """Of the pages that it was granted."""
+        self.seals: tuple[Seal, ...] = ()
+        """One per grant; none where nothing is summed."""
+        self.sums: dict[int, bytes] = {}
+        """What the writer says of the pages of each grant, while they are verified."""
         self.lease: Lease | None = None
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""
@@ -134,17 +138,21 @@ class PrefillPart:
         "outcome",
         "outstanding",
         "peer",
+        "posted_last",
         "posted_pages",
         "posted_tokens",
         "prompt_tokens",
         "resend_gap_s",
         "resend_s",
         "room",
+        "seals",
         "session",
         "since_s",
+        "split",
         "state",
         "story",
         "sums",
+        "total_bytes",
     )
 
     def __init__(self, part_id: int, room: int, state: Prefill, at_s: float) -> None:
@@ -175,8 +183,16 @@ class PrefillPart:
         self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
-        self.sums: dict[int, bytes] = {}
-        """Of the pages of each post that is done; ids of posts grow with the pages."""
+        self.seals: tuple[Seal, ...] = ()
+        """One per grant; none where nothing is summed."""
+        self.split: tuple[int, ...] = ()
+        """How many of the decode side's pages each of ours is, for each component compared."""
+        self.posted_last = True
+        """Whether what goes with the last chunk is posted; true where there is nothing."""
+        self.total_bytes = 0
+        """Of the pages that were granted."""
+        self.sums: dict[tuple[int, int], bytes] = {}
+        """By grant and post, of the pages of each post that is done; ids of posts grow."""
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
@@ -187,6 +203,11 @@ class PrefillPart:
         self.story = Story()
 
     @property
+    def is_posted(self) -> bool:
+        """Whether nothing is left to be posted."""
+        return self.posted_last and self.posted_tokens >= self.prompt_tokens
+
+    @property
     def checksums(self) -> bytes:
-        """The sums of all its posts, in the order of the pages."""
+        """The sums of all its posts, grant by grant in the order of the pages."""
         return b"".join(sums for _, sums in sorted(self.sums.items()))

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from kvd.core.agents import RETRY_S, Agent, Agents
 from kvd.core.hello import unwelcome
+from kvd.core.layouts import layout_match
 from kvd.core.life import Life
-from kvd.core.spec import fingerprint, layout_difference
-from kvd.errors import Code, Refusal
+from kvd.core.spec import fingerprint
 from kvd.wire import events
 from kvd.wire.peer import Hello, Message, Ping, Reject
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import HandshakeFailed
     from kvd.core.settings import Settings
+    from kvd.errors import Refusal
 
 
 class Peer:
@@ -52,6 +53,8 @@ class Peer:
         "refusal",
         "round_trip_s",
         "settled_floor",
+        "source_refusal",
+        "split",
     )
 
     def __init__(self, name: str) -> None:
@@ -65,6 +68,11 @@ class Peer:
         self.life = Life.LOST
         self.heard_s = 0.0
         self.refusal: Refusal | None = None
+        """Why we send it nothing."""
+        self.source_refusal: Refusal | None = None
+        """Why we take nothing from it."""
+        self.split: tuple[int, ...] = ()
+        """How many of its pages each of ours is, for each component compared."""
         self.agent = Agent.NONE
         self.agent_since_s = 0.0
         self.agent_rest_s = RETRY_S
@@ -230,19 +238,15 @@ class Peers:
         peer.metadata = message.metadata
         peer.max_prompt_tokens = message.max_prompt_tokens
         peer.max_aux_bytes = message.max_aux_bytes
-        difference = layout_difference(self._settings.spec, message.layout)
-        peer.refusal = None
-        if difference is not None:
-            peer.refusal = Refusal(
-                Code.LAYOUT_MISMATCH,
-                f"{self._settings.name} and {peer.name} lay out their pools differently: "
-                f"{difference}; configure [pool] alike on both",
-                side=self._settings.name,
-            )
+        mine = self._settings
+        match = layout_match(mine.spec, message.layout, mine.name, peer.name)
+        peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
+        if match.sending is not None and match.receiving is not None:
             out = self._out
+            why = match.difference
             out.emit(
                 events.PeerRefused(
-                    out.next_seq(), out.at_s, peer.name, Code.LAYOUT_MISMATCH.value, difference
+                    out.next_seq(), out.at_s, peer.name, match.sending.code.value, why
                 )
             )
         self.agents.load(peer)
@@ -286,8 +290,8 @@ class Peers:
         peer = self.by_name.get(name)
         if peer is None or not peer.incarnation:
             return f"{name} has not said Hello yet{_because(self.trouble(name))}"
-        if peer.refusal is not None:
-            return peer.refusal.message
+        if peer.source_refusal is not None:
+            return peer.source_refusal.message
         if peer.life is Life.LOST:
             silent_s = self._out.at_s - peer.heard_s
             return f"{name} has been silent for {silent_s:.1f} s{_because(self.trouble(name))}"

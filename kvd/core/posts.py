@@ -1,8 +1,9 @@
 """Posts of the prefill side: which pages of a part go out now, and which are still under way.
 
 A page is posted once, when it is whole and lies beyond ``decode_prefix_len``; the last page goes
-when the engine has finished, whole or not. Work is per call, not per page: one ``advance`` makes
-at most one post, and the transfer process cuts it as the hardware likes.
+when the engine has finished, whole or not, and with it the windows and the state. Work is per call,
+not per page: one ``advance`` makes at most one post per component, and the transfer process cuts it
+as the hardware likes.
 
     tokens   0 ... decode_prefix_len ... posted ... cursor ... prompt_tokens
              | the decode side has it | posted | written | not yet computed |
@@ -16,24 +17,27 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.agents import Agent
-from kvd.core.seal import UNSEALED, seal_of
+from kvd.core.seal import UNSEALED
 from kvd.core.tables import Prefill
 from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
+    from kvd.core.cargo import Cargo
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import Engine, PrefillPart
     from kvd.core.peer import Peers
-    from kvd.wire.peer import Offer
 
 
 class Posts:
     """The posts that are under way, by id."""
 
-    def __init__(self, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+    def __init__(self, cargo: Cargo, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+        self._cargo = cargo
         self.parts: dict[int, PrefillPart] = {}
         self.sent_bytes = 0
+        self._grants: dict[int, int] = {}
+        """Of each post under way: which grant of its part it writes."""
         self._moved: dict[int, int] = {}
         """Of each post under way, as last reported."""
         self._leases = leases
@@ -46,23 +50,50 @@ class Posts:
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is None or peer.agent is not Agent.LOADED:
             return
-        size = self._leases.page_size
+        engine, offer = part.engine, part.offer
+        if engine is None or offer is None:
+            return
+        is_last = part.state is not Prefill.STREAMING
         upto = part.prompt_tokens
-        if part.state is Prefill.STREAMING:
+        if not is_last:
+            size = self.page_tokens(part)
             upto = part.cursor_tokens // size * size
-        if upto > part.posted_tokens and part.engine is not None and part.offer is not None:
-            self._post(part, part.engine, part.offer, upto)
+        for index, freight in enumerate(self._cargo.freights):
+            unit = self._cargo.unit_tokens(freight, part.split)
+            first, end = freight.units(offer.grants[index], unit)
+            if freight.streams:
+                now = part.posted_tokens // unit, -(-upto // unit)
+            elif is_last and not part.posted_last:
+                now = first, end
+            else:
+                continue
+            if now[0] < now[1]:
+                self._post(part, engine, index, (first, *now))
+        if upto > part.posted_tokens:
+            size = self.page_tokens(part)
+            part.posted_pages += -(-upto // size) - part.posted_tokens // size
+            part.posted_tokens = upto
+        part.posted_last = part.posted_last or is_last
 
-    def _post(self, part: PrefillPart, engine: Engine, offer: Offer, upto: int) -> None:
-        size = self._leases.page_size
-        first, last = part.posted_tokens // size, -(-upto // size)
-        base = part.decode_prefix_len // size
-        grant = offer.grants[0]
+    def page_tokens(self, part: PrefillPart) -> int:
+        """The decode side's page size, which is what it can be given piece by piece."""
+        return self._leases.page_size // (part.split[0] if part.split else 1)
+
+    def _post(
+        self, part: PrefillPart, engine: Engine, index: int, units: tuple[int, int, int]
+    ) -> None:
+        """Units ``[start, end)`` of a grant whose first is ``base``."""
+        base, start, end = units
+        offer = part.offer
+        assert offer is not None
+        freight, grant = self._cargo.freights[index], offer.grants[index]
+        parts = part.split[freight.place] if part.split else 1
         self._last += 1
         if not part.outstanding:
             part.flow.restart(self._out.at_s)
         part.outstanding.add(self._last)
         self.parts[self._last] = part
+        self._grants[self._last] = index
         self._leases.begin_read(engine.lease)
         is_open = offer.integrity is Integrity.OFF
         self._out.effects.append(
@@ -71,14 +102,13 @@ class Posts:
                 part.incarnation,
                 part.generation,
                 grant.component,
-                Pages(engine.lease.row[first * ID_BYTES : last * ID_BYTES]),
-                Pages(grant.pages[(first - base) * ID_BYTES : (last - base) * ID_BYTES]),
-                UNSEALED if is_open else seal_of(offer, size),
-                0 if is_open else first,
+                self._cargo.source(freight, engine.lease, (start, end), parts),
+                Pages(grant.pages[(start - base) * ID_BYTES : (end - base) * ID_BYTES]),
+                UNSEALED if is_open else part.seals[index],
+                0 if is_open else start,
+                parts,
             )
         )
-        part.posted_tokens = upto
-        part.posted_pages += last - first
 
     def moved(self, post: int, moved_bytes: int) -> PrefillPart | None:
         """A running post has moved so much."""
@@ -94,10 +124,11 @@ class Posts:
         if part is None:
             return None
         del self.parts[post], self._moved[post]
+        index = self._grants.pop(post)
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
         if sums:
-            part.sums[post] = sums
+            part.sums[index, post] = sums
         self.sent_bytes += moved_bytes
         if part.engine is not None:
             self._leases.end_read(part.engine.lease)

@@ -16,11 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import Agent
+from kvd.core.cargo import Cargo
 from kvd.core.flow import stalled
 from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
-from kvd.core.offer import disagreement, unacceptable
+from kvd.core.offer import disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
@@ -60,7 +61,8 @@ class Prefiller:
         """By send id: the engine was told, and has not said finish or abort yet."""
         self.lapsed = LapsedRooms(settings)
         self.last_word = LastWord(settings, leases, peers, out)
-        self.posts = Posts(leases, peers, out)
+        self._cargo = Cargo(settings.spec, leases)
+        self.posts = Posts(self._cargo, leases, peers, out)
         self._settings = settings
         self._leases = leases
         self._peers = peers
@@ -93,7 +95,7 @@ class Prefiller:
         part.prompt_tokens = engine.prompt_tokens
         part.deadline_s = self._deadline(message.deadline_s)
         self.by_send[part.id] = part
-        self._leases.hold(engine.lease, f"send {part.id}")
+        self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         self._out.answer(engine.session, client.Sending(message.call, part.id))
         if part.state is P.AWAIT_ENGINE:
             self._stream(part, T.ENGINE_OPENED)
@@ -123,6 +125,10 @@ class Prefiller:
             return Refusal(
                 Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
             )
+        if part.engine is not None:
+            refusal = not_reached(part.engine, self._cargo, self._settings.name)
+            if refusal is not None:
+                return refusal
         part.finish_call = call
         part.aux = aux
         part.cursor_tokens = part.prompt_tokens
@@ -169,7 +175,7 @@ class Prefiller:
         if self.last_word.is_full(peer, message.handoff):
             return
         part = self.by_room.get(message.room)
-        refusal = unacceptable(message, peer, part, self._settings)
+        refusal = unacceptable(message, peer, part, self._cargo, self._settings)
         if refusal is None and part is None:
             refusal = self.lapsed.refusal(message.room, self._out.at_s - message.waited_s)
         if refusal is not None:
@@ -186,6 +192,10 @@ class Prefiller:
         part.generation = message.generation
         part.prompt_tokens = message.prompt_tokens
         part.decode_prefix_len = part.posted_tokens = message.decode_prefix_len
+        part.split = peer.split
+        part.seals = self._cargo.seals(message, peer.split)
+        part.total_bytes = self._cargo.granted_bytes(message.grants, peer.split)
+        part.posted_last = all(freight.streams for freight in self._cargo.freights)
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
 
@@ -290,8 +300,7 @@ class Prefiller:
             self._accept(peer, part)
         if part.engine is not None:
             self._out.answer(part.engine.session, client.Accepted(part.id, part.decode_prefix_len))
-        is_short = part.posted_tokens < part.prompt_tokens
-        if peer is not None and peer.agent is Agent.FAILED and is_short:
+        if peer is not None and peer.agent is Agent.FAILED and not part.is_posted:
             self.give_up(part, self._post_failed(f"no sending agent: {peer.agent_why}"))
             return
         if part.aux is not None:
@@ -300,8 +309,7 @@ class Prefiller:
 
     def _flush(self, part: PrefillPart) -> None:
         """FLUSHING -> SETTLED when everything is posted and nothing outstanding."""
-        is_done = part.posted_tokens >= part.prompt_tokens and not part.outstanding
-        if part.state is P.FLUSHING and is_done:
+        if part.state is P.FLUSHING and part.is_posted and not part.outstanding:
             part.outcome = Outcome.DELIVERED
             self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
             del self.by_send[part.id]
@@ -359,7 +367,7 @@ class Prefiller:
         self.last_word.join(part)
 
     def _disagreement(self, offer: Offer, engine: Engine) -> Refusal | None:
-        return disagreement(offer, engine, self._settings.name)
+        return disagreement(offer, engine, self._cargo, self._settings.name)
 
     def _too_long(self, part: PrefillPart, aux: bytes) -> Refusal | None:
         """Why this aux could not be delivered: our own limit, or that of a known peer."""

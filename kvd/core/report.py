@@ -186,7 +186,7 @@ def _decode_wait(node: Node, part: DecodePart) -> str:
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
     if part.state is Decode.VERIFYING:
-        return f"its pages to be verified ({len(part.sums) // SUM_BYTES} pages)"
+        return f"its pages to be verified ({sum(map(len, part.sums.values())) // SUM_BYTES} pages)"
     return _DECODE_WAITS.get(part.state.value, "")
 
 
@@ -209,7 +209,7 @@ def _decode_room(node: Node, part: DecodePart) -> RoomState:
         posted_pages=0,
         total_pages=table.pages_for(delta_tokens),
         moved_bytes=part.moved_bytes,
-        total_bytes=table.bytes_of(delta_tokens),
+        total_bytes=part.total_bytes or table.bytes_of(delta_tokens),
         outstanding_posts=0,
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
@@ -237,7 +237,7 @@ def _prefill_room(node: Node, part: PrefillPart) -> RoomState:
         posted_pages=part.posted_pages,
         total_pages=table.pages_for(delta_tokens),
         moved_bytes=part.moved_bytes,
-        total_bytes=table.bytes_of(delta_tokens),
+        total_bytes=part.total_bytes or table.bytes_of(delta_tokens),
         outstanding_posts=len(part.outstanding),
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,

@@ -66,16 +66,14 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 UNSEALED = Seal(Integrity.OFF, b"", 0, 0)
 
 
-def seal_of(offer: Offer, page_size: int) -> Seal:
-    """The seal of the handoff that ``offer`` opens; the same on both sides."""
-    grant = offer.grants[0]
-    head = f"{grant.component}\0{offer.source}\0{offer.handoff}\0".encode()
-    return Seal(
-        offer.integrity,
-        xxhash.xxh3_128_digest(head + offer.digest),
-        offer.decode_prefix_len // page_size,
-        -(-offer.prompt_tokens // page_size),
-    )
+def seal_of(offer: Offer, component: str, units: tuple[int, int]) -> Seal:
+    """The seal of one component of the handoff that ``offer`` opens; the same on both sides.
+
+    ``units``: the logical pages ``[first, end)`` of it that are sent, in pages of the receiver.
+    """
+    head = f"{component}\0{offer.source}\0{offer.handoff}\0".encode()
+    first, end = units
+    return Seal(offer.integrity, xxhash.xxh3_128_digest(head + offer.digest), first, end)
 
 
 def chosen(seal: Seal, start: int, stop: int) -> NDArray[np.int64]:

@@ -65,7 +65,7 @@ class Transfers:
     def agent_failed(self, incarnation: str, why: str) -> None:
         """Nothing can be posted to this peer."""
         for part in self._prefiller.parts_of(incarnation):
-            if part.state in WRITING and part.posted_tokens < part.prompt_tokens:
+            if part.state in WRITING and not part.is_posted:
                 self._prefiller.give_up(part, self._failed(f"no sending agent: {why}"))
 
     def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:

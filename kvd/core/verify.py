@@ -18,14 +18,15 @@ import numpy as np
 from kvd.core import effects
 from kvd.core.seal import SUM_BYTES, chosen
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, Pages
+from kvd.types import Pages
 from kvd.wire import events
+from kvd.wire.peer import Grant, Offer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvd.core.cargo import Cargo
     from kvd.core.inputs import Verified
-    from kvd.core.lease import Lease
     from kvd.core.parts import DecodePart
     from kvd.core.peer import Peers
     from kvd.core.settings import Settings
@@ -49,60 +50,81 @@ class Finding(enum.Enum):
 class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
-    def __init__(self, settings: Settings, peers: Peers, out: effects.Outbox) -> None:
+    def __init__(self, settings: Settings, cargo: Cargo, peers: Peers, out: effects.Outbox) -> None:
+        self.parts: dict[int, DecodePart] = {}
+        """By ticket: what has been asked and not answered."""
+        self._grants: dict[int, int] = {}
+        """By ticket: which grant of the part it is about."""
         self._settings = settings
-        self._component = settings.spec.components[0]
+        self._cargo = cargo
         self._peers = peers
         self._out = out
+        self._last_ticket = 0
 
     def begin(self, part: DecodePart, checksums: bytes) -> Finding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
-        seal = part.seal
-        if seal.is_open:
+        sizes = [SUM_BYTES * chosen(seal, seal.first, seal.end).size for seal in part.seals]
+        wanted_bytes = sum(sizes)
+        if not wanted_bytes:
             return Finding.GOOD
-        wanted_bytes = SUM_BYTES * chosen(seal, seal.first, seal.end).size
         if len(checksums) != wanted_bytes:
             return self._unsummed(part, len(checksums), wanted_bytes)
-        part.sums = checksums
-        n_pages = wanted_bytes // SUM_BYTES
-        part.story.tell(self._out.at_s, f"{n_pages} of {seal.end - seal.first} pages to verify")
+        at, first_ticket = 0, self._last_ticket + 1
+        for index, size in enumerate(sizes):
+            if size:
+                part.sums[index] = checksums[at : at + size]
+                at += size
+                self._last_ticket += 1
+                self.parts[self._last_ticket] = part
+                self._grants[self._last_ticket] = index
+        part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
         if self._peers.generation:
-            self._ask(part)
+            self._ask(range(first_ticket, self._last_ticket + 1))
         return Finding.ASKED
 
-    def ask_again(self, parts: Iterable[DecodePart]) -> None:
-        """The transfer process that was asked about ``parts`` is gone, and a new one serves."""
-        for part in parts:
-            self._ask(part)
+    def ask_again(self) -> None:
+        """The transfer process that was asked is gone, and a new one serves."""
+        self._ask(list(self.parts))
 
-    def judge(self, part: DecodePart, got: Verified) -> Finding | Refusal:
-        """Our transfer process has looked."""
-        checked = len(part.sums) // SUM_BYTES
-        part.sums = b""
+    def judge(self, got: Verified) -> Finding | Refusal:
+        """Our transfer process has looked at the pages of one grant."""
+        part = self.parts.pop(got.ticket)
+        index = self._grants.pop(got.ticket)
+        checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
+            self.forget(part)
             return Refusal(
                 Code.CORRUPT,
                 f"room {part.room} from {part.peer} cannot be verified: {got.why}",
                 side=self._settings.name,
             )
-        if not got.bad_pages:
-            return Finding.GOOD
-        return self._corrupt(part, got.bad_pages, checked)
+        if got.bad_pages:
+            self.forget(part)
+            return self._corrupt(part, index, got.bad_pages, checked)
+        return Finding.ASKED if part.sums else Finding.GOOD
 
-    def _ask(self, part: DecodePart) -> None:
-        if part.lease is not None:
+    def forget(self, part: DecodePart) -> None:
+        """It is decided: no further answer about it matters."""
+        for ticket in [one for one, of in self.parts.items() if of is part]:
+            del self.parts[ticket], self._grants[ticket]
+        part.sums = {}
+
+    def _ask(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            part, index = self.parts[ticket], self._grants[ticket]
+            grant = _grant(part, index)
             self._out.effects.append(
                 effects.Verify(
-                    part.id,
-                    self._component.name,
-                    part.seal,
-                    _delta(part, part.lease),
-                    part.sums,
+                    ticket, grant.component, part.seals[index], Pages(grant.pages), part.sums[index]
                 )
             )
 
+    def _told(self, part: DecodePart) -> str:
+        checked = sum(len(sums) for sums in part.sums.values()) // SUM_BYTES
+        return f"{checked} of {_sent_pages(part)}"
+
     def _unsummed(self, part: DecodePart, got_bytes: int, wanted_bytes: int) -> Refusal:
-        mode, n_pages = part.seal.integrity.value, part.seal.end - part.seal.first
+        mode, n_pages = part.seals[0].integrity.value, _sent_pages(part)
         return Refusal(
             Code.CORRUPT,
             f"room {part.room}: {part.peer} sent {got_bytes} bytes of page sums where "
@@ -113,15 +135,16 @@ class Verifying:
             numbers={"checksums_bytes": got_bytes, "needed_bytes": wanted_bytes},
         )
 
-    def _corrupt(self, part: DecodePart, bad_pages: tuple[int, ...], checked: int) -> Refusal:
+    def _corrupt(
+        self, part: DecodePart, index: int, bad_pages: tuple[int, ...], checked: int
+    ) -> Refusal:
         """Name the wrong pages, in a refusal and an event."""
-        seal, size, out = part.seal, self._component.page_size, self._out
+        seal, grant, out = part.seals[index], _grant(part, index), self._out
+        size = self._cargo.freights[index].component.page_size
         total, n_bad = seal.end - seal.first, len(bad_pages)
         shown = bad_pages[:SHOWN_PAGES]
-        pages: tuple[int, ...] = ()
-        if part.lease is not None:
-            ids = np.frombuffer(_delta(part, part.lease), dtype="<i4")
-            pages = tuple(int(ids[logical - seal.first]) for logical in shown)
+        ids = np.frombuffer(grant.pages, dtype="<i4")
+        pages = tuple(int(ids[logical - seal.first]) for logical in shown)
         named = ", ".join(
             f"page {page} (page {logical} of the prompt, tokens "
             f"[{logical * size}, {min((logical + 1) * size, part.prompt_tokens)}))"
@@ -140,7 +163,7 @@ class Verifying:
                 part.id,
                 part.room,
                 part.peer,
-                self._component.name,
+                grant.component,
                 pages,
                 shown,
                 n_bad,
@@ -164,6 +187,12 @@ class Verifying:
         )
 
 
-def _delta(part: DecodePart, lease: Lease) -> Pages:
-    """The pages that the writer wrote, which are neither cached nor reserve."""
-    return Pages(lease.row[part.seal.first * ID_BYTES : part.seal.end * ID_BYTES])
+def _grant(part: DecodePart, index: int) -> Grant:
+    """What it was granted; the Offer is what it said last while its pages are verified."""
+    offer = part.unanswered
+    assert isinstance(offer, Offer)
+    return offer.grants[index]
+
+
+def _sent_pages(part: DecodePart) -> int:
+    return sum(seal.end - seal.first for seal in part.seals)

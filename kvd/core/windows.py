@@ -248,6 +248,16 @@ class Windows:
         before, after = bytes(held.floor * ID_BYTES), bytes((held.room - held.top) * ID_BYTES)
         return Pages(before + held.pages + after)
 
+    def start_tokens(self, lease: Lease) -> int:
+        """The first token that has a window page of the lease's own."""
+        held = self.held[lease.id]
+        return max(held.floor, held.start) * self._page
+
+    def mapped_tokens(self, lease: Lease) -> tuple[int, int]:
+        """The tokens ``[first, end)`` that have a window page."""
+        held = self.held[lease.id]
+        return held.floor * self._page, held.top * self._page
+
     def own(self, lease: Lease) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)

@@ -72,24 +72,25 @@ def test_both_sides_work_out_one_seal_from_the_offer():
     (part,) = world.d.node.decoder.parts.values()
 
     assert offer.integrity is Integrity.FULL
-    assert part.seal == seal_of(offer, PAGE)
-    assert (part.seal.integrity, part.seal.first, part.seal.end) == (Integrity.FULL, 2, N_PAGES)
+    (seal,) = part.seals
+    assert seal == seal_of(offer, "kv", (2, N_PAGES))
+    assert (seal.integrity, seal.first, seal.end) == (Integrity.FULL, 2, N_PAGES)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("source", "another"), ("handoff", 2), ("digest", b"d" * 16), ("grants", "idx")],
+    [("source", "another"), ("handoff", 2), ("digest", b"d" * 16), ("component", "idx")],
 )
 def test_a_seal_is_bound_to_component_incarnation_handoff_and_prompt(field, value):
     world = World(integrity=Integrity.FULL)
     asked(world)
     offer = offered(world)
-    if field == "grants":
-        value = (msgspec.structs.replace(offer.grants[0], component=value),)
+    is_offers = field != "component"
+    other = msgspec.structs.replace(offer, **{field: value}) if is_offers else offer
 
-    other = msgspec.structs.replace(offer, **{field: value})
+    one, two = seal_of(offer, "kv", (2, 7)), seal_of(other, "kv" if is_offers else value, (2, 7))
 
-    assert seal_of(other, PAGE).key != seal_of(offer, PAGE).key
+    assert one.key != two.key
 
 
 def test_a_sum_is_bound_to_its_page_and_its_seal():

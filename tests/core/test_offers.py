@@ -53,34 +53,34 @@ def tampered(world: World, **changes: object) -> Settled:
         (
             {"decode_prefix_len": 16},  # scenario B13
             Code.BAD_PAGES,
-            "pages for tokens [0, 100), the delta is [16, 100)",
+            "pages of kv for tokens [0, 100), what is sent of it is [16, 100)",
         ),
         (
             {"pages": b"\1\0\0\0" * 6},  # scenario B6
             Code.BAD_PAGES,
-            "6 destination pages for 100 tokens of page_size=16: 7 are needed",
+            "6 destination pages of kv for 100 tokens of page_size=16: 7 are needed",
         ),
         (
             {"pages": b"\1\0\0\0" * 7},
             Code.BAD_PAGES,
-            "destination pages must be distinct and above the null page",
+            "destination pages of kv must be distinct and above the null page",
         ),
         (
             {"pages": bytes(28)},
             Code.BAD_PAGES,
-            "destination pages must be distinct and above the null page",
+            "destination pages of kv must be distinct and above the null page",
         ),
         (
             {"pages": b"abc"},
             Code.BAD_PAGES,
-            "0 destination pages for 100 tokens of page_size=16: 7 are needed",
+            "0 destination pages of kv for 100 tokens of page_size=16: 7 are needed",
         ),
         (
             {"component": "swa"},
             Code.BAD_PAGES,
-            "pages of component 'swa', this pool has 'kv'",
+            "pages of 'swa', this pool sends 'kv'",
         ),
-        ({"grants": ()}, Code.BAD_PAGES, "0 grants for a pool of one component"),
+        ({"grants": ()}, Code.BAD_PAGES, "pages of nothing, this pool sends 'kv'"),
         (
             {"room": 0},
             Code.BAD_ROOM,

@@ -255,8 +255,8 @@ def test_a_ping_of_nothing_is_not_echoed_for_ever():
     ("theirs", "difference"),
     [
         (
-            spec(64, page_size=64),
-            "components.0.page_size: ours 16, theirs 64",
+            spec(64, page_size=24),
+            "components.0.page_size: ours 16, theirs 24",
         ),
         (
             spec(64, dtype="bfloat16"),

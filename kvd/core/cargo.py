@@ -1,0 +1,176 @@
+"""What a handoff moves of a pool: its components that have bytes, each in pages of the receiver.
+
+    kv, companions   [decode_prefix_len, prompt)   stream while the engine computes
+    windows          [start of the tail, prompt)   with the last chunk
+    states           one page, for all tokens      with the last chunk
+
+An Offer has one grant for each, in this order. A **unit** is a page of the decode side; where the
+prefill side's is larger, each of its pages is several units, cut by tokens (``split``). Units are
+numbered from the start of the prompt, so both sides name the same one by the same number.
+
+What must not live here: whether an Offer is accepted (``offer``), when something is posted
+(``posts``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from kvd.core.seal import Seal, seal_of
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    PerRequest,
+    Tail,
+    Whole,
+    companion_factor,
+    companion_pages,
+    has_bytes,
+    page_bytes,
+)
+from kvd.core.windows import Windows
+from kvd.types import ID_BYTES, NO_PAGES, Pages
+from kvd.wire.peer import Grant, Integrity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.lease import Lease
+    from kvd.core.lease_table import LeaseTable
+    from kvd.core.spec import PoolSpec
+    from kvd.wire.peer import Offer
+
+
+class Freight:
+    """One component that travels. ``place`` is its place among those that peers compare."""
+
+    __slots__ = ("component", "factor", "page_bytes", "place", "streams")
+
+    def __init__(self, component: Component, factor: int, place: int) -> None:
+        self.component = component
+        self.factor = factor
+        """Of its pages to one of the first component, where it is in lockstep with it."""
+        self.page_bytes = page_bytes(component)
+        self.place = place
+        self.streams = isinstance(component.extent, Whole)
+        """Whether it is posted as it is computed; otherwise with the last chunk."""
+
+    def units(self, grant: Grant, unit_tokens: int) -> tuple[int, int]:
+        """The units ``[first, end)`` that a grant of it covers."""
+        if isinstance(self.component.extent, PerRequest):
+            return 0, 1
+        return grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens)
+
+
+class Cargo:
+    """The components of one pool that travel, in the order of the grants."""
+
+    def __init__(self, spec: PoolSpec, table: LeaseTable) -> None:
+        compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
+        self.freights = tuple(
+            Freight(one, companion_factor(spec, one), place)
+            for place, one in enumerate(compared)
+            if has_bytes(one)
+        )
+        self._table = table
+
+    def unit_tokens(self, freight: Freight, split: tuple[int, ...]) -> int:
+        """Tokens of one unit towards a peer with that split of our pages."""
+        return freight.component.page_size // (split[freight.place] if split else 1)
+
+    # ---- the decode side ---------------------------------------------------------------------
+
+    def grants(self, lease: Lease, prompt_tokens: int) -> tuple[Grant, ...]:
+        """The pages of a lease that the rest of its prompt lands on."""
+        return tuple([self._grant(one, lease, prompt_tokens) for one in self.freights])
+
+    def _grant(self, freight: Freight, lease: Lease, prompt_tokens: int) -> Grant:
+        component, table = freight.component, self._table
+        size = component.page_size
+        match component.extent:
+            case Whole():
+                start = lease.prefix_tokens
+                last = table.pages_for(prompt_tokens)
+                own = Pages(lease.row[lease.owned * ID_BYTES : last * ID_BYTES])
+                n_pages = -(-prompt_tokens // size) - start // size
+                pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
+            case Tail():
+                keeper = table.beside.named(component.name)
+                assert isinstance(keeper, Windows)
+                start = keeper.start_tokens(lease)
+                last = -(-prompt_tokens // size)
+                row = keeper.row(lease)
+                pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
+            case PerRequest():
+                start, pages = 0, self._own(component, lease)
+            case Buffer():
+                raise AssertionError(component.name)
+            case _:
+                assert_never(component.extent)
+        return Grant(component.name, start, prompt_tokens, pages)
+
+    def _own(self, component: Component, lease: Lease) -> Pages:
+        keeper = self._table.beside.named(component.name)
+        return NO_PAGES if keeper is None else keeper.own(lease)
+
+    def granted_bytes(self, grants: tuple[Grant, ...], split: tuple[int, ...] = ()) -> int:
+        """Bytes that land on the granted pages."""
+        total = 0
+        for freight, grant in zip(self.freights, grants, strict=True):
+            parts = split[freight.place] if split else 1
+            total += len(grant.pages) // ID_BYTES * (freight.page_bytes // parts)
+        return total
+
+    # ---- both sides --------------------------------------------------------------------------
+
+    def seals(self, offer: Offer, split: tuple[int, ...] = ()) -> tuple[Seal, ...]:
+        """One per grant; none where nothing is summed."""
+        if offer.integrity is Integrity.OFF:
+            return ()
+        seals = []
+        for freight, grant in zip(self.freights, offer.grants, strict=True):
+            units = freight.units(grant, self.unit_tokens(freight, split))
+            seals.append(seal_of(offer, grant.component, units))
+        return tuple(seals)
+
+    def windows(self) -> Iterator[tuple[int, Windows]]:
+        """The keeper of each windowed component, with the number of its grant."""
+        for index, freight in enumerate(self.freights):
+            keeper = self._table.beside.named(freight.component.name)
+            if isinstance(keeper, Windows):
+                yield index, keeper
+
+    # ---- the prefill side --------------------------------------------------------------------
+
+    def source(self, freight: Freight, lease: Lease, units: tuple[int, int], parts: int) -> Pages:
+        """Our pages behind the units ``[first, end)``; for several parts, the ids of parts.
+
+        Part ``s`` of page ``p`` has the id ``p * parts + s``.
+        """
+        first, end = units
+        component = freight.component
+        match component.extent:
+            case Whole():
+                return self._parts(lease, first, end, (freight.factor, parts))
+            case Tail():
+                keeper = self._table.beside.named(component.name)
+                row = NO_PAGES if keeper is None else keeper.row(lease)
+                return Pages(row[first * ID_BYTES : end * ID_BYTES])
+            case PerRequest():
+                return self._own(component, lease)
+            case Buffer():
+                raise AssertionError(component.name)
+            case _:
+                assert_never(component.extent)
+
+    def _parts(self, lease: Lease, first: int, end: int, cut: tuple[int, int]) -> Pages:
+        """Of the row's pages, each ``factor`` pages of the component of ``parts`` parts."""
+        factor, parts = cut
+        each = factor * parts
+        row_first = first // each
+        row = Pages(lease.row[row_first * ID_BYTES : -(-end // each) * ID_BYTES])
+        if each == 1:
+            return row
+        skip = first - row_first * each
+        ids = companion_pages(companion_pages(row, factor), parts)
+        return Pages(ids[skip * ID_BYTES : (skip + end - first) * ID_BYTES])

@@ -1,0 +1,71 @@
+"""Whether the pages of two nodes are the same, and in which direction they may be sent.
+
+Equal layouts exchange both ways. Where only the page sizes differ, the larger pages can be sent to
+the node with the smaller ones, if that takes them into host memory; never the other way round,
+because nobody puts pages together.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.core.page_split import page_split
+from kvd.core.spec import Host, PoolSpec, layout_difference
+from kvd.errors import Code, Refusal
+
+
+class LayoutMatch(msgspec.Struct, frozen=True):
+    """Why nothing is sent to a peer and taken from it, each None where something is.
+
+    ``split``: how many of its pages each of ours is, for each component that peers compare.
+    """
+
+    sending: Refusal | None
+    receiving: Refusal | None
+    split: tuple[int, ...]
+    difference: str
+
+
+def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMatch:
+    """Compare our pool with the fingerprint that ``there`` has sent to ``here``."""
+    difference = layout_difference(ours, theirs)
+    if difference is None:
+        return LayoutMatch(None, None, (), "")
+    found = page_split(ours, theirs)
+    refusal = Refusal(
+        Code.LAYOUT_MISMATCH,
+        f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
+        "alike on both",
+        side=here,
+    )
+    if found is None:
+        return LayoutMatch(refusal, refusal, (), difference)
+    sizes: dict[str, int | float | str] = {"ours": found.ours_tokens, "theirs": found.theirs_tokens}
+    if found.ours_tokens >= found.theirs_tokens:
+        smaller = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"pages of {here} have {found.ours_tokens} tokens, those of {there} only "
+            f"{found.theirs_tokens}: large pages can be cut, small ones are not put together; make "
+            "pool.page_size equal on both",
+            side=here,
+            numbers=sizes,
+        )
+        return LayoutMatch(None, smaller, found.parts, difference)
+    larger = Refusal(
+        Code.LAYOUT_MISMATCH,
+        f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
+        f"{found.ours_tokens}: nothing can be sent there; make pool.page_size equal on both",
+        side=here,
+        numbers=sizes,
+    )
+    if isinstance(ours.components[0].tier, Host):
+        return LayoutMatch(larger, None, (), difference)
+    device = Refusal(
+        Code.LAYOUT_MISMATCH,
+        f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
+        f"{found.ours_tokens}: they are cut only where they land in host memory (family hisparse); "
+        "make pool.page_size equal on both",
+        side=here,
+        numbers=sizes,
+    )
+    return LayoutMatch(larger, device, (), difference)
