@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.core import inputs as i
 from kvd.core.admission import Admission
 from kvd.core.audit import Audit
+from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
@@ -71,6 +72,7 @@ class Node:
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
+        self.copies = Copies(self.out)
         self.retractor = Retractor(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
@@ -96,8 +98,8 @@ class Node:
             i.PostFailed: self.transfers.post_failed,
             i.Verified: self.decoder.verified,
             i.Quiet: self._quiet,
-            i.Copied: self.retractor.copied,
-            i.CopyFailed: self.retractor.copy_failed,
+            i.Copied: self.copies.copied,
+            i.CopyFailed: self.copies.copy_failed,
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,
             i.Recalled: self.audit.recalled,
@@ -225,6 +227,7 @@ class Node:
     def _transfer_gone(self, got: i.TransferGone) -> None:
         self.peers.transfer_gone()
         self.transfers.gone()
+        self.copies.transfer_gone()
         self.retractor.transfer_gone()
         self.decoder.fenced()
         self.admission.wake()  # what waits for us and not for memory lets those behind it pass

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core import effects
 from kvd.core.admission import Waiter
 from kvd.core.holding import arriving, lease_of, running_lease_of
 from kvd.core.lease import ENGINE, RESTORE, Claim, Lease
@@ -85,7 +84,6 @@ class Retractor:
         self.retracted = self.resumed = 0
         self.restored_bytes = self.spared_bytes = 0
         self._callers: dict[int, Caller] = {}
-        self._last_ticket = 0
         self._node = node
         self._out = node.out
         self._name = node.settings.name
@@ -252,15 +250,12 @@ class Retractor:
     def _order(
         self, lease: Lease, source: str, pages: Pages, destination: str, onto: Pages
     ) -> None:
-        self._last_ticket += 1
-        self.copies[self._last_ticket] = lease
-        self._out.effects.append(effects.Copy(self._last_ticket, source, pages, destination, onto))
+        ticket = self._node.copies.order(self, source, pages, destination, onto)
+        self.copies[ticket] = lease
 
     def copied(self, got: Copied) -> None:
         """One copy is done."""
-        lease = self.copies.pop(got.ticket, None)
-        if lease is None:
-            return
+        lease = self.copies.pop(got.ticket)
         area = self._node.leases.saved
         caller = self._callers.pop(lease.id, None)
         if lease.standing is Standing.SAVING:
@@ -276,9 +271,7 @@ class Retractor:
 
     def copy_failed(self, got: CopyFailed) -> None:
         """A copy was refused: nothing was written."""
-        lease = self.copies.pop(got.ticket, None)
-        if lease is None:
-            return
+        lease = self.copies.pop(got.ticket)
         refusal = self._refusal(
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {got.why}"
         )
