@@ -157,15 +157,16 @@ class Lease:
         """The KV from ``upto_tokens`` on is computed next, the KV before it is written.
 
         Window pages that lie wholly behind the window go back to their pool, or are mapped ahead
-        where the lease was opened with ``step_tokens``. Never waits, never fails for lack of pages;
-        without a window component it changes nothing. Read ``pages_of`` the window again after it.
+        where the lease was opened with ``step_tokens``. Never waits for pages; without a window
+        component it changes nothing. Read ``pages_of`` the window again after it.
 
         Args:
             upto_tokens: grows; less than before changes nothing.
 
         Raises:
-            KvdError: ``bad-request`` beyond the pages of the lease; as ``pages`` after a release
-                and while it is retracted.
+            KvdError: ``bad-request`` beyond the pages of the lease; ``wrong-state`` when the step
+                is longer than ``step_tokens``, or a send of the prompt still needs the pages that
+                would go. As ``pages`` after a release and while it is retracted.
         """
         self._check_runs()
         request = wire.SlideLease(

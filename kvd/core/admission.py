@@ -283,7 +283,7 @@ class Admission:
         waited_s = self._out.at_s - waiter.since_s
         other = waiter.asker.blocked()
         why = other or self.shortage(waiter)
-        holders = self._owners.of_most_pages() if other is None else ()
+        holders = self._owners.of_most_pages(waiter.budget) if other is None else ()
         who = f"; most are held by {'; '.join(holders)}" if holders else ""
         return Refusal(
             Code.DEADLINE,

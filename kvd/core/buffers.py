@@ -34,6 +34,12 @@ class Buffers:
         self.pool = PagePool(component.name, total_pages)
         self.held: dict[int, Pages] = {}
         """By lease."""
+        self.hits = 0
+        """Pages wanted by a fetch that were there already, since the node began."""
+        self.misses = 0
+        """Those that were copied for it."""
+        self.copied_bytes = 0
+        """All that was copied, what was told to be wanted next included."""
         self._most_pages = -(-component.extent.tokens // component.page_size)
 
     @property

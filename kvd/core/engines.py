@@ -205,7 +205,7 @@ class Engines:
         self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :], rows))
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
-        who = "; ".join(self._node.owners.of_most_pages())
+        who = "; ".join(self._node.owners.of_most_pages(shortage.budget))
         return Refusal(
             Code.NO_ROOM,
             f"lease {lease.id} needs {shortage.needed_pages} more pages of {shortage.budget}, "

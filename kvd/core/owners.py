@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+from kvd.types import count
+
 if TYPE_CHECKING:
     from kvd.core.lease import Lease
     from kvd.core.node import Node
@@ -33,12 +35,22 @@ class Owners:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def of_most_pages(self) -> tuple[str, ...]:
-        """The leases that hold or quarantine the most pages, the biggest first."""
-        holding = [one for one in self._node.leases.leases.values() if one.held_pages]
-        biggest = heapq.nlargest(HOLDERS_NAMED, holding, key=lambda one: one.held_pages)
+    def of_most_pages(self, budget: str) -> tuple[str, ...]:
+        """The leases that hold or quarantine the most pages of that component, the biggest first.
+
+        ``budget`` is its name; an unknown one stands for the first component.
+        """
+        table = self._node.leases
+        keeper = table.beside.named(budget)
+        held = [
+            (one.held_pages if keeper is None else count(keeper.own(one)), one)
+            for one in table.leases.values()
+        ]
+        biggest = heapq.nlargest(HOLDERS_NAMED, held, key=lambda pair: pair[0])
+        of = "" if keeper is None else f" of {budget}"
         return tuple(
-            f"{describe_holder(self._node, one)} ({one.held_pages} pages"
+            f"{describe_holder(self._node, one)} ({pages} pages{of}"
             f"{' in quarantine' if one.quarantine else ''})"
-            for one in biggest
+            for pages, one in biggest
+            if pages
         )

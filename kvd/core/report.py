@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvd import __version__
 from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.owners import owner_of
+from kvd.core.pool_report import held_states, pool_states
 from kvd.core.seal import SUM_BYTES
-from kvd.core.spec import has_bytes, page_bytes
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
@@ -17,7 +17,6 @@ from kvd.wire.snapshot import (
     ClientState,
     LeaseState,
     PeerState,
-    PoolState,
     RoomState,
     Snapshot,
     Totals,
@@ -41,7 +40,7 @@ def snapshot(node: Node) -> Snapshot:
         transport=node.transport,
         generation=node.peers.generation,
         last_event=node.out.seq,
-        pools=(pool_state(node),),
+        pools=pool_states(node),
         leases=tuple(lease_state(node, lease) for lease in node.leases.leases.values()),
         waiting=tuple(waiting_states(node)),
         rooms=tuple(room_states(node)),
@@ -51,34 +50,6 @@ def snapshot(node: Node) -> Snapshot:
         totals=totals(node),
         recorder=node.recorded.state,
         audit=node.audit.state(),
-    )
-
-
-def pool_state(node: Node) -> PoolState:
-    """Pages by state (I1)."""
-    table = node.leases
-    component = node.settings.spec.components[0]
-    held = quarantined = 0
-    for lease in table.leases.values():
-        if lease.quarantine is None:
-            held += lease.held_pages
-        else:
-            quarantined += lease.held_pages
-    return PoolState(
-        pool=node.settings.spec.name,
-        component=table.pool.name,
-        page_size=table.page_size,
-        page_bytes=table.page_bytes,
-        total_pages=table.pool.total_pages,
-        free_pages=table.pool.free_pages,
-        held_pages=held,
-        cached_pages=table.tree.cached_pages,
-        quarantined_pages=quarantined,
-        evictable_pages=table.tree.evictable_pages,
-        locked_pages=table.tree.protected_pages,
-        saved_pages=table.saved.used_pages,
-        saved_capacity_pages=table.saved.pool.total_pages - 1,
-        placeholder_bytes=0 if has_bytes(component) else page_bytes(component),
     )
 
 
@@ -153,6 +124,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         saved_pages=lease.saved_pages,
         saved_bytes=lease.saved_pages * node.leases.page_bytes,
         retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
+        row_pages=count(lease.row),
+        beside=held_states(node, lease),
     )
 
 

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 def waiting_states(node: Node) -> list[WaitingState]:
     """Every waiter in the order of the queue."""
-    holders = node.owners.of_most_pages() if node.admission.queue else ()
+    holders: dict[str, tuple[str, ...]] = {}
+    """By budget: many wait for the same."""
     states = []
     ahead = 0
     for waiter in node.admission.queue:
-        states.append(_state(node, waiter, ahead, holders))
+        if waiter.budget not in holders:
+            holders[waiter.budget] = node.owners.of_most_pages(waiter.budget)
+        states.append(_state(node, waiter, ahead, holders[waiter.budget]))
         ahead += waiter.asker.blocked() is None
     return states
 

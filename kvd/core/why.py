@@ -163,6 +163,10 @@ def _lease(node: Node, number: int) -> list[str] | Refusal:
         f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
         f"holders: {', '.join(state.holders) or 'none'}",
     ]
+    said += [
+        f"{one.held_pages} pages of {one.component} held, {one.mapped_pages} in its row"
+        for one in state.beside
+    ]
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
     if lease.standing is not Standing.RUNNING:

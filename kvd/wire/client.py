@@ -188,7 +188,7 @@ class ResumeLease(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
 class SlideLease(msgspec.Struct, frozen=True, array_like=True, tag="slide"):
     """KV from ``upto_tokens`` on is computed next: window pages wholly behind the window go back.
 
-    Never waits and never fails for lack of pages. Answer: ``Row``.
+    Never waits. Answer: ``Row``.
     """
 
     call: Call

@@ -8,8 +8,49 @@ from __future__ import annotations
 import msgspec
 
 
+class CompanionState(msgspec.Struct, frozen=True):
+    """A component in lockstep with another: each page of that has ``pages_each`` of this."""
+
+    component: str
+    page_size: int
+    page_bytes: int
+    pages_each: int
+    total_pages: int
+    tier: str
+
+
+class WindowState(msgspec.Struct, frozen=True):
+    """How much of the leases' sequences has window pages.
+
+    ``mapped_pages`` are in the rows of live leases now, those of the tree that they read included;
+    with a page for every token it would be ``full_pages``. ``slides`` since the daemon began.
+    """
+
+    window_tokens: int
+    mapped_pages: int
+    full_pages: int
+    slides: int
+
+
+class BufferState(msgspec.Struct, frozen=True):
+    """How often a wanted page was in the device buffer already, since the daemon began.
+
+    ``request_tokens`` is the most that a request has there.
+    """
+
+    request_tokens: int
+    hits: int
+    misses: int
+    copied_bytes: int
+
+
 class PoolState(msgspec.Struct, frozen=True):
-    """Pages of one component by state: null + free + held + cached + quarantined = total (I1)."""
+    """Pages of one component by state: null + free + held + cached + quarantined = total (I1).
+
+    There is one for each component with page ids of its own, the first component first; those in
+    lockstep with it are its ``companions``. ``tier`` is ``device``, ``host`` or ``nowhere``: then
+    pages are only counted. ``extent`` is ``whole``, ``tail``, ``per-request`` or ``buffer``.
+    """
 
     pool: str
     component: str
@@ -28,6 +69,24 @@ class PoolState(msgspec.Struct, frozen=True):
     placeholder_bytes: int = 0
     """Of one page of every layer, where pages are only counted (``page_bytes`` is 0 there): all
     that an engine needs in place of the pool, however many pages there are."""
+    tier: str = "device"
+    extent: str = "whole"
+    companions: tuple[CompanionState, ...] = ()
+    window: WindowState | None = None
+    """Where the extent is ``tail``."""
+    buffer: BufferState | None = None
+    """Where the extent is ``buffer``."""
+
+
+class HeldState(msgspec.Struct, frozen=True):
+    """What one lease has of a component beside the first.
+
+    ``held_pages`` are its own; ``mapped_pages`` are in its row, shared ones of the tree included.
+    """
+
+    component: str
+    held_pages: int
+    mapped_pages: int
 
 
 class LeaseState(msgspec.Struct, frozen=True):
@@ -59,6 +118,10 @@ class LeaseState(msgspec.Struct, frozen=True):
     saved_pages: int = 0
     saved_bytes: int = 0
     retracted_s: float = 0.0
+    row_pages: int = 0
+    """Pages of the first component, cached ones included: all its tokens and the reserve."""
+    beside: tuple[HeldState, ...] = ()
+    """One for each further component with page ids of its own, in the order of the pools."""
 
 
 class WaitingState(msgspec.Struct, frozen=True):
