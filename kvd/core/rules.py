@@ -221,7 +221,8 @@ def send_faults(node: Node, part: PrefillPart, cross: Cross) -> Iterator[Fault]:
     if part.offer and not part.decode_prefix_len <= part.posted_tokens <= part.prompt_tokens:
         bounds = f"[{part.decode_prefix_len}, {part.prompt_tokens}]"
         yield fault("I5", "cursor", f"posted to {part.posted_tokens}, outside {bounds}")
-    if part.decode_prefix_len % node.leases.page_size and part.state is not Prefill.SETTLED:
+    page_tokens = node.prefiller.posts.page_tokens(part)
+    if part.decode_prefix_len % page_tokens and part.state is not Prefill.SETTLED:
         yield fault("I4", "prefix", f"begins at token {part.decode_prefix_len}")
     if part.state is Prefill.SETTLED and part.outstanding:
         yield fault("I6", "late-post", f"is settled with posts {sorted(part.outstanding)}")

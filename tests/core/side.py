@@ -20,8 +20,26 @@ from kvd.core.invariants import violations
 from kvd.core.node import Node
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.settings import Settings
-from kvd.core.spec import Component, Mha, Order, PoolSpec
-from kvd.types import ID_BYTES, NO_TOKENS, Incarnation, NodeName, Tokens, count, pack_ids, page_ids
+from kvd.core.spec import (
+    Component,
+    Mha,
+    Order,
+    PoolSpec,
+    companion_factor,
+    companion_pages,
+)
+from kvd.types import (
+    ID_BYTES,
+    NO_PAGES,
+    NO_TOKENS,
+    Incarnation,
+    NodeName,
+    Pages,
+    Tokens,
+    count,
+    pack_ids,
+    page_ids,
+)
 from kvd.wire import admin, client
 from kvd.wire.peer import Message, Offer
 
@@ -89,6 +107,13 @@ class Flight:
         """Its end, good or bad, is told once."""
 
 
+def sum_of(seal: Seal, logical: int, what: str) -> bytes:
+    """Of one page that holds ``what``, if it is to be summed."""
+    if not chosen(seal, logical, logical + 1).size:
+        return b""
+    return page_sum(seal, logical, [what.encode()]).to_bytes(8, "little")
+
+
 class Letter(NamedTuple):
     """A message on the wire."""
 
@@ -111,6 +136,8 @@ class Side:
         self.connection = ""
         """Of this side's dialed link, as those see it who accept it."""
         self.memory: dict[int, str] = {}
+        self.beside: dict[str, dict[int, str]] = {}
+        """What the pages of the other components hold."""
         self.saved: dict[int, str] = {}
         self.begin()
 
@@ -355,25 +382,34 @@ class Side:
         if not there.is_reachable(flight.grant):
             self.fail(flight, "the receiving process is gone")
             return
-        taken = self.node.leases.pool.free_ids()
+        component, split = flight.post.component, flight.post.split
+        memory, free = self.memory_of(component), page_ids(self.free_of(component))
         for _ in range(len(flight.pairs) if n_pages is None else n_pages):
             if flight.pairs:
                 source, destination = flight.pairs.popleft()
-                assert source not in page_ids(taken), f"read page {source} after it was freed"
+                whole, piece = divmod(source, split)
+                assert whole not in free, f"read page {whole} after it was freed"
+                assert whole, f"read the null page of {component}"
                 page = flight.post.first_page + flight.pages - len(flight.pairs) - 1
-                flight.sums += self.sum_of(flight.post.seal, page, source)
-                there.receive_page(flight.grant, destination, self.memory.get(source, "?"))
+                what = memory.get(whole, "?") + (f"/{piece}" if split > 1 else "")
+                flight.sums += sum_of(flight.post.seal, page, what)
+                there.receive_page(flight.grant, destination, what, component)
         if not flight.pairs and not flight.is_reported:
             flight.is_reported = True
             del self.flights[flight.post.post]
             moved = flight.pages * self.node.leases.page_bytes
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved, flight.sums))
 
-    def sum_of(self, seal: Seal, logical: int, page: int) -> bytes:
-        """Of one page of ours, if it is to be summed."""
-        if not chosen(seal, logical, logical + 1).size:
-            return b""
-        return page_sum(seal, logical, [self.memory.get(page, "?").encode()]).to_bytes(8, "little")
+    def memory_of(self, component: str) -> dict[int, str]:
+        """What the pages of a component hold."""
+        return self.memory if component == "kv" else self.beside.setdefault(component, {})
+
+    def free_of(self, component: str) -> Pages:
+        """The free pages of a component; what is in lockstep with kv is looked up there."""
+        keeper = self.node.leases.beside.named(component)
+        if keeper is not None:
+            return keeper.pool.free_ids()
+        return self.node.leases.pool.free_ids() if component == "kv" else NO_PAGES
 
     def verify(self, verify: effects.Verify) -> None:
         self.asked.append(verify)
@@ -386,7 +422,8 @@ class Side:
         seal, pages = verify.seal, page_ids(verify.pages)
         logical = chosen(seal, seal.first, seal.end).tolist()
         assert len(verify.sums) == SUM_BYTES * len(logical)
-        sums = [self.sum_of(seal, one, pages[one - seal.first]) for one in logical]
+        memory = self.memory_of(verify.component)
+        sums = [sum_of(seal, one, memory.get(pages[one - seal.first], "?")) for one in logical]
         wanted = [verify.sums[at : at + SUM_BYTES] for at in range(0, len(verify.sums), SUM_BYTES)]
         bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
         self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))
@@ -432,13 +469,20 @@ class Side:
     def is_reachable(self, grant: Grant) -> bool:
         return (self.incarnation, self.node.peers.generation) == grant[:2]
 
-    def receive_page(self, grant: Grant, page: int, what: str) -> None:
+    def receive_page(self, grant: Grant, page: int, what: str, component: str = "kv") -> None:
         """Bytes land in our pool: they must land where this handoff still owns the page."""
         lease = self.node.leases.leases.get(grant.lease)
         assert lease is not None, f"page {page} of {grant} was written after its lease was freed"
-        assert page in page_ids(lease.held), f"page {page} is no longer held by lease {lease.id}"
+        held, keeper = lease.held, self.node.leases.beside.named(component)
+        if keeper is not None:
+            held = keeper.own(lease)
+        elif component != "kv":
+            spec = self.config.spec
+            factor = companion_factor(spec, spec.components[spec.index(component)])
+            held = companion_pages(held, factor)
+        assert page in page_ids(held), f"page {page} is no longer held by lease {lease.id}"
         assert lease.id not in self.node.decoder.ready, f"{grant} is committed, and written again"
-        self.memory[page] = what
+        self.memory_of(component)[page] = what
 
     def drop_agent(self, drop: effects.DropAgent) -> None:
         """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
@@ -465,7 +509,8 @@ class Side:
         """One page that waited in a socket lands."""
         flight = self.late[0]
         if flight.pairs and self.is_reachable(flight.grant):
-            self.receive_page(flight.grant, flight.pairs.popleft()[1], "late")
+            page = flight.pairs.popleft()[1]
+            self.receive_page(flight.grant, page, "late", flight.post.component)
         else:
             del self.late[0]
 
