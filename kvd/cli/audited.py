@@ -79,7 +79,7 @@ def _finding(one: Finding) -> list[Text]:
         *([f"node {one.node}"] if one.node else []),
         *([f"{one.owner}[{one.pid}]"] if one.owner else []),
         *([f"room {one.room}"] if one.room else []),
-        *([f"{one.pages} pages: {_some(one)}"] if one.pages else []),
+        *([_pages(one)] if one.pages else []),
         f"first seen {duration(one.first_seen_ago_s)} ago",
         f"last {duration(one.last_seen_ago_s)} ago",
     ]
@@ -88,6 +88,10 @@ def _finding(one: Finding) -> list[Text]:
         Text(f"    {clean(', '.join(about))}"),
         *(Text(f"    {clean(line)}", "dim") for line in one.transitions),
     ]
+
+
+def _pages(one: Finding) -> str:
+    return f"{one.pages} pages{f' of {one.component}' if one.component else ''}: {_some(one)}"
 
 
 def _some(one: Finding) -> str:

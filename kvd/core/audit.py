@@ -13,6 +13,10 @@ Measured on one core of a virtual machine that others kept busy, with the defaul
     1,000,000   2,250      500        15 ms         1.5 s
     1,000,000 112,500   10,000       240 ms          26 s
 
+A component with pages of its own beside the first costs about as much again: with 1,000 leases and
+2,250 nodes in a pool of 100,000 pages a sweep takes 10 ms, 19 ms with as many window pages beside
+them, and 15 ms with states. Where there is none, nothing is added.
+
 So from about 3,000 nodes or 500,000 pages on a sweep takes longer than a second, and what it looks
 for is found within two sweeps: raise ``audit.budget`` where that is too late. A slice is held to
 2 ms but for the sums over the whole tree, which are made in one piece: 12 ms of 112,500 nodes.
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.cross import Cross
 from kvd.core.findings import Findings
-from kvd.core.sweep import Phase, Sweep
+from kvd.core.sweep import Phase, Sweep, pools
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
@@ -68,7 +72,7 @@ class Audit:
         if sweep is None:
             return
         node = self._node
-        sweep.learn(node.leases.moves.drain())
+        sweep.learn(node)
         cross = Cross(node)
         while self.work_done < got.work and sweep.phase is not Phase.OVER:
             self.work_done += sweep.look(node, cross, got.work - self.work_done)
@@ -110,13 +114,15 @@ class Audit:
             return None
         self._next_s = at_s + EVERY_S
         self._look += 1
-        self._node.leases.moves.watch()
+        for pool in pools(self._node):
+            pool.moves.watch()
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
-        node.leases.moves.ignore()
+        for pool in pools(node):
+            pool.moves.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s
         self._share = (self.spent_s - self._spent_before_s) / max(at_s - self._ended_s, 1e-3)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, KeysView
 
     from kvd.core.lease import Claim, Lease
     from kvd.core.pages import PagePool
@@ -45,8 +45,32 @@ class Keeper(Protocol):
         """Pages at nodes of the tree."""
 
     @property
+    def held_pages(self) -> int:
+        """Pages that are some lease's own, in quarantine or not."""
+
+    @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
+
+    # ---- what there is, for reports and audits ----
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """Nodes that have something of it."""
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """Those whose pages can be had now."""
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for, by number."""
+
+    def pages_at(self, node: Node) -> Pages:
+        """Its pages beside that node; none at a tombstone."""
+
+    def locks_at(self, node: Node) -> int:
+        """How many leases need what is beside that node."""
 
     # ---- a claim: match, lock, count, then take ----
 

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 
 from kvd.core.pages import PagePool
 from kvd.core.spec import Buffer
-from kvd.types import NO_PAGES, Pages, count
+from kvd.types import ID_BYTES, NO_PAGES, Pages, count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, KeysView
 
     from kvd.core.lease import Claim, Lease
     from kvd.core.radix_node import Node
     from kvd.core.spec import Component
     from kvd.errors import Refusal
+
+
+_NOWHERE: dict[Node, None] = {}
 
 
 class Buffers:
@@ -40,12 +43,44 @@ class Buffers:
         """Those that were copied for it."""
         self.copied_bytes = 0
         """All that was copied, what was told to be wanted next included."""
-        self._most_pages = -(-component.extent.tokens // component.page_size)
+        self.most_pages = -(-component.extent.tokens // component.page_size)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of all leases."""
+        return sum([len(pages) for pages in self.held.values()]) // ID_BYTES
 
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
         return self.pool.free_pages
+
+    # ---- what there is: nothing at nodes -----------------------------------------------------
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """None."""
+        return _NOWHERE.keys()
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """None."""
+        return _NOWHERE.keys()
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for."""
+        return self.held.keys()
+
+    def pages_at(self, node: Node) -> Pages:
+        """None."""
+        return NO_PAGES
+
+    def locks_at(self, node: Node) -> int:
+        """None."""
+        return 0
+
+    # ---- a claim -----------------------------------------------------------------------------
 
     def limit_tokens(self, claim: Claim) -> int | None:
         """Any prefix: copies are made of whatever there is."""
@@ -70,7 +105,7 @@ class Buffers:
         return self._wanted(claim.room_tokens)
 
     def _wanted(self, room_tokens: int) -> int:
-        return min(self._most_pages, -(-room_tokens // self.component.page_size))
+        return min(self.most_pages, -(-room_tokens // self.component.page_size))
 
     def make_room(self, n_pages: int) -> None:
         """Nothing is ever cached, so there is nothing to drop."""

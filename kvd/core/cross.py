@@ -9,9 +9,11 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvd.core.beside_rules import needs
 from kvd.core.tables import Decode
 
 if TYPE_CHECKING:
+    from kvd.core.beside_rules import Needs
     from kvd.core.node import Node
     from kvd.core.parts import DecodePart, PrefillPart
     from kvd.core.radix_node import Node as TreeNode
@@ -27,6 +29,11 @@ class Cross:
     def anchored(self) -> Counter[TreeNode | None]:
         """By tree node, the leases whose lock ends there."""
         return Counter([lease.anchor for lease in self._node.leases.leases.values()])
+
+    @cached_property
+    def needs(self) -> Needs:
+        """For each component beside the first, by tree node, the leases that need what is there."""
+        return needs(self._node)
 
     @cached_property
     def receives(self) -> dict[int, DecodePart]:

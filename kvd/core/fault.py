@@ -9,7 +9,7 @@ import msgspec
 
 from kvd.types import NO_PAGES, Pages
 
-Key = tuple[str, int, int, str, int]
+Key = tuple[str, str, int, int, str, int]
 """What makes two faults the same one: the check, and what it is about."""
 
 
@@ -17,7 +17,8 @@ class Fault(msgspec.Struct, frozen=True):
     """One broken rule, and what it is about; 0 and empty where it is about no such thing.
 
     ``rule`` is one of I1 to I9, ``check`` says which part of it in a word, ``what`` in a sentence.
-    ``side`` and ``part`` name one part of a handoff, ``node`` a node of the tree.
+    ``side`` and ``part`` name one part of a handoff, ``node`` a node of the tree; ``component`` is
+    empty for the first one, which is meant where none is said.
     """
 
     rule: str
@@ -28,11 +29,12 @@ class Fault(msgspec.Struct, frozen=True):
     side: str = ""
     part: int = 0
     pages: Pages = NO_PAGES
+    component: str = ""
 
     @property
     def key(self) -> Key:
         """Equal for the same fault seen twice."""
-        return self.check, self.lease, self.node, self.side, self.part
+        return self.check, self.component, self.lease, self.node, self.side, self.part
 
     @property
     def sentence(self) -> str:

@@ -204,6 +204,7 @@ class Findings:
             first_seen_ago_s=now_s - found.first_seen_s,
             last_seen_ago_s=now_s - found.last_seen_s,
             transitions=(*found.story, *found.recalled),
+            component=fault.component,
         )
 
 

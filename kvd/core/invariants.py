@@ -14,12 +14,15 @@ piece.
 - I7 every quarantined lease names the incarnation that may still write
 - I8 event numbers are contiguous (the outbox numbers them; the shell checks on the way out)
 - I9 what is held is held for somebody: see ``rules``
+
+I1 to I4 and I9 hold of every component with pages of its own: see ``beside_rules``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.beside_rules import beside_faults
 from kvd.core.cross import Cross
 from kvd.core.places import page_faults
 from kvd.core.radix_audit import tree_faults
@@ -64,4 +67,5 @@ def faults(node: Node) -> list[Fault]:
         found += post_faults(node, post, send)
     found += queue_faults(node, cross)
     found += register_faults(node)
+    found += beside_faults(node, cross)
     return found

@@ -42,14 +42,15 @@ class BadPages(Exception):
 class PagePool:
     """A stack of free pages; page 0, the null page, is never handed out and never comes back."""
 
-    __slots__ = ("_free", "_moves", "name", "total_pages")
+    __slots__ = ("_free", "moves", "name", "total_pages")
 
     def __init__(self, name: str, total_pages: int, moves: Moves | None = None) -> None:
         if total_pages < 1:
             raise ValueError(f"pool {name}: {total_pages} pages; the null page alone needs one")
         self.name = name
         self.total_pages = total_pages
-        self._moves = moves or Moves()
+        self.moves = moves or Moves()
+        """Whoever moves pages of this pool in another way than by it says so here."""
         self._free = bytearray(np.arange(1, total_pages, dtype="<i4").tobytes())
 
     @property
@@ -69,7 +70,7 @@ class PagePool:
             raise OutOfPages(self.name, n_pages, self.free_pages, self.total_pages)
         taken = Pages(bytes(memoryview(free)[start:]))
         del free[start:]
-        self._moves.log.append(taken)
+        self.moves.log.append(taken)
         return taken
 
     def give(self, pages: Pages) -> None:
@@ -93,7 +94,7 @@ class PagePool:
                 f"already of {self.total_pages} (one is the null page): some were never out"
             )
         self._free += pages
-        self._moves.log.append(pages)
+        self.moves.log.append(pages)
 
     def free_ids(self) -> Pages:
         """Every free page, in stack order; for audits and snapshots."""

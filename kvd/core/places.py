@@ -44,15 +44,18 @@ def places(node: Node) -> Iterator[Place]:
 
 def page_faults(node: Node) -> list[Fault]:
     """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
-    total = node.leases.pool.total_pages
-    everything = list(places(node))
+    return tile_faults(list(places(node)), node.leases.pool.total_pages)
+
+
+def tile_faults(everything: list[Place], total: int, component: str = "") -> list[Fault]:
+    """I1 of any pool: which of its ``total`` pages are in no place, in two, or none of its own."""
     ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
     if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
         return []
     return [
-        *_strays(everything, total),
-        *_doubles(everything, ids, total),
-        *_missing(ids, total),
+        *_strays(everything, total, component),
+        *_doubles(everything, ids, total, component),
+        *_missing(ids, total, component),
     ]
 
 
@@ -70,18 +73,30 @@ def count_faults(node: Node) -> list[Fault]:
     return [Fault("I1", "page-count", what)]
 
 
-def _strays(everything: list[Place], total: int) -> Iterator[Fault]:
+def _strays(everything: list[Place], total: int, component: str) -> Iterator[Fault]:
     """Ids that are no page of this pool, the null page included."""
     for place in everything:
         ids = np.frombuffer(place.pages, dtype="<i4")
         wrong = ids[(ids < 1) | (ids >= total)]
         if wrong.size:
-            what = f"{place.name} has page {wrong[0]}; this pool hands out 1 to {total - 1}"
-            pages = Pages(wrong.tobytes())
-            yield Fault("I1", "page-stray", what, place.lease, place.node, pages=pages)
+            what = (
+                f"{place.name} has page {wrong[0]}{_of(component)}; "
+                f"this pool hands out 1 to {total - 1}"
+            )
+            yield Fault(
+                "I1",
+                "page-stray",
+                what,
+                place.lease,
+                place.node,
+                pages=Pages(wrong.tobytes()),
+                component=component,
+            )
 
 
-def _doubles(everything: list[Place], ids: np.ndarray, total: int) -> Iterator[Fault]:
+def _doubles(
+    everything: list[Place], ids: np.ndarray, total: int, component: str
+) -> Iterator[Fault]:
     """Pages in two places, or twice in one, by where they are."""
     known = (ids >= 1) & (ids < total)
     times = np.bincount(ids[known], minlength=total)
@@ -100,27 +115,32 @@ def _doubles(everything: list[Place], ids: np.ndarray, total: int) -> Iterator[F
         yield Fault(
             "I1",
             "page-double",
-            f"{_these(pages)} in {' and in '.join(place.name for place in named)}",
+            f"{_these(pages, component)} in {' and in '.join(place.name for place in named)}",
             lease=max(place.lease for place in named),
             node=max(place.node for place in named),
             pages=Pages(np.asarray(pages, dtype="<i4").tobytes()),
+            component=component,
         )
 
 
-def _missing(ids: np.ndarray, total: int) -> Iterator[Fault]:
+def _missing(ids: np.ndarray, total: int, component: str) -> Iterator[Fault]:
     """Pages in no place at all: nobody will ever have them again."""
     is_there = np.zeros(total, dtype=bool)
     is_there[ids[(ids >= 1) & (ids < total)]] = True
     lost = np.flatnonzero(~is_there[1:]) + 1
     if lost.size:
         pages = Pages(lost.astype("<i4").tobytes())
-        yield Fault("I1", "page-lost", f"{_these(lost.tolist())} nowhere", pages=pages)
+        what = f"{_these(lost.tolist(), component)} nowhere"
+        yield Fault("I1", "page-lost", what, pages=pages, component=component)
 
 
-def _these(pages: list[int]) -> str:
+def _these(pages: list[int], component: str) -> str:
     """``page 7 is``, or how many they are and the first."""
-    return (
-        f"page {pages[0]} is"
-        if len(pages) == 1
-        else (f"{len(pages)} pages, the first is {pages[0]}, are")
-    )
+    of = _of(component)
+    if len(pages) == 1:
+        return f"page {pages[0]}{of} is"
+    return f"{len(pages)} pages{of}, the first is {pages[0]}, are"
+
+
+def _of(component: str) -> str:
+    return f" of {component}" if component else ""

@@ -21,7 +21,7 @@ from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, KeysView
 
     from kvd.core.effects import Outbox
     from kvd.core.lease import Claim, Lease
@@ -79,9 +79,41 @@ class States:
         return len(self.snapshots)
 
     @property
+    def held_pages(self) -> int:
+        """States that some lease writes."""
+        return sum([len(held.own) for held in self.held.values()]) // ID_BYTES
+
+    @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
         return self.pool.free_pages + len(self._unlocked)
+
+    # ---- what there is -----------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """Nodes with a snapshot at their end."""
+        return self.snapshots.keys()
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """Those whose snapshot no lease goes on from."""
+        return self._unlocked.keys()
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for."""
+        return self.held.keys()
+
+    def pages_at(self, node: Node) -> Pages:
+        """The snapshot at the end of that node."""
+        snapshot = self.snapshots.get(node)
+        return NO_PAGES if snapshot is None else snapshot.page
+
+    def locks_at(self, node: Node) -> int:
+        """Leases that go on from there."""
+        snapshot = self.snapshots.get(node)
+        return 0 if snapshot is None else snapshot.locks
 
     # ---- a claim -----------------------------------------------------------------------------
 
@@ -180,6 +212,7 @@ class States:
             and anchor not in self.snapshots
         )
         if is_exact and anchor is not None:
+            self.pool.moves.log.append(held.own)
             self.snapshots[anchor] = Snapshot(held.own)
             self._unlocked[anchor] = None
         else:

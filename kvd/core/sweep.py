@@ -6,12 +6,14 @@ sweep counts how often it sees each page, learns at each turn which pages have m
 at the end judges those that have not. They were where they are all the time, so they must have been
 seen exactly once. What has moved is judged by the next sweep; a lost page never moves again.
 
-    FREE    the free list, from the bottom of the stack: what lies still keeps its index
+    FREE    the free lists, from the bottom of each stack: what lies still keeps its index
     TREE    from the roots down; what is split meanwhile keeps its lower half on our stack
     LEASES  those that were there when the phase began: a later one has only pages that moved
     PARTS   receives, sends, posts
     TOTALS  the counters, the queue, the registers: sums, in one piece
     PAGES   the judgement; only a suspicion costs a look at all places at once, which names them
+
+All of it is done for the first component and, where there are any, for those with pages beside it.
 
 Plain data between two turns: no iterator, nothing that a copy of the node could not carry.
 """
@@ -22,8 +24,8 @@ import enum
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvd.core import beside_rules
+from kvd.core.page_tally import PageTally
 from kvd.core.places import count_faults, page_faults
 from kvd.core.radix_audit import is_linked, is_sound, node_faults, total_faults
 from kvd.core.rules import (
@@ -43,9 +45,12 @@ from kvd.types import ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kvd.core.beside import Keeper
     from kvd.core.cross import Cross
     from kvd.core.fault import Fault
+    from kvd.core.lease import Lease
     from kvd.core.node import Node
+    from kvd.core.pages import PagePool
     from kvd.core.radix_node import Node as TreeNode
 
 FREE_SLICE_PAGES = 65_536
@@ -57,6 +62,7 @@ SAVED_AT_ONCE_PAGES = 16_384
 PAGES_SEEN_PER_UNIT = 128
 PAGES_JUDGED_PER_UNIT = 1024
 NODE_UNITS = 2
+BESIDE_UNITS = 1
 LEASE_UNITS = 8
 PART_UNITS = 8
 
@@ -78,14 +84,12 @@ class Sweep:
 
     __slots__ = (
         "_anchored",
-        "_is_blind",
-        "_is_suspicious",
+        "_needs",
         "_next",
         "_parts",
-        "_seen",
+        "_pool",
         "_stack",
-        "_touched",
-        "_uncounted",
+        "_tallies",
         "began_s",
         "faults",
         "objects",
@@ -94,7 +98,6 @@ class Sweep:
     )
 
     def __init__(self, node: Node, at_s: float) -> None:
-        total = node.leases.pool.total_pages
         self.began_s = at_s
         self.phase = Phase.FREE
         self.objects = 0
@@ -102,27 +105,20 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._seen = bytearray(total)
-        self._seen[0] = 1  # the null page is nowhere
-        self._uncounted = 1
-        """Pages looked at, less those that ``_seen`` tells of; 0 at the end."""
-        self._touched = bytearray(total)
+        self._tallies = [PageTally(pool.total_pages) for pool in pools(node)]
         self._anchored: Counter[TreeNode | None] = Counter()
-        self._is_blind = False
-        self._is_suspicious = False
+        self._needs: beside_rules.Needs = ()
+        self._pool = 0
+        """Index of the pool whose free list is looked at, or that is judged."""
         self._next = 0
-        """Index of the next page of the phase, or of the next lease or part."""
+        """Index of the next page of that pool, or of the next lease or part of the phase."""
         self._stack: list[TreeNode] = []
         self._parts: list[tuple[str, int]] = []
 
-    def learn(self, moved: bytes | None) -> None:
-        """These pages have changed their place since the last turn; None: too many to tell."""
-        if moved is None:
-            self._is_blind = True
-        elif moved:
-            ids = np.frombuffer(moved, dtype="<i4")
-            touched = np.frombuffer(self._touched, dtype=np.uint8)
-            touched[ids[(ids >= 0) & (ids < touched.size)]] = 1
+    def learn(self, node: Node) -> None:
+        """Which pages have changed their place since the last turn."""
+        for tally, pool in zip(self._tallies, pools(node), strict=True):
+            tally.learn(pool.moves.drain())
 
     def look(self, node: Node, cross: Cross, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
@@ -147,22 +143,23 @@ class Sweep:
     # ---- phases ------------------------------------------------------------------------------
 
     def _look_at_free(self, node: Node, cross: Cross, work: int) -> int:
-        pool = node.leases.pool
+        pool = pools(node)[self._pool]
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
-        self._count([pages])
+        self._tallies[self._pool].see([pages])
         self._next += wanted
-        if self._next >= pool.free_pages:
+        if self._next >= pool.free_pages and self._is_last_pool():
             self._begin(Phase.TREE)
             self._stack = list(node.leases.tree.roots.values())
             self._anchored = cross.anchored
+            self._needs = cross.needs
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
 
     def _look_at_tree(self, node: Node, cross: Cross, work: int) -> int:
         stack = self._stack
         tree = node.leases.tree
         order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
-        pieces = []
+        edges: list[TreeNode] = []
         used = 0
         while stack and used < work:
             edge = stack.pop()
@@ -170,19 +167,23 @@ class Sweep:
                 if tree.roots.get(edge.namespace) is not edge:
                     continue  # an empty one that was swept away
             elif not is_sound(edge, order, page_bytes):
-                if not is_linked(edge) and self._has_moved(edge):
+                if not is_linked(edge) and self._tallies[0].has_moved(edge.pages):
                     continue  # evicted or flushed since its parent was looked at
                 self.faults += node_faults(edge, order, page_bytes)
             stack.extend(edge.children.values())
             if edge.lock_ref:
                 self._look_at_locks(edge, cross)
-            pieces.append(edge.pages)
+            edges.append(edge)
             used += NODE_UNITS
-        self.objects += len(pieces)
-        n_pages = self._count(pieces)
+        self.objects += len(edges)
+        n_pages = self._tallies[0].see([edge.pages for edge in edges])
+        for index, keeper in enumerate(node.leases.beside.each):
+            n_pages += self._look_beside(index, keeper, edges, cross)
+            used += len(edges) * BESIDE_UNITS
         if not stack:
             self._begin(Phase.LEASES)
             self._anchored = Counter()
+            self._needs = ()
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
@@ -195,18 +196,41 @@ class Sweep:
             self._anchored = cross.anchored
             self.faults += lock_faults(edge, cross)
 
-    def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_beside(
+        self, index: int, keeper: Keeper, edges: Sequence[TreeNode], cross: Cross
+    ) -> int:
+        """What a component has at these nodes; returns how many pages.
+
+        What each node is needed for is counted as seldom as who is anchored there.
+        """
         pieces = []
+        for edge in edges:
+            if edge.parent is None:
+                continue
+            if keeper.locks_at(edge) != self._needs[index][edge]:
+                self._needs = cross.needs
+            self.faults += beside_rules.node_faults(keeper, edge, self._needs[index])
+            pieces.append(keeper.pages_at(edge))
+        return self._tallies[1 + index].see(pieces)
+
+    def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
+        leases: list[Lease] = []
         used = 0
+        keepers = node.leases.beside.each
         while self._next < len(self._parts) and used < work:
             lease = node.leases.leases.get(self._parts[self._next][1])
             self._next += 1
             if lease is not None:
                 self.faults += lease_faults(node, lease, cross)
-                pieces.append(lease.held)
+                leases.append(lease)
                 used += LEASE_UNITS + len(lease.row) // ID_BYTES // PAGES_SEEN_PER_UNIT
-        self.objects += len(pieces)
-        self._count(pieces)
+                if keepers:
+                    self.faults += beside_rules.lease_faults(node, lease)
+                    used += LEASE_UNITS * len(keepers)
+        self.objects += len(leases)
+        self._tallies[0].see([lease.held for lease in leases])
+        for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
+            tally.see([keeper.own(lease) for lease in leases])
         if self._next >= len(self._parts):
             self._begin(Phase.PARTS)
             self._parts = list(_all_parts(node))
@@ -229,31 +253,28 @@ class Sweep:
         self.faults += register_faults(node)
         if node.leases.saved.pool.total_pages <= SAVED_AT_ONCE_PAGES:
             self.faults += saved_faults(node)
-        if count_faults(node):
-            self._is_suspicious = True
+        self._tallies[0].is_suspicious |= bool(count_faults(node))
+        self.faults += beside_rules.register_faults(node)
+        things = len(node.leases.tree.order) + len(node.prefiller.last_word.by_handoff)
+        for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
+            tally.is_suspicious |= beside_rules.is_uncounted(keeper)
+            things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
         self._begin(Phase.PAGES)
-        last_word = node.prefiller.last_word
-        return 1 + (len(node.leases.tree.order) + len(last_word.by_handoff)) // 16
+        return 1 + things // 16
 
     def _judge(self, node: Node, work: int) -> int:
         """Pages that lay still and were not seen exactly once; who has them, if there are any."""
+        tally = self._tallies[self._pool]
         first = self._next
         slice_pages = min(JUDGED_SLICE_PAGES, max(1, work) * PAGES_JUDGED_PER_UNIT)
-        self._next = last = min(len(self._seen), first + slice_pages)
-        has_doubt = False
-        self._uncounted -= int(np.frombuffer(self._seen, dtype=np.uint8)[first:last].sum())
-        if self._uncounted and last == len(self._seen):
-            self._is_suspicious = True  # at one moment in two places
-        if not self._is_blind:
-            seen = np.frombuffer(self._seen, dtype=np.uint8)[first:last]
-            touched = np.frombuffer(self._touched, dtype=np.uint8)[first:last]
-            has_doubt = bool(((seen != 1) & (touched == 0)).any())
-        if has_doubt or (self._is_suspicious and last == len(self._seen)):
-            found = page_faults(node)
-            self.was_refuted = has_doubt and not found
+        self._next = last = min(tally.total_pages, first + slice_pages)
+        has_doubt = tally.judge(first, last)
+        if has_doubt or (tally.is_suspicious and last == tally.total_pages):
+            found = _page_faults(node, self._pool)
+            self.was_refuted |= has_doubt and not found
             self.faults += found
-            last = len(self._seen)
-        if last == len(self._seen):
+            last = tally.total_pages
+        if last == tally.total_pages and self._is_last_pool():
             self._begin(Phase.OVER)
         return 1 + slice_pages // PAGES_JUDGED_PER_UNIT
 
@@ -261,25 +282,27 @@ class Sweep:
 
     def _begin(self, phase: Phase) -> None:
         self.phase = phase
-        self._next = 0
+        self._pool = self._next = 0
         self._parts = []
 
-    def _count(self, pieces: Sequence[bytes]) -> int:
-        """See these pages once more; returns how many they are."""
-        ids = np.frombuffer(b"".join(pieces), dtype="<i4")
-        seen = np.frombuffer(self._seen, dtype=np.uint8)
-        n_pages = ids.size
-        if n_pages and (ids.min() < 0 or ids.max() >= seen.size):
-            self._is_suspicious = True
-            ids = ids[(ids >= 0) & (ids < seen.size)]
-        seen[ids] += 1  # a page that is among them twice is counted once: see _judge
-        self._uncounted += ids.size
-        return n_pages
+    def _is_last_pool(self) -> bool:
+        """Goes on to the next pool, if there is one."""
+        self._pool += 1
+        self._next = 0
+        return self._pool == len(self._tallies)
 
-    def _has_moved(self, edge: TreeNode) -> bool:
-        """Whether its pages were given back since the sweep began."""
-        page = int.from_bytes(edge.pages[:ID_BYTES], "little", signed=True)
-        return self._is_blind or (0 <= page < len(self._touched) and self._touched[page] == 1)
+
+def pools(node: Node) -> tuple[PagePool, ...]:
+    """The pool of each component with pages of its own, the first one first."""
+    table = node.leases
+    return (table.pool, *[keeper.pool for keeper in table.beside.each])
+
+
+def _page_faults(node: Node, pool: int) -> list[Fault]:
+    """All pages of one pool at once."""
+    if pool:
+        return beside_rules.page_faults(node, node.leases.beside.each[pool - 1])
+    return page_faults(node)
 
 
 def _all_parts(node: Node) -> Iterator[tuple[str, int]]:

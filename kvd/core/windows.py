@@ -28,7 +28,7 @@ from kvd.types import ID_BYTES, NO_PAGES, Pages, count
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, KeysView
 
     from kvd.core.effects import Outbox
     from kvd.core.lease import Claim, Lease
@@ -67,12 +67,42 @@ class Windows:
     @property
     def cached_pages(self) -> int:
         """Window pages at nodes."""
-        return sum(len(window.pages) for window in self.live.values()) // ID_BYTES
+        return sum([len(window.pages) for window in self.live.values()]) // ID_BYTES
+
+    @property
+    def held_pages(self) -> int:
+        """Window pages that are some lease's own."""
+        return sum([held.own_pages for held in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
         return self.pool.free_pages + self.evictable_pages
+
+    # ---- what there is -----------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """Nodes with a live window."""
+        return self.live.keys()
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """Live nodes that no lease needs."""
+        return self._unlocked.keys()
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for."""
+        return self.held.keys()
+
+    def pages_at(self, node: Node) -> Pages:
+        """The window pages of that node."""
+        return self.live[node].pages if node in self.live else NO_PAGES
+
+    def locks_at(self, node: Node) -> int:
+        """Leases whose window crosses that node."""
+        return self.live[node].locks if node in self.live else 0
 
     # ---- a claim -----------------------------------------------------------------------------
 
@@ -307,6 +337,7 @@ class Windows:
             if step in self.live:
                 others.append(pages)
             else:
+                self.pool.moves.log.append(pages)
                 self.live[step] = Window(pages, 0)
                 self._unlocked[step] = None
                 self._evictable_bytes += len(pages)
@@ -345,6 +376,7 @@ class Windows:
         window = self.live.get(lower)
         if window is None:
             return
+        self.pool.moves.log.append(window.pages)
         size = len(upper.pages)
         self.live[upper] = Window(Pages(window.pages[:size]), window.locks)
         window.pages = Pages(window.pages[size:])

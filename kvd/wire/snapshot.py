@@ -259,6 +259,8 @@ class Finding(msgspec.Struct, frozen=True):
     first_seen_ago_s: float
     last_seen_ago_s: float
     transitions: tuple[str, ...]
+    component: str = ""
+    """Whose pages are meant; empty for the first component's."""
 
 
 class AuditState(msgspec.Struct, frozen=True):

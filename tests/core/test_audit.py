@@ -10,6 +10,8 @@ from kvd.core.invariants import faults
 from kvd.core.node import Node
 from kvd.wire import admin, client, events
 from tests.core.breakage import BREAKAGES, busy, engine_lease, lost_page, lost_unlock
+from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside, window_page_in_two_places
+from tests.core.families import SPECS, Engine, settings_of
 from tests.core.side import settings
 from tests.core.world import World, tokens
 
@@ -20,7 +22,7 @@ ONLY_WHOLE = {"order-size"}
 """Checks that need the tree in one piece; what they find is found by others too."""
 
 
-def sweep(world: World, node: Node, work: int = WHOLE) -> list[events.Event]:
+def sweep(world: World | Engine, node: Node, work: int = WHOLE) -> list[events.Event]:
     """One sweep of ``node`` from its beginning to its end, in turns of ``work``; its events."""
     world.now_s += EVERY_S
     before, told = node.audit.sweeps, []
@@ -54,6 +56,56 @@ def test_sweep_finds_and_names_what_is_broken(name):
     expected = {fault.key for fault in faults(node) if fault.check not in ONLY_WHOLE}
     assert node.audit.findings.by_key.keys() == expected, "the slices see what the whole sees"
     assert [type(one) for one in told] == [events.Violation] * len(expected)
+
+
+@pytest.mark.parametrize("work", [1, 7, 100, WHOLE])
+def test_a_busy_node_with_every_kind_of_component_has_no_findings(work):
+    engine = busy_beside()
+
+    assert sweep(engine, engine.node, work) == []
+    assert engine.node.audit.refuted == 0
+
+
+@pytest.mark.parametrize("name", BESIDE_BREAKAGES)
+def test_sweep_finds_and_names_what_is_broken_beside_the_first_component(name):
+    breakage = BESIDE_BREAKAGES[name]
+    engine = busy_beside()
+    node = engine.node
+    sweep(engine, node)
+
+    words = breakage.apply(node)
+    told = sweep(engine, node, 5)
+
+    said = [one.what for one in node.audit.state().found if one.check == breakage.check]
+    assert any(words in what for what in said), said
+    assert node.audit.findings.by_key.keys() == {fault.key for fault in faults(node)}
+    assert [type(one) for one in told] == [events.Violation] * len(faults(node))
+
+
+def test_finding_about_a_window_page_names_component_and_owner():
+    engine = busy_beside()
+
+    words = window_page_in_two_places(engine.node)
+    sweep(engine, engine.node)
+
+    (found,) = engine.node.audit.state().found
+    assert (found.what, found.component, found.owner, found.pid) == (words, "swa", "engine", 7)
+    assert found.transitions == ("lease 4 of engine (pid 7) for lease, 1.2 s",)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_a_sweep_that_is_cut_everywhere_finds_nothing_while_an_engine_works(family):
+    """Slides, tombstones, snapshots and evictions between any two turns."""
+    for seed in range(3):
+        engine = Engine(Node(settings_of(family), 1.0), seed)
+        for _ in range(400):
+            engine.work(1)
+            engine.node.step(inputs.AuditTurn(engine.now_s, 5))
+
+        audit = engine.node.audit
+        assert audit.sweeps > 1
+        assert (audit.state().found, audit.refuted) == ((), 0), f"seed {seed}"
+        assert faults(engine.node) == [], f"seed {seed}"
 
 
 def test_finding_names_owner_room_and_the_story_of_its_handoff():

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.invariants import faults
 from tests.core.breakage import BREAKAGES, busy
+from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside
 
 
 def test_a_busy_world_breaks_no_rule():
@@ -23,3 +24,19 @@ def test_full_check_names_what_is_broken(name):
 
     said = {fault.check: fault.sentence for fault in faults(node)}
     assert words in said[breakage.check]
+
+
+def test_a_node_with_every_kind_of_component_breaks_no_rule():
+    assert faults(busy_beside().node) == []
+
+
+@pytest.mark.parametrize("name", BESIDE_BREAKAGES)
+def test_full_check_names_what_is_broken_beside_the_first_component(name):
+    breakage = BESIDE_BREAKAGES[name]
+    node = busy_beside().node
+
+    words = breakage.apply(node)
+
+    found = [fault for fault in faults(node) if fault.check == breakage.check]
+    assert any(words in fault.sentence for fault in found), found
+    assert all(fault.component for fault in found)

@@ -1,0 +1,236 @@
+"""Ways to break what a node has beside its first component, each with what must be found of it.
+
+``busy_beside`` makes a node of a pool with every kind of component; see ``breakage`` for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.buffers import Buffers
+from kvd.core.node import Node
+from kvd.core.states import States
+from kvd.core.windows import Windows
+from kvd.types import ID_BYTES, NO_PAGES, Pages, page_ids
+from kvd.wire import client
+from tests.core.breakage import Breakage
+from tests.core.families import Engine, settings_of
+from tests.core.side import tokens
+
+if TYPE_CHECKING:
+    from kvd.core.lease import Lease
+    from kvd.core.radix_node import Node as TreeNode
+
+SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 48)
+
+
+def busy_beside() -> Engine:
+    """Two cached prompts; a lease that goes on from the first, and one that slides alone."""
+    engine = Engine(Node(settings_of("everything"), 1.0), seed=0)
+    for branch in (FIRST, SECOND):
+        leased = engine.call(client.OpenLease, toks=tokens(SHARED, branch))
+        assert isinstance(leased, client.Leased), leased
+        engine.call(client.CommitAndRelease, leased.lease)
+    for toks in (tokens(SHARED, FIRST, (5000, 40)), tokens((9000, 120))):
+        leased = engine.call(client.OpenLease, "", 0, toks=toks, step_tokens=32)
+        assert isinstance(leased, client.Leased), leased
+    engine.call(client.SlideLease, leased.lease, 64)
+    engine.now_s += 1.0
+    return engine
+
+
+# ---- what is broken where ------------------------------------------------------------------------
+
+
+def windows(node: Node) -> Windows:
+    found = node.leases.beside.named("swa")
+    assert isinstance(found, Windows)
+    return found
+
+
+def states(node: Node) -> States:
+    found = node.leases.beside.named("state")
+    assert isinstance(found, States)
+    return found
+
+
+def buffers(node: Node) -> Buffers:
+    found = node.leases.beside.named("buffer")
+    assert isinstance(found, Buffers)
+    return found
+
+
+def leases(node: Node) -> tuple[Lease, Lease]:
+    """The one that goes on from a cached prompt, and the other."""
+    first, second = node.leases.leases.values()
+    return first, second
+
+
+def locked(keeper: Windows | States) -> TreeNode:
+    return next(one for one in keeper.nodes if keeper.locks_at(one))
+
+
+def unlocked(keeper: Windows | States) -> TreeNode:
+    return next(iter(keeper.unlocked))
+
+
+def window_page_lost(node: Node) -> str:
+    free = windows(node).pool._free
+    page = int.from_bytes(free[:ID_BYTES], "little")
+    del free[:ID_BYTES]
+    return f"page {page} of swa is nowhere"
+
+
+def window_page_in_two_places(node: Node) -> str:
+    keeper, (_, lease) = windows(node), leases(node)
+    edge = unlocked(keeper)
+    page = keeper.pages_at(edge)[:ID_BYTES]
+    keeper.held[lease.id].spare = Pages(keeper.held[lease.id].spare + page)
+    return f"page {page_ids(page)[0]} of swa is in node {edge.id} and in lease {lease.id}"
+
+
+def window_page_free_and_held(node: Node) -> str:
+    keeper, (lease, _) = windows(node), leases(node)
+    page = keeper.own(lease)[:ID_BYTES]
+    keeper.pool._free[:0] = page
+    return f"page {page_ids(page)[0]} of swa is in the free list and in lease {lease.id}"
+
+
+def window_lock_too_many(node: Node) -> str:
+    edge = locked(windows(node))
+    windows(node).live[edge].locks += 1
+    return f"swa at {edge.describe()} has 2 locks, due for leases: 1"
+
+
+def window_lock_too_few(node: Node) -> str:
+    edge = locked(windows(node))
+    windows(node).live[edge].locks -= 1
+    return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
+
+
+def needed_window_dropped(node: Node) -> str:
+    edge = locked(windows(node))
+    del windows(node).live[edge]
+    return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
+
+
+def window_too_short(node: Node) -> str:
+    edge = unlocked(windows(node))
+    window = windows(node).live[edge]
+    window.pages = Pages(window.pages[:-ID_BYTES])
+    return f"{edge.describe()} has {edge.n_pages - 1} pages of swa, {edge.n_pages} are due"
+
+
+def window_of_a_dropped_node(node: Node) -> str:
+    tree, pool = node.leases.tree, node.leases.pool
+    kept, tree.beside = tree.beside, ()
+    evicted = tree.evict(1)
+    (gone,) = evicted.victims
+    pool.give(evicted.pages)
+    tree.beside = kept
+    return f"{gone.describe()} has left the tree with 1 pages of state"
+
+
+def window_order_lost_a_node(node: Node) -> str:
+    edge = unlocked(windows(node))
+    del windows(node)._unlocked[edge]
+    return f"swa at {edge.describe()} has 0 locks and may be dropped, or neither"
+
+
+def window_sum_off(node: Node) -> str:
+    windows(node)._evictable_bytes += ID_BYTES
+    return "evictable pages of swa"
+
+
+def null_page_mapped(node: Node) -> str:
+    lease = leases(node)[1]
+    held = windows(node).held[lease.id]
+    held.pages[-ID_BYTES:] = bytes(ID_BYTES)
+    return f"swa of lease {lease.id} maps the null page at page {held.top - 1} of its row"
+
+
+def stretch_too_long(node: Node) -> str:
+    lease = leases(node)[1]
+    held = windows(node).held[lease.id]
+    held.top += 1
+    return f"swa of lease {lease.id} has {held.top - held.floor - 1} pages for {held.floor}"
+
+
+def window_of_another_path(node: Node) -> str:
+    lease = leases(node)[0]
+    held = windows(node).held[lease.id]
+    held.pages[:ID_BYTES] = windows(node).pages_at(unlocked(windows(node)))[:ID_BYTES]
+    return f"swa of lease {lease.id} is not the windows of the path that it locks"
+
+
+def stretch_forgotten(node: Node) -> str:
+    lease = leases(node)[1]
+    del windows(node).held[lease.id]
+    return f"swa of lease {lease.id} is not noted"
+
+
+def snapshot_lock_too_many(node: Node) -> str:
+    edge = locked(states(node))
+    states(node).snapshots[edge].locks += 1
+    return f"state at {edge.describe()} has 2 locks, due for leases: 1"
+
+
+def snapshot_of_another_path(node: Node) -> str:
+    lease, keeper = leases(node)[0], states(node)
+    source = unlocked(keeper)
+    keeper.held[lease.id].source = source
+    return f"state of lease {lease.id} goes on from {source.describe()}, where it has no snapshot"
+
+
+def state_lost(node: Node) -> str:
+    lease = leases(node)[1]
+    states(node).held[lease.id].own = NO_PAGES
+    return f"state of lease {lease.id} has 0 pages of its own, one is due"
+
+
+def buffer_of_a_gone_lease(node: Node) -> str:
+    keeper = buffers(node)
+    keeper.held[99] = keeper.pool.take(2)
+    return "buffer is kept for lease 99, which is gone"
+
+
+def buffer_too_large(node: Node) -> str:
+    lease, keeper = leases(node)[0], buffers(node)
+    keeper.held[lease.id] = Pages(keeper.held[lease.id] + keeper.pool.take(1))
+    return f"buffer of lease {lease.id} has 5 pages, at most 4 are any lease's"
+
+
+def companion_out_of_step(node: Node) -> str:
+    spec = node.settings.spec
+    pages = (*spec.pages[:1], spec.pages[1] - 1, *spec.pages[2:])
+    msgspec.structs.force_setattr(node.settings, "spec", msgspec.structs.replace(spec, pages=pages))
+    return "index has 159 pages, 160 belong to the 40 of kv"
+
+
+BESIDE_BREAKAGES = {
+    one.apply.__name__: one
+    for one in (
+        Breakage("", window_page_lost, "page-lost"),
+        Breakage("", window_page_in_two_places, "page-double"),
+        Breakage("", window_page_free_and_held, "page-double"),
+        Breakage("", window_lock_too_many, "beside-locks"),
+        Breakage("", window_lock_too_few, "beside-locks"),
+        Breakage("", needed_window_dropped, "beside-locks"),
+        Breakage("", window_too_short, "beside-length"),
+        Breakage("", window_of_a_dropped_node, "beside-gone"),
+        Breakage("", window_order_lost_a_node, "beside-order"),
+        Breakage("", window_sum_off, "beside-evictable"),
+        Breakage("", null_page_mapped, "null-mapped"),
+        Breakage("", stretch_too_long, "stretch"),
+        Breakage("", window_of_another_path, "beside-row"),
+        Breakage("", stretch_forgotten, "beside-record"),
+        Breakage("", snapshot_lock_too_many, "beside-locks"),
+        Breakage("", snapshot_of_another_path, "beside-row"),
+        Breakage("", state_lost, "state"),
+        Breakage("", buffer_of_a_gone_lease, "beside-record"),
+        Breakage("", buffer_too_large, "buffer"),
+        Breakage("", companion_out_of_step, "lockstep"),
+    )
+}
