@@ -18,6 +18,7 @@ from kvd.cli import host_checks, key_checks, render, transport_checks
 from kvd.cli.exits import Failed
 from kvd.cli.finding import Finding, Severity, Subject, good, wrong
 from kvd.cli.link import with_format
+from kvd.cli.sheet import Sheet
 from kvd.config.load import load
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _config_finding(error: ConfigError) -> Finding:
 
 def show(findings: Sequence[Finding]) -> None:
     """Print the findings as a table, each fix on a line of its own."""
-    out = render.Sheet("", "CHECK", "FINDING")
+    out = Sheet("", "CHECK", "FINDING")
     for finding in findings:
         mark, style = _MARKS[finding.severity]
         fix = f"-> {finding.fix}" if finding.fix else ""

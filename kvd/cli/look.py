@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvd.cli import render
+from kvd.cli import pools, render
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
 from kvd.wire.admin import Because, ShowStatus, ShowTree, Status, Tree, TreeNode, Why
 from kvd.wire.snapshot import LeaseState, WaitingState
@@ -58,12 +58,12 @@ def status_command(target: Target, form: str) -> None:
 @with_target
 @with_format
 def pools_command(target: Target, form: str) -> None:
-    """Show pages by state, and whether they add up to the total."""
-    pools = snapshot(target).pools
+    """Show the pages of each component by state, and whether they add up to the total."""
+    states = snapshot(target).pools
     if form == "json":
-        render.print_json(pools)
+        render.print_json(states)
     else:
-        render.show(render.pools(pools))
+        render.show(pools.table(states))
 
 
 @click.command()

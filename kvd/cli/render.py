@@ -8,6 +8,7 @@ by colour alone.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
@@ -16,8 +17,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli import audited
-from kvd.text import amount, bar, clean, duration, progress, room
+from kvd.cli import audited, pools
+from kvd.cli.sheet import Sheet, nothing, said, state
+from kvd.text import amount, clean, duration, progress, room
 from kvd.types import short
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from kvd.wire.snapshot import (
         LeaseState,
         PeerState,
-        PoolState,
         RecorderState,
         RoomState,
         Snapshot,
@@ -36,22 +37,6 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 4096
 """Columns where the output is no terminal: no table is wider, so nothing is folded."""
-
-_STYLES = {
-    "serving": "green",
-    "ready": "green",
-    "up": "green",
-    "suspect": "yellow",
-    "lingering": "yellow",
-    "draining": "yellow",
-    "quarantined": "yellow",
-    "saving": "yellow",
-    "retracted": "yellow",
-    "resuming": "yellow",
-    "restoring": "yellow",
-    "lost": "bold red",
-    "refused": "bold red",
-}
 
 
 def show(*blocks: RenderableType) -> None:
@@ -70,54 +55,6 @@ def print_json(value: object, *, indent: int = 2) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=indent))
 
 
-def said(text: str, style: str = "") -> Text:
-    """A text of the daemon, made safe."""
-    return Text(clean(text), style=style)
-
-
-def state(name: str) -> Text:
-    """A state, coloured where it deserves attention."""
-    return said(name, _STYLES.get(name, ""))
-
-
-class Sheet:
-    """Rows below headings, each with lines of prose under it where there is more to say.
-
-    A column is as wide as its widest cell, so nothing is folded or cut into an ellipsis; what does
-    not fit 80 columns belongs into the prose. Headings that end in ``>`` stand over figures.
-    """
-
-    def __init__(self, *headings: str) -> None:
-        self._is_figure = [heading.endswith(">") for heading in headings]
-        self._rows = [[Text(heading.rstrip(">"), "bold") for heading in headings]]
-        self._prose: list[list[str]] = [[]]
-
-    def row(self, *cells: str | Text, prose: str = "") -> None:
-        """Add a row; texts are made safe here."""
-        self._rows.append([cell if isinstance(cell, Text) else said(cell) for cell in cells])
-        self._prose.append([clean(line) for line in prose.split("\n") if line])
-
-    def __rich__(self) -> Group:
-        """The lines."""
-        widths = [max(cell.cell_len for cell in column) for column in zip(*self._rows, strict=True)]
-        lines: list[Text] = []
-        for row, prose in zip(self._rows, self._prose, strict=True):
-            line = Text()
-            for cell, width, is_figure in zip(row, widths, self._is_figure, strict=True):
-                blank = " " * (width - cell.cell_len)
-                line.append_text(Text(blank) + cell if is_figure else cell + Text(blank))
-                line.append("  ")
-            line.rstrip()
-            lines.append(line)
-            lines += [Text(f"    {more}", "dim") for more in prose]
-        return Group(*lines)
-
-
-def nothing(what: str) -> Text:
-    """The line that stands where a table would be empty."""
-    return Text(f"no {what}", style="dim")
-
-
 # ---- status --------------------------------------------------------------------------------------
 
 
@@ -133,11 +70,15 @@ def status(shot: Snapshot) -> RenderableType:
         f"; {shot.totals.steps} steps, {shot.last_event} events",
     )
     held = sum(lease.held_pages for lease in shot.leases)
+    beside = Counter[str]()
+    for lease in shot.leases:
+        beside.update({one.component: one.held_pages for one in lease.beside})
+    holding = ", ".join([f"{held} pages", *(f"{n} of {clean(of)}" for of, n in beside.items())])
     engines = ", ".join(clean(f"{one.name} {list(one.pids)}") for one in shot.clients)
     rows = Table.grid(padding=(0, 2))
     for name, text in (
         ("engines", f"{len(shot.clients)}  {engines}"),
-        ("leases", f"{len(shot.leases)}  holding {held} pages; {len(shot.waiting)} wait for room"),
+        ("leases", f"{len(shot.leases)}  holding {holding}; {len(shot.waiting)} wait for room"),
         ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
         ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
         ("handoffs", _handoffs(shot)),
@@ -146,7 +87,7 @@ def status(shot: Snapshot) -> RenderableType:
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
     alarms = audited.broken(shot.audit)
-    return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
+    return Group(*alarms, head, Text(), pools.table(shot.pools), Text(), rows, *_troubles(shot))
 
 
 def _handoffs(shot: Snapshot) -> str:
@@ -198,69 +139,6 @@ def _troubles(shot: Snapshot) -> list[Text]:
     return [Text(f"! {line}", style="yellow") for line in found]
 
 
-# ---- pools ---------------------------------------------------------------------------------------
-
-
-def pools(states: tuple[PoolState, ...]) -> RenderableType:
-    """Pages by state; the last column says whether they add up to the total (I1)."""
-    out = Sheet(
-        *("POOL", "TOTAL>", "FREE>", "HELD>", "CACHED>", "LOCKED>", "EVICTABLE>", "QUAR>", "SUM"),
-    )
-    for one in states:
-        counts = (
-            one.total_pages,
-            one.free_pages,
-            one.held_pages,
-            one.cached_pages,
-            one.locked_pages,
-            one.evictable_pages,
-            one.quarantined_pages,
-        )
-        cells = bar(
-            held=one.held_pages,
-            cached=one.cached_pages,
-            quarantined=one.quarantined_pages,
-            total=one.total_pages,
-            width=32,
-        )
-        out.row(
-            f"{one.pool}/{one.component}",
-            *(str(count) for count in counts),
-            sum_check(one),
-            prose=f"[{cells}] {_page(one)}\n{_saved_area(one)}",
-        )
-    return out if states else nothing("pools")
-
-
-def _page(one: PoolState) -> str:
-    """What a page is; where pages are only counted, that they hold nothing."""
-    if one.page_bytes:
-        return f"{one.page_size} tokens, {amount(one.page_bytes)} a page"
-    counted = f"{(one.total_pages - 1) * one.page_size} tokens are counted, no byte is held"
-    if not one.placeholder_bytes:
-        return counted
-    return f"{counted}; a placeholder of one page has {amount(one.placeholder_bytes)}"
-
-
-def _saved_area(one: PoolState) -> str:
-    """The host memory beside the pool; empty where there is none."""
-    if not one.saved_capacity_pages:
-        return ""
-    kept = amount(one.saved_pages * one.page_bytes)
-    return (
-        f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
-        "retracted leases"
-    )
-
-
-def sum_check(one: PoolState) -> Text:
-    """Whether null, free, held, cached and quarantined pages make the total."""
-    found = 1 + one.free_pages + one.held_pages + one.cached_pages + one.quarantined_pages
-    if found == one.total_pages:
-        return Text("ok", style="green")
-    return Text(f"WRONG: {found} of {one.total_pages}; kvd audit", style="bold red")
-
-
 # ---- leases and the queue ------------------------------------------------------------------------
 
 
@@ -270,6 +148,7 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
     for one in states:
         facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
         facts += [f"namespace {one.namespace}"] if one.namespace else []
+        facts += [_beside(one)] if one.beside else []
         facts += [_saved(one)] if one.saved_pages or one.retracted_s else []
         facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
         out.row(
@@ -285,6 +164,14 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
             prose="; ".join(facts),
         )
     return out if states else nothing("leases")
+
+
+def _beside(one: LeaseState) -> str:
+    """Its pages of further components: its own, and those in its row that it shares."""
+    held = [
+        f"{has.component} {has.held_pages} ({has.mapped_pages} in its row)" for has in one.beside
+    ]
+    return f"beside {', '.join(held)}"
 
 
 def _saved(one: LeaseState) -> str:
