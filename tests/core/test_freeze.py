@@ -18,12 +18,14 @@ import pytest
 from kvd.core import graph, inputs
 from kvd.core.eviction import Policy
 from kvd.core.freeze import TooManyObjects, Unfreezable, freeze, state_hash
+from kvd.core.invariants import violations
 from kvd.core.node import Node
 from kvd.core.radix_node import NO_CHILDREN
 from kvd.core.thaw import NotFrozen, thaw
 from kvd.sim.profile import PROFILES
 from kvd.sim.world import World
 from kvd.wire import client
+from tests.core.families import SPECS, worked
 from tests.core.side import settings, tokens
 
 
@@ -49,6 +51,41 @@ def test_everything_that_a_busy_node_holds_can_be_frozen():
             if number % 40 == 0:
                 for host in world.hosts:
                     freeze(host.node)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_what_is_beside_the_first_component_is_thawed_as_it_was(family):
+    node = worked(family, seed=1, steps=200).node
+    again = thaw(freeze(node))
+
+    assert freeze(again) == freeze(node)
+    assert violations(again) == []
+    for mine, theirs in zip(again.leases.beside.each, node.leases.beside.each, strict=True):
+        assert mine is again.leases.tree.beside[again.leases.beside.each.index(mine)]
+        assert mine.pool.free_ids() == theirs.pool.free_ids()
+        assert [one.id for one in mine.unlocked] == [one.id for one in theirs.unlocked]
+        assert {*mine.nodes} <= {*again.leases.tree.nodes()}
+        for number, lease in again.leases.leases.items():
+            assert mine.row(lease) == theirs.row(node.leases.leases[number])
+
+
+@pytest.mark.parametrize("change", ["window lock", "snapshot", "buffer", "last use"])
+def test_the_hash_tells_nodes_apart_that_differ_beside_the_first_component(change):
+    """As those differ who have gone another way."""
+    node = worked("everything", seed=1, steps=200).node
+    windows, states, buffers = node.leases.beside.each
+    match change:
+        case "window lock":
+            next(iter(windows.live.values())).locks += 1
+        case "snapshot":
+            states.pool.give(states.snapshots.popitem()[1].page)
+        case "buffer":
+            lease, pages = buffers.held.popitem()
+            buffers.held[lease] = pages[4:] + pages[:4]
+        case "last use":
+            windows._unlocked.move_to_end(next(iter(windows.unlocked)))
+
+    assert state_hash(node) != state_hash(worked("everything", seed=1, steps=200).node)
 
 
 @pytest.mark.parametrize("policy", list(Policy))

@@ -12,6 +12,7 @@ from kvd.core.freeze import freeze, state_hash
 from kvd.core.inputs import Input
 from kvd.core.node import Node
 from kvd.core.thaw import thaw
+from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
 
 LOG = msgspec.msgpack.Decoder(list[Input])
@@ -47,3 +48,18 @@ def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(se
         assert effects == life.effects
         assert events == life.said
         assert state_hash(again) == state_hash(life.node)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_a_node_of_any_pool_replays_and_goes_on_after_it_was_frozen_and_thawed(family):
+    """With windows at nodes, snapshots and buffers: all that is kept beside the first component."""
+    for seed in range(3):
+        engine = worked(family, seed, steps=300)
+        again = Node(engine.node.settings, 1.0)
+        for number, happened in enumerate(LOG.decode(msgspec.msgpack.encode(engine.log))):
+            if number % 40 == 20:
+                frozen = freeze(again)
+                again = thaw(frozen)
+                assert freeze(again) == frozen, f"seed {seed}"
+            assert again.step(happened) == engine.steps[number], f"seed {seed}"
+        assert state_hash(again) == state_hash(engine.node), f"seed {seed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pytest
@@ -17,17 +18,37 @@ from kvd.recorder.orders import Begin
 from kvd.recorder.player import Strayed
 from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.recorder.twin import Twin
+from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
+
+if TYPE_CHECKING:
+    from kvd.core.settings import Settings
 
 BEGIN = Begin("x", "0" * 32, "0.1.0", 3.0, "/nowhere")
 SIZE = 16 * 4096
 
 
-class Taped:
-    """One node of a storm, fed again into a node that is taped."""
+class Life(NamedTuple):
+    """What went into a node, from its birth on."""
 
-    def __init__(self, seed: int, begin: Begin = BEGIN) -> None:
-        self.life = max(recorded(seed), key=lambda life: len(life.log))
+    settings: Settings
+    born_s: float
+    log: list[inputs.Input]
+
+
+def of_family(family: str) -> Life:
+    """A node of that pool, and what a random engine did with it."""
+    engine = worked(family, seed=6, steps=500)
+    return Life(engine.node.settings, 1.0, engine.log)
+
+
+class Taped:
+    """One node of a storm, or of another life, fed again into a node that is taped."""
+
+    def __init__(self, source: int | Life, begin: Begin = BEGIN) -> None:
+        if isinstance(source, int):
+            source = max(recorded(source), key=lambda life: len(life.log))
+        self.life = source
         self.node = Node(self.life.settings, self.life.born_s)
         self._descriptor = ring.create(SIZE)
         self.writer, self.reader = ring.Ring(self._descriptor), ring.Ring(self._descriptor)
@@ -54,12 +75,12 @@ class Taped:
 @pytest.fixture
 def tape(request):
     """A ``Taped`` world that is closed afterwards."""
-    made = Taped(request.param)
+    made = Taped(of_family(request.param) if isinstance(request.param, str) else request.param)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("tape", range(6), indirect=True)
+@pytest.mark.parametrize("tape", [*range(6), *SPECS], indirect=True)
 def test_what_is_saved_at_any_time_replays_to_the_state_of_the_live_node(tape, tmp_path):
     rng = random.Random(tape.life.born_s)
     for number, happened in enumerate(tape.life.log):
