@@ -32,7 +32,7 @@ VERBS = {
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
     "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),
     "audit": Verb("kvd.cli.change:audit_command", "Check every invariant now.", CHECK),
-    "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings.", CHECK),
+    "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings; plan.", CHECK),
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),
     "doctor": Verb("kvd.cli.doctor:doctor_command", "Is this host fit for kvd?", CHECK),
     "bench": Verb("kvd.cli.bench:bench_group", "Measure, beside a reference.", CHECK),

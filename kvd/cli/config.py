@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvd.cli.exits import Misconfigured
+from kvd.cli.lazy import LazyGroup, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,12 +71,24 @@ def summary(errors: Sequence[ConfigError]) -> str:
     return "\n".join([f"{count} in the configuration", *(error.sentence for error in errors)])
 
 
-@click.group("config")
+_HERE = "kvd.cli.config"
+
+
+@click.group(
+    "config",
+    cls=LazyGroup,
+    verbs={
+        "check": Verb(f"{_HERE}:check", "Everything that is wrong, at once."),
+        "explain": Verb(f"{_HERE}:explain", "Each key: value, origin, meaning, rule."),
+        "show": Verb(f"{_HERE}:show", "The effective configuration as TOML."),
+        "plan": Verb("kvd.cli.plan:plan_command", "What a model takes, by pool family."),
+    },
+)
 def config_group() -> None:
-    """Check, explain or show settings."""
+    """Check, explain or show settings; plan a pool for a model."""
 
 
-@config_group.command("check")
+@click.command("check")
 @_sources
 @_format
 @click.pass_context
@@ -114,7 +127,7 @@ def _pool_in_words(spec: PoolSpec) -> str:
     return f"{spec.name} of {held}"
 
 
-@config_group.command("explain")
+@click.command("explain")
 @click.argument("wanted", nargs=-1, metavar="[KEY]...")
 @_sources
 @_format
@@ -144,7 +157,7 @@ def explain(
         click.echo(f"    {row.doc}\n    Rule: {row.rule}.")
 
 
-@config_group.command("show")
+@click.command("show")
 @click.option("--example", is_flag=True, help="Print a commented file of all defaults instead.")
 @_sources
 @_format

@@ -12,13 +12,13 @@ from kvd.config.families import BELONGS, is_given, missing, reason_out_of_place
 from kvd.config.finding import Finding, Rule
 from kvd.config.pool import components
 from kvd.config.pool_pages import (
-    GROWTH_PAGES,
     MAX_PAGES,
     SECOND,
     beside,
     block_bytes,
     page_counts,
     second_budget,
+    window_pages,
 )
 from kvd.core.geometry import misplaced
 from kvd.core.spec import Buffer, PerRequest, Tail, Whole, page_bytes
@@ -159,7 +159,7 @@ def _least_pages(component: Component) -> int:
     """Pages without which not one request can run, the null page included."""
     match component.extent:
         case Tail(tokens):
-            return -(-max(tokens, component.page_size) // component.page_size) + GROWTH_PAGES + 1
+            return window_pages(component, tokens) + 1
         case Buffer(tokens):
             return -(-tokens // component.page_size) + 1
         case Whole() | PerRequest():

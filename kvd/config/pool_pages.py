@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
+from kvd.core.tail import most_pages
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
 
-LOGICAL_TOKENS = 2**20
-"""How many tokens are counted where they take no bytes, unless pool.pages says it."""
-GROWTH_PAGES = 2
-"""A window that slides over page boundaries: one page more than it is long, and one ahead."""
+LEAST_LOGICAL_TOKENS, MOST_LOGICAL_TOKENS = 2**20, 2**22
+"""Counted where tokens take no bytes, unless pool.pages says how many: typical requests of every
+state, between these bounds. A counted token takes 4 bytes of the daemon's own memory."""
 USUAL_STATES = 2
 """Of one request: its own, and one that the cache keeps of its prompt."""
 USUAL_SAVED_SHARE = 8
@@ -66,12 +66,16 @@ def pages_of_request(component: Component, tokens: int) -> int:
         case Whole():
             return pages
         case Tail(window_tokens):
-            window = -(-max(window_tokens, component.page_size) // component.page_size)
-            return min(pages, window + GROWTH_PAGES)
+            return min(pages, window_pages(component, window_tokens))
         case Buffer(buffer_tokens):
             return min(pages, -(-buffer_tokens // component.page_size))
         case PerRequest():
             return USUAL_STATES
+
+
+def window_pages(component: Component, window_tokens: int) -> int:
+    """Pages of a window that slides page by page: its length, the boundary, and one ahead."""
+    return most_pages(window_tokens, component.page_size, component.page_size)
 
 
 def second_budget(pool: PoolSection) -> int | None:
@@ -107,7 +111,9 @@ def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int,
         return pool.pages, max(b + 1, -(-pool.pages * b // n)) if given is None else given
     each = page_bytes(other)
     if not block:
-        return LOGICAL_TOKENS + 1, size // each if given is None else given
+        states = size // each if given is None else given
+        tokens = max(LEAST_LOGICAL_TOKENS, (states - 1) * pool.typical_tokens)
+        return min(tokens, MOST_LOGICAL_TOKENS) + 1, states
     if given is not None:
         return max(0, size - given * each) // block, given
     first = size * n // (block * n + each * b)

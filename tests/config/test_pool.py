@@ -234,11 +234,14 @@ def test_hisparse_means_host_memory_and_gives_each_typical_request_its_buffer() 
     assert buffer == (kv - 1) // 512 * 256 + 1
 
 
-def test_tokens_that_take_no_bytes_are_counted_to_a_million_unless_told() -> None:
+def test_tokens_that_take_no_bytes_are_counted_for_every_state_within_bounds() -> None:
     stateful = [*POOLS["recurrent"], "pool.layers=0"]
     state_bytes = 3 * (4 * 2 * 8 * 4 + 8 * 3 * 2)
 
-    assert spec_of(*stateful, "pool.size=64MiB").pages == (2**20 + 1, 2**26 // state_bytes)
+    assert spec_of(*stateful, "pool.size=64MiB").pages == (2**22 + 1, 2**26 // state_bytes)
+    few = spec_of(*stateful, "pool.states=301")
+    assert few.pages == (300 * 8192 + 1, 301)
+    assert spec_of(*stateful, "pool.states=3").pages == (2**20 + 1, 3)
     assert spec_of(*stateful, "pool.pages=8193").pages == (8193, 3)
     assert spec_of(*stateful, "pool.pages=50", "pool.states=9").pages == (50, 9)
 

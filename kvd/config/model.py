@@ -1,0 +1,203 @@
+"""What a model keeps per token and per request, read from its Hugging Face ``config.json``.
+
+Only the JSON is read: no model library, no weights. Public configurations leave out what their
+model class defaults; those defaults that decide about memory are in ``_DEFAULTS``. What cannot be
+told is a ``NotPlanned`` with the key that is missing, never a guess.
+
+``recurrent`` reads the states of models that have some.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvd.config import recurrent
+from kvd.config.facts import Facts, NotPlanned
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Model", "NotPlanned", "model_of"]
+
+_GEMMA3: Final[dict[str, object]] = {
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131_072,
+}
+
+_DEFAULTS: Final[dict[str, dict[str, object]]] = {
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma2": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
+}
+"""What a model class assumes where its configuration says nothing, by ``model_type``."""
+
+_ENCODERS: Final = frozenset(
+    {
+        *("albert", "bert", "bge", "camembert", "deberta", "deberta-v2", "distilbert", "electra"),
+        *("ernie", "esm", "eurobert", "ibert", "modernbert", "mpnet", "new", "nomic_bert"),
+        *("roberta", "rembert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+"""Models that read a whole text at once and keep nothing of it."""
+
+_DTYPES: Final = {"half": "float16", "float": "float32"}
+
+_SLIDING: Final = "sliding_attention"
+_FULL: Final = frozenset({"full_attention", "attention", "chunked_attention", "global"})
+
+INDEX_DTYPE: Final = "uint8"
+INDEX_SCALE_BYTES: Final = 4
+"""A key of an index is kept as 8-bit elements with one float32 scale, byte by byte."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The layers of a model by what they keep of a sequence.
+
+    ``window_layers`` look back ``window_tokens``; ``state_layers`` keep ``state``, a table of
+    tensors. ``latent_dim`` is 0 for K and V per head, ``index_dim`` 0 for no index.
+    """
+
+    name: str
+    dtype: str
+    context_tokens: int
+    is_encoder: bool = False
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    v_dim: int = 0
+    latent_dim: int = 0
+    rope_dim: int = 0
+    window_layers: int = 0
+    window_tokens: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
+    state_layers: int = 0
+    state: dict[str, str] = {}
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with KV, sliding or not."""
+        return self.layers + self.window_layers
+
+
+def model_of(config: Mapping[str, object]) -> Model:
+    """The model that ``config`` describes; of one with several parts, the language model.
+
+    Raises:
+        NotPlanned: a key is missing or is not what it should be; the message names it.
+    """
+    facts = _facts(config)
+    kind = facts.text("model_type")
+    dtype = _dtype(config, facts)
+    n_layers = facts.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    states = recurrent.states_of(facts, n_layers, dtype)
+    if states is not None and not states.attention_layers:
+        return Model(
+            name=kind,
+            dtype=dtype,
+            context_tokens=_context(facts),
+            state_layers=states.layers,
+            state=states.tensors,
+        )
+    attending = n_layers if states is None else states.attention_layers
+    sliding, window = _windows(facts, n_layers) if states is None else (0, 0)
+    model = Model(
+        name=kind,
+        dtype=dtype,
+        context_tokens=_context(facts),
+        is_encoder=kind in _ENCODERS or facts.get("is_causal") is False,
+        layers=attending - sliding,
+        window_layers=sliding,
+        window_tokens=window,
+        state_layers=0 if states is None else states.layers,
+        state={} if states is None else states.tensors,
+    )
+    return _with_shape(model, facts)
+
+
+def _with_shape(model: Model, facts: Facts) -> Model:
+    """What a token of one layer takes: one latent, or K and V of each head."""
+    latent = facts.maybe("kv_lora_rank")
+    if latent:
+        index = facts.maybe("index_head_dim")
+        return msgspec.structs.replace(
+            model,
+            latent_dim=latent,
+            rope_dim=facts.number("qk_rope_head_dim"),
+            index_dim=index + INDEX_SCALE_BYTES if index else 0,
+            index_topk=facts.maybe("index_topk"),
+        )
+    heads = facts.number("num_attention_heads", "n_head", "n_heads")
+    head_dim = facts.maybe("head_dim", "attention_head_dim")
+    if not head_dim:
+        head_dim = facts.number("hidden_size", "n_embd", "d_model", "dim") // heads
+    is_shared = facts.get("multi_query") is True
+    kv_heads = 1 if is_shared else facts.maybe("num_key_value_heads", "n_head_kv") or heads
+    return msgspec.structs.replace(
+        model,
+        heads=kv_heads,
+        head_dim=head_dim,
+        v_dim=facts.maybe("v_head_dim") or head_dim,
+    )
+
+
+def _facts(config: Mapping[str, object]) -> Facts:
+    """The part that describes the language model, over what its class assumes."""
+    inner: Mapping[str, object] = config
+    for part in ("text_config", "llm_config", "language_config", "thinker_config"):
+        found = inner.get(part)
+        if isinstance(found, dict):
+            inner = {"model_type": inner.get("model_type"), **found}
+    kind = inner.get("model_type")
+    return Facts({**_DEFAULTS.get(str(kind), {}), **inner})
+
+
+def _dtype(config: Mapping[str, object], facts: Facts) -> str:
+    """Of the weights, which is that of the KV unless it is quantised."""
+    for key in ("torch_dtype", "dtype"):
+        for where in (facts.values, config):
+            found = where.get(key)
+            if isinstance(found, str):
+                return _DTYPES.get(found, found.removeprefix("torch."))
+    return "bfloat16"
+
+
+def _context(facts: Facts) -> int:
+    """The longest sequence it was made for; 0 where the configuration does not say."""
+    return facts.maybe("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def _windows(facts: Facts, n_layers: int) -> tuple[int, int]:
+    """How many layers slide, and how far each looks back."""
+    window = facts.maybe("sliding_window")
+    if not window or facts.get("use_sliding_window") is False:
+        return 0, 0
+    kinds = facts.get("layer_types")
+    if isinstance(kinds, list):
+        unknown = sorted({str(one) for one in kinds} - _FULL - {_SLIDING})
+        if unknown:
+            raise NotPlanned(f"layer_types holds {', '.join(unknown)}, of which nothing is known")
+        sliding = kinds.count(_SLIDING)
+    elif pattern := facts.maybe("sliding_window_pattern", "_sliding_window_pattern"):
+        sliding = n_layers - n_layers // pattern
+    elif facts.get("use_sliding_window") is True:
+        sliding = max(0, n_layers - facts.maybe("max_window_layers"))
+    else:
+        sliding = n_layers
+    return sliding, window if sliding else 0
