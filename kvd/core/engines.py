@@ -79,8 +79,9 @@ class Engines:
             client.MatchPrefix: self._match,
             client.GetSnapshot: self._snapshot,
             client.CancelCall: self._cancel_call,
-            client.RetractLease: node.retractor.retract,
+            client.RetractLease: node.fetcher.retract,
             client.ResumeLease: node.retractor.resume,
+            client.FetchPages: node.fetcher.fetch,
         }
 
     def request(self, got: FromClient) -> None:

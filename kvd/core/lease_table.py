@@ -201,6 +201,7 @@ class LeaseTable:
                 numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
             )
         lease.is_whole = False
+        lease.written_tokens = n_tokens
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
@@ -217,11 +218,7 @@ class LeaseTable:
         mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
         self.moves.log.append(mine)
         extension = self.tree.extend(
-            anchor,
-            lease.tokens,
-            mine,
-            start_tokens=anchor.end_tokens,
-            priority=lease.priority,
+            anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
         )
         self.growth += 1
         self.tree.relock(anchor, extension.node)
@@ -272,6 +269,7 @@ class LeaseTable:
         lease.row = row
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
+        lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
         out = self._out
         out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
         return lease
