@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from kvd.core.geometry import Row
 from kvd.transfer.strips import matched, mismatch
 from kvd.types import NULL_PAGE, count
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.geometry import Row
     from kvd.transfer.metadata import RegionNote
     from kvd.types import Pages
 
@@ -112,19 +112,43 @@ def writes(
     ]
     at = np.concatenate([part[0] for part in parts])
     to = np.concatenate([part[1] for part in parts])
-    length = np.concatenate([part[2] for part in parts])
+    rows = _cut(at, to, np.concatenate([part[2] for part in parts]))
+    return _dealt(*rows, _by_cost(rows[0][:, 1]))
+
+
+def packed_writes(destination: Pages, theirs: RegionNote, handle_pages: int) -> Writes:
+    """The descriptors that write whole pages, packed ``handle_pages`` at a time, each from byte 0.
+
+    Source addresses count from where the pages of their handle are packed. ``theirs`` has one row.
+    """
+    to_ids = np.frombuffer(destination, dtype="<i4").astype(np.uint64)
+    from_ids = np.arange(to_ids.size, dtype=np.uint64) % np.uint64(handle_pages)
+    size = theirs.page_bytes
+    ((pairs, starts),) = _groups((Row(0, size, size),), theirs.rows, (from_ids, to_ids), 1)
+    rows = _cut(*_segments(pairs, starts, (from_ids, to_ids), (0, theirs.address), 1))
+    ends = np.cumsum(rows[0][:, 1])
+    return _dealt(*rows, (ends - np.uint64(1)) // np.uint64(handle_pages * size))
+
+
+def _dealt(source: Words, destination: Words, handle: Words) -> Writes:
+    """Descriptors and the handle that each belongs to, ascending."""
+    bounds = [0]
+    if handle.size:
+        bounds += (np.flatnonzero(np.diff(handle)) + 1).tolist()
+        bounds.append(int(handle.size))
+    size = source[:, 1]
+    sizes = np.add.reduceat(size, bounds[:-1]).tolist() if size.size else []
+    return Writes(source=source, destination=destination, bounds=bounds, sizes=sizes)
+
+
+def _cut(at: Words, to: Words, length: Words) -> tuple[Words, Words]:
+    """Segments as descriptors of both sides."""
     pieces = ((length + np.uint64(CUT_BYTES - 1)) // np.uint64(CUT_BYTES)).astype(np.int64)
     ends = pieces.cumsum()
     whole = np.arange(pieces.size).repeat(pieces)
     skip = (np.arange(whole.size) - (ends - pieces)[whole]).astype(np.uint64) * np.uint64(CUT_BYTES)
     size = np.minimum(np.uint64(CUT_BYTES), length[whole] - skip)
-    bounds = _bounds(size)
-    return Writes(
-        source=_rows(at[whole] + skip, size),
-        destination=_rows(to[whole] + skip, size),
-        bounds=bounds,
-        sizes=np.add.reduceat(size, bounds[:-1]).tolist() if size.size else [],
-    )
+    return _rows(at[whole] + skip, size), _rows(to[whole] + skip, size)
 
 
 def _rows(address: Words, size: Words) -> Words:
@@ -180,12 +204,8 @@ def _addresses(rows: list[Row], pages: Words, base: int) -> Words:
     return offset + stride * pages
 
 
-def _bounds(size: Words) -> list[int]:
-    """Deal descriptors into handles of about 16 MiB, fewer bytes where pieces are small."""
-    if not size.size:
-        return [0]
+def _by_cost(size: Words) -> Words:
+    """The handle of each descriptor: about 16 MiB in each, fewer bytes where pieces are small."""
     cost = size + np.uint64(DESCRIPTOR_COST_BYTES)
-    handle = (np.cumsum(cost) - cost) // np.uint64(HANDLE_COST_BYTES)
-    cuts = np.flatnonzero(np.diff(handle)) + 1
-    out: list[int] = [0, *cuts.tolist(), int(size.size)]
-    return out
+    handle: Words = (np.cumsum(cost) - cost) // np.uint64(HANDLE_COST_BYTES)
+    return handle

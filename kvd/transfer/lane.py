@@ -20,17 +20,22 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvd.transfer.descriptors import objection, writes
+import numpy as np
+
+from kvd.transfer.descriptors import objection, packed_writes, writes
 from kvd.transfer.nixl import NixlUnusable, Step
 from kvd.transfer.orders import Moved, Path, Posted, PostFailed
+from kvd.transfer.staging import Packing, is_worth_packing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.nixl import Sender
     from kvd.transfer.orders import Post, Report
+    from kvd.transfer.staging import Slot, Staging
 
 IN_FLIGHT_HANDLES: Final = 4
 PROGRESS_EVERY_S: Final = 0.05
@@ -39,9 +44,10 @@ PROGRESS_EVERY_S: Final = 0.05
 class _Running:
     """One post on its way."""
 
-    def __init__(self, post: int, plan: Writes) -> None:
+    def __init__(self, post: int, plan: Writes, packing: Packing | None) -> None:
         self.post = post
         self.plan = plan
+        self.packing = packing
         self.turns = 0
         self.arrived = 0
         self.moved_bytes = 0
@@ -53,10 +59,22 @@ class _Running:
 class _Flight:
     """One handle in flight."""
 
-    def __init__(self, handle: int, running: _Running, size: int) -> None:
+    def __init__(self, handle: int, running: _Running, size: int, slot: Slot | None) -> None:
         self.handle = handle
         self.running = running
         self.size = size
+        self.slot = slot
+
+
+def _run(order: Post, area: Area, theirs: RegionNote) -> _Running:
+    """The plan of a post that nothing speaks against."""
+    split = order.split
+    if not is_worth_packing(area.note, theirs, split):
+        plan = writes(order.source, order.destination, area.note, theirs, split)
+        return _Running(order.post, plan, None)
+    packing = Packing(order.source, area, split, theirs.page_bytes)
+    plan = packed_writes(order.destination, theirs, packing.handle_pages)
+    return _Running(order.post, plan, packing)
 
 
 class Lane:
@@ -68,6 +86,7 @@ class Lane:
         *,
         path: Path,
         regions: dict[str, RegionNote],
+        staging: Staging,
         report: Callable[[Report], None],
     ) -> None:
         self.sender = sender
@@ -78,6 +97,9 @@ class Lane:
         self._flights: deque[_Flight] = deque()
         self._open: dict[int, _Running] = {}
         self._lost_bytes = 0
+        self._staging = staging
+        self._lost_slots: list[Slot] = []
+        """Of handles that failed: they may still be read until the agent is gone."""
 
     @property
     def has_flights(self) -> bool:
@@ -87,10 +109,13 @@ class Lane:
     @property
     def can_post(self) -> bool:
         """Whether ``post_next`` would start a handle."""
-        return bool(self._turns) and len(self._flights) < IN_FLIGHT_HANDLES
+        if not self._turns or len(self._flights) >= IN_FLIGHT_HANDLES:
+            return False
+        return self._turns[0].packing is None or bool(self._staging.free)
 
-    def add(self, order: Post, ours: RegionNote) -> None:
-        """Take a post in, or refuse it with ``PostFailed``."""
+    def add(self, order: Post, area: Area) -> None:
+        """Take a post of pages of ``area`` in, or refuse it with ``PostFailed``."""
+        ours = area.note
         theirs = self._theirs.get(order.region)
         if theirs is None:
             why = f"peer {order.peer} has no region {order.region!r}"
@@ -103,8 +128,7 @@ class Lane:
         elif not order.source:
             self._report(Posted(order.post, 0, 0.0))
         else:
-            plan = writes(order.source, order.destination, ours, theirs, order.split)
-            running = _Running(order.post, plan)
+            running = _run(order, area, theirs)
             self._open[order.post] = running
             self._turns.append(running)
 
@@ -116,14 +140,19 @@ class Lane:
         if not running.turns:
             running.started_s = running.said_s = time.monotonic()
         size = plan.sizes[running.turns]
+        source, slot = plan.source[low:high], None
+        if running.packing is not None:
+            slot = self._staging.free.pop()
+            running.packing.fill(running.turns, slot.memory)
+            source = source + np.array([slot.address, 0, 0], np.uint64)
         running.turns += 1
         try:
-            handle = self.sender.post(plan.source[low:high], plan.destination[low:high])
+            handle = self.sender.post(source, plan.destination[low:high])
         except NixlUnusable as exc:
-            self._lost_bytes += size
+            self._lose(size, slot)
             self._fail(running, str(exc))
             return
-        self._flights.append(_Flight(handle, running, size))
+        self._flights.append(_Flight(handle, running, size, slot))
         if running.turns < plan.handles:
             self._turns.append(running)
 
@@ -135,7 +164,7 @@ class Lane:
                 step = self.sender.step(flight.handle)
             except NixlUnusable as exc:
                 self._flights.popleft()
-                self._lost_bytes += flight.size
+                self._lose(flight.size, flight.slot)
                 self._fail(flight.running, str(exc))
                 continue
             match step:
@@ -143,6 +172,8 @@ class Lane:
                     return
                 case Step.DONE:
                     self._flights.popleft()
+                    if flight.slot is not None:
+                        self._staging.free.append(flight.slot)
                     self._arrived(flight)
 
     def destroy(self, why: str) -> int:
@@ -153,11 +184,19 @@ class Lane:
         for running in list(self._open.values()):
             self._fail(running, why)
         self.sender.destroy()
+        slots = [flight.slot for flight in self._flights if flight.slot is not None]
+        self._staging.free += [*slots, *self._lost_slots]
         match self.path:
             case Path.SAME_HOST:
                 return 0
             case Path.NETWORK:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
+
+    def _lose(self, size: int, slot: Slot | None) -> None:
+        """A handle failed, which may have written part of itself."""
+        self._lost_bytes += size
+        if slot is not None:
+            self._lost_slots.append(slot)
 
     def _arrived(self, flight: _Flight) -> None:
         running = flight.running

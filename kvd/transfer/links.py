@@ -20,12 +20,14 @@ from kvd.transfer.lane import Lane
 from kvd.transfer.metadata import BadMetadata, unpack
 from kvd.transfer.nixl import NixlUnusable, Sender, Step
 from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Path, Post, PostFailed
+from kvd.transfer.staging import STAGING_BYTES, Staging
 
 if TYPE_CHECKING:
     import select
     from collections.abc import Callable
 
-    from kvd.transfer.metadata import Metadata, RegionNote
+    from kvd.transfer.copies import Area
+    from kvd.transfer.metadata import Metadata
     from kvd.transfer.nixl import Binding
     from kvd.transfer.orders import Report
 
@@ -54,16 +56,18 @@ class Built(NamedTuple):
 
 
 class Mine(NamedTuple):
-    """What this process sends from: its regions and its scratch memory, by address."""
+    """What this process sends from: its regions, and its scratch and staging memory by address."""
 
     name: str
-    regions: dict[str, RegionNote]
+    regions: dict[str, Area]
     scratch: int
+    staging: int
 
     def spans(self) -> list[tuple[int, int]]:
         """(address, bytes) of everything to register."""
-        spans = [(region.address, region.region_bytes) for region in self.regions.values()]
-        return [*spans, (self.scratch, SCRATCH_BYTES)]
+        notes = [area.note for area in self.regions.values()]
+        spans = [(note.address, note.region_bytes) for note in notes]
+        return [*spans, (self.scratch, SCRATCH_BYTES), (self.staging, STAGING_BYTES)]
 
 
 class Builder:
@@ -126,6 +130,7 @@ class Links:
     ) -> None:
         self._builder = builder
         self._mine = mine
+        self._staging = Staging(mine.staging)
         self._poll = poll
         self._report = report
         self._building: set[Key] = set()
@@ -266,7 +271,13 @@ class Links:
             by_socket = warming.sender.socket_bytes() >= warming.size
             path = Path.NETWORK if by_socket or not warming.sender.polls else Path.SAME_HOST
             regions = {region.name: region for region in warming.peer.regions}
-            self._lanes[key] = Lane(warming.sender, path=path, regions=regions, report=self._report)
+            self._lanes[key] = Lane(
+                warming.sender,
+                path=path,
+                regions=regions,
+                staging=self._staging,
+                report=self._report,
+            )
             self._report(Loaded(key.peer, key.generation, path))
         elif time.monotonic() - warming.since_s > WARM_LIMIT_S:
             del self._warming[key]

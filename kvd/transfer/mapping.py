@@ -93,10 +93,8 @@ def hold(descriptor: int, size: int) -> None:
 
 
 def map_scratch(size: int) -> int:
-    """The address of fresh private memory, kept for the life of the process."""
-    address = _map(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-    ctypes.memset(address, 0, size)
-    return address
+    """The address of fresh private memory, kept for the life of the process; none is taken yet."""
+    return _map(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
 
 
 def _map(address: int, size: int, flags: int, descriptor: int) -> int:

@@ -62,6 +62,7 @@ from kvd.transfer.orders import (
     frame_of,
     order_of,
 )
+from kvd.transfer.staging import STAGING_BYTES
 from kvd.transfer.sums import SUMMER, Job, Summers, Sums
 
 TICK_S: Final = 0.02
@@ -127,12 +128,13 @@ class Worker:
         regions = {plan.name: map_region(plan) for plan in begin.regions}
         for plan in begin.regions:
             os.close(plan.descriptor)
-        registered = {plan.name: regions[plan.name] for plan in begin.regions if plan.is_registered}
-        mine = Mine(begin.name, registered, map_scratch(SCRATCH_BYTES))
+        areas = {name: mapped_area(note) for name, note in regions.items()}
+        registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
+        scratch, staging = map_scratch(SCRATCH_BYTES), map_scratch(STAGING_BYTES)
+        mine = Mine(begin.name, registered, scratch, staging)
         binding = Binding()
         self._receiver = Receiver(binding, begin.name, mine.spans())
         builder = Builder(binding, mine, self._inbox.put)
-        areas = {name: mapped_area(note) for name, note in regions.items()}
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
         self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
@@ -141,7 +143,7 @@ class Worker:
         builder.start()
         self._copier.start()
         summers.start()
-        notes = tuple(registered.values())
+        notes = tuple(area.note for area in registered.values())
         blob = self._receiver.blob
         told = Metadata(VERSION, begin.name, blob, mine.scratch, SCRATCH_BYTES, notes)
         self._reports.append(Ready(pack(told), f"{binding.module} UCX"))

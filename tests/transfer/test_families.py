@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     layout: Layout
     page_size: int
     split: int = 1
+    layers: int = 3
 
 
 LATENT = Mla(24, 8, "bfloat16")
@@ -51,6 +52,7 @@ KINDS = {
     "mla cut in 2": Kind(LATENT, 8, 2),
     "mla cut in 4": Kind(LATENT, 8, 4),
     "mla cut into tokens": Kind(LATENT, 8, 8),
+    "many handles": Kind(Mla(224, 32, "bfloat16"), 64, 4, layers=16),
     "index": Kind(INDEX, 4),
     "index cut in 4": Kind(INDEX, 4, 4),
     "fp8": Kind(FP8, 8),
@@ -74,7 +76,7 @@ def regions(order: Order, *, is_receiver: bool) -> dict[str, Geometry]:
     found = {}
     for name, kind in KINDS.items():
         cut = kind.split if is_receiver else 1
-        found[name] = shaped(kind.layout, kind.page_size // cut, PAGES * cut, order)
+        found[name] = shaped(kind.layout, kind.page_size // cut, PAGES * cut, order, kind.layers)
     for name in KEPT:
         kind = KINDS[name.removesuffix(".saved")] if name != "buffer" else KINDS["mla"]
         found[name] = shaped(kind.layout, kind.page_size, 5, order)

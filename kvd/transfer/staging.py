@@ -1,0 +1,90 @@
+"""Pieces of our pages brought into the peer's order before they travel.
+
+Page-first, a piece of a page is a stretch of a few kilobytes in each of its tensors, while the
+peer's page is contiguous. Written from where they lie that is a descriptor for each stretch, and a
+descriptor costs microseconds; so the pieces of one handle are packed into a slot of registered
+memory first and leave it as whole pages::
+
+    our page 7   [L0: 0 1 2 3][L1: 0 1 2 3]
+    the slot     [L0: 0 1][L1: 0 1] [L0: 2 3][L1: 2 3]      written over the peer's pages
+
+Measured, 30 layers of 1152 bytes a token, pages of 64 tokens written into pages of one: 0.23 GiB/s
+from where they lie and 3.8 packed on one host, 0.18 and 1.0 over TCP; pages of 16: 1.6 and 3.8, 0.5
+and 1.8. Layer-first, pieces of neighbouring pages touch on both sides and nothing is packed.
+
+Invariant: a slot is in one place: free, or with one handle until that is done or its agent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from kvd.transfer.strips import strips
+
+if TYPE_CHECKING:
+    from kvd.transfer.copies import Area, Bytes
+    from kvd.transfer.metadata import RegionNote
+    from kvd.types import Pages
+
+SLOT_BYTES: Final = 2 * 2**20
+SLOTS: Final = 32
+"""Enough for eight peers at a time; no memory is taken before a slot is used."""
+STAGING_BYTES: Final = SLOTS * SLOT_BYTES
+GATHER_BELOW_BYTES: Final = 64 * 2**10
+"""Stretches of this size and above travel as fast from where they lie."""
+
+
+class Slot(NamedTuple):
+    """Where the pages of one handle are packed."""
+
+    address: int
+    memory: Bytes
+
+
+class Staging:
+    """The slots that are free; the one given back last is the next to be taken."""
+
+    def __init__(self, address: int) -> None:
+        """``address`` is that of ``STAGING_BYTES`` of memory."""
+        memory = np.ctypeslib.as_array((ctypes.c_ubyte * STAGING_BYTES).from_address(address))
+        starts = range(0, STAGING_BYTES, SLOT_BYTES)
+        self.free = [Slot(address + at, memory[at : at + SLOT_BYTES]) for at in reversed(starts)]
+
+
+class Packing:
+    """The pieces of one post, and how to pack those of one handle."""
+
+    def __init__(self, pages: Pages, area: Area, split: int, page_bytes: int) -> None:
+        """``page_bytes`` are the peer's."""
+        self._ids = np.frombuffer(pages, "<i4")
+        self._arrays = area.pieces(split, by_tensor=True)
+        self._bounds = list(
+            pairwise(accumulate((array.shape[2] for array in self._arrays), initial=0))
+        )
+        self._split = split
+        self._page_bytes = page_bytes
+        self.handle_pages = SLOT_BYTES // page_bytes
+
+    def fill(self, handle: int, memory: Bytes) -> None:
+        """Pack the pages of this handle, one after the other, from the start of ``memory``."""
+        low = handle * self.handle_pages
+        ids = self._ids[low : low + self.handle_pages]
+        whole, parts = np.divmod(ids, self._split)
+        cuts = np.flatnonzero((np.diff(ids) != 1) | (np.diff(whole) != 0)) + 1
+        packed = memory[: ids.size * self._page_bytes].reshape(ids.size, self._page_bytes)
+        for first, last in pairwise([0, *cuts.tolist(), ids.size]):
+            page, part = int(whole[first]), int(parts[first])
+            for array, (start, end) in zip(self._arrays, self._bounds, strict=True):
+                packed[first:last, start:end] = array[page, part : part + last - first]
+
+
+def is_worth_packing(ours: RegionNote, theirs: RegionNote, split: int) -> bool:
+    """Whether pieces of our pages are small and scattered while the peer's pages are whole."""
+    if len(theirs.rows) > 1 or (split == 1 and len(ours.rows) == 1):
+        return False
+    each_bytes = theirs.page_bytes // len(strips(theirs))
+    return each_bytes < GATHER_BELOW_BYTES and theirs.page_bytes <= SLOT_BYTES
