@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
-_KEYS = {"swa": "pool.window_pages", "state": "pool.states", "buffer": "pool.buffer_pages"}
-"""What to raise where a component can never hold a request."""
+_REMEDIES = {
+    "swa": "compute it in steps (step_tokens, and slide), or enlarge pool.window_pages",
+    "state": "enlarge pool.states",
+    "buffer": "enlarge pool.buffer_pages",
+}
+"""What to do where a component can never hold a request."""
 
 
 class Asker(Protocol):
@@ -149,7 +153,7 @@ class Admission:
                 return Refusal(
                     Code.TOO_LARGE,
                     f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "
-                    f"{capacity}: it can never fit; enlarge {_KEYS.get(budget, 'pool.pages')}",
+                    f"{capacity}: it can never fit; {_REMEDIES.get(budget, 'enlarge pool.pages')}",
                     numbers={"needed_pages": needed, "pool_pages": capacity},
                 )
         if len(self.queue) >= self._max_queue:

@@ -206,6 +206,7 @@ class States:
         anchor = lease.anchor
         is_exact = (
             lease.is_whole
+            and lease.cache
             and anchor is not None
             and anchor.parent is not None
             and anchor.end_tokens == count(lease.tokens)

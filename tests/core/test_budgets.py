@@ -93,13 +93,18 @@ def test_a_refused_request_leaves_no_lock_and_the_next_goes_on(side):
 
 
 @pytest.mark.parametrize(
-    ("more", "key", "needed", "capacity"),
+    ("more", "remedy", "needed", "capacity"),
     [
-        ({"window": WINDOW, "swa": 8}, "pool.window_pages", 9, 8),
-        ({"buffer_tokens": 160, "buffers": 8}, "pool.buffer_pages", 9, 8),
+        (
+            {"window": WINDOW, "swa": 8},
+            "compute it in steps (step_tokens, and slide), or enlarge pool.window_pages",
+            9,
+            8,
+        ),
+        ({"buffer_tokens": 160, "buffers": 8}, "enlarge pool.buffer_pages", 9, 8),
     ],
 )
-def test_what_can_never_fit_names_the_budget_and_the_key(more, key, needed, capacity):
+def test_what_can_never_fit_names_the_budget_and_the_remedy(more, remedy, needed, capacity):
     side = side_of(**more)
 
     refusal = side.call(client.OpenLease, tokens((1, 144))).refusal
@@ -108,7 +113,7 @@ def test_what_can_never_fit_names_the_budget_and_the_key(more, key, needed, capa
     budget = "swa" if "swa" in more else "buffer"
     assert refusal.message == (
         f"144 tokens need {needed} pages of {budget}, the pool has {capacity}: it can never fit; "
-        f"enlarge {key}"
+        f"{remedy}"
     )
     assert refusal.numbers == {"needed_pages": needed, "pool_pages": capacity}
 

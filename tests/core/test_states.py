@@ -93,6 +93,15 @@ def test_a_lease_that_caches_nothing_leaves_no_snapshot(table):
     assert ends(table) == {}
 
 
+def test_a_receive_that_caches_nothing_leaves_no_snapshot_at_cached_tokens(table):
+    warm_up = arrival(table, tokens((1, 16)), cache=False)
+    cached(table, tokens((1, 18)))
+
+    finish(table, opened(table, warm_up))
+
+    assert ends(table) == {}
+
+
 def test_a_snapshot_is_gone_on_from_and_not_written(table):
     cached(table, tokens((1, 16)))
     (snapshot,) = states(table).snapshots.values()
