@@ -240,15 +240,18 @@ def two_daemons(
     directory: Path,
     settings: Mapping[str, str],
     *,
+    prefill: Mapping[str, str] | None = None,
     places: tuple[Place, Place] = (HERE, HERE),
     with_keys: bool = False,
 ) -> Iterator[Pair]:
     """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts.
 
+    ``prefill``: the settings of ``p``, where they are others than those of ``d``.
     ``with_keys``: each has a key pair, and knows the other's public key.
     """
+    of_p = settings if prefill is None else prefill
     pair = Pair(
-        Daemon("p", directory, settings, places[0]), Daemon("d", directory, settings, places[1])
+        Daemon("p", directory, of_p, places[0]), Daemon("d", directory, settings, places[1])
     )
     both = (pair.prefill, pair.decode)
     for one in both:

@@ -16,6 +16,9 @@ BENCHES = {
         "Conversations with the decode tree on and off.",
         "Benchmarks",
     ),
+    "families": Verb(
+        "kvd.bench.families:command", "What a request of each pool family takes.", "Benchmarks"
+    ),
     "recorder": Verb("kvd.bench.recorder:command", "What the flight recorder takes.", "Benchmarks"),
     "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
 }

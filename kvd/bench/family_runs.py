@@ -1,0 +1,296 @@
+"""One pool family at work: two daemons, prompts that travel, and room that runs out.
+
+What lives here: handoffs, what a request holds meanwhile, how many fit. What must not: closed forms
+(``family_forms``), tables.
+
+A prompt's KV is computed in chunks on the prefill side, its windows sliding along, then handed over
+and decoded: the decode side slides through the whole answer, and what counts is the most that it
+holds at any moment. A handoff is timed from the call of ``finish`` to its answer (``engines``).
+Room runs out when a receive is in the daemon's queue instead of answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvd.bench.daemons import DaemonFailed
+from kvd.bench.engines import DEADLINE_S
+from kvd.bench.family_forms import DEVICE, HOST
+from kvd.types import NULL_PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from numpy.typing import NDArray
+
+    from kvd.bench.engines import Side
+    from kvd.bench.family_forms import Family, Workload
+    from kvd.client import Lease, Receive, Send
+    from kvd.wire.memory import ComponentMemory
+    from kvd.wire.snapshot import Snapshot
+
+L = TypeVar("L")
+
+
+class PartSeen(msgspec.Struct, frozen=True):
+    """One component of a request as an engine sees it; ``held_pages`` at most, decode side."""
+
+    name: str
+    tier: str
+    page_bytes: int
+    pool_bytes: int
+    held_pages: int
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What was measured of one family.
+
+    ``handed_off`` prompts took ``sent_bytes`` by the prefill daemon's count and ``received_bytes``
+    by the decode daemon's. ``admitted`` requests were held when the next one had to wait, for the
+    component ``short_of``.
+    """
+
+    parts: tuple[PartSeen, ...]
+    admitted: int
+    short_of: str
+    handed_off: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    times_s: tuple[float, ...] = ()
+    placeholder_bytes: int = 0
+    prefill_window_pages: int = 0
+    """The most that the prefill side's lease had mapped, where there are windows."""
+    prefill_window_pages_unslid: int = 0
+    """The same of a lease that computes the whole prompt at once."""
+
+    def held_bytes(self, tier: str) -> int:
+        """Bytes of one request in that memory."""
+        return sum(one.held_pages * one.page_bytes for one in self.parts if one.tier == tier)
+
+    def pool_bytes(self, tier: str) -> int:
+        """Bytes of the whole pool there, null pages included."""
+        return sum(one.pool_bytes for one in self.parts if one.tier == tier)
+
+
+def components_of(side: Side) -> tuple[ComponentMemory, ...]:
+    """What its daemon keeps of a request, as engines see it."""
+    return side.node.pool("main").memory.components
+
+
+class Holding:
+    """Counts what a lease holds of each component, and keeps the most."""
+
+    def __init__(self, side: Side) -> None:
+        self._parts = components_of(side)
+        self._most = dict.fromkeys((part.name for part in self._parts), 0)
+
+    def look(self, lease: Lease) -> None:
+        """Count the pages that it has now."""
+        for name in self._most:
+            self._most[name] = max(self._most[name], distinct(lease.pages_of(name)))
+
+    def seen(self) -> tuple[PartSeen, ...]:
+        """Every component; what is only counted is told as the device's."""
+        return tuple(
+            PartSeen(
+                name=part.name,
+                tier=HOST if part.tier == HOST else DEVICE,
+                page_bytes=part.total_bytes // part.pages,
+                pool_bytes=part.total_bytes,
+                held_pages=self._most[part.name],
+            )
+            for part in self._parts
+        )
+
+
+class Met(NamedTuple):
+    """A handoff whose two sides have met."""
+
+    lease: Lease
+    receive: Receive
+    send: Send
+
+
+class Turns:
+    """The two daemons of one family, and its handoffs one after the other."""
+
+    def __init__(self, family: Family, work: Workload, prefill: Side, decode: Side) -> None:
+        self.family = family
+        self._work = work
+        self._prefill = prefill
+        self._decode = decode
+        self._prompts = Prompts(work)
+        self._holding = Holding(decode)
+        self._times_s: list[float] = []
+        self._windows = [part.name for part in components_of(prefill) if part.extent == "tail"]
+        self._most_windows = 0
+        self._short_of = ""
+
+    async def turn(self, *, is_counted: bool) -> None:
+        """One handoff, decoded to the end of its answer, and released."""
+        met = await self._meet()
+        assert met is not None
+        took_s = await self._finish(met)
+        if is_counted:
+            self._times_s.append(took_s)
+        await self._decode_all(met.receive.lease)
+        await met.receive.lease.release()
+
+    async def fill(self) -> Seen:
+        """Hand prompts over and keep them, until one has to wait; then let all of them go."""
+        kept: list[Lease] = []
+        while (met := await self._meet()) is not None:
+            await self._finish(met)
+            kept.append(met.receive.lease)
+        unslid = await self._unslid_windows()
+        sent = (await self._prefill.node.snapshot()).totals
+        got = (await self._decode.node.snapshot()).totals
+        for lease in kept:
+            await lease.release()
+        if got.handoffs_failed or sent.handoffs_failed:
+            raise DaemonFailed(f"{self.family.name}: a handoff has failed")
+        return Seen(
+            parts=self._holding.seen(),
+            admitted=len(kept),
+            short_of=self._short_of,
+            handed_off=got.handoffs_delivered,
+            sent_bytes=sent.sent_bytes,
+            received_bytes=got.received_bytes,
+            times_s=tuple(self._times_s),
+            prefill_window_pages=self._most_windows,
+            prefill_window_pages_unslid=unslid,
+        )
+
+    async def _meet(self) -> Met | None:
+        """A prompt that is computed and received for; None when the receive has to wait."""
+        tokens, room = self._prompts.fresh()
+        lease = await self._computed(tokens)
+        receive = await unless_waiting(
+            self._decode,
+            self._decode.node.receive(
+                room,
+                tokens,
+                self._prefill.daemon.name,
+                reserve_tokens=self._work.answer_tokens,
+                step_tokens=self._work.step_tokens,
+                deadline_s=DEADLINE_S,
+            ),
+        )
+        if isinstance(receive, WaitsFor):
+            self._short_of = receive.budget
+            await lease.release()
+            return None
+        send = await self._prefill.node.send(room, tokens, lease=lease, deadline_s=DEADLINE_S)
+        await send.accepted()
+        return Met(lease, receive, send)
+
+    async def _computed(self, tokens: NDArray[np.int32]) -> Lease:
+        """A lease of the prefill side, slid along the prompt chunk by chunk."""
+        chunk = self._work.chunk_tokens
+        lease = await self._prefill.node.lease(tokens, step_tokens=chunk)
+        for upto in range(chunk, len(tokens) + 1, chunk) if self._windows else ():
+            self._look_at_windows(lease)
+            await lease.slide(upto)
+        self._look_at_windows(lease)
+        return lease
+
+    def _look_at_windows(self, lease: Lease) -> None:
+        for name in self._windows:
+            self._most_windows = max(self._most_windows, distinct(lease.pages_of(name)))
+
+    async def _unslid_windows(self) -> int:
+        """Window pages of a prompt that is computed at once."""
+        if not self._windows:
+            return 0
+        lease = await self._prefill.node.lease(self._prompts.fresh()[0])
+        pages = distinct(lease.pages_of(self._windows[0]))
+        await lease.release()
+        return pages
+
+    async def _finish(self, met: Met) -> float:
+        """Move it; how long that took. The prefill side's lease is over, its KV cached."""
+        began_s = time.perf_counter()
+        outcome = await met.send.finish(b"aux")
+        took_s = time.perf_counter() - began_s
+        await met.receive.done()
+        assert outcome.committed
+        await met.lease.release(())
+        return took_s
+
+    async def _decode_all(self, lease: Lease) -> None:
+        """Slide through the answer and look at what is held."""
+        self._holding.look(lease)
+        work = self._work
+        for upto in range(work.prompt_tokens, work.room_tokens, work.step_tokens):
+            await lease.slide(upto)
+            self._holding.look(lease)
+
+
+async def count_leases(work: Workload, side: Side) -> Seen:
+    """Leases of a pool that is never written, until one has to wait."""
+    prompts, holding = Prompts(work), Holding(side)
+    kept: list[Lease] = []
+    while True:
+        tokens, _ = prompts.fresh()
+        opened = side.node.lease(tokens, reserve_tokens=work.answer_tokens, deadline_s=DEADLINE_S)
+        lease = await unless_waiting(side, opened)
+        if isinstance(lease, WaitsFor):
+            break
+        holding.look(lease)
+        kept.append(lease)
+    pool = (await side.node.snapshot()).pools[0]
+    for one in kept:
+        await one.release()
+    return Seen(
+        parts=holding.seen(),
+        admitted=len(kept),
+        short_of=lease.budget,
+        placeholder_bytes=pool.placeholder_bytes,
+    )
+
+
+class WaitsFor(NamedTuple):
+    """A request is in the queue, because there is not enough of ``budget``."""
+
+    budget: str
+
+
+async def unless_waiting(side: Side, request: Coroutine[object, object, L]) -> L | WaitsFor:
+    """The answer to ``request``; or, if it has to wait, what for, and it is withdrawn.
+
+    A daemon takes the requests of a session in order, and answers at once what it does not queue:
+    its state after the request shows the request if it waits.
+    """
+    asked = asyncio.ensure_future(request)
+    looked = asyncio.ensure_future(side.node.snapshot())
+    snapshot: Snapshot = await looked
+    short = [one for one in snapshot.waiting if one.missing_pages]
+    if not short:
+        return await asked
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    return WaitsFor(short[0].budget)
+
+
+class Prompts:
+    """Tokens and rooms that no request had before, so that nothing is ever cached of one."""
+
+    def __init__(self, work: Workload) -> None:
+        self._tokens = work.prompt_tokens
+        self._count = 0
+
+    def fresh(self) -> tuple[NDArray[np.int32], int]:
+        """A prompt, and its room."""
+        start = self._count * self._tokens
+        self._count += 1
+        return np.arange(start, start + self._tokens, dtype=np.int32), self._count
+
+
+def distinct(pages: NDArray[np.int32]) -> int:
+    """How many pages there are in a row, the null page not counted."""
+    return int(np.unique(pages[pages != NULL_PAGE]).size)

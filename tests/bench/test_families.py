@@ -1,0 +1,218 @@
+"""``kvd bench families``: its closed forms, what it says, and one family on real daemons."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+import pytest
+
+from kvd.bench.families import FamiliesResult, Workload, report, row_of, run
+from kvd.bench.family_forms import (
+    DEVICE,
+    GROUPS,
+    HISPARSE,
+    HOST,
+    HYBRID,
+    INDEXED,
+    MHA,
+    MIB,
+    MLA,
+    PREFILL_ONLY,
+    QUANTISED,
+    RECURRENT,
+    SWA,
+    families_of,
+    tail_pages,
+    window_pages,
+)
+from kvd.bench.family_runs import PartSeen, Seen
+from kvd.config.load import load
+from kvd.config.pool import pool_spec
+from kvd.config.schema import Config
+from kvd.core.spec import Buffer, Device, page_bytes
+
+WORK = Workload()
+FAMILIES = families_of(WORK)
+
+
+def test_a_window_of_1024_takes_66_pages_of_16_while_it_decodes_and_193_in_chunks_of_2048():
+    # 64 pages of window and one of 16 tokens, or 128 of them; and one because it slides unaligned.
+    assert window_pages(1024, 16, 16) == 66
+    assert window_pages(1024, 2048, 16) == 193
+
+
+@pytest.mark.parametrize(
+    ("prompt", "window", "pages"),
+    [
+        (32_768, 1024, 65),  # from token 31,743, which is in page 1,983, to page 2,048
+        (1040, 1000, 63),  # from token 39 in page 2: the window is no multiple of the page
+        (1041, 1024, 65),  # from token 16, where page 1 begins
+        (1040, 1024, 65),  # from token 15: page 0
+        (100, 1024, 7),  # all of a prompt shorter than the window
+        (100, 4, 2),  # a window shorter than a page looks back a whole one: from token 83
+    ],
+)
+def test_a_tail_begins_on_the_page_of_the_token_one_window_before_the_last(prompt, window, pages):
+    assert tail_pages(prompt, window, 16) == pages
+
+
+def test_the_forms_of_the_whole_table_are_these():
+    found = {
+        name: (
+            [one.held_pages for one in family.parts],
+            round(family.held_bytes(DEVICE) / MIB, 2),
+            round(family.held_bytes(HOST) / MIB, 2),
+            round(family.sent_bytes / MIB, 2),
+            family.admitted(WORK),
+        )
+        for name, family in FAMILIES.items()
+    }
+
+    # 32,768 + 256 tokens in pages of 16; K and V of a layer take 64 bytes a token.
+    assert found == {
+        MHA: ([2064], 12.09, 0, 12.0, 13),
+        QUANTISED: ([2064, 2064], 7.56, 0, 7.5, 21),
+        SWA: ([2064, 66], 2.34, 0, 2.32, 68),
+        MLA: ([2064], 36.28, 0, 36.0, 4),
+        INDEXED: ([2064, 2064], 40.31, 0, 40.0, 3),
+        HISPARSE: ([2064, 2064, 128], 6.28, 36.28, 40.0, 14),
+        HYBRID: ([2064, 1], 10.12, 0, 10.1, 15),
+        RECURRENT: ([33_024, 1], 8.1, 0, 8.1, 18),
+        PREFILL_ONLY: ([2064], 0, 0, 0, 13),
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_settings_of_a_family_make_the_pool_that_its_forms_are_of(name):
+    family = FAMILIES[name]
+    sets = [f"{key}={value}" for key, value in family.settings.items()]
+
+    config = load(None, {}, sets)
+    assert isinstance(config, Config), config
+    spec = pool_spec(config)
+
+    counted = [0] if family.counted_page_bytes else [page_bytes(one) for one in spec.components]
+    assert [one.name for one in spec.components] == [one.name for one in family.parts]
+    assert counted == [one.page_bytes for one in family.parts]
+    on_device = sum(
+        page_bytes(one) * pages
+        for one, pages in zip(spec.components, spec.pages, strict=True)
+        if isinstance(one.tier, Device) or isinstance(one.extent, Buffer)
+    )
+    assert on_device <= WORK.device_bytes
+
+
+def test_every_family_is_in_one_group():
+    assert sorted(name for group in GROUPS for name in group) == sorted(FAMILIES)
+
+
+def seen_as_expected(name: str) -> Seen:
+    """What is measured when everything is as the forms say."""
+    family = FAMILIES[name]
+    return Seen(
+        parts=tuple(
+            PartSeen(one.name, one.tier, one.page_bytes, 0, one.held_pages) for one in family.parts
+        ),
+        admitted=family.admitted(WORK),
+        short_of="kv",
+        handed_off=100,
+        sent_bytes=100 * family.sent_bytes,
+        received_bytes=100 * family.sent_bytes,
+        times_s=(0.010, 0.020, 0.030),
+        prefill_window_pages=193 if name == SWA else 0,
+        prefill_window_pages_unslid=2048 if name == SWA else 0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"admitted": 67}, "requests admitted"),
+        ({"sent_bytes": 102 * FAMILIES[SWA].sent_bytes}, "bytes sent"),
+        ({"received_bytes": 0}, "bytes received"),
+        ({"placeholder_bytes": 1}, "bytes of a placeholder"),
+        ({"prefill_window_pages": 2048}, "window pages of a prefill"),
+        ({"prefill_window_pages_unslid": 193}, "the same, computed at once"),
+    ],
+)
+def test_a_measurement_more_than_one_percent_off_is_a_disagreement(changed, what):
+    row = row_of(FAMILIES[SWA], msgspec.structs.replace(seen_as_expected(SWA), **changed), WORK)
+
+    assert [one.what for one in row.checks if not one.agrees] == [what]
+
+
+def test_a_page_too_many_of_a_window_is_a_disagreement():
+    seen = seen_as_expected(SWA)
+    kv, windows = seen.parts
+    held = msgspec.structs.replace(windows, held_pages=67)
+
+    row = row_of(FAMILIES[SWA], msgspec.structs.replace(seen, parts=(kv, held)), WORK)
+
+    apart = [(one.what, one.measured, one.closed) for one in row.checks if not one.agrees]
+    assert apart == [
+        ("pages of swa held", 67, 66),
+        ("bytes of swa held", 67 * 5120, 66 * 5120),
+    ]
+
+
+def test_one_percent_is_no_disagreement():
+    seen = seen_as_expected(SWA)
+    sent_bytes = seen.sent_bytes * 101 // 100
+
+    row = row_of(FAMILIES[SWA], msgspec.structs.replace(seen, sent_bytes=sent_bytes), WORK)
+
+    assert [one.what for one in row.checks if not one.agrees] == []
+
+
+def result_of(*seen: tuple[str, Seen]) -> FamiliesResult:
+    rows = tuple(row_of(FAMILIES[name], one, WORK) for name, one in seen)
+    return FamiliesResult(WORK, rows, (), ())
+
+
+def test_the_table_has_each_figure_beside_its_form(capsys, tmp_path):
+    file = tmp_path / "result.json"
+
+    report(result_of((SWA, seen_as_expected(SWA))), file)
+
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[2:5] == [
+        "swa 2064 kv + 66 swa 2064+66 2.34 2.34 2.32 2.32 68 68 kv 20.0 29.8",
+        "swa, prefill, chunks 2048 kv + 193 swa 2048+193 2.94 2.94 - - - - - - -",
+        "swa, prefill, at once 2048 kv + 2048 swa 2048+2048 12.00 12.00 - - - - - - -",
+    ]
+    written = msgspec.json.decode(file.read_bytes(), type=FamiliesResult)
+    assert written.rows[0].seen.admitted == 68
+
+
+def test_the_command_fails_where_a_figure_is_not_as_its_form_says(capsys):
+    seen = msgspec.structs.replace(seen_as_expected(SWA), admitted=13)
+
+    with pytest.raises(click.ClickException) as failed:
+        report(result_of((SWA, seen)), None)
+
+    assert failed.value.exit_code == 1
+    assert failed.value.message == (
+        "what was measured is not what arithmetic says\n"
+        "swa: requests admitted: measured 13, closed form 68"
+    )
+    assert "swa" in capsys.readouterr().out
+
+
+def test_two_daemons_with_windows_hold_send_and_admit_what_the_forms_say():
+    """Scenarios C, at their smallest: 512 tokens, a window of 64."""
+    work = Workload(
+        prompt_tokens=512,
+        answer_tokens=64,
+        window_tokens=64,
+        chunk_tokens=128,
+        device_mib=2,
+        repeats=1,
+    )
+
+    result = run(work, [SWA], lambda _: None)
+
+    seen = result.rows[0].seen
+    assert result.disagreements == ()
+    assert [one.held_pages for one in seen.parts] == [36, 6]
+    assert (seen.admitted, seen.handed_off, seen.short_of) == (30, 32, "swa")
+    assert (seen.prefill_window_pages, seen.prefill_window_pages_unslid) == (13, 32)
