@@ -62,7 +62,7 @@ def _prose(one: PoolState) -> list[str]:
         lines.append(_window(one.window))
     if one.buffer is not None:
         lines.append(_buffer(one.buffer))
-    if one.saved_capacity_pages:
+    if one.saved_capacity_pages and one.page_bytes:
         lines.append(_saved_area(one))
     return lines
 
@@ -107,7 +107,7 @@ def _buffer(one: BufferState) -> str:
 
 def _saved_area(one: PoolState) -> str:
     """The host memory beside the pool."""
-    kept = amount(one.saved_pages * one.page_bytes)
+    kept = amount(one.saved_pages * _whole_bytes(one))
     return (
         f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
         "retracted leases"
@@ -116,10 +116,7 @@ def _saved_area(one: PoolState) -> str:
 
 def _total(states: tuple[PoolState, ...]) -> str:
     """All components in bytes; a companion's go with the pages that they belong to."""
-    bytes_each = [
-        one.page_bytes + sum(beside.pages_each * beside.page_bytes for beside in one.companions)
-        for one in states
-    ]
+    bytes_each = [_whole_bytes(one) for one in states]
     sums = {
         "": [one.total_pages for one in states],
         " free": [one.free_pages for one in states],
@@ -132,6 +129,11 @@ def _total(states: tuple[PoolState, ...]) -> str:
     ]
     names = [name for one in states for name in (one.component, *_names(one.companions))]
     return f"total of {clean(', '.join(names))}: {said[0]}; {', '.join(said[1:])}"
+
+
+def _whole_bytes(one: PoolState) -> int:
+    """Of a page and of what is in lockstep with it."""
+    return one.page_bytes + sum(each.pages_each * each.page_bytes for each in one.companions)
 
 
 def _names(companions: tuple[CompanionState, ...]) -> list[str]:

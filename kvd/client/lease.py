@@ -166,7 +166,8 @@ class Lease:
         Raises:
             KvdError: ``bad-request`` beyond the pages of the lease; ``wrong-state`` when the step
                 is longer than ``step_tokens``, or a send of the prompt still needs the pages that
-                would go. As ``pages`` after a release and while it is retracted.
+                would go; ``not-supported`` where pages are only counted. As ``pages`` after a
+                release and while it is retracted.
         """
         self._check_runs()
         request = wire.SlideLease(

@@ -164,7 +164,7 @@ def _lease(node: Node, number: int) -> list[str] | Refusal:
         f"holders: {', '.join(state.holders) or 'none'}",
     ]
     said += [
-        f"{one.held_pages} pages of {one.component} held, {one.mapped_pages} in its row"
+        f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
         for one in state.beside
     ]
     if lease.quarantine:

@@ -70,7 +70,7 @@ def test_pools_show_companions_beside_theirs_and_how_often_the_buffer_had_a_page
         "main/kv        101    90    10       0       0          0     0  ok",
         "    [HHH.............................] 64 tokens, 256.0 KiB a page in host memory",
         "    with index: 4 pages of 16 tokens for each, 96 B a page",
-        "    saved area: 3 of 8 pages hold 768.0 KiB of retracted leases",
+        "    saved area: 3 of 8 pages hold 769.1 KiB of retracted leases",
         "main/buffer      9     4     4       0       0          0     0  ok",
         "    [HHHHHHHHHHHHHH..................] 64 tokens, 256.0 KiB a page",
         "    at most 256 tokens of a request; 90 hits, 10 misses (90.0 % were there), "

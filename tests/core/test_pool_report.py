@@ -177,7 +177,7 @@ def test_why_says_what_a_lease_has_of_each_component() -> None:
     because = d.ask(admin.Why(1, "lease", lease.lease))
 
     assert isinstance(because, admin.Because)
-    assert "4 pages of swa held, 1 in its row" in because.facts
+    assert "of swa: 4 pages held, 1 in its row" in because.facts
 
 
 def test_a_pool_of_one_component_has_nothing_beside_it() -> None:
