@@ -13,6 +13,14 @@ layer-first one. Indexing by page and slot works alike on both, so nothing here 
 tokens. It must store them and return K and V of *all* tokens. A kernel that takes a block table
 (flash-attn, FlashInfer) would get ``k``, ``v`` and the table instead of the copy gathered here.
 
+A layer with a **window** looks back only so far. Its block table has the null page (0) wherever the
+lease has no window page, and what is returned begins where the window does:
+
+    lease.pages_of("swa") [ 0 | 0 | 5 | 2 ]       a window of 6: token 14 looks back to token 9
+
+Models of latents (MLA) store ``(latent, rotated key)`` instead of K and V; both are slices of the
+one tensor that the pool has for a layer, and everything else is the same.
+
 Two lengths belong to a sequence, and mixing them up corrupts other people's cache:
 
 - ``written_tokens``: how many tokens have KV. Positions and masks follow from it.
@@ -20,7 +28,8 @@ Two lengths belong to a sequence, and mixing them up corrupts other people's cac
   this moment. They are never written. After a full hit the last token must be computed once more
   to get its logits (``written_tokens = shared_tokens - 1``); its KV is there and stays untouched.
 
-Invariant: written <= capacity = len(pages) * page_size; no slot below shared is ever written.
+Invariant: written <= capacity = len(pages) * page_size; no slot below shared is ever written; the
+null page is neither read nor written.
 """
 
 from __future__ import annotations
@@ -28,7 +37,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
@@ -38,23 +46,60 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvd.client import Pool
-
 LayerViews = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, each (pages, page_size, kv_heads, head_dim), as ``pool.layer(i)`` gives."""
+"""K and V of one layer, each (pages, page_size, kv_heads, head_dim), as ``pool.layer(i)`` gives; of
+latents, (pages, page_size, 1, latent_dim) and (pages, page_size, 1, rope_dim)."""
+
+
+class BlockTable:
+    """The page ids of one part of a lease, which all its layers share."""
+
+    def __init__(self, row: Sequence[int] | NDArray[np.int32]) -> None:
+        self.replace(row)
+
+    def replace(self, row: Sequence[int] | NDArray[np.int32]) -> None:
+        """The lease has other pages now: it slid."""
+        # Copied: a row of a lease is read-only, and a commit may replace it meanwhile.
+        self.pages = torch.tensor(row, dtype=torch.int64)
+
+    def of(self, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
+        """The page of each of ``tokens``, which are positions.
+
+        Raises:
+            IndexError: the lease has no page for one of them.
+        """
+        last = int(tokens[-1])
+        if last >= len(self.pages) * page_size:
+            raise IndexError(
+                f"token {last} has no page: the lease covers {len(self.pages)} pages of "
+                f"{page_size} tokens; extend it before computing further"
+            )
+        found = self.pages[tokens // page_size]
+        if not bool(found.all()):
+            missing = int(tokens[found == 0][0])
+            raise IndexError(
+                f"token {missing} has no window page: the lease has none so far back, or must "
+                "slide before computing so far ahead"
+            )
+        return found
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of one sequence. ``pages``: (n,) int64, the block table."""
+    """One layer of one sequence that looks at every token.
+
+    ``written_tokens``: tokens whose KV is in the pages already; the model computes from there.
+    ``shared_tokens``: tokens in pages of the prefix tree, never written: ``lease.prefix_len``
+    before a prefill, the prompt's length after a handoff, which committed its whole pages.
+    """
 
     is_sliding = False
 
     def __init__(
-        self, views: LayerViews, pages: torch.Tensor, *, written_tokens: int, shared_tokens: int
+        self, views: LayerViews, table: BlockTable, *, written_tokens: int, shared_tokens: int
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._k, self._v = views
-        self._pages = pages
+        self._table = table
         self._page_size = self._k.shape[1]
         self._written_tokens = written_tokens
         self._shared_tokens = shared_tokens
@@ -68,38 +113,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> LayerViews:
-        """Store the KV of the next tokens and return that of all tokens.
+        """Store the KV of the next tokens and return that of all tokens that are looked at.
 
         Args:
             key_states: (1, kv_heads, new_tokens, head_dim).
             value_states: the same shape.
 
         Returns:
-            K and V, each (1, kv_heads, all_tokens, head_dim), copied out of the pages.
+            K and V, each (1, kv_heads, tokens, head_dim), copied out of the pages.
 
         Raises:
-            IndexError: the lease has no page for the last of these tokens.
+            IndexError: the lease has no page for one of these tokens.
         """
         first = self._written_tokens
         total = first + key_states.shape[2]
-        if total > len(self._pages) * self._page_size:
-            raise IndexError(
-                f"token {total - 1} has no page: the lease covers {len(self._pages)} pages of "
-                f"{self._page_size} tokens; extend it before computing further"
-            )
+        seen = torch.arange(self._first_seen(), total)
+        pages, slots = self._table.of(seen, self._page_size), seen % self._page_size
         start = max(first, self._shared_tokens)
         if start < total:
-            positions = torch.arange(start, total)
-            page, slot = self._pages[positions // self._page_size], positions % self._page_size
-            self._k[page, slot] = key_states[0, :, start - first :].transpose(0, 1)
-            self._v[page, slot] = value_states[0, :, start - first :].transpose(0, 1)
+            new = slice(start - total, None)
+            self._k[pages[new], slots[new]] = key_states[0, :, start - first :].transpose(0, 1)
+            self._v[pages[new], slots[new]] = value_states[0, :, start - first :].transpose(0, 1)
         self._written_tokens = total
-        return self._gather(self._k, total), self._gather(self._v, total)
+        return _gather(self._k, pages, slots), _gather(self._v, pages, slots)
 
-    def _gather(self, view: torch.Tensor, tokens: int) -> torch.Tensor:
-        """(1, kv_heads, tokens, head_dim) of the first ``tokens`` tokens."""
-        used = self._pages[: -(-tokens // self._page_size)]
-        return view[used].flatten(0, 1)[:tokens].transpose(0, 1).unsqueeze(0)
+    def _first_seen(self) -> int:
+        """The first token that the next one looks at."""
+        return 0
 
     @override
     def get_seq_length(self) -> int:
@@ -109,44 +149,37 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length of K while ``query_length`` new tokens are computed, and its offset."""
-        return self._written_tokens + query_length, 0
+        offset = self._first_seen()
+        return self._written_tokens + query_length - offset, offset
 
     @override
     def get_max_length(self) -> int:
         """Tokens that the pages can hold."""
-        return len(self._pages) * self._page_size
+        return len(self._table.pages) * self._page_size
 
 
-def layer_views(pool: Pool, layers: int) -> list[LayerViews]:
-    """K and V of every layer, mapped once and kept: a view costs nothing to hold."""
-    views: list[LayerViews] = []
-    for layer in range(layers):
-        k, v = pool.layer(layer)
-        views.append((k, v))
-    return views
+class WindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
+    """One layer that looks at a token and the ``window_tokens - 1`` before it."""
+
+    is_sliding = True
+
+    def __init__(
+        self,
+        views: LayerViews,
+        table: BlockTable,
+        *,
+        written_tokens: int,
+        shared_tokens: int,
+        window_tokens: int,
+    ) -> None:
+        super().__init__(views, table, written_tokens=written_tokens, shared_tokens=shared_tokens)
+        self._window_tokens = window_tokens
+
+    @override
+    def _first_seen(self) -> int:
+        return max(0, self._written_tokens - self._window_tokens + 1)
 
 
-def paged_cache(
-    layers: Sequence[LayerViews],
-    pages: Sequence[int] | NDArray[np.int32],
-    *,
-    written_tokens: int,
-    shared_tokens: int,
-) -> Cache:
-    """What to hand to a model as ``past_key_values``, over the pages of one lease.
-
-    Args:
-        layers: ``layer_views`` of the pool.
-        pages: the page ids of the lease, in token order.
-        written_tokens: tokens whose KV is in the pages already; the model computes from there.
-        shared_tokens: tokens in pages of the prefix tree, never written: ``lease.prefix_len``
-            before a prefill, the prompt's length after a handoff, which committed its whole pages.
-    """
-    # Copied: lease.pages is read-only, and a commit may replace it while this cache lives.
-    table = torch.tensor(pages, dtype=torch.int64)
-    return Cache(
-        layers=[
-            PagedLayer(views, table, written_tokens=written_tokens, shared_tokens=shared_tokens)
-            for views in layers
-        ]
-    )
+def _gather(view: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """(1, kv_heads, tokens, head_dim) of the tokens in these slots."""
+    return view[pages, slots].transpose(0, 1).unsqueeze(0)

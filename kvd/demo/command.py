@@ -15,10 +15,10 @@ import click
 import msgspec
 from rich.console import Console
 
-from kvd.demo.models import ARCHITECTURES, DTYPES
+from kvd.demo.models import ARCHITECTURES, DTYPES, PAGE_SIZE
 from kvd.demo.processes import DemoFailed
 from kvd.demo.progress import Bar, Lines
-from kvd.demo.report import LEGEND, Report, control_told, table_of, verdict
+from kvd.demo.report import Report, controls_told, legend_of, table_of, verdict
 from kvd.demo.runner import run
 from kvd.demo.settings import MOST_TURNS, Settings
 
@@ -52,9 +52,8 @@ TABLE_COLUMNS = 100
 @click.option(
     "--page-size",
     type=click.IntRange(1, 256),
-    default=16,
-    show_default=True,
-    help="Tokens per page.",
+    default=None,
+    help=f"Tokens per page; {PAGE_SIZE} if left out.",
 )
 @click.option(
     "--layout",
@@ -75,7 +74,7 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     turns: int,
     json_file: Path | None,
     seed: int,
-    page_size: int,
+    page_size: int | None,
     order: str,
     dtype: str,
 ) -> None:
@@ -87,6 +86,10 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     """
     _need_parts()
     _need_folder(json_file)
+    if page_size is not None and not ARCHITECTURES[model].has_token_pages:
+        raise click.BadParameter(
+            f"{model} keeps no KV of tokens: its pages are single tokens", param_hint="--page-size"
+        )
     settings = Settings(
         model=model,
         turns=turns,
@@ -140,8 +143,9 @@ def _show(report: Report) -> None:
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
     console.print(table_of(report))
-    click.secho(LEGEND, dim=True)
-    click.echo(control_told(report.control))
+    click.secho(legend_of(report), dim=True)
+    for told in controls_told(report):
+        click.echo(told)
     for problem in report.problems[1:]:
         click.echo(problem)
     click.secho(verdict(report), fg="green" if report.ok else "red", bold=True)

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transformers import Cache, PreTrainedModel
+
+
+CACHE_ARGUMENT = {"mamba2": "cache_params"}
+"""What a model calls its cache, by its type, where that is not ``past_key_values``."""
 
 
 @torch.inference_mode()
 def last_logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
     """Compute ``tokens`` behind what ``cache`` holds; (vocabulary,) after the last one."""
-    output = model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, logits_to_keep=1)
+    argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
+    ids = torch.tensor([list(tokens)])
+    output = model(input_ids=ids, logits_to_keep=1, **{argument: cache})
     logits: torch.Tensor = output.logits[0, -1]
     return logits
 
@@ -29,18 +35,23 @@ def greedy(logits: torch.Tensor) -> int:
 
 
 def answer(
-    model: PreTrainedModel, cache: Cache, first: int, tokens: int
+    compute: Callable[[Sequence[int]], torch.Tensor], first: int, tokens: int
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Decode greedily behind ``first`` until there are ``tokens`` tokens, ``first`` included.
 
     The KV of the last token is not computed: nothing comes after it.
+
+    Args:
+        compute: computes the next tokens and gives the (vocabulary,) logits after the last one.
+        first: the first token of the answer.
+        tokens: how many there shall be.
 
     Returns:
         The tokens, and the (vocabulary,) logits that chose each of them but the first.
     """
     said, logits = [first], []
     while len(said) < tokens:
-        logits.append(last_logits(model, said[-1:], cache))
+        logits.append(compute(said[-1:]))
         said.append(greedy(logits[-1]))
     return said, logits
 

@@ -3,7 +3,8 @@
 - ``first`` grows turn by turn: each prompt is the previous prompt, its answer, and a new message.
 - ``second`` shares only the system prompt with it. Its first message ends on a page boundary.
 - ``retry`` asks the first question of ``second`` again: a full hit, nothing to send.
-- ``control`` is no turn of the demo but its negative control: a page of it will be damaged.
+- ``controls`` are no turns of the demo but its negative controls, one for each part of the pool: a
+  page of that part will be damaged.
 
 Tokens are plain integers; there is no tokenizer. Nothing here knows about daemons or models.
 """
@@ -33,11 +34,11 @@ class Script(msgspec.Struct, frozen=True):
 
     system: tuple[int, ...]
     turns: tuple[Turn, ...]
-    control: Turn
+    controls: tuple[Turn, ...]
 
     def cached_tokens_at_most(self) -> int:
         """Tokens that one node's prefix cache holds at the end, were nothing shared."""
-        everything = (*self.turns, self.control)
+        everything = (*self.turns, *self.controls)
         names = {turn.conversation for turn in everything}
         said = sum(len(turn.message) + ANSWER_TOKENS for turn in everything)
         return len(names) * len(self.system) + said
@@ -52,7 +53,9 @@ class Script(msgspec.Struct, frozen=True):
         return longest
 
 
-def write_script(*, turns: int, vocabulary: int, page_size: int, seed: int) -> Script:
+def write_script(
+    *, turns: int, vocabulary: int, page_size: int, seed: int, controls: int = 1
+) -> Script:
     """The same script for the same arguments; ``first`` has ``turns`` turns."""
     chance = random.Random(seed)
 
@@ -70,7 +73,9 @@ def write_script(*, turns: int, vocabulary: int, page_size: int, seed: int) -> S
             Turn(SECOND, 2, say(MESSAGE_TOKENS)),
             Turn(RETRY, 1, question),
         ),
-        control=Turn(CONTROL, 1, say(MESSAGE_TOKENS)),
+        controls=tuple(
+            Turn(f"{CONTROL} {number}", 1, say(MESSAGE_TOKENS)) for number in range(1, controls + 1)
+        ),
     )
 
 

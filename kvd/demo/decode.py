@@ -7,23 +7,26 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.demo.cache import layer_views, paged_cache
 from kvd.demo.compute import answer, pack_logits
+from kvd.demo.layout import Part
+from kvd.demo.leased import LeasedSequence, Lengths, PoolViews
 from kvd.demo.messages import Decode, Decoded, FirstToken
+from kvd.demo.settings import STEP_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvd.client import SyncNode
+    from kvd.client import SyncLease, SyncNode
+    from kvd.demo.layout import Shape
 
 
 class DecodeEngine:
     """One model over one pool."""
 
-    def __init__(self, model: PreTrainedModel, node: SyncNode) -> None:
+    def __init__(self, model: PreTrainedModel, shape: Shape, node: SyncNode) -> None:
         self._model = model
         self._node = node
-        self._layers = layer_views(node.pool("main"), model.config.num_hidden_layers)
+        self._views = PoolViews(shape, node.pool("main"))
 
     def decode(self, order: Decode) -> Decoded:
         """Receive the prompt of ``order``, answer it, keep prompt and answer cached."""
@@ -34,35 +37,39 @@ class DecodeEngine:
             source=order.source,
             reserve_tokens=order.answer_tokens,
             deadline_s=order.deadline_s,
+            step_tokens=STEP_TOKENS,
         )
         handoff.done()
         first = msgspec.msgpack.decode(handoff.aux, type=FirstToken)
         first_token_at_s = time.monotonic()
         lease = handoff.lease
-        if order.damage:
-            self._damage(int(lease.pages[handoff.prefix_len // self._page_size]))
+        if order.damage is not None:
+            self._damage(order.damage, lease, handoff.prefix_len)
         # The daemon committed the prompt, so its whole pages are shared now; the answer goes into
         # what is left of the last page and into the reserve.
-        cache = paged_cache(
-            self._layers, lease.pages, written_tokens=len(tokens), shared_tokens=len(tokens)
+        sequence = LeasedSequence(
+            self._model,
+            self._views,
+            lease,
+            Lengths(len(tokens), len(tokens)),
+            step_tokens=STEP_TOKENS,
         )
-        said, logits = answer(self._model, cache, first.token, order.answer_tokens)
+        said, logits = answer(sequence.compute, first.token, order.answer_tokens)
         lease.release(new_tokens=said[:-1])  # the last token has no KV
         return Decoded(
             tokens=tuple(said),
             prefix_tokens=handoff.prefix_len,
             first_token_at_s=first_token_at_s,
             logits=pack_logits(logits),
+            peak_window_pages=sequence.peak_window_pages,
         )
 
-    @property
-    def _page_size(self) -> int:
-        """Tokens of a page."""
-        size: int = self._layers[0][0].shape[1]
-        return size
-
-    def _damage(self, page: int) -> None:
+    def _damage(self, part: Part, lease: SyncLease, prefix_tokens: int) -> None:
         """Spoil one page that crossed: what follows must then come out differently."""
-        for k, v in self._layers:
-            k[page] = 0
-            v[page] = 0
+        row = lease.pages_of(part.value)
+        pages = {
+            Part.KV: row[prefix_tokens // self._views.page_size :],
+            Part.WINDOW: row[row.nonzero()[0][1:]],  # the first may lie just behind the window
+            Part.STATE: row[1:],
+        }
+        self._views.damage(part, int(pages[part][0]))

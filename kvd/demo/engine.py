@@ -37,12 +37,15 @@ from kvd.errors import KvdError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvd.demo.layout import Shape
+
 
 class Engine:
     """A model, and both sides of a handoff once it has been told where its daemon is."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
         self._model = model
+        self._shape = shape
         self._sides: tuple[PrefillEngine, DecodeEngine] | None = None
 
     def answer(self, request: Request) -> Reply:
@@ -52,7 +55,10 @@ class Engine:
                 return Failed("the model was built already")
             case Connect(endpoint=endpoint, name=name):
                 node = connect_sync(endpoint, name=name)
-                self._sides = PrefillEngine(self._model, node), DecodeEngine(self._model, node)
+                self._sides = (
+                    PrefillEngine(self._model, self._shape, node),
+                    DecodeEngine(self._model, self._shape, node),
+                )
                 return Connected()
             case Generate():
                 return generate(self._model, request)
@@ -71,9 +77,10 @@ class Engine:
 
 def start(order: Start) -> tuple[Engine, Started]:
     """Build the model of ``order``."""
-    model = build_model(ARCHITECTURES[order.model], seed=order.seed, dtype=order.dtype)
+    architecture = ARCHITECTURES[order.model]
+    model = build_model(architecture, seed=order.seed, dtype=order.dtype)
     versions = Started(weight_digest(model), str(torch.__version__), transformers.__version__)
-    return Engine(model), versions
+    return Engine(model, architecture.shape), versions
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

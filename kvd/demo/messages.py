@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from kvd.demo.layout import Part
+
 LENGTH_BYTES = 4
 
 
@@ -41,7 +43,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
     """Receive the prompt's KV and go on from there. Answer: ``Decoded``.
 
-    With ``damage`` one page that crossed is overwritten first: the negative control.
+    With ``damage`` one page of that part which crossed is overwritten first: the negative control.
     """
 
     room: int
@@ -49,7 +51,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     source: str
     answer_tokens: int
     deadline_s: float
-    damage: bool = False
+    damage: Part | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -78,7 +80,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     """The handoff is over.
 
     ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
-    always computed). The sent figures are the prefill daemon's. ``handoff_s`` runs from the first
+    always computed). The sent figures are the prefill daemon's; ``peak_window_pages`` is the most
+    that the lease had of those at once. ``handoff_s`` runs from the first
     page ready to be sent until the decode side's commit, ``tail_s`` only from the last one.
     """
 
@@ -90,6 +93,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     handoff_s: float
     tail_s: float
     logits: bytes
+    peak_window_pages: int = 0
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
@@ -102,6 +106,7 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     prefix_tokens: int
     first_token_at_s: float
     logits: bytes
+    peak_window_pages: int = 0
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated"):

@@ -6,7 +6,8 @@ until ``build_model`` is called, so the command line can list and refuse names w
 Weights are random, seeded and scaled. With the usual initialisation the output of an untrained
 model hardly depends on its context, and then equal tokens prove nothing; four times the spread
 makes every token depend on the whole prompt. Embeddings are not tied: a tied model with scaled
-weights only repeats its last token.
+weights only repeats its last token. A recurrent model is spread widely as it is, but forgets within
+a few tokens; its decay is slowed down instead.
 """
 
 from __future__ import annotations
@@ -16,70 +17,76 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from kvd.demo.layout import Part, PoolLayout, Shape, layers_in, places
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-WEIGHT_SCALE = 4.0
 
 DTYPES = ("float32", "float64")
 """Where equal tokens are a fair demand: in 16 bits the order of sums decides close calls, so that
 two correct runs with another chunking may differ."""
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """The size of a model, by the names of the field."""
+class Tolerance(msgspec.Struct, frozen=True):
+    """Largest difference of a logit that rounding explains, by dtype."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    max_positions: int
+    float32: float
+    float64: float
 
+    def of(self, dtype: str) -> float:
+        """That of one of ``DTYPES``."""
+        return {"float32": self.float32, "float64": self.float64}[dtype]
+
+
+TOLERANCE = Tolerance(1e-3, 1e-9)
+"""1e-5 and 0 were seen, and more than 1 after one page was spoiled."""
+
+SINGLE_INSIDE = Tolerance(1e-3, 1e-4)
+"""Of models that compute in single precision inside, whatever their dtype: the router of DeepSeek,
+the scan of Mamba. 1e-5 was seen."""
+
+PAGE_SIZE = 16
 
 Configure = Callable[[Shape], "PreTrainedConfig"]
 """Makes the Hugging Face configuration of a shape."""
 
 
-class PoolLayout(msgspec.Struct, frozen=True):
-    """What a daemon's pool must hold for a model: keys of its ``[pool]`` section."""
-
-    family: str
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: str
-    page_size: int
-    order: str
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers: K and V, each (page_size, heads, head_dim)."""
-        element = {"float32": 4, "float64": 8}[self.dtype]
-        return self.layers * 2 * self.page_size * self.heads * self.head_dim * element
-
-
 class Architecture(msgspec.Struct, frozen=True):
-    """One row of the registry. ``family`` is the pool family that holds its KV."""
+    """One row of the registry. ``family`` is the pool family that holds its KV.
+
+    ``weight_scale``: of every matrix. ``log_decay``: added to the logarithm
+    of a recurrent layer's decay.
+    """
 
     name: str
     family: str
     shape: Shape
     configure: Configure
+    tolerance: Tolerance = TOLERANCE
+    weight_scale: float = 4.0
+    log_decay: float = 0.0
 
-    def pool_layout(self, *, dtype: str, page_size: int, order: str) -> PoolLayout:
+    @property
+    def has_token_pages(self) -> bool:
+        """Whether a page holds KV of tokens; otherwise it is a single token that has none."""
+        return layers_in(self.shape, Part.KV) > 0
+
+    def pool_layout(self, *, dtype: str, page_size: int | None, order: str) -> PoolLayout:
         """The pool that holds this model's KV."""
+        usual = PAGE_SIZE if self.has_token_pages else 1
         return PoolLayout(
             family=self.family,
-            layers=self.shape.layers,
-            heads=self.shape.kv_heads,
-            head_dim=self.shape.head_dim,
+            shape=self.shape,
             dtype=dtype,
-            page_size=page_size,
+            page_size=usual if page_size is None else page_size,
             order=order,
         )
+
+
+def _layer_types(shape: Shape) -> list[str]:
+    """The kind of each layer, as transformers calls it."""
+    kinds = {Part.KV: "full_attention", Part.WINDOW: "sliding_attention"}
+    return [kinds[place.part] for place in places(shape)]
 
 
 def _llama(shape: Shape) -> PreTrainedConfig:
@@ -100,23 +107,147 @@ def _llama(shape: Shape) -> PreTrainedConfig:
     )
 
 
-ARCHITECTURES = {
-    "llama": Architecture(
-        name="llama",
-        family="mha",
-        shape=Shape(
-            layers=4,
-            hidden=256,
-            intermediate=688,
-            heads=8,
-            kv_heads=2,
-            head_dim=32,
-            vocabulary=2048,
-            max_positions=8192,
-        ),
-        configure=_llama,
+def _deepseek(shape: Shape) -> PreTrainedConfig:
+    from transformers import DeepseekV3Config  # noqa: PLC0415 - as above
+
+    return DeepseekV3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        moe_intermediate_size=shape.intermediate // 4,
+        num_hidden_layers=shape.layers,
+        num_mtp_layers=0,
+        first_k_dense_replace=1,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        kv_lora_rank=shape.latent_dim,
+        q_lora_rank=shape.latent_dim,
+        qk_rope_head_dim=shape.rope_dim,
+        qk_nope_head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        n_routed_experts=shape.experts,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _gemma(shape: Shape) -> PreTrainedConfig:
+    from transformers import Gemma3TextConfig  # noqa: PLC0415 - as above
+
+    return Gemma3TextConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        query_pre_attn_scalar=shape.head_dim,
+        sliding_window=shape.window_tokens,
+        layer_types=_layer_types(shape),
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _gptoss(shape: Shape) -> PreTrainedConfig:
+    from transformers import GptOssConfig  # noqa: PLC0415 - as above
+
+    return GptOssConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=2,
+        sliding_window=shape.window_tokens,
+        layer_types=_layer_types(shape),
+        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=False,
+    )
+
+
+def _mamba(shape: Shape) -> PreTrainedConfig:
+    from transformers import Mamba2Config  # noqa: PLC0415 - as above
+
+    return Mamba2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        expand=shape.intermediate // shape.hidden,
+        num_heads=shape.heads,
+        head_dim=shape.head_dim,
+        state_size=shape.state_dim,
+        n_groups=shape.groups,
+        conv_kernel=shape.conv_tokens,
+        chunk_size=64,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+_LLAMA = Shape(
+    layers=4,
+    hidden=256,
+    intermediate=688,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=2048,
+    max_positions=8192,
+)
+_SHAPE = msgspec.structs.replace
+
+_ROWS = (
+    Architecture("llama", "mha", _LLAMA, _llama),
+    Architecture(
+        "deepseek",
+        "mla",
+        _SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
+        _deepseek,
+        tolerance=SINGLE_INSIDE,
     ),
-}
+    Architecture("gemma", "swa", _SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3), _gemma),
+    Architecture(
+        "gptoss",
+        "swa",
+        _SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
+        _gptoss,
+    ),
+    Architecture(
+        "mamba",
+        "recurrent",
+        _SHAPE(
+            _LLAMA,
+            intermediate=512,
+            heads=8,
+            kv_heads=0,
+            head_dim=64,
+            state_dim=32,
+            groups=2,
+            conv_tokens=4,
+        ),
+        _mamba,
+        tolerance=SINGLE_INSIDE,
+        weight_scale=1.0,
+        log_decay=-5.0,
+    ),
+)
+ARCHITECTURES = {row.name: row for row in _ROWS}
 """By the name that ``kvd demo --model`` takes."""
 
 
@@ -127,11 +258,14 @@ def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrai
 
     torch.manual_seed(seed)
     config = architecture.configure(architecture.shape)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    # The expert kernels of transformers know no float64; its loop over experts does.
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(WEIGHT_SCALE)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.add_(architecture.log_decay)
+            elif parameter.ndim > 1:
+                parameter.mul_(architecture.weight_scale)
     model = model.to({"float32": torch.float32, "float64": torch.float64}[dtype])
     return cast("PreTrainedModel", model.eval())
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.demo.cache import layer_views, paged_cache
-from kvd.demo.compute import greedy, last_logits, pack_logits
+from kvd.demo.compute import greedy, pack_logits
+from kvd.demo.leased import LeasedSequence, Lengths, PoolViews
 from kvd.demo.messages import FirstToken, Prefill, Prefilled
 from kvd.errors import HandoffError
 
@@ -21,24 +21,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvd.client import SyncLease, SyncNode, SyncSend
+    from kvd.demo.layout import Shape
 
 
 class PrefillEngine:
     """One model over one pool."""
 
-    def __init__(self, model: PreTrainedModel, node: SyncNode) -> None:
+    def __init__(self, model: PreTrainedModel, shape: Shape, node: SyncNode) -> None:
         self._model = model
         self._node = node
-        self._layers = layer_views(node.pool("main"), model.config.num_hidden_layers)
+        self._views = PoolViews(shape, node.pool("main"))
 
     def prefill(self, order: Prefill) -> Prefilled:
         """Compute the prompt of ``order`` and hand its KV to whoever receives its room."""
         tokens = order.tokens
-        lease = self._node.lease(tokens, deadline_s=order.deadline_s)
+        lease = self._node.lease(
+            tokens, deadline_s=order.deadline_s, step_tokens=order.chunk_tokens
+        )
         send = self._node.send(order.room, tokens, lease=lease, deadline_s=order.deadline_s)
         began_s = time.monotonic()
         send.advance(lease.prefix_len)
-        logits = self._compute(order, lease, send)
+        first_computed = _first_computed(lease, len(tokens))
+        sequence = LeasedSequence(
+            self._model,
+            self._views,
+            lease,
+            Lengths(first_computed, lease.prefix_len),
+            step_tokens=order.chunk_tokens,
+        )
+        logits = _compute(order, sequence, send)
         computed_s = time.monotonic()
         first = FirstToken(greedy(logits), float(logits.log_softmax(-1).max()))
         result = send.finish(aux=msgspec.msgpack.encode(first))
@@ -48,29 +59,26 @@ class PrefillEngine:
             raise HandoffError(result.reason)
         return Prefilled(
             prefix_tokens=lease.prefix_len,
-            computed_tokens=len(tokens) - _first_computed(lease, len(tokens)),
+            computed_tokens=len(tokens) - first_computed,
             decode_prefix_len=result.decode_prefix_len,
             sent_pages=result.sent_pages,
             sent_bytes=result.sent_bytes,
             handoff_s=ended_s - began_s,
             tail_s=ended_s - computed_s,
             logits=pack_logits([logits]),
+            peak_window_pages=sequence.peak_window_pages,
         )
 
-    def _compute(self, order: Prefill, lease: SyncLease, send: SyncSend) -> torch.Tensor:
-        """Compute what is not cached, chunk by chunk; (vocabulary,) logits of the last token."""
-        tokens = order.tokens
-        at = _first_computed(lease, len(tokens))
-        cache = paged_cache(
-            self._layers, lease.pages, written_tokens=at, shared_tokens=lease.prefix_len
-        )
-        while True:
-            chunk = tokens[at : at + order.chunk_tokens]
-            logits = last_logits(self._model, chunk, cache)
-            at += len(chunk)
-            send.advance(at)
-            if at == len(tokens):
-                return logits
+
+def _compute(order: Prefill, sequence: LeasedSequence, send: SyncSend) -> torch.Tensor:
+    """Compute what is not cached, chunk by chunk; (vocabulary,) logits of the last token."""
+    tokens = order.tokens
+    while True:
+        chunk = tokens[sequence.written_tokens :][: order.chunk_tokens]
+        logits = sequence.compute(chunk)
+        send.advance(sequence.written_tokens)
+        if sequence.written_tokens == len(tokens):
+            return logits
 
 
 def _first_computed(lease: SyncLease, prompt_tokens: int) -> int:

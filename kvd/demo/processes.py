@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvd.demo.layout import PageCounts, PoolLayout
 from kvd.demo.messages import LENGTH_BYTES, Failed, Reply, Request, decode_reply, frame
-from kvd.demo.models import PoolLayout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +143,7 @@ class DaemonPlan(msgspec.Struct, frozen=True):
     address: str
     peers: dict[str, str]
     pool: PoolLayout
-    pages: int
+    pages: PageCounts
 
 
 class DaemonProcess(Child):
@@ -169,16 +169,24 @@ def configuration(plan: DaemonPlan, runtime: Path) -> str:
         },
         "peers": {"listen": plan.address},
         "peers.connect": dict(plan.peers),
-        "pool": {**msgspec.structs.asdict(plan.pool), "pages": plan.pages},
+        "pool": plan.pool.section(plan.pages),
         "http": {"listen": "off"},
         "log": {"format": "console"},
     }
-    lines: list[str] = []
-    for section, keys in sections.items():
-        lines.append(f"[{section}]")
-        # A TOML basic string and number are written as in JSON.
-        lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in keys.items()]
+    lines = [line for name, keys in sections.items() for line in _section(name, keys)]
     return "\n".join([*lines, ""])
+
+
+def _section(name: str, keys: dict[str, object]) -> list[str]:
+    """One section of TOML, and after it those that are among its values."""
+    lines, below = [f"[{name}]"], []
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            below += _section(f"{name}.{key}", value)
+        else:
+            # A TOML basic string and number are written as in JSON.
+            lines.append(f"{json.dumps(key)} = {json.dumps(value)}")
+    return lines + below
 
 
 def free_addresses(count: int) -> list[str]:

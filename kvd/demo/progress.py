@@ -23,7 +23,7 @@ def told(row: Row) -> str:
     tokens = "tokens equal" if row.tokens_equal else "TOKENS DIFFER"
     return (
         f"{row.conversation} turn {row.turn}: {row.prompt_tokens} tokens, "
-        f"{row.decode_prefix_len} cached on the decode node, {row.pages_sent} pages sent, "
+        f"{row.decode_prefix_len} cached on the decode node, {row.sent_told}, "
         f"first token after {row.ttft_ms:.0f} ms, {tokens}"
     )
 

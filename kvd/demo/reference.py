@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import DynamicCache
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def generate(model: PreTrainedModel, order: Generate) -> Generated:
     """Prefill the whole prompt in one pass into the model's own cache, then decode greedily."""
-    cache = DynamicCache(config=model.config)
-    prompt = last_logits(model, order.tokens, cache)
-    said, logits = answer(model, cache, greedy(prompt), order.answer_tokens)
+    compute = partial(last_logits, model, cache=DynamicCache(config=model.config))
+    prompt = compute(order.tokens)
+    said, logits = answer(compute, greedy(prompt), order.answer_tokens)
     return Generated(tokens=tuple(said), logits=pack_logits([prompt, *logits]))

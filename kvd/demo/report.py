@@ -15,13 +15,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
-"""Largest difference of a logit that rounding explains: 1e-5 and 0 were seen, and more than 1 after
-one page was spoiled."""
-
 LEGEND = (
     "prefix: tokens the decode node had; sent, saved: KV; ttft: until decode has the first token; "
     "tail: what the handoff adds after the prefill's last chunk; dlogit: largest difference"
+)
+
+WINDOW_LEGEND = (
+    "window: most window pages of the lease on the prefill and on the decode node, and how many "
+    "there would be if every token had one"
 )
 
 
@@ -42,6 +43,24 @@ class Environment(msgspec.Struct, frozen=True):
     page_size: int
     order: str
     page_bytes: int
+    part_page_bytes: dict[str, int] = {}
+    """Bytes of a page of each part of the pool that has any; ``page_bytes`` is the first one's."""
+
+
+class WindowPages(msgspec.Struct, frozen=True):
+    """What the layers with a window took, in their pages.
+
+    ``crossed`` were sent. The peaks are the most that the lease had at once, ``most`` what it may
+    have, worked out; ``full`` is what prompt and answer would take if these layers looked at every
+    token.
+    """
+
+    crossed: int
+    prefill_peak: int
+    prefill_most: int
+    decode_peak: int
+    decode_most: int
+    full: int
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -51,6 +70,10 @@ class Row(msgspec.Struct, frozen=True):
     the first page ready to be sent until the decode side's commit, so most of the prefill is in it;
     ``tail_ms``: only what the handoff adds after the prefill's last chunk. ``transfer_gbps``:
     gigabits sent over ``handoff_ms``, not the speed of the wire; None where nothing was to be sent.
+    ``pages_sent`` counts pages of tokens, the bytes everything. ``bytes_saved``: what would have
+    been sent beyond that with nothing cached, and with all layers alike. ``damaged``: the part of
+    which a page was zeroed, in a negative control. Where ``states`` cross, pages are single tokens
+    that have no KV.
     """
 
     conversation: str
@@ -73,6 +96,14 @@ class Row(msgspec.Struct, frozen=True):
     answer_tokens: int
     tokens_equal: bool
     max_logit_difference: float
+    window: WindowPages | None = None
+    damaged: str | None = None
+    states: int = 0
+
+    @property
+    def sent_told(self) -> str:
+        """How many pages crossed, in words."""
+        return f"{self.states} state sent" if self.states else f"{self.pages_sent} pages sent"
 
     @property
     def name(self) -> str:
@@ -93,7 +124,8 @@ class Totals(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Everything; ``problems`` is empty when the demo shows what it must.
 
-    ``control`` is a turn with a page damaged on purpose: its answer must be wrong.
+    ``control`` is a turn with a page damaged on purpose: its answer must be wrong. There is one for
+    each part of the pool, the first part's first.
     """
 
     ok: bool
@@ -103,19 +135,23 @@ class Report(msgspec.Struct, frozen=True):
     control: Row
     totals: Totals
     seconds: float
+    more_controls: tuple[Row, ...] = ()
 
 
-def problems(rows: Sequence[Row], control: Row, totals: Totals, *, dtype: str) -> tuple[str, ...]:
+def problems(
+    rows: Sequence[Row], controls: Sequence[Row], totals: Totals, *, tolerance: float
+) -> tuple[str, ...]:
     """Every way in which the demo failed to show what it must, in sentences."""
-    tolerance = TOLERANCE[dtype]
+    everything = (*rows, *controls)
     found = [f"{row.name}: {what}" for row in rows for what in _answer_problems(row, tolerance)]
-    found += [f"{row.name}: {what}" for row in (*rows, control) for what in _figure_problems(row)]
-    if control.max_logit_difference <= tolerance:
-        found.append(
-            "negative control: a page was zeroed, yet no logit differs by more than "
-            f"{control.max_logit_difference:.1e}: equal tokens would prove nothing"
-        )
-    return (*found, *_total_problems((*rows, control), totals))
+    found += [f"{row.name}: {what}" for row in everything for what in _figure_problems(row)]
+    found += [
+        f"negative control: a page of {control.damaged} was zeroed, yet no logit differs by more "
+        f"than {control.max_logit_difference:.1e}: equal tokens would prove nothing"
+        for control in controls
+        if control.max_logit_difference <= tolerance
+    ]
+    return (*found, *_total_problems(everything, totals))
 
 
 def _total_problems(rows: Sequence[Row], totals: Totals) -> list[str]:
@@ -161,15 +197,32 @@ def _figure_problems(row: Row) -> list[str]:
         ("pages sent:", row.pages_sent, row.pages_expected),
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
     )
-    return [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
+    found = [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
+    return found if row.window is None else found + _window_problems(row.window)
+
+
+def _window_problems(window: WindowPages) -> list[str]:
+    """Where window pages were kept that had to go back; or none were seen at all."""
+    nodes = (
+        ("prefill", window.prefill_peak, window.prefill_most),
+        ("decode", window.decode_peak, window.decode_most),
+    )
+    return [
+        f"{peak} window pages at once on the {node} node, which needs at most {most}"
+        for node, peak, most in nodes
+        if not 0 < peak <= most
+    ]
 
 
 def table_of(report: Report) -> Table:
     """The turns as a table for people."""
+    has_window = any(row.window is not None for row in report.turns)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("conversation")
-    headings = ("turn", "prompt", "prefix", "pages", "sent", "saved", "ttft", "tail", "dlogit")
-    for heading in headings:
+    unit = "states" if any(row.states for row in report.turns) else "pages"
+    headings = ["turn", "prompt", "prefix", unit, "sent", "saved"]
+    headings += ["window"] if has_window else []
+    for heading in (*headings, "ttft", "tail", "dlogit"):
         table.add_column(heading, justify="right")
     table.add_column("tokens")
     for row in report.turns:
@@ -178,9 +231,10 @@ def table_of(report: Report) -> Table:
             str(row.turn),
             str(row.prompt_tokens),
             str(row.decode_prefix_len),
-            str(row.pages_sent),
+            str(row.states or row.pages_sent),
             f"{row.bytes_sent / 1024:.0f} KiB",
             f"{row.bytes_saved / 1024:.0f} KiB",
+            *([] if row.window is None else [_peaks(row.window)]),
             f"{row.ttft_ms:.0f} ms",
             f"{row.tail_ms:.1f} ms",
             f"{row.max_logit_difference:.0e}",
@@ -189,11 +243,31 @@ def table_of(report: Report) -> Table:
     return table
 
 
-def control_told(control: Row) -> str:
-    """What the negative control showed."""
+def _peaks(window: WindowPages) -> str:
+    return f"{window.prefill_peak}/{window.decode_peak}/{window.full}"
+
+
+def legend_of(report: Report) -> str:
+    """What the headings of the table mean."""
+    if any(row.window is not None for row in report.turns):
+        return f"{LEGEND}; {WINDOW_LEGEND}"
+    return LEGEND
+
+
+def controls_told(report: Report) -> list[str]:
+    """What the negative controls showed, a line for each."""
+    return [_control_told(control) for control in (report.control, *report.more_controls)]
+
+
+def _control_told(control: Row) -> str:
     tokens = "equal" if control.tokens_equal else "other"
+    what = {
+        "kv": f"one of {control.pages_sent} pages",
+        "swa": f"one of {control.window.crossed if control.window else 0} window pages",
+        "state": "the state",
+    }[control.damaged or "kv"]
     return (
-        f"negative control, one of {control.pages_sent} pages zeroed on the decode node: {tokens} "
+        f"negative control, {what} zeroed on the decode node: {tokens} "
         f"tokens, logits differ by {control.max_logit_difference:.2g}"
     )
 
@@ -208,8 +282,21 @@ def verdict(report: Report) -> str:
     tokens = sum(row.answer_tokens for row in rows)
     sent = sum(row.bytes_sent for row in rows)
     saved = sum(row.bytes_saved for row in rows)
+    what = f"exactly the pages that decode lacked, {saved} saved ({saved / (sent + saved):.0%})"
+    if any(row.states for row in rows):
+        what = "exactly one state per prompt"
     return (
-        f"OK: {tokens} tokens of {len(rows)} turns equal a single process; "
-        f"{sent} bytes sent, exactly the pages that decode lacked, {saved} saved "
-        f"({saved / (sent + saved):.0%}); {report.seconds:.0f} s"
+        f"OK: {tokens} tokens of {len(rows)} turns equal a single process; {sent} bytes sent, "
+        f"{what}{_window_told(rows)}; {report.seconds:.0f} s"
     )
+
+
+def _window_told(rows: Sequence[Row]) -> str:
+    """The most window pages that a lease had, against all tokens having one."""
+    windows = [row.window for row in rows if row.window is not None]
+    if not windows:
+        return ""
+    prefill = max(window.prefill_peak for window in windows)
+    decode = max(window.decode_peak for window in windows)
+    full = max(window.full for window in windows)
+    return f"; at most {prefill} and {decode} window pages held where all tokens would take {full}"

@@ -11,16 +11,15 @@ import numpy as np
 
 import kvd
 from kvd.demo.conversation import ANSWER_TOKENS, Dialogues, ExpectedCache
+from kvd.demo.layout import Part
 from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
-from kvd.demo.report import Environment, Report, Row, Totals, problems
+from kvd.demo.report import Environment, Report, Row, Totals, WindowPages, problems
+from kvd.demo.settings import CHUNK_TOKENS, STEP_TOKENS
 from kvd.demo.stage import ANSWER_S, POLL_S, PREFILL, Stage, Watcher, ask, open_stage
 
 if TYPE_CHECKING:
     from kvd.demo.conversation import Script, Turn
     from kvd.demo.settings import Settings
-
-CHUNK_TOKENS = 64
-"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
 
 DEADLINE_S = 30.0
 QUIET_S = 5.0
@@ -45,17 +44,18 @@ def run(settings: Settings, watcher: TurnWatcher) -> Report:
         performance = _Performance(settings, script, stage)
         rows = performance.play(watcher)
         watcher.stage("negative control: one page that crossed is zeroed before it is read")
-        control = performance.control()
+        controls = performance.controls()
         watcher.stage("checking what the daemons counted")
         totals = _totals(stage)
-        found = problems(rows, control, totals, dtype=settings.dtype)
+        found = problems(rows, controls, totals, tolerance=settings.tolerance)
         environment = _environment(settings, stage)
     return Report(
         ok=not found,
         problems=found,
         environment=environment,
         turns=rows,
-        control=control,
+        control=controls[0],
+        more_controls=controls[1:],
         totals=totals,
         seconds=round(time.monotonic() - began_s, 2),
     )
@@ -69,7 +69,7 @@ class _Performance:
         self._script = script
         self._stage = stage
         self._dialogues = Dialogues(script.system)
-        self._cached = ExpectedCache(settings.page_size)
+        self._cached = ExpectedCache(settings.pool.page_size)
 
     def play(self, watcher: TurnWatcher) -> tuple[Row, ...]:
         """All turns."""
@@ -77,18 +77,26 @@ class _Performance:
         turns = self._script.turns
         for room, turn in enumerate(turns, start=1):
             watcher.stage(f"conversation {turn.conversation}, turn {turn.number}")
-            rows.append(self._turn(room, turn, damage=False))
+            rows.append(self._turn(room, turn, damage=None))
             watcher.turn(rows[-1], len(turns))
         return tuple(rows)
 
-    def control(self) -> Row:
-        """One more prompt, whose KV is damaged on the decode node."""
-        return self._turn(len(self._script.turns) + 1, self._script.control, damage=True)
+    def controls(self) -> tuple[Row, ...]:
+        """More prompts, of which a page of each part in turn is damaged on the decode node."""
+        parts = self._settings.pool.parts
+        room = len(self._script.turns) + 1
+        return tuple(
+            self._turn(number, turn, damage=part)
+            for number, (part, turn) in enumerate(
+                zip(parts, self._script.controls, strict=True), start=room
+            )
+        )
 
-    def _turn(self, room: int, turn: Turn, *, damage: bool) -> Row:
+    def _turn(self, room: int, turn: Turn, *, damage: Part | None) -> Row:
         """One prompt: decode side and prefill side at once, then the reference alone."""
         prompt = self._dialogues.prompt(turn)
-        due_prefix = self._cached.prefix_tokens(prompt)
+        pool = self._settings.pool
+        due_prefix = pool.usable_prefix(len(prompt), self._cached.prefix_tokens(prompt))
         began_s = time.monotonic()
         self._stage.decode.tell(
             Decode(room, prompt, PREFILL, ANSWER_TOKENS, DEADLINE_S, damage=damage)
@@ -100,8 +108,8 @@ class _Performance:
         self._dialogues.answered(turn, prompt, decoded.tokens)
         self._cached.add(prompt + decoded.tokens[:-1])
 
-        pool = self._settings.pool
-        due_pages = -(-len(prompt) // pool.page_size) - due_prefix // pool.page_size
+        due = pool.due_pages(len(prompt), due_prefix)
+        due_bytes = pool.bytes_of(due)
         gigabits = prefilled.sent_bytes * 8 / 1e9
         return Row(
             conversation=turn.conversation,
@@ -113,10 +121,10 @@ class _Performance:
             decode_prefix_len=decoded.prefix_tokens,
             decode_prefix_expected=due_prefix,
             pages_sent=prefilled.sent_pages,
-            pages_expected=due_pages,
+            pages_expected=-(-len(prompt) // pool.page_size) - due_prefix // pool.page_size,
             bytes_sent=prefilled.sent_bytes,
-            bytes_expected=due_pages * pool.page_bytes,
-            bytes_saved=decoded.prefix_tokens // pool.page_size * pool.page_bytes,
+            bytes_expected=due_bytes,
+            bytes_saved=pool.bytes_of(pool.full_pages(len(prompt))) - due_bytes,
             ttft_ms=round((decoded.first_token_at_s - began_s) * 1e3, 3),
             handoff_ms=round(prefilled.handoff_s * 1e3, 3),
             tail_ms=round(prefilled.tail_s * 1e3, 3),
@@ -124,6 +132,25 @@ class _Performance:
             answer_tokens=len(decoded.tokens),
             tokens_equal=decoded.tokens == alone.tokens,
             max_logit_difference=self._logit_difference(prefilled, decoded, alone),
+            window=self._window(len(prompt), prefilled, decoded),
+            damaged=None if damage is None else damage.value,
+            states=due.get(Part.STATE, 0),
+        )
+
+    def _window(
+        self, prompt_tokens: int, prefilled: Prefilled, decoded: Decoded
+    ) -> WindowPages | None:
+        """What the layers with a window took on both nodes; None where there are none."""
+        pool = self._settings.pool
+        if Part.WINDOW not in pool.parts:
+            return None
+        return WindowPages(
+            crossed=pool.due_pages(prompt_tokens, 0)[Part.WINDOW],
+            prefill_peak=prefilled.peak_window_pages,
+            prefill_most=pool.most_window_pages(CHUNK_TOKENS),
+            decode_peak=decoded.peak_window_pages,
+            decode_most=pool.most_window_pages(STEP_TOKENS),
+            full=-(-(prompt_tokens + ANSWER_TOKENS) // pool.page_size),
         )
 
     def _logit_difference(self, prefilled: Prefilled, decoded: Decoded, alone: Generated) -> float:
@@ -177,7 +204,8 @@ def _environment(settings: Settings, stage: Stage) -> Environment:
         weights=stage.models.weights,
         seed=settings.seed,
         dtype=settings.dtype,
-        page_size=settings.page_size,
+        page_size=pool.page_size,
         order=settings.order,
-        page_bytes=pool.page_bytes,
+        page_bytes=pool.page_bytes(pool.parts[0]),
+        part_page_bytes={part.value: pool.page_bytes(part) for part in pool.parts},
     )

@@ -5,13 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from kvd.demo.conversation import Script, write_script
-from kvd.demo.models import ARCHITECTURES, Architecture, PoolLayout
+from kvd.demo.layout import PageCounts, Part, PoolLayout
+from kvd.demo.models import ARCHITECTURES, Architecture
 
 MOST_TURNS = 100
 """More would outgrow the positions of the models."""
 
 SPARE_PAGES = 64
 """Pages beyond what the script needs, the null page among them."""
+
+CHUNK_TOKENS = 64
+"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
+
+STEP_TOKENS = 8
+"""Tokens decoded between two slides: window pages are mapped so far ahead."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -20,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True):
     model: str
     turns: int
     seed: int
-    page_size: int
+    page_size: int | None
     order: str
     dtype: str
 
@@ -28,6 +35,11 @@ class Settings(msgspec.Struct, frozen=True):
     def architecture(self) -> Architecture:
         """The row of the registry."""
         return ARCHITECTURES[self.model]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference of a logit that rounding explains."""
+        return self.architecture.tolerance.of(self.dtype)
 
     @property
     def pool(self) -> PoolLayout:
@@ -41,12 +53,21 @@ class Settings(msgspec.Struct, frozen=True):
         return write_script(
             turns=self.turns,
             vocabulary=self.architecture.shape.vocabulary,
-            page_size=self.page_size,
+            page_size=self.pool.page_size,
             seed=self.seed,
+            controls=len(self.pool.parts),
         )
 
-    def pages(self, script: Script) -> int:
+    def pages(self, script: Script) -> PageCounts:
         """Pages that hold everything at once: what is cached and one prompt being worked on."""
         tokens = script.cached_tokens_at_most() + script.longest_prompt_tokens()
         ends = 2 * len(script.turns)
-        return -(-tokens // self.page_size) + ends + SPARE_PAGES
+        rooms = len(script.turns) + len(script.controls)
+        parts = self.pool.parts
+        window = self.pool.most_window_pages(CHUNK_TOKENS) if Part.WINDOW in parts else 0
+        return PageCounts(
+            kv=-(-tokens // self.pool.page_size) + ends + SPARE_PAGES,
+            # What each room leaves in the cache, and what one prompt has mapped.
+            window=(rooms + 1) * window + 1 if window else 0,
+            state=rooms + 3 if Part.STATE in parts else 0,
+        )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.client import SyncNode
+    from kvd.demo.layout import PageCounts
     from kvd.demo.settings import Settings
     from kvd.wire.snapshot import Snapshot
 
@@ -97,7 +98,7 @@ class Stage:
 
 
 @contextmanager
-def open_stage(settings: Settings, *, pages: int, watcher: Watcher) -> Iterator[Stage]:
+def open_stage(settings: Settings, *, pages: PageCounts, watcher: Watcher) -> Iterator[Stage]:
     """Start everything, give it out once it is connected, and stop it at the end.
 
     Raises:
@@ -141,7 +142,7 @@ def _start_engines(settings: Settings, processes: Processes, directory: Path) ->
 
 
 def _start_daemons(
-    settings: Settings, pages: int, processes: Processes, directory: Path
+    settings: Settings, pages: PageCounts, processes: Processes, directory: Path
 ) -> tuple[DaemonProcess, DaemonProcess]:
     """The prefill node and the decode node, each knowing the other."""
     here, there = free_addresses(2)

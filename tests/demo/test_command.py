@@ -31,7 +31,15 @@ def test_demo_refuses_an_unknown_model_with_the_known_ones() -> None:
     result = CliRunner().invoke(demo_command, ["--model", "lama"])
 
     assert result.exit_code == 2
-    assert "'lama' is not 'llama'" in result.output
+    assert "'lama' is not one of" in result.output
+    assert all(name in result.output for name in ("deepseek", "gemma", "gptoss", "llama", "mamba"))
+
+
+def test_demo_refuses_a_page_size_where_pages_are_single_tokens() -> None:
+    result = CliRunner().invoke(demo_command, ["--model", "mamba", "--page-size", "16"])
+
+    assert result.exit_code == 2
+    assert "mamba keeps no KV of tokens: its pages are single tokens" in result.output
 
 
 def test_demo_says_what_to_install_when_transformers_is_missing(

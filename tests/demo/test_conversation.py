@@ -67,3 +67,13 @@ def test_expected_cache_finds_the_longest_prefix_in_whole_pages(
     cache.add(cached)
 
     assert cache.prefix_tokens(prompt) == prefix
+
+
+def test_script_has_a_control_for_each_part_of_the_pool() -> None:
+    one = write_script(turns=2, vocabulary=2048, page_size=16, seed=1)
+    two = write_script(turns=2, vocabulary=2048, page_size=16, seed=1, controls=2)
+
+    assert [turn.conversation for turn in two.controls] == ["control 1", "control 2"]
+    assert two.controls[:1] == one.controls
+    assert two.turns == one.turns
+    assert two.cached_tokens_at_most() == one.cached_tokens_at_most() + 300 + 56

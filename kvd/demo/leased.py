@@ -1,0 +1,176 @@
+"""One sequence of one lease: the model computes it, its KV goes to the pages of the lease.
+
+``PoolViews`` maps the pool once, each layer of the model to its place in it. ``LeasedSequence`` is
+what an engine works with: it computes the next tokens and, where layers have a window, slides the
+lease before them, so that there are window pages for what is computed and the others go back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from transformers import Cache
+
+from kvd.demo.cache import BlockTable, LayerViews, PagedLayer, WindowLayer
+from kvd.demo.compute import last_logits
+from kvd.demo.layout import Part, Place, Shape, places
+from kvd.demo.state import StateLayer, StateViews
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import (
+        CacheLayerMixin,
+        DummyLayer,
+        LinearAttentionCacheLayerMixin,
+    )
+
+
+class Memory(Protocol):
+    """As much of a pool as is needed here."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    def tensors(self, component: str, *, layer: int) -> dict[str, torch.Tensor]:
+        """The memory of one layer."""
+
+
+class Leased(Protocol):
+    """As much of a lease as is needed here."""
+
+    def pages_of(self, component: str) -> NDArray[np.int32]:
+        """Page ids of one component."""
+
+    def slide(self, upto_tokens: int) -> None:
+        """KV from there on is computed next."""
+
+
+class PoolViews:
+    """The memory of every layer of a model, mapped once and kept: a view costs nothing to hold."""
+
+    def __init__(self, shape: Shape, pool: Memory) -> None:
+        self.shape = shape
+        self.parts = {place.part for place in places(shape)}
+        self.page_size = pool.page_size
+        self.layers = tuple(self._views(pool, place) for place in places(shape))
+
+    def _views(self, pool: Memory, place: Place) -> LayerViews | StateViews:
+        """The tensors of one layer."""
+        found = pool.tensors(place.part.value, layer=place.layer)
+        if place.part is Part.STATE:
+            return StateViews(conv=found["conv"], scan=found["ssm"])
+        if self.shape.latent_dim:
+            latent = found["latent"]
+            return latent[..., : self.shape.latent_dim], latent[..., self.shape.latent_dim :]
+        return found["k"], found["v"]
+
+    def damage(self, part: Part, page: int) -> None:
+        """Zero one page of ``part``, in all layers: what follows must come out differently."""
+        for place, views in zip(places(self.shape), self.layers, strict=True):
+            if place.part is part:
+                for tensor in views:
+                    tensor[page] = 0
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """How far a sequence is; see ``cache``.
+
+    ``written_tokens``: tokens whose KV is in the pages already; the model computes from there.
+    ``shared_tokens``: tokens in pages of the prefix tree, never written.
+    """
+
+    written_tokens: int
+    shared_tokens: int
+
+
+def leased_cache(views: PoolViews, tables: Mapping[Part, BlockTable], lengths: Lengths) -> Cache:
+    """What to hand to a model as its cache, over the pages of one lease.
+
+    Args:
+        views: the pool of the lease.
+        tables: its pages of each part of the pool.
+        lengths: how far it is.
+    """
+    layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+    written, shared = lengths.written_tokens, lengths.shared_tokens
+    for place, one in zip(places(views.shape), views.layers, strict=True):
+        table = tables[place.part]
+        if isinstance(one, StateViews):
+            source, own = table.pages.tolist()
+            layers.append(StateLayer(one, source_page=source, own_page=own, written_tokens=written))
+        elif place.part is Part.WINDOW:
+            window = views.shape.window_tokens
+            layers.append(
+                WindowLayer(
+                    one,
+                    table,
+                    written_tokens=written,
+                    shared_tokens=shared,
+                    window_tokens=window,
+                )
+            )
+        else:
+            layers.append(PagedLayer(one, table, written_tokens=written, shared_tokens=shared))
+    return Cache(layers=layers)
+
+
+class LeasedSequence:
+    """The tokens of one lease and their KV, as far as they are computed."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        views: PoolViews,
+        lease: Leased,
+        lengths: Lengths,
+        *,
+        step_tokens: int,
+    ) -> None:
+        """Go on from there.
+
+        Args:
+            model: whose layers ``views`` has.
+            views: the pool of ``lease``.
+            lease: opened with ``step_tokens``.
+            lengths: how far the sequence is.
+            step_tokens: how many tokens are computed between two slides, at most.
+        """
+        self._model = model
+        self._lease = lease
+        self._step_tokens = step_tokens
+        self._tables = {part: BlockTable(lease.pages_of(part.value)) for part in views.parts}
+        self.peak_window_pages = 0
+        """The most window pages that the lease had at once."""
+        self._note_window()
+        self.written_tokens = lengths.written_tokens
+        """Tokens that are computed."""
+        self._covered = lengths.written_tokens + step_tokens
+        self._cache = leased_cache(views, self._tables, lengths)
+
+    def compute(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Compute the next tokens; (vocabulary,) logits after the last one."""
+        if Part.WINDOW in self._tables and self.written_tokens + len(tokens) > self._covered:
+            self._slide()
+        logits = last_logits(self._model, tokens, self._cache)
+        self.written_tokens += len(tokens)
+        return logits
+
+    def _slide(self) -> None:
+        """Window pages behind the next token go back, pages ahead of it are mapped."""
+        self._lease.slide(self.written_tokens)
+        self._tables[Part.WINDOW].replace(self._lease.pages_of(Part.WINDOW.value))
+        self._covered = self.written_tokens + self._step_tokens
+        self._note_window()
+
+    def _note_window(self) -> None:
+        """Remember the peak."""
+        if Part.WINDOW in self._tables:
+            mapped = int(self._tables[Part.WINDOW].pages.count_nonzero())
+            self.peak_window_pages = max(self.peak_window_pages, mapped)

@@ -1,0 +1,96 @@
+"""What a model's pool holds, and what of it must cross, worked out without a daemon."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from kvd.config import Config, load, pool_spec
+from kvd.core.spec import page_bytes
+from kvd.core.tail import most_pages, tail_start
+from kvd.demo.layout import PageCounts, Part, Place, places
+from kvd.demo.models import ARCHITECTURES, DTYPES
+from kvd.demo.processes import DaemonPlan, configuration
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, order="page_first")
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    """The figures of the demo and the daemon's own agree, through a real configuration file."""
+    layout = ARCHITECTURES[name].pool_layout(dtype=dtype, page_size=None, order="layer_first")
+    plan = DaemonPlan("a", "tcp://127.0.0.1:7402", {}, layout, PageCounts(100, 50, 20))
+    file = tmp_path / "kvd.toml"
+    file.write_text(configuration(plan, tmp_path))
+
+    config = load(file, {}, [])
+    assert isinstance(config, Config), config
+    spec = pool_spec(config)
+
+    parts = {one.name: page_bytes(one) for one in spec.components if page_bytes(one)}
+    assert parts == {part.value: layout.page_bytes(part) for part in layout.parts}
+    counts = {"kv": 100, "swa": 50, "state": 20}
+    assert spec.pages == tuple(counts[one.name] for one in spec.components)
+
+
+def test_every_third_layer_of_gemma_looks_at_every_token() -> None:
+    kv, window = Part.KV, Part.WINDOW
+
+    assert places(ARCHITECTURES["gemma"].shape) == (
+        Place(window, 0),
+        Place(window, 1),
+        Place(kv, 0),
+        Place(window, 2),
+        Place(window, 3),
+        Place(kv, 1),
+    )
+
+
+@pytest.mark.parametrize("prompt", [1, 16, 96, 97, 112, 113, 340, 352, 1000])
+def test_window_starts_where_the_daemons_say(prompt: int) -> None:
+    assert GEMMA.window_start(prompt) == tail_start(prompt, 96, 16, cached=True)
+    assert GEMMA.usable_prefix(prompt, prompt) == GEMMA.window_start(prompt)
+    assert GEMMA.most_window_pages(64) == most_pages(96, 64, 16) == 11
+
+
+def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
+    assert GEMMA.due_pages(340, 160) == {Part.KV: 12, Part.WINDOW: 7}
+    assert GEMMA.full_pages(340) == {Part.KV: 22, Part.WINDOW: 22}
+    each = 16 * 2 * 2 * 32 * 4
+    assert GEMMA.bytes_of(GEMMA.due_pages(340, 160)) == 12 * 2 * each + 7 * 4 * each
+
+
+def test_a_state_crosses_whole_whatever_is_cached() -> None:
+    mamba = ARCHITECTURES["mamba"].pool_layout(dtype="float64", page_size=None, order="page_first")
+
+    assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {Part.STATE: 1}
+    assert mamba.page_bytes(Part.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
+    assert mamba.page_size == 1
+
+
+def test_llama_needs_the_keys_that_it_always_did() -> None:
+    layout = ARCHITECTURES["llama"].pool_layout(dtype="float32", page_size=None, order="page_first")
+    section = layout.section(PageCounts(7))
+
+    assert section == tomllib.loads(
+        """
+        family = "mha"
+        order = "page_first"
+        layers = 4
+        pages = 7
+        dtype = "float32"
+        page_size = 16
+        heads = 2
+        head_dim = 32
+        """
+    )
+    assert msgspec.structs.asdict(layout)["family"] == "mha"
