@@ -23,6 +23,7 @@ from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.spec import has_bytes, page_bytes
 from kvd.pools.arena import NotReserved, check_free
+from kvd.pools.build import reserved_bytes
 from kvd.pools.host_memory import free_memory
 from kvd.text import amount, clean
 from kvd.wire.admin import ShowStatus, Status
@@ -65,7 +66,7 @@ def _version(package: str) -> str | None:
 
 
 def pool_bytes(subject: Subject) -> int:
-    """What the configured pool takes."""
+    """What a device would pin of the configured pool: memory beside it for saved pages is not."""
     spec = pool_spec(subject.config)
     pairs = zip(spec.components, spec.pages, strict=True)
     return sum(page_bytes(component) * pages for component, pages in pairs if has_bytes(component))
@@ -73,14 +74,14 @@ def pool_bytes(subject: Subject) -> int:
 
 def memory(subject: Subject) -> list[Finding]:
     """Whether the pool fits, by the rule that the daemon reserves it by."""
-    needed = pool_bytes(subject)
     free = free_memory()
     try:
-        check_free({subject.config.pool.name: needed}, free)
+        regions = reserved_bytes(pool_spec(subject.config))
+        check_free(regions, free)
     except NotReserved as exc:
         what, _, fix = str(exc).rpartition(": ")
         return [wrong("memory", what, fix)]
-    what = f"the pool takes {amount(needed)} of {amount(free.free_bytes)} free"
+    what = f"the pool takes {amount(sum(regions.values()))} of {amount(free.free_bytes)} free"
     return [good("memory", f"{what} ({free.limited_by})")]
 
 

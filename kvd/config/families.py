@@ -35,7 +35,11 @@ BELONGS: dict[str, tuple[frozenset[str], str]] = {
     ),
     "scale_dtype": (frozenset({"mha", "mla", "recurrent"}), _SCALE),
     **dict.fromkeys(
-        ("window_tokens", "window_layers", "window_pages"), (frozenset({"swa"}), _WINDOW)
+        (
+            *("window_tokens", "window_layers", "window_pages"),
+            *("window_heads", "window_head_dim", "window_v_dim"),
+        ),
+        (frozenset({"swa"}), _WINDOW),
     ),
     **dict.fromkeys(
         ("index_dim", "index_heads", "index_dtype", "index_page_size"),
@@ -104,5 +108,7 @@ def is_of_use(config: Config, key: str) -> bool:
     """Whether a key says anything in this configuration; what says nothing is not shown."""
     if key == "radix.policy":
         return config.cache.mode == "radix"
+    if key == "transfer.integrity":
+        return config.cache.mode != "prefill-only"
     section, _, name = key.partition(".")
     return section != "pool" or reason_out_of_place(config, name) is None

@@ -85,6 +85,10 @@ class Model(msgspec.Struct, frozen=True):
     rope_dim: int = 0
     window_layers: int = 0
     window_tokens: int = 0
+    window_heads: int = 0
+    window_head_dim: int = 0
+    window_v_dim: int = 0
+    """0 in these three: as in the other layers."""
     index_dim: int = 0
     index_topk: int = 0
     state_layers: int = 0
@@ -105,6 +109,8 @@ def model_of(config: Mapping[str, object]) -> Model:
     facts = _facts(config)
     kind = facts.text("model_type")
     dtype = _dtype(config, facts)
+    if facts.get("compress_ratios") is not None:
+        raise NotPlanned("compress_ratios: KV that is compressed over tokens is of no family here")
     n_layers = facts.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     states = recurrent.states_of(facts, n_layers, dtype)
     if states is not None and not states.attention_layers:
@@ -115,6 +121,7 @@ def model_of(config: Mapping[str, object]) -> Model:
             state_layers=states.layers,
             state=states.tensors,
         )
+    n_layers -= _sharing(facts, n_layers)
     attending = n_layers if states is None else states.attention_layers
     sliding, window = _windows(facts, n_layers) if states is None else (0, 0)
     model = Model(
@@ -149,12 +156,38 @@ def _with_shape(model: Model, facts: Facts) -> Model:
         head_dim = facts.number("hidden_size", "n_embd", "d_model", "dim") // heads
     is_shared = facts.get("multi_query") is True
     kv_heads = 1 if is_shared else facts.maybe("num_key_value_heads", "n_head_kv") or heads
+    v_dim = facts.maybe("v_head_dim") or head_dim
+    model = msgspec.structs.replace(model, heads=kv_heads, head_dim=head_dim, v_dim=v_dim)
+    return _with_window_shape(model, facts) if model.window_layers else model
+
+
+def _with_window_shape(model: Model, facts: Facts) -> Model:
+    """Where sliding layers and the others differ: either of them may have keys of its own."""
+    full_heads = facts.maybe("num_global_key_value_heads") or model.heads
+    full_dim = facts.maybe("global_head_dim")
+    heads = facts.maybe("swa_num_key_value_heads") or model.heads
+    head_dim = facts.maybe("swa_head_dim") or model.head_dim
+    v_dim = facts.maybe("swa_v_head_dim") or model.v_dim
+    full = (full_heads, full_dim or model.head_dim, full_dim or model.v_dim)
+    if (heads, head_dim, v_dim) == full:
+        return model
     return msgspec.structs.replace(
         model,
-        heads=kv_heads,
-        head_dim=head_dim,
-        v_dim=facts.maybe("v_head_dim") or head_dim,
+        heads=full[0],
+        head_dim=full[1],
+        v_dim=full[2],
+        window_heads=heads,
+        window_head_dim=head_dim,
+        window_v_dim=v_dim,
     )
+
+
+def _sharing(facts: Facts, n_layers: int) -> int:
+    """Layers at the end that read the KV of earlier ones and have none of their own."""
+    shared = facts.maybe("num_kv_shared_layers")
+    if shared >= n_layers:
+        raise NotPlanned(f"num_kv_shared_layers = {shared} leaves none of {n_layers} layers")
+    return shared
 
 
 def _facts(config: Mapping[str, object]) -> Facts:
@@ -185,17 +218,21 @@ def _context(facts: Facts) -> int:
 
 def _windows(facts: Facts, n_layers: int) -> tuple[int, int]:
     """How many layers slide, and how far each looks back."""
-    window = facts.maybe("sliding_window")
+    window = facts.maybe("sliding_window", "sliding_window_size")
     if not window or facts.get("use_sliding_window") is False:
         return 0, 0
     kinds = facts.get("layer_types")
+    pattern = facts.get("hybrid_layer_pattern")
+    if isinstance(pattern, list):
+        kinds = [_SLIDING if one == 1 else "full_attention" for one in pattern]
     if isinstance(kinds, list):
+        kinds = kinds[:n_layers]
         unknown = sorted({str(one) for one in kinds} - _FULL - {_SLIDING})
         if unknown:
             raise NotPlanned(f"layer_types holds {', '.join(unknown)}, of which nothing is known")
         sliding = kinds.count(_SLIDING)
-    elif pattern := facts.maybe("sliding_window_pattern", "_sliding_window_pattern"):
-        sliding = n_layers - n_layers // pattern
+    elif period := facts.maybe("sliding_window_pattern", "_sliding_window_pattern"):
+        sliding = n_layers - n_layers // period
     elif facts.get("use_sliding_window") is True:
         sliding = max(0, n_layers - facts.maybe("max_window_layers"))
     else:

@@ -125,13 +125,19 @@ def _unsuited(model: Model, asked: str | None) -> dict[str, str | None]:
         return dict.fromkeys(FAMILIES, why) | {PREFILL_ONLY: None}
     latent, index = model.latent_dim, model.index_dim
     return {
-        "mha": "it keeps latents" if latent else None,
+        "mha": _reason_not_mha(model),
         "mla": None if latent else "it keeps K and V per head",
         "swa": _reason_not_swa(model),
         "hisparse": None if index else "every token is read at every step: there is no index",
         "recurrent": "it has no recurrent state",
         PREFILL_ONLY: _reason_not_prefill_only(model, asked),
     }
+
+
+def _reason_not_mha(model: Model) -> str | None:
+    if model.latent_dim:
+        return "it keeps latents"
+    return "its sliding layers have another shape than the others" if model.window_heads else None
 
 
 def _reason_not_prefill_only(model: Model, asked: str | None) -> str | None:
@@ -170,6 +176,7 @@ def _plan(model: Model, wanted: Wanted, family: str, full: int) -> Plan:
     spec = pool_spec(config)
     parts = tuple(_part(one, n, wanted.context_tokens, spec) for one, n in _pages(spec))
     rooms = _rooms(spec, wanted.context_tokens)
+    full = full or _full_rooms(spec, wanted)
     kv = spec.components[0]
     block = 0 if family == PREFILL_ONLY else block_bytes(spec.components)
     return Plan(
@@ -205,7 +212,7 @@ def _pool_keys(model: Model, wanted: Wanted, family: str) -> dict[str, Value]:
     if model.attention_layers:
         pool |= {"dtype": wanted.dtype or model.dtype, "page_size": wanted.page_size}
     if is_windowed:
-        pool |= {"window_layers": model.window_layers, "window_tokens": model.window_tokens}
+        pool |= _window_keys(model)
     if model.index_dim:
         pool |= {"index_dim": model.index_dim, "index_dtype": INDEX_DTYPE}
     if family == "hisparse":
@@ -216,6 +223,20 @@ def _pool_keys(model: Model, wanted: Wanted, family: str) -> dict[str, Value]:
     if family in {"swa", "hisparse", "recurrent"}:
         pool["typical_tokens"] = wanted.context_tokens
     return pool
+
+
+def _window_keys(model: Model) -> dict[str, Value]:
+    keys: dict[str, Value] = {
+        "window_layers": model.window_layers,
+        "window_tokens": model.window_tokens,
+    }
+    if model.window_heads:
+        keys |= {
+            "window_heads": model.window_heads,
+            "window_head_dim": model.window_head_dim,
+            "window_v_dim": model.window_v_dim,
+        }
+    return keys
 
 
 def _hisparse_pages(pool: dict[str, Value], wanted: Wanted) -> dict[str, Value]:
@@ -294,6 +315,15 @@ def _rooms(spec: PoolSpec, context_tokens: int) -> int:
         (spec.pages[spec.index(one.name)] - 1) // _held(one, context_tokens)
         for one in budgets(spec)
     )
+
+
+def _full_rooms(spec: PoolSpec, wanted: Wanted) -> int:
+    """Requests that fit if the sliding layers had KV of every token; 0 for other families."""
+    if spec.family != "swa":
+        return 0
+    kv = spec.components[0]
+    pages = (size_bytes(wanted.memory) or 0) // sum(page_bytes(one) for one in spec.components)
+    return (pages - 1) // pages_of_request(kv, wanted.context_tokens)
 
 
 def _note(model: Model, family: str, spec: PoolSpec) -> str:

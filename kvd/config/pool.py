@@ -67,7 +67,7 @@ def components(pool: PoolSection) -> tuple[Component, ...]:
         parts.append(Component("scale", pool.layers, scales, pool.page_size, tier=kv.tier))
     match pool.family:
         case "swa":
-            parts.append(_windows(pool, kv.layout))
+            parts.append(_windows(pool))
         case "hisparse":
             extent = Buffer(pool.buffer_tokens or 0)
             tier = Device(pool.device)
@@ -86,17 +86,22 @@ def _kv(pool: PoolSection) -> Component:
     if keeps_latents(pool):
         layout = Mla(pool.latent_dim or 0, pool.rope_dim or 0, pool.dtype)
     else:
-        v_dim = pool.head_dim if pool.v_dim is None else pool.v_dim
-        layout = Mha(heads=pool.heads, k_dim=pool.head_dim, v_dim=v_dim, dtype=pool.dtype)
+        layout = Mha(pool.heads, pool.head_dim, pool.v_dim or pool.head_dim, pool.dtype)
     tier = Host() if pool.family == "hisparse" else Device(pool.device)
     return Component("kv", pool.layers, layout, pool.page_size, tier=tier)
 
 
-def _windows(pool: PoolSection, layout: Layout) -> Component:
+def _windows(pool: PoolSection) -> Component:
+    v_dim = pool.window_v_dim or pool.window_head_dim or pool.v_dim or pool.head_dim
     return Component(
         name="swa",
         layers=pool.window_layers or 0,
-        layout=layout,
+        layout=Mha(
+            heads=pool.window_heads or pool.heads,
+            k_dim=pool.window_head_dim or pool.head_dim,
+            v_dim=v_dim,
+            dtype=pool.dtype,
+        ),
         page_size=pool.page_size,
         extent=Tail(pool.window_tokens or 0),
         tier=Device(pool.device),

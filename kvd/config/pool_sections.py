@@ -193,6 +193,44 @@ class PoolSection(msgspec.Struct, frozen=True):
         ]
         | None
     ) = None
+    window_heads: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=4096,
+                description="swa: KV heads of a sliding layer. Left out: pool.heads.",
+                examples=[8],
+            ),
+        ]
+        | None
+    ) = None
+    window_head_dim: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65536,
+                description="swa: elements of one K head of a sliding layer. Left out: "
+                "pool.head_dim.",
+                examples=[192],
+            ),
+        ]
+        | None
+    ) = None
+    window_v_dim: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=65536,
+                description="swa: elements of one V head of a sliding layer. Left out: "
+                "window_head_dim if that is given, else as in the other layers.",
+                examples=[128],
+            ),
+        ]
+        | None
+    ) = None
     window_pages: (
         Annotated[
             int,

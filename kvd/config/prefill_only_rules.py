@@ -98,6 +98,13 @@ def _saved(config: Config) -> list[Finding]:
     return [Finding("pool.saved_size", rule, f"remove it, {_LEAVE}")]
 
 
+def _integrity(config: Config) -> list[Finding]:
+    if not is_given(config, "transfer.integrity"):
+        return []
+    rule = f"is refused {_MODE}: there is no page whose bytes could be compared"
+    return [Finding("transfer.integrity", rule, f"remove it, {_LEAVE}")]
+
+
 def _peers(config: Config) -> list[Finding]:
     rule = f"is refused {_MODE}: nothing can be sent to a peer, nor received"
     return [
@@ -124,6 +131,7 @@ PREFILL_ONLY_RULES = (
     _in_this_mode(_index, "pool.index_dim"),
     _in_this_mode(_policy, "radix.policy"),
     _in_this_mode(_saved, "pool.saved_size"),
+    _in_this_mode(_integrity, "transfer.integrity"),
     _in_this_mode(_peers),
 )
 """One rule for each thing that this mode rules out."""

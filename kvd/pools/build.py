@@ -60,7 +60,7 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
         NotReserved: not enough memory, or memory of a kind that is not here; nothing stays taken.
     """
     wanted = [*_pools(spec), *_saved(spec)]
-    check_free({one.name: one.geometry.total_bytes for one in wanted})
+    check_free(_sizes(wanted))
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
         for one in wanted:
@@ -69,6 +69,19 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
             placed.append(Placed(one.name, one.geometry, arena, one.is_pool, one.is_registered))
         undo.pop_all()
     return placed
+
+
+def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
+    """What ``build_pool`` would reserve, by region.
+
+    Raises:
+        NotReserved: memory of a kind that is not here.
+    """
+    return _sizes([*_pools(spec), *_saved(spec)])
+
+
+def _sizes(wanted: list[_Wanted]) -> dict[str, int]:
+    return {one.name: one.geometry.total_bytes for one in wanted}
 
 
 def _pools(spec: PoolSpec) -> Iterable[_Wanted]:

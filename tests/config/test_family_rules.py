@@ -270,6 +270,7 @@ def test_the_size_that_a_refusal_asks_for_is_enough() -> None:
         (["pool.scale_dtype=float32"], "pool.scale_dtype", "quantising KV stores its scales"),
         (["pool.index_dim=128"], "pool.index_dim", "an index is read to choose KV"),
         (["pool.saved_size=1GiB"], "pool.saved_size", "there is nothing to save of a lease"),
+        (["transfer.integrity=full"], "transfer.integrity", "there is no page whose bytes could"),
         (["peers.connect.d=tcp://127.0.0.1:1"], "peers.connect.d", "nothing can be sent to a peer"),
         (POOLS["mla"], "pool.family", "attention over latents expands them from the pool"),
         (POOLS["swa"], "pool.family", "sliding layers have a window of the pool"),

@@ -77,6 +77,39 @@ GPT_OSS_20B = {
     "num_key_value_heads": 8,
     "sliding_window": 128,
 }
+MIMO_V2_FLASH = {
+    "head_dim": 192,
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1] * 9,
+    "max_position_embeddings": 262144,
+    "model_type": "mimo_v2_flash",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 45,
+    "num_key_value_heads": 4,
+    "sliding_window": 128,
+    "swa_head_dim": 192,
+    "swa_num_key_value_heads": 8,
+    "swa_v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+}
+GEMMA_4 = {
+    "model_type": "gemma4",
+    "text_config": {
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 2560,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window": 512,
+    },
+    "torch_dtype": "bfloat16",
+}
 MISTRAL_7B_V01 = {
     "hidden_size": 4096,
     "max_position_embeddings": 32768,
@@ -205,6 +238,36 @@ def planned(config: dict[str, object], context: int, memory: str = "80GiB") -> d
             ),
         ),
         (
+            MIMO_V2_FLASH,
+            Model(
+                *("mimo_v2_flash", "bfloat16", 262144),
+                layers=9,
+                heads=4,
+                head_dim=192,
+                v_dim=128,
+                window_layers=36,
+                window_tokens=128,
+                window_heads=8,
+                window_head_dim=192,
+                window_v_dim=128,
+            ),
+        ),
+        (
+            GEMMA_4,
+            Model(
+                *("gemma4_text", "bfloat16", 0),
+                layers=4,
+                heads=2,
+                head_dim=512,
+                v_dim=512,
+                window_layers=20,
+                window_tokens=512,
+                window_heads=2,
+                window_head_dim=256,
+                window_v_dim=256,
+            ),
+        ),
+        (
             MISTRAL_7B_V01,
             Model(
                 *("mistral", "bfloat16", 32768),
@@ -318,6 +381,8 @@ def test_hybrids_have_layers_of_both_kinds(config, expected) -> None:
             {"sliding_window": 64, "layer_types": ["sliding_attention", "gated"]},
             "layer_types holds gated, of which nothing is known",
         ),
+        ({"compress_ratios": [0, 4, 128]}, "compress_ratios: KV that is compressed over tokens"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers = 32 leaves none of 32 layers"),
     ],
 )
 def test_a_configuration_that_does_not_say_enough_is_refused_by_its_key(changes, message) -> None:
@@ -388,6 +453,17 @@ def test_windows_of_gpt_oss_halve_a_long_request() -> None:
     assert found["swa"].bytes_per_token == 12 * layer
     assert found["swa"].request_bytes == (12 * 131072 + 12 * (128 + 32)) * layer
     assert found["swa"].gain == pytest.approx(2.0, abs=0.08)
+
+
+def test_sliding_layers_of_another_shape_are_compared_with_full_allocation_all_the_same() -> None:
+    """9 layers of 4 heads, 36 of 8 with a window of 128: K has 192 elements, V 128."""
+    (plan,) = planned(MIMO_V2_FLASH, 32768, "640GiB").values()
+    full, window = 9 * 4 * 320 * 2, 36 * 8 * 320 * 2
+
+    assert plan.family == "swa"
+    assert [one.page_bytes for one in plan.parts] == [16 * full, 16 * window]
+    assert plan.request_bytes == 32768 * full + (128 + 32) * window
+    assert plan.gain == pytest.approx(32768 * (full + window) / plan.request_bytes, rel=0.03)
 
 
 def test_a_model_of_states_takes_the_same_whatever_the_length() -> None:
@@ -466,7 +542,10 @@ def test_a_memory_that_is_too_small_is_refused_in_the_words_of_the_check() -> No
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA_3_8B, DEEPSEEK_V32, GEMMA_3_27B, GPT_OSS_20B, MAMBA_2_8B, GRANITE_4_TINY, BGE_LARGE],
+    [
+        *(LLAMA_3_8B, DEEPSEEK_V32, GEMMA_3_27B, GPT_OSS_20B, MIMO_V2_FLASH, GEMMA_4),
+        *(MAMBA_2_8B, GRANITE_4_TINY, BGE_LARGE),
+    ],
     ids=lambda one: str(one["model_type"]),
 )
 def test_the_sections_to_paste_give_what_the_plan_says(config, tmp_path: Path) -> None:

@@ -81,6 +81,20 @@ def held_bytes(spec: PoolSpec) -> dict[str, int]:
             [Component("kv", 4, HEADS, 16), Component("swa", 20, HEADS, 16, Tail(100))],
         ),
         (
+            [*POOLS["swa"], "pool.window_heads=8", "pool.window_head_dim=32"],
+            [
+                Component("kv", 4, HEADS, 16),
+                Component("swa", 20, Mha(8, 32, 32, "bfloat16"), 16, Tail(100)),
+            ],
+        ),
+        (
+            [*POOLS["swa"], "pool.v_dim=16", "pool.window_heads=8"],
+            [
+                Component("kv", 4, Mha(2, 64, 16, "bfloat16"), 16),
+                Component("swa", 20, Mha(8, 64, 16, "bfloat16"), 16, Tail(100)),
+            ],
+        ),
+        (
             [*POOLS["hisparse"], "pool.rope_dim=64", "pool.index_dim=128"],
             [
                 Component("kv", 4, LATENT, 16, tier=Host()),
