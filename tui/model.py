@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from kvd.text import amount, bar, clean, duration, event_line, progress, room
+from kvd.text import amount, bar, clean, duration, event_line, progress, room, share
 from kvd.types import short
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
@@ -161,7 +161,7 @@ COLUMNS = {
 
 
 def _pool_lines(one: PoolState) -> list[str]:
-    """A pool in two lines: the bar, then the figures and whether they add up."""
+    """A pool: the bar, then the figures and whether they add up, then what is special to it."""
     counts = {
         "held": one.held_pages,
         "cached": one.cached_pages,
@@ -174,7 +174,20 @@ def _pool_lines(one: PoolState) -> list[str]:
     return [
         f"{clean(one.pool)}/{clean(one.component)} [{cells}]",
         f"    {one.total_pages} pages: {one.free_pages} free, {figures}; {check}",
+        *(f"    {line}" for line in _special_lines(one)),
     ]
+
+
+def _special_lines(one: PoolState) -> list[str]:
+    """Companions, the window against full allocation, and how the buffer fares."""
+    lines = [f"with {clean(beside.component)} in lockstep" for beside in one.companions]
+    if one.window is not None:
+        mapped = share(one.window.mapped_pages, one.window.full_pages)
+        lines.append(f"window of {one.window.window_tokens} tokens, mapped of all: {mapped}")
+    if one.buffer is not None:
+        wanted = one.buffer.hits + one.buffer.misses
+        lines.append(f"found of wanted pages: {share(one.buffer.hits, wanted)}")
+    return lines
 
 
 def _lease_row(one: LeaseState) -> Row:
@@ -185,7 +198,7 @@ def _lease_row(one: LeaseState) -> Row:
             f"{clean(one.owner)}[{one.pid}]",
             clean(one.reason),
             room(one.room),
-            str(one.held_pages),
+            "+".join(str(n) for n in (one.held_pages, *(has.held_pages for has in one.beside))),
             str(one.quarantined_pages),
             duration(one.age_s),
             clean(", ".join(one.holders)),

@@ -238,7 +238,8 @@ class PoolSection(msgspec.Struct, frozen=True):
                 ge=2,
                 le=2**31 - 1,
                 description="swa: pages of the sliding layers, the null page included. Left out: "
-                "what usual requests need, each its window and two pages.",
+                "what usual requests need, each its window and two pages. Only engines that lease "
+                "with step_tokens do with that; otherwise each page of a prompt takes one.",
                 examples=[4096],
             ),
         ]

@@ -2,19 +2,24 @@
 
 Each lease gets a fixed number of them when it begins, at most as many as the configured tokens per
 request take. They are never sent and never cached: what is in them is in the first component too.
-Which page of the lease is in which of them is ``residency``.
+Which page of the lease is in which of them is ``residency``; how it gets there is ``fetch``.
+
+Invariant: no page of a buffer changes hands while a copy may still write it. Whoever orders a copy
+holds the lease until it is over (``lease.FETCH``), so ``end`` never sees one under way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.lease import FETCH
 from kvd.core.pages import PagePool
+from kvd.core.residency import Residency
 from kvd.core.spec import Buffer
-from kvd.types import ID_BYTES, NO_PAGES, Pages, count
+from kvd.types import ID_BYTES, NO_PAGES, Pages, count, pack_ids, page_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, KeysView
+    from collections.abc import Iterable, KeysView, Sequence
 
     from kvd.core.lease import Claim, Lease
     from kvd.core.radix_node import Node
@@ -37,6 +42,8 @@ class Buffers:
         self.pool = PagePool(component.name, total_pages)
         self.held: dict[int, Pages] = {}
         """By lease."""
+        self.resident: dict[int, Residency] = {}
+        """By lease."""
         self.hits = 0
         """Pages wanted by a fetch that were there already, since the node began."""
         self.misses = 0
@@ -44,6 +51,7 @@ class Buffers:
         self.copied_bytes = 0
         """All that was copied, what was told to be wanted next included."""
         self.most_pages = -(-component.extent.tokens // component.page_size)
+        """Of one lease."""
 
     @property
     def held_pages(self) -> int:
@@ -113,6 +121,7 @@ class Buffers:
     def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
         """Take the pages."""
         self.held[lease.id] = self.pool.take(n_pages)
+        self.resident[lease.id] = Residency(n_pages)
 
     def growth(self, lease: Lease, room_tokens: int) -> int:
         """Up to the configured number."""
@@ -121,7 +130,8 @@ class Buffers:
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """Take as many more."""
         more = self.pool.take(self.growth(lease, room_tokens))
-        self.held[lease.id] = Pages(self.held[lease.id] + more)
+        pages = self.held[lease.id] = Pages(self.held[lease.id] + more)
+        self.resident[lease.id].grow(count(pages))
 
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """Nothing: only windows slide."""
@@ -131,22 +141,46 @@ class Buffers:
         """Its device pages, in the order of their slots."""
         return self.held.get(lease.id, NO_PAGES)
 
+    def device_pages(self, lease: Lease, pages: Sequence[int]) -> Pages:
+        """Where those logical pages of the lease are, or are being copied to."""
+        slots, held = self.resident[lease.id].slots, page_ids(self.held[lease.id])
+        return Pages(pack_ids([held[slots[page]] for page in pages]))
+
+    def count_use(self, lease: Lease, hits: int, misses: int) -> None:
+        """So many of the pages wanted were there, and so many not."""
+        self.resident[lease.id].hits += hits
+        self.resident[lease.id].misses += misses
+        self.hits += hits
+        self.misses += misses
+
+    def begin_copy(self, lease: Lease, pages: Sequence[int], ticket: int) -> None:
+        """A copy reads those logical pages of its row, and writes their slots, from now on."""
+        lease.holders.add(FETCH)
+        lease.reads += 1
+        self.resident[lease.id].copying(pages, ticket)
+
     def own(self, lease: Lease) -> Pages:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
 
     def end(self, lease: Lease) -> None:
         """They hold copies: all are free."""
+        self._forget(lease)
         pages = self.held.pop(lease.id, NO_PAGES)
         if pages:
             self.pool.give(pages)
 
     def quarantine(self, lease: Lease) -> None:
         """No remote writes them, so they are not kept."""
+        self._forget(lease)
         pages = self.held[lease.id]
         self.held[lease.id] = NO_PAGES
         if pages:
             self.pool.give(pages)
+
+    def _forget(self, lease: Lease) -> None:
+        resident = self.resident.pop(lease.id, None)
+        assert resident is None or not resident.n_copying, f"copies write the buffer of {lease.id}"
 
     def split(self, upper: Node, lower: Node) -> None:
         """Nothing is beside nodes."""

@@ -7,6 +7,7 @@ check or copy KV is refused rather than done with nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,21 +29,36 @@ COUNTS: Final = (
 """Requests that need no KV: only these are served where there is none."""
 
 
-def allowed(request: client.Request, settings: Settings) -> client.Request | Refusal:
-    """The request as the mode has it, or why it is not served."""
+Gate = Callable[[client.Request], client.Request | Refusal]
+"""The request as the mode has it, or why it is not served."""
+
+
+def gate_of(settings: Settings) -> Gate | None:
+    """What every request passes; None where the mode allows everything."""
     match settings.cache_mode:
         case CacheMode.RADIX:
-            return request
+            return None
         case CacheMode.OFF:
-            return _uncached(request)
+            return _uncached
         case CacheMode.PREFILL_ONLY:
-            return request if isinstance(request, COUNTS) else _refused(request, settings)
+            return Counting(settings).gate
 
 
 def _uncached(request: client.Request) -> client.Request:
     if isinstance(request, client.OpenLease | client.Receive):
         return msgspec.structs.replace(request, cache=False)
     return request
+
+
+class Counting:
+    """The gate of a pool without KV: it counts tokens and does nothing else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def gate(self, request: client.Request) -> client.Request | Refusal:
+        """What needs no KV, or why the rest is refused."""
+        return request if isinstance(request, COUNTS) else _refused(request, self._settings)
 
 
 def _refused(request: client.Request, settings: Settings) -> Refusal:

@@ -48,8 +48,8 @@ class Cross:
 
     @cached_property
     def reads(self) -> Counter[int]:
-        """By lease id, the posts under way that read its pages."""
-        found: Counter[int] = Counter()
+        """By lease id, the posts and the fetches under way that read its pages."""
+        found = Counter([one.lease.id for one in self._node.fetcher.copies.values()])
         for part in self._node.prefiller.posts.parts.values():
             if part.engine is not None:
                 found[part.engine.lease.id] += 1

@@ -127,7 +127,7 @@ class Decoder:
             message.cache,
             ARRIVAL,
             fresh_tokens=fresh,
-            step_tokens=max(0, message.step_tokens),
+            step_tokens=message.step_tokens,
         )
         part.waiter = Waiter(claim, part.deadline_s, ReceiveAsker(self, part, message.call))
         self._admission.submit(part.waiter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
-from kvd.core.cache_mode import allowed
+from kvd.core.cache_mode import gate_of
 from kvd.core.holding import lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
@@ -61,6 +61,7 @@ class Engines:
         self._node = node
         self._out = node.out
         self._name = node.settings.name
+        self._gate = gate_of(node.settings)
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
@@ -78,8 +79,9 @@ class Engines:
             client.MatchPrefix: self._match,
             client.GetSnapshot: self._snapshot,
             client.CancelCall: self._cancel_call,
-            client.RetractLease: node.retractor.retract,
+            client.RetractLease: node.fetcher.retract,
             client.ResumeLease: node.retractor.resume,
+            client.FetchPages: node.fetcher.fetch,
         }
 
     def request(self, got: FromClient) -> None:
@@ -94,12 +96,11 @@ class Engines:
             refusal = Refusal(
                 Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name
             )
+        elif self._gate is None:
+            refusal = verb(got.session, message, got.tokens)
         else:
-            request = allowed(message, self._node.settings)
-            if isinstance(request, Refusal):
-                refusal = request
-            else:
-                refusal = verb(got.session, request, got.tokens)
+            let = self._gate(message)
+            refusal = let if isinstance(let, Refusal) else verb(got.session, let, got.tokens)
         if refusal is not None:
             self._out.answer(got.session, client.Failed(message.call, refusal))
 
@@ -108,9 +109,11 @@ class Engines:
     def _open_lease(
         self, session: int, message: client.OpenLease, tokens: Tokens
     ) -> Refusal | None:
-        if message.reserve_tokens < 0 or (not tokens and not message.reserve_tokens):
+        is_empty = not tokens and not message.reserve_tokens
+        if message.reserve_tokens < 0 or message.step_tokens < 0 or is_empty:
             return self._wrong(
-                f"a lease of {count(tokens)} tokens and {message.reserve_tokens} in reserve"
+                f"a lease of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
+                f"{message.step_tokens} at a time"
             )
         node = self._node
         claim = Claim(
@@ -123,7 +126,7 @@ class Engines:
             message.reserve_tokens,
             message.priority,
             message.cache,
-            step_tokens=max(0, message.step_tokens),
+            step_tokens=message.step_tokens,
         )
         asker = LeaseAsker(session, message.call, node.leases, self._out)
         lease = node.admission.at_once(claim)
@@ -238,9 +241,10 @@ class Engines:
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
         settings = self._node.settings
-        if not tokens or message.reserve_tokens < 0:
+        if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:
             return self._wrong(
-                f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve"
+                f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
+                f"{message.step_tokens} at a time"
             )
         if len(message.source) != 1:
             return Refusal(

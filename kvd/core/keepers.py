@@ -103,7 +103,7 @@ class Keepers:
 
     def rows(self, lease: Lease) -> tuple[Pages, ...]:
         """What the engine is told of each."""
-        return tuple([keeper.row(lease) for keeper in self.each])
+        return tuple([keeper.row(lease) for keeper in self.each]) if self.each else ()
 
     def quarantine(self, lease: Lease) -> None:
         """A remote may still write its pages."""

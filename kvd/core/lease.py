@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.standing import Standing
-from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens
+from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
 
 if TYPE_CHECKING:
     from kvd.core.radix_node import Node
@@ -37,6 +37,9 @@ SAVE = "save"
 
 RESTORE = "restore"
 """The holder while its saved pages are copied back: the copy writes its pages."""
+
+FETCH = "fetch"
+"""The holder while pages are copied to its device buffer: a copy reads its row, writes those."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -140,6 +143,7 @@ class Lease:
         "since_s",
         "standing",
         "tokens",
+        "written_tokens",
     )
 
     def __init__(self, lease_id: int, claim: Claim, anchor: Node, row: Pages) -> None:
@@ -156,6 +160,8 @@ class Lease:
         self.row = row
         self.owned = 0
         self.prefix_tokens = anchor.end_tokens
+        self.written_tokens = anchor.end_tokens
+        """So many tokens' KV is in its pages, as far as its engine has said so."""
         self.since_s = 0.0
         self.holders = {claim.holder}
         self.reads = 0
@@ -175,6 +181,11 @@ class Lease:
         """The pages that are this lease's own, duplicates not yet given back included."""
         own = self.row[self.owned * ID_BYTES :]
         return Pages(own + self.deferred if self.deferred else own)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens whose KV is in the saved area."""
+        return count(self.saved.tokens) if self.saved is not None else 0
 
     @property
     def saved_pages(self) -> int:

@@ -26,7 +26,7 @@ from kvd.core.moves import Moves
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.saved import SavedArea
-from kvd.core.spec import Whole, companion_factor, has_bytes, page_bytes
+from kvd.core.spec import lockstep_bytes
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import events
@@ -53,12 +53,7 @@ class LeaseTable:
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
-        self.page_bytes = sum(
-            page_bytes(one) * companion_factor(spec, one)
-            for one in spec.components
-            if isinstance(one.extent, Whole) and has_bytes(one)
-        )
-        """Of one page, with what is in lockstep with it."""
+        self.page_bytes = lockstep_bytes(spec)
         self.leases: dict[int, Lease] = {}
         self.releases = 0
         """Grows whenever headroom may have grown: a blocked request need not look before.
@@ -134,7 +129,8 @@ class LeaseTable:
     def _have_room(self, demand: Demand) -> None:
         """Free pages for all of it, for which there is headroom."""
         self._make_room(demand[0])
-        self.beside.make_room(demand[1:])
+        if self.beside.each:
+            self.beside.make_room(demand[1:])
 
     def _grant(self, claimed: Claimed) -> Lease:
         """Take the promised pages: the lease begins, or a retracted one has a row again."""
@@ -147,7 +143,8 @@ class LeaseTable:
             lease = self._again(self.leases[claim.resumes], anchor, row)
         else:
             lease = self._opened(claim, anchor, row, owned)
-        self.beside.grant(lease, claimed)
+        if self.beside.each:
+            self.beside.grant(lease, claimed)
         return lease
 
     def _opened(self, claim: Claim, anchor: Node, row: Pages, owned: int) -> Lease:
@@ -204,6 +201,7 @@ class LeaseTable:
                 numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
             )
         lease.is_whole = False
+        lease.written_tokens = n_tokens
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
@@ -220,11 +218,7 @@ class LeaseTable:
         mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
         self.moves.log.append(mine)
         extension = self.tree.extend(
-            anchor,
-            lease.tokens,
-            mine,
-            start_tokens=anchor.end_tokens,
-            priority=lease.priority,
+            anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
         )
         self.growth += 1
         self.tree.relock(anchor, extension.node)
@@ -275,6 +269,7 @@ class LeaseTable:
         lease.row = row
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
+        lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
         out = self._out
         out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
         return lease
@@ -318,7 +313,8 @@ class LeaseTable:
             if lease.holders == {ENGINE}:
                 lease.sent_from = None
             return
-        self.growth += self.beside.end(lease)
+        if self.beside.each:
+            self.growth += self.beside.end(lease)
         self._unlock(lease)
         self.saved.drop(lease)
         freed = lease.held

@@ -17,6 +17,7 @@ from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
+from kvd.core.fetch import Fetcher
 from kvd.core.hello import impostor
 from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
@@ -74,6 +75,7 @@ class Node:
         self.sessions = Sessions(self)
         self.copies = Copies(self.out)
         self.retractor = Retractor(self)
+        self.fetcher = Fetcher(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
@@ -221,6 +223,7 @@ class Node:
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)
         self.retractor.transfer_ready()
+        self.fetcher.transfer_ready()
         self.decoder.serving()
         self.admission.wake()
 
@@ -229,6 +232,7 @@ class Node:
         self.transfers.gone()
         self.copies.transfer_gone()
         self.retractor.transfer_gone()
+        self.fetcher.transfer_gone()
         self.decoder.fenced()
         self.admission.wake()  # what waits for us and not for memory lets those behind it pass
 

@@ -41,9 +41,22 @@ def pool_states(node: Node) -> tuple[PoolState, ...]:
 def held_states(node: Node, lease: Lease) -> tuple[HeldState, ...]:
     """What the lease has of each component beside the first."""
     return tuple(
-        HeldState(keeper.component.name, count(keeper.own(lease)), _mapped(keeper.row(lease)))
+        HeldState(
+            keeper.component.name,
+            count(keeper.own(lease)),
+            _mapped(keeper.row(lease)),
+            *_use(keeper, lease),
+        )
         for keeper in node.leases.beside.each
     )
+
+
+def _use(keeper: Keeper, lease: Lease) -> tuple[int, int]:
+    """Hits and misses of the lease in its buffer."""
+    if not isinstance(keeper, Buffers) or lease.id not in keeper.resident:
+        return (0, 0)
+    resident = keeper.resident[lease.id]
+    return (resident.hits, resident.misses)
 
 
 def _mapped(row: Pages) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
-from kvd.core.lease import ARRIVAL, ENGINE
+from kvd.core.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.owners import owner_of
 from kvd.core.pool_report import held_states, pool_states
 from kvd.core.seal import SUM_BYTES
@@ -102,6 +102,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
     elif ENGINE not in lease.holders:
         state = "lingering"
         waiting_for = "the last post that reads its pages"
+        if FETCH in lease.holders:
+            waiting_for = "the last copy into its device buffer"
     return LeaseState(
         id=lease.id,
         state=state,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.decode import ASKING
 from kvd.core.fault import Fault
-from kvd.core.lease import ARRIVAL, ENGINE
+from kvd.core.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
 from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
@@ -80,7 +80,7 @@ def lease_faults(node: Node, lease: Lease, cross: Cross) -> Iterator[Fault]:
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
     if lease.reads != cross.reads[lease.id]:
-        what = f"lease {lease.id} counts {lease.reads} posts that read it, "
+        what = f"lease {lease.id} counts {lease.reads} posts and copies that read it, "
         yield fault("I6", "reads", f"{what}{cross.reads[lease.id]} are under way")
     if node.leases.leases.get(lease.id) is not lease:
         yield fault("I9", "lease-name", f"lease {lease.id} is known under another number")
@@ -139,6 +139,8 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
             is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] == 1
+        elif holder == FETCH:
+            is_there = cross.reads[lease.id] > 0
         else:
             send = cross.sends.get(int(holder.removeprefix("send ")))
             is_there = send is not None and send.engine is not None and send.engine.lease is lease

@@ -90,6 +90,7 @@ class Sessions:
 
     def end_lease(self, lease: Lease, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
+        self._node.fetcher.lease_ends(lease)
         self._node.retractor.lease_ends(lease)
         self._node.leases.release(lease, ENGINE, cause)
         self._node.decoder.lease_ended(lease.id)

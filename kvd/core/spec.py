@@ -227,6 +227,15 @@ def has_bytes(component: Component) -> bool:
     return not isinstance(component.tier, Nowhere) and page_bytes(component) > 0
 
 
+def lockstep_bytes(spec: PoolSpec) -> int:
+    """Bytes of one page of the first component, with what is in lockstep with it."""
+    return sum(
+        page_bytes(one) * companion_factor(spec, one)
+        for one in spec.components
+        if isinstance(one.extent, Whole) and has_bytes(one)
+    )
+
+
 def saved_region(component: Component) -> str:
     """The name of the host memory that takes this component's pages of retracted leases."""
     return f"{component.name}.saved"

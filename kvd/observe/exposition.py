@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.observe.families import counter, gauge, histogram, histograms, total, totals
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
     from kvd.observe.gauges import Gauges
-    from kvd.observe.metrics import Counter, Histogram, Histograms, Labels, Metrics
+    from kvd.observe.metrics import Metrics
     from kvd.wire.snapshot import AuditState
-
-    Series = Iterable[tuple[Labels, float]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,38 +77,38 @@ class Exposition:
 
 def _handoffs(metrics: Metrics) -> Iterator[Metric]:
     """What handoffs did."""
-    yield _counter(
+    yield counter(
         "kvd_handoffs",
         "Handoffs that ended on this node.",
         metrics.handoffs,
         ("role", "outcome", "reason"),
     )
-    yield _counter(
+    yield counter(
         "kvd_handoff_bytes",
         "KV bytes that handoffs moved.",
         metrics.handoff_bytes,
         ("dir",),
         (("received",), ("sent",)),
     )
-    yield _counter(
+    yield counter(
         "kvd_handoff_bytes_saved",
         "KV bytes that handoffs need not move, because the decode side had them.",
         metrics.handoff_bytes_saved,
         ("dir",),
         (("received",), ("sent",)),
     )
-    yield _histogram(
+    yield histogram(
         "kvd_decode_prefix_tokens",
         "Tokens of a received prompt that were cached here already.",
         metrics.decode_prefix_tokens,
     )
-    yield _histograms(
+    yield histograms(
         "kvd_handoff_seconds",
         "From the first request to the end.",
         metrics.handoff_seconds,
         ("role",),
     )
-    yield _histograms(
+    yield histograms(
         "kvd_handoff_stage_seconds",
         "Time a part of a handoff spent in one stage.",
         metrics.stage_seconds,
@@ -118,38 +118,38 @@ def _handoffs(metrics: Metrics) -> Iterator[Metric]:
 
 def _ledger(metrics: Metrics) -> Iterator[Metric]:
     """What happened to pages and leases."""
-    yield _counter(
+    yield counter(
         "kvd_evicted_pages",
         "Cached pages that gave way.",
         metrics.evicted_pages,
-        ("pool", "reason"),
+        ("pool", "component", "reason"),
     )
-    yield _counter("kvd_leases_released", "Leases that ended.", metrics.leases_released, ("cause",))
-    yield _counter(
+    yield counter("kvd_leases_released", "Leases that ended.", metrics.leases_released, ("cause",))
+    yield counter(
         "kvd_leases_retracted",
         "Running leases that gave their pages back, by what was kept of them.",
         metrics.leases_retracted,
         ("kept",),
         (("host",), ("nothing",)),
     )
-    yield _counter(
+    yield counter(
         "kvd_retraction_bytes",
         "KV bytes of retracted leases: saved, restored, and spared because the tree had them.",
         metrics.retraction_bytes,
         ("what",),
         (("saved",), ("restored",), ("spared",)),
     )
-    yield _total(
+    yield total(
         "kvd_ledger_violations", "Invariants found broken; must stay 0.", metrics.violations
     )
-    yield _counter(
+    yield counter(
         "kvd_corrupt_pages",
         "Received pages that were not what was sent; none of them was cached.",
         metrics.corrupt_pages,
         ("peer",),
     )
-    yield _counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
-    yield _counter(
+    yield counter("kvd_peers_lost", "Peers given up as lost.", metrics.peers_lost, ("peer",))
+    yield counter(
         "kvd_peer_handshakes_failed",
         "Connections with peers that ended before the first message.",
         metrics.handshakes_failed,
@@ -159,15 +159,15 @@ def _ledger(metrics: Metrics) -> Iterator[Metric]:
 
 def _loop(metrics: Metrics) -> Iterator[Metric]:
     """How requests and the event loop fare."""
-    yield _histograms("kvd_rpc_seconds", "From request to answer.", metrics.rpc_seconds, ("op",))
-    yield _counter("kvd_rpc_errors", "Requests refused.", metrics.rpc_errors, ("op", "code"))
-    yield _counter(
+    yield histograms("kvd_rpc_seconds", "From request to answer.", metrics.rpc_seconds, ("op",))
+    yield counter("kvd_rpc_errors", "Requests refused.", metrics.rpc_errors, ("op", "code"))
+    yield counter(
         "kvd_messages_refused",
         "Messages that could not be acted on.",
         metrics.messages_refused,
         ("socket", "code"),
     )
-    yield _histogram(
+    yield histogram(
         "kvd_loop_lag_seconds", "How late timers of the event loop fire.", metrics.loop_lag_seconds
     )
 
@@ -178,44 +178,44 @@ def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
 
     yield from _pools(gauges)
     yield from _peers(gauges)
-    yield _gauge(
+    yield gauge(
         "kvd_leases", "Leases by reason and state.", ("reason", "state"), gauges.leases.items()
     )
-    yield _gauge(
+    yield gauge(
         "kvd_lease_age_seconds",
         "Age of the oldest lease.",
         ("quantile",),
         [(("max",), gauges.oldest_lease_s)],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_inflight_handoffs",
         "Handoffs under way.",
         ("role",),
         [((role,), count) for role, count in gauges.inflight.items()],
     )
-    yield _gauge("kvd_waiting_requests", "Requests that wait for room.", (), [((), gauges.waiting)])
-    yield _gauge("kvd_engine_clients", "Engine sessions.", (), [((), gauges.engine_clients)])
-    yield _gauge(
+    yield gauge("kvd_waiting_requests", "Requests that wait for room.", (), [((), gauges.waiting)])
+    yield gauge("kvd_engine_clients", "Engine sessions.", (), [((), gauges.engine_clients)])
+    yield gauge(
         "kvd_transfer_generation",
         "Generation of the transfer process; a step says that it was restarted.",
         (),
         [((), gauges.transfer_generation)],
     )
-    yield _total("kvd_events", "Events since the daemon began.", gauges.last_event)
-    yield _gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
+    yield total("kvd_events", "Events since the daemon began.", gauges.last_event)
+    yield gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
     yield from _audit(gauges.audit)
-    yield _gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
+    yield gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
     yield InfoMetricFamily("kvd_build", "What runs here.", value=msgspec.structs.asdict(build))
 
 
 def _audit(audit: AuditState) -> Iterator[Metric]:
     """The standing audit."""
-    yield _gauge(
+    yield gauge(
         "kvd_audit_findings", "Rules that are broken now; must stay 0.", (), [((), audit.findings)]
     )
-    yield _total("kvd_audit_sweeps", "Whole looks at pages, locks and transfers.", audit.sweeps)
-    yield _total("kvd_audit_seconds", "Processor time of the standing audit.", audit.spent_s)
-    yield _gauge(
+    yield total("kvd_audit_sweeps", "Whole looks at pages, locks and transfers.", audit.sweeps)
+    yield total("kvd_audit_seconds", "Processor time of the standing audit.", audit.spent_s)
+    yield gauge(
         "kvd_audit_age_seconds",
         "Since the last sweep ended.",
         (),
@@ -226,7 +226,7 @@ def _audit(audit: AuditState) -> Iterator[Metric]:
 def _pools(gauges: Gauges) -> Iterator[Metric]:
     """Pages and bytes of each component."""
     names = ("pool", "component")
-    yield _gauge(
+    yield gauge(
         "kvd_pool_pages",
         "Pages by state; the states add up to all pages.",
         (*names, "state"),
@@ -236,16 +236,17 @@ def _pools(gauges: Gauges) -> Iterator[Metric]:
             for state, count in pool.pages.items()
         ],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_pool_bytes",
         "Memory of the pool.",
         names,
         [
-            ((pool.pool, pool.component), pool.page_bytes * sum(pool.pages.values()))
+            ((pool.pool, component), size)
             for pool in gauges.pools
+            for component, size in pool.memory_bytes.items()
         ],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_pool_saved_pages",
         "Pages of host memory for retracted leases, by state.",
         (*names, "state"),
@@ -255,17 +256,75 @@ def _pools(gauges: Gauges) -> Iterator[Metric]:
             for state, count in pool.saved_pages.items()
         ],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_pool_evictable_pages",
         "Cached pages that nobody locks.",
         names,
         [((pool.pool, pool.component), pool.evictable_pages) for pool in gauges.pools],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_pool_locked_pages",
         "Cached pages that a lease locks.",
         names,
         [((pool.pool, pool.component), pool.locked_pages) for pool in gauges.pools],
+    )
+    yield from _windows(gauges)
+    yield from _buffers(gauges)
+
+
+def _windows(gauges: Gauges) -> Iterator[Metric]:
+    """What sliding windows save, where a component has one."""
+    windows = [
+        ((pool.pool, pool.component), pool.window)
+        for pool in gauges.pools
+        if pool.window is not None
+    ]
+    if not windows:
+        return
+    names = ("pool", "component")
+    yield gauge(
+        "kvd_pool_window_pages",
+        "Pages that live leases have of a window: mapped, and with one for every token (full).",
+        (*names, "allocation"),
+        [
+            ((*labels, allocation), pages)
+            for labels, one in windows
+            for allocation, pages in (("mapped", one.mapped_pages), ("full", one.full_pages))
+        ],
+    )
+    yield totals(
+        "kvd_pool_window_slides",
+        "Times that a lease gave back what had left its window.",
+        names,
+        [(labels, one.slides) for labels, one in windows],
+    )
+
+
+def _buffers(gauges: Gauges) -> Iterator[Metric]:
+    """How the device buffer fares, where there is one."""
+    buffers = [
+        ((pool.pool, pool.component), pool.buffer)
+        for pool in gauges.pools
+        if pool.buffer is not None
+    ]
+    if not buffers:
+        return
+    names = ("pool", "component")
+    yield totals(
+        "kvd_pool_buffer_pages_wanted",
+        "Pages that engines fetched: there already (hit), or copied for it (miss).",
+        (*names, "result"),
+        [
+            ((*labels, result), pages)
+            for labels, one in buffers
+            for result, pages in (("hit", one.hits), ("miss", one.misses))
+        ],
+    )
+    yield totals(
+        "kvd_pool_buffer_copied_bytes",
+        "Bytes copied into the device buffer.",
+        names,
+        [(labels, one.copied_bytes) for labels, one in buffers],
     )
 
 
@@ -273,76 +332,16 @@ def _peers(gauges: Gauges) -> Iterator[Metric]:
     """Other daemons."""
     peers = gauges.peers
     up = [((peer.peer,), int(peer.is_up)) for peer in peers]
-    yield _gauge(
-        "kvd_peer_up", "1 if the peer is heard, 0 if it is suspect or lost.", ("peer",), up
-    )
-    yield _gauge(
+    yield gauge("kvd_peer_up", "1 if the peer is heard, 0 if it is suspect or lost.", ("peer",), up)
+    yield gauge(
         "kvd_peer_generation",
         "Generation of the peer's transfer process.",
         ("peer",),
         [((peer.peer,), peer.generation) for peer in peers],
     )
-    yield _gauge(
+    yield gauge(
         "kvd_rtt_seconds",
         "Round trip of the last Ping.",
         ("peer",),
         [((peer.peer,), peer.round_trip_s) for peer in peers],
     )
-
-
-def _counter(
-    name: str, doc: str, counter: Counter, labels: Labels, always: tuple[Labels, ...] = ()
-) -> Metric:
-    """A counter family; the series in ``always`` are shown even at 0."""
-    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
-
-    family = CounterMetricFamily(name, doc, labels=labels)
-    for values, total in (dict.fromkeys(always, 0) | counter.values).items():
-        family.add_metric(values, total)
-    return family
-
-
-def _total(name: str, doc: str, total: float) -> Metric:
-    """A counter without labels."""
-    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
-
-    return CounterMetricFamily(name, doc, value=total)
-
-
-def _gauge(name: str, doc: str, labels: Labels, values: Series) -> Metric:
-    """A gauge family."""
-    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
-
-    family = GaugeMetricFamily(name, doc, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family
-
-
-def _histogram(name: str, doc: str, histogram: Histogram) -> Metric:
-    """A histogram without labels."""
-    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
-
-    return HistogramMetricFamily(
-        name, doc, buckets=_cumulated(histogram), sum_value=histogram.total
-    )
-
-
-def _histograms(name: str, doc: str, histograms: Histograms, labels: Labels) -> Metric:
-    """A histogram family."""
-    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
-
-    family = HistogramMetricFamily(name, doc, labels=labels)
-    for values, histogram in histograms.values.items():
-        family.add_metric(values, _cumulated(histogram), histogram.total)
-    return family
-
-
-def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus buckets: how many values lie at or below each bound."""
-    below = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-        below += count
-        buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), below))
-    return buckets

@@ -10,26 +10,32 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.wire.snapshot import AuditState
+from kvd.wire.snapshot import AuditState, BufferState, WindowState
 
 if TYPE_CHECKING:
-    from kvd.wire.snapshot import Snapshot
+    from kvd.wire.snapshot import PoolState, Snapshot
 
 OVER = frozenset({"ready", "closed", "settled", "forgotten"})
 """States of a part in which nothing is under way any more."""
 
 
 class PoolGauges(msgspec.Struct, frozen=True):
-    """Pages of one component. ``pages`` is by state, and its values add up to all pages."""
+    """Pages of one component with page ids of its own.
+
+    ``pages`` is by state, and its values add up to all pages. ``memory_bytes`` is by component: its
+    own, and those in lockstep with it.
+    """
 
     pool: str
     component: str
-    page_bytes: int
+    memory_bytes: dict[str, int]
     pages: dict[str, int]
     evictable_pages: int
     locked_pages: int
     saved_pages: dict[str, int]
     """Of the host memory beside it for retracted leases, by state."""
+    window: WindowState | None
+    buffer: BufferState | None
 
 
 class PeerGauges(msgspec.Struct, frozen=True):
@@ -62,31 +68,7 @@ def gauges_of(snapshot: Snapshot) -> Gauges:
     leases = Counter((lease.reason.partition(" ")[0], lease.state) for lease in snapshot.leases)
     inflight = Counter(room.side for room in snapshot.rooms if room.state not in OVER)
     return Gauges(
-        pools=tuple(
-            PoolGauges(
-                pool=pool.pool,
-                component=pool.component,
-                page_bytes=pool.page_bytes,
-                pages={
-                    "free": pool.free_pages,
-                    "leased": pool.held_pages,
-                    "cached": pool.cached_pages,
-                    "quarantined": pool.quarantined_pages,
-                    "reserved": pool.total_pages
-                    - pool.free_pages
-                    - pool.held_pages
-                    - pool.cached_pages
-                    - pool.quarantined_pages,
-                },
-                evictable_pages=pool.evictable_pages,
-                locked_pages=pool.locked_pages,
-                saved_pages={
-                    "used": pool.saved_pages,
-                    "free": pool.saved_capacity_pages - pool.saved_pages,
-                },
-            )
-            for pool in snapshot.pools
-        ),
+        pools=tuple(map(_pool_gauges, snapshot.pools)),
         leases=dict(leases),
         oldest_lease_s=max((lease.age_s for lease in snapshot.leases), default=0.0),
         inflight={"decode": inflight["decode"], "prefill": inflight["prefill"]},
@@ -105,4 +87,30 @@ def gauges_of(snapshot: Snapshot) -> Gauges:
         last_event=snapshot.last_event,
         uptime_s=snapshot.uptime_s,
         audit=snapshot.audit,
+    )
+
+
+def _pool_gauges(pool: PoolState) -> PoolGauges:
+    counted = {
+        "free": pool.free_pages,
+        "leased": pool.held_pages,
+        "cached": pool.cached_pages,
+        "quarantined": pool.quarantined_pages,
+    }
+    memory_bytes = {pool.component: pool.page_bytes * pool.total_pages}
+    for one in pool.companions:
+        memory_bytes[one.component] = one.page_bytes * one.total_pages
+    return PoolGauges(
+        pool=pool.pool,
+        component=pool.component,
+        memory_bytes=memory_bytes,
+        pages=counted | {"reserved": pool.total_pages - sum(counted.values())},
+        evictable_pages=pool.evictable_pages,
+        locked_pages=pool.locked_pages,
+        saved_pages={
+            "used": pool.saved_pages,
+            "free": pool.saved_capacity_pages - pool.saved_pages,
+        },
+        window=pool.window,
+        buffer=pool.buffer,
     )

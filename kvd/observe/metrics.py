@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_SERIES = 64
 """Label sets per family; reasons, causes, operations and codes are each far fewer."""
+FIRST = "kv"
+"""What the first component of every pool is called; events leave it out."""
 MAX_PARTS = 65_536
 """Parts whose last transition is remembered, should an end never be told."""
 
@@ -229,7 +231,7 @@ class Metrics:
             self.decode_prefix_tokens.observe(event.decode_prefix_len)
 
     def _evicted(self, event: events.Evicted) -> None:
-        self.evicted_pages.add(event.pages, self.pool, event.reason)
+        self.evicted_pages.add(event.pages, self.pool, event.component or FIRST, event.reason)
 
     def _lease_released(self, event: events.LeaseReleased) -> None:
         self.leases_released.add(1, event.cause)

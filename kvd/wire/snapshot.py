@@ -87,6 +87,11 @@ class HeldState(msgspec.Struct, frozen=True):
     component: str
     held_pages: int
     mapped_pages: int
+    hits: int = 0
+    """Pages that it wanted in its device buffer and that were there, since it has had the buffer;
+    0 for any other component, as ``misses``."""
+    misses: int = 0
+    """Those that were copied for it."""
 
 
 class LeaseState(msgspec.Struct, frozen=True):

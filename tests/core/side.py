@@ -54,6 +54,7 @@ SAVED = 12
 ANSWERS = (
     client.Failed | client.Leased | client.Row | client.Done | client.Receiving | client.Sending
     | client.Finished | client.Matched | client.Snapshotted | client.Retracted | client.Resumed
+    | client.Fetched
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 
@@ -448,6 +449,8 @@ class Side:
         """Its first pages are copied: none of either side may be free, or read by others."""
         table = self.node.leases
         places = {"kv": (self.memory, table.pool), "kv.saved": (self.saved, table.saved.pool)}
+        for keeper in table.beside.each:
+            places[keeper.component.name] = self.memory_of(keeper.component.name), keeper.pool
         source, read = places[copy.source_region]
         destination, written = places[copy.destination_region]
         assert not set(page_ids(copy.source)) & set(page_ids(read.free_ids())), "reads a free page"

@@ -120,7 +120,7 @@ def test_finding_names_owner_room_and_the_story_of_its_handoff():
     assert told == events.Violation(
         node.out.seq,
         world.now_s,
-        f"I6: lease {lease.id} counts 3 posts that read it, 2 are under way",
+        f"I6: lease {lease.id} counts 3 posts and copies that read it, 2 are under way",
         "I6",
         lease=lease.id,
         tree_node=lease.anchor.id,

@@ -69,7 +69,7 @@ def test_the_largest_room_works():
         (
             {"source": ("p",), "reserve_tokens": -1},
             Code.BAD_REQUEST,
-            "receive of 100 tokens and -1 in reserve",
+            "receive of 100 tokens and -1 in reserve, 0 at a time",
         ),
         (
             {"source": ("p",), "reserve_tokens": 2**63},
@@ -118,11 +118,11 @@ def test_an_empty_lease_and_an_empty_receive_are_refused():
     world = World()
     assert refused(world.d.call(client.OpenLease)) == (
         Code.BAD_REQUEST,
-        "a lease of 0 tokens and 0 in reserve",
+        "a lease of 0 tokens and 0 in reserve, 0 at a time",
     )
     assert refused(world.d.call(client.Receive, room=7, source=("p",))) == (
         Code.BAD_REQUEST,
-        "receive of 0 tokens and 0 in reserve",
+        "receive of 0 tokens and 0 in reserve, 0 at a time",
     )
 
 

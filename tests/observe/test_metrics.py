@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogra
 from kvd.wire import events
 from kvd.wire.snapshot import (
     AuditState,
+    BufferState,
     ClientState,
+    CompanionState,
     LeaseState,
     PeerState,
     PoolState,
@@ -23,6 +26,7 @@ from kvd.wire.snapshot import (
     Snapshot,
     Totals,
     WaitingState,
+    WindowState,
 )
 
 BUILD = Build(version="0.1.0", proto="1", nixl="1.5.1")
@@ -165,6 +169,47 @@ def test_page_says_what_the_snapshot_says() -> None:
     }
 
 
+def test_page_has_every_component_the_window_and_the_buffer() -> None:
+    pools = (
+        PoolState(
+            *("main", "kv", 16, 1024, 100, 99, 0, 0, 0, 0, 0),
+            companions=(CompanionState("index", 4, 10, 4, 400, "device"),),
+        ),
+        PoolState(
+            *("main", "swa", 16, 512, 40, 30, 9, 0, 0, 0, 0),
+            window=WindowState(64, 9, 30, 7),
+        ),
+        PoolState(
+            *("main", "buffer", 16, 1024, 9, 8, 0, 0, 0, 0, 0),
+            buffer=BufferState(256, 90, 10, 2560),
+        ),
+    )
+    snapshot = msgspec.structs.replace(SNAPSHOT, pools=pools)
+
+    samples = page(Metrics("main"), gauges_of(snapshot))
+
+    swa, buffer = 'component="swa",pool="main"', 'component="buffer",pool="main"'
+    assert {
+        name: value for name, value in samples.items() if "bytes" in name and "pool_" in name
+    } == {
+        'kvd_pool_bytes{component="kv",pool="main"}': 102400,
+        'kvd_pool_bytes{component="index",pool="main"}': 4000,
+        f"kvd_pool_bytes{{{swa}}}": 20480,
+        f"kvd_pool_bytes{{{buffer}}}": 9216,
+        f"kvd_pool_buffer_copied_bytes_total{{{buffer}}}": 2560,
+    }
+    assert {
+        name: value for name, value in samples.items() if "window" in name or "wanted" in name
+    } == {
+        'kvd_pool_window_pages{allocation="mapped",component="swa",pool="main"}': 9,
+        'kvd_pool_window_pages{allocation="full",component="swa",pool="main"}': 30,
+        f"kvd_pool_window_slides_total{{{swa}}}": 7,
+        f'kvd_pool_buffer_pages_wanted_total{{{buffer},result="hit"}}': 90,
+        f'kvd_pool_buffer_pages_wanted_total{{{buffer},result="miss"}}': 10,
+    }
+    assert samples[f'kvd_pool_pages{{{swa},state="leased"}}'] == 9
+
+
 def test_page_counts_what_events_and_requests_said() -> None:
     metrics = Metrics("main")
     metrics.take(moved("decode", 1, 10.0, "queued", "offered"))
@@ -174,6 +219,7 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(moved("decode", 1, 20.0, "ready", "closed"))
     metrics.take(ended("prefill", 2, 11.0, outcome="aborted", code="deadline", saved_bytes=0))
     metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
+    metrics.take(events.Evicted(1, 0.0, 5, 1, "room", "swa"))
     metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
     metrics.take(events.Retracted(1, 0.0, 4, 1, 129, 5, 9, 9000, 0.1))
     metrics.take(events.Retracted(1, 0.0, 5, 1, 129, 5, 0, 0, 0.0))
@@ -212,7 +258,8 @@ def test_page_counts_what_events_and_requests_said() -> None:
         'kvd_handoff_stage_seconds_sum{role="decode",stage="offer"}': 0.1,
         'kvd_handoff_stage_seconds_count{role="decode",stage="transfer"}': 1,
         'kvd_handoff_stage_seconds_sum{role="decode",stage="transfer"}': 0.25,
-        'kvd_evicted_pages_total{pool="main",reason="headroom"}': 12,
+        'kvd_evicted_pages_total{component="kv",pool="main",reason="headroom"}': 12,
+        'kvd_evicted_pages_total{component="swa",pool="main",reason="room"}': 5,
         'kvd_leases_released_total{cause="owner-died"}': 1,
         'kvd_leases_retracted_total{kept="host"}': 1,
         'kvd_leases_retracted_total{kept="nothing"}': 1,

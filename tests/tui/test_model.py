@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.wire.events import Evicted
+from kvd.wire.snapshot import BufferState, CompanionState, HeldState, WindowState
 from tui.model import MAX_ROWS, Answered, Console, Down, Question, Seen
 
 
@@ -34,6 +35,31 @@ def test_overview_has_the_pools_and_whether_they_add_up(snapshot):
     assert lines[0] == "main/kv [HHHHCCCCCCCCCCQ.................................]"
     assert lines[1] == "    128 pages: 87 free, 10 held, 28 cached, 2 quarantined; adds up"
     assert lines[4] == "engines 1   leases 1   rooms 1   waiting for room 1   peers 1"
+
+
+def test_overview_has_the_window_the_buffer_and_companions_of_a_pool(snapshot):
+    kv = msgspec.structs.replace(
+        snapshot.pools[0], companions=(CompanionState("index", 4, 96, 4, 512, "device"),)
+    )
+    swa = msgspec.structs.replace(kv, component="swa", companions=())
+    swa = msgspec.structs.replace(swa, window=WindowState(1024, 12, 60, 3))
+    buffer = msgspec.structs.replace(swa, component="buffer", window=None)
+    buffer = msgspec.structs.replace(buffer, buffer=BufferState(256, 9, 1, 512))
+    console = Console("ipc:///x")
+    console.take(Seen(msgspec.structs.replace(snapshot, pools=(kv, swa, buffer))))
+    lines = console.overview().splitlines()
+
+    assert lines[2] == "    with index in lockstep"
+    assert lines[5] == "    window of 1024 tokens, mapped of all: 12/60 20%"
+    assert lines[8] == "    found of wanted pages: 9/10 90%"
+
+
+def test_a_lease_shows_what_it_holds_of_each_component(snapshot):
+    lease = msgspec.structs.replace(snapshot.leases[0], beside=(HeldState("swa", 4, 6),))
+    console = Console("ipc:///x")
+    console.take(Seen(msgspec.structs.replace(snapshot, leases=(lease,))))
+
+    assert console.sheet("leases").rows[0].cells[4] == "6+4"
 
 
 def test_a_lease_says_who_holds_what_since_when_and_can_be_asked_about(snapshot):
