@@ -2,11 +2,11 @@
 
     Copy -> queue -> turns -> copier thread: a slice of some megabytes -> ... -> Copied
 
-The loop never waits for one: a thread does them, one slice after the other. What has the least left
+The loop never waits for one: a thread does them, one slice after the other. What is much smaller
 goes first, so the few pages that a decode step waits for pass a lease of a gigabyte that is being
-saved, within one slice; copies of one size are done in the order in which they came. Where the
-pages step by one on both sides they are copied in one piece per row, which for page-first memory is
-one piece in all; numpy lets go of the interpreter meanwhile, so posts go on beside it.
+saved, within one slice; other copies are done in the order in which they came. Where the pages step
+by one on both sides they are copied in one piece per row, which for page-first memory is one piece
+in all; numpy lets go of the interpreter meanwhile, so posts go on beside it.
 
 Invariants: each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``; one that is refused has
 written nothing; no byte outside the destination pages is written. Copies under way together are in
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from functools import reduce
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -43,6 +44,7 @@ COPIER: Final = "copier"
 """The name of its thread."""
 SLICE_BYTES: Final = 2 * 2**20
 """What others wait for; larger slices are hardly faster."""
+PASSING_PART: Final = 4
 PASSING_BYTES: Final = 4 * SLICE_BYTES
 """The oldest copy gets a fifth of the time at least."""
 
@@ -132,10 +134,12 @@ def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
 
 
 class Turns:
-    """Whose slice is next: the copy with the least left to do, the first of equals.
+    """Whose slice is next: the oldest's, unless a much smaller copy passes it.
 
-    So that a stream of small copies cannot hold up a large one for ever, the oldest gets a slice
-    whenever ``PASSING_BYTES`` of others have gone past it.
+    Much smaller is a ``PASSING_PART`` of what is left of the other: what a decode step waits for
+    passes a lease that is saved, and what is fetched ahead does not pass what it waits for. So that
+    a stream of small copies cannot hold up a large one for ever, the oldest gets a slice whenever
+    ``PASSING_BYTES`` of others have gone past it.
     """
 
     def __init__(self) -> None:
@@ -146,7 +150,7 @@ class Turns:
     def step(self) -> Job | None:
         """Copy one slice; the job, if that was its last."""
         oldest = self.jobs[0]
-        job = min(self.jobs, key=_left_bytes)
+        job = reduce(_smaller, self.jobs)
         if job is oldest or self._passed_bytes >= PASSING_BYTES:
             job, self._passed_bytes = oldest, 0
             job.step()
@@ -158,8 +162,9 @@ class Turns:
         return job
 
 
-def _left_bytes(job: Job) -> int:
-    return job.left_bytes
+def _smaller(older: Job, newer: Job) -> Job:
+    """The newer one if it may pass."""
+    return newer if newer.left_bytes * PASSING_PART <= older.left_bytes else older
 
 
 class Copier:

@@ -186,6 +186,16 @@ async def test_a_drop_overtakes_a_load(pair):
     assert isinstance(await sender.outcome(post), PostFailed)
 
 
+async def test_a_node_without_a_byte_of_its_own_has_peers_all_the_same(rig):
+    bare, other = await asyncio.gather(rig.node("bare", shapes={}), rig.node("other"))
+
+    await bare.load(other)
+    await other.load(bare)
+
+    other.post(1, bare, [1], [1])
+    assert re.search("region 'kv'", (await other.outcome(1)).why)
+
+
 async def test_quiesce_is_answered(pair):
     _, receiver = pair
     receiver.transport.order(Quiesce(5))
