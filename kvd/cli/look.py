@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 import msgspec
@@ -118,14 +118,36 @@ def peers_command(target: Target, form: str) -> None:
         render.show(render.peers(peers))
 
 
+class Named(NamedTuple):
+    """A number, and the component that it is a page of; empty where none was named."""
+
+    component: str
+    number: int
+
+
+def _named(_: click.Context, __: click.Parameter, text: str) -> Named:
+    """``17`` or ``swa:17``."""
+    component, _colon, digits = text.rpartition(":")
+    if not (digits.isascii() and digits.isdigit() and int(digits) < 2**63):
+        msg = f"{text!r} is no number; a page of another component than the first is swa:17"
+        raise click.BadParameter(msg)
+    return Named(component, int(digits))
+
+
 @click.command()
 @click.argument("kind", type=click.Choice(["page", "node", "room", "lease"]))
-@click.argument("number", metavar="ID", type=click.IntRange(0, 2**63 - 1))
+@click.argument("one", metavar="ID", callback=_named)
 @with_target
 @with_format
-def why_command(target: Target, form: str, kind: str, number: int) -> None:
-    """Say who holds a page, node, room or lease, why, and since when."""
-    because = ask(target, Why(CALL, kind, number), Because)
+def why_command(target: Target, form: str, kind: str, one: Named) -> None:
+    """Say who holds a page, node, room or lease, why, and since when.
+
+    A page of a component beside the first is named with it: kvd why page swa:17
+    """
+    if one.component and kind != "page":
+        msg = f"a {kind} has no component: kvd why {kind} {one.number}"
+        raise click.UsageError(msg)
+    because = ask(target, Why(CALL, kind, one.number, one.component), Because)
     if form == "json":
         render.print_json(Answer(because.sentence, because.facts))
     else:

@@ -25,8 +25,9 @@ from kvd.types import short
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.wire.admin import Because, Report, Tree, TreeNode
+    from kvd.wire.admin import Because, Beside, Report, Tree, TreeNode
     from kvd.wire.snapshot import (
+        HeldState,
         LeaseState,
         PeerState,
         RecorderState,
@@ -168,10 +169,13 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
 
 def _beside(one: LeaseState) -> str:
     """Its pages of further components: its own, and those in its row that it shares."""
-    held = [
-        f"{has.component} {has.held_pages} ({has.mapped_pages} in its row)" for has in one.beside
-    ]
-    return f"beside {', '.join(held)}"
+    return f"beside {', '.join(_held(has) for has in one.beside)}"
+
+
+def _held(has: HeldState) -> str:
+    nodes = ", ".join(str(node) for node in has.needed_nodes)
+    locks = f", locks it at node {nodes}" if nodes else ""
+    return f"{has.component} {has.held_pages} ({has.mapped_pages} in its row{locks})"
 
 
 def _saved(one: LeaseState) -> str:
@@ -261,17 +265,21 @@ def _about_peer(one: PeerState) -> list[str]:
 
 def tree(answer: Tree) -> RenderableType:
     """Nodes indented below their parents."""
-    out = Sheet("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", "BEGINS WITH")
+    beside = list(dict.fromkeys(one.component for node in answer.nodes for one in node.beside))
+    headings = [clean(name).upper() for name in beside]
+    out = Sheet("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", *headings, "BEGINS WITH")
     depths: dict[int, int] = {}
     for node in answer.nodes:
         depth = depths.get(node.parent, -1) + 1
         depths[node.id] = depth
+        there = {one.component: one for one in node.beside}
         out.row(
             _node_name(node, depth),
             f"{node.start_tokens}..{node.end_tokens}",
             str(node.pages),
             str(node.hits),
             str(node.lock_ref),
+            *(_lies(there.get(name)) for name in beside),
             " ".join(str(token) for token in node.first_tokens),
             prose=f"locked by {', '.join(node.holders)}" if node.holders else "",
         )
@@ -280,6 +288,15 @@ def tree(answer: Tree) -> RenderableType:
     rest = answer.total - len(answer.nodes)
     more = [Text(f"... and {rest} nodes more: --limit {answer.total}", style="dim")] if rest else []
     return Group(out, *more)
+
+
+def _lies(one: Beside | None) -> str:
+    """What lies at a node of one component, and how many leases need it."""
+    if one is None:
+        return "-"
+    if not one.pages:
+        return "tombstone"
+    return f"{one.pages}, locks {one.locks}" if one.locks else str(one.pages)
 
 
 def _node_name(node: TreeNode, depth: int) -> str:

@@ -56,7 +56,7 @@ class Operators:
         return admin.Status(got.call, snapshot(self._node))
 
     def _why(self, got: admin.Why) -> admin.Because | Refusal:
-        return why.because(self._node, got.call, got.kind, got.id)
+        return why.because(self._node, got)
 
     def _tree(self, got: admin.ShowTree) -> admin.Tree:
         edges = why.in_display_order(self._node.leases.tree)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.beside_rules import needed_nodes
 from kvd.core.buffers import Buffers
 from kvd.core.spec import (
     Buffer,
@@ -46,6 +47,7 @@ def held_states(node: Node, lease: Lease) -> tuple[HeldState, ...]:
             count(keeper.own(lease)),
             _mapped(keeper.row(lease)),
             *_use(keeper, lease),
+            needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
         )
         for keeper in node.leases.beside.each
     )

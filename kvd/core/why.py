@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core import why_beside
 from kvd.core.owners import describe_holder
 from kvd.core.report import lease_state, room_states
 from kvd.core.standing import Standing
@@ -20,21 +21,24 @@ if TYPE_CHECKING:
     from kvd.core.node import Node
     from kvd.core.radix import RadixTree
     from kvd.core.radix_node import Node as TreeEdge
+    from kvd.wire.admin import Why
 
 FIRST_TOKENS_SHOWN = 8
 """Enough of an edge to recognise a prompt by, few enough for a line."""
 
 
-def because(node: Node, call: int, kind: str, number: int) -> Because | Refusal:
-    """Answer for ``kind`` in page, node, room, lease; a Refusal when there is no such thing."""
-    answers = {"page": _page, "node": _node, "room": _room, "lease": _lease}
-    answer = answers.get(kind)
-    if answer is None:
-        return Refusal(Code.BAD_REQUEST, f"{kind!r} is none of {', '.join(answers)}")
-    said = answer(node, number)
+def because(node: Node, got: Why) -> Because | Refusal:
+    """Answer for a page, node, room or lease; a Refusal when there is no such thing."""
+    answers = {"node": _node, "room": _room, "lease": _lease}
+    if got.kind == "page":
+        said = _page_of(node, got.component, got.id)
+    elif got.kind in answers:
+        said = answers[got.kind](node, got.id)
+    else:
+        return Refusal(Code.BAD_REQUEST, f"{got.kind!r} is none of page, {', '.join(answers)}")
     if isinstance(said, Refusal):
         return said
-    return Because(call, said[0], tuple(said[1:]))
+    return Because(got.call, said[0], tuple(said[1:]))
 
 
 def holders(node: Node) -> dict[int, list[Lease]]:
@@ -84,7 +88,19 @@ def tree_node(node: Node, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
         hits=edge.hits,
         holders=tuple(describe_holder(node, lease) for lease in crossing),
         first_tokens=tuple(tokens[:FIRST_TOKENS_SHOWN].tolist()),
+        beside=why_beside.beside(node, edge),
     )
+
+
+def _page_of(node: Node, component: str, page: int) -> list[str] | Refusal:
+    """A page of any component: one in lockstep with the first is where that one's page is."""
+    first = why_beside.first_page(node, component, page)
+    if first is None:
+        return why_beside.page_beside(node, component, page)
+    said = _page(node, first)
+    if isinstance(said, Refusal) or component in {"", node.leases.pool.name}:
+        return said
+    return [f"page {page} of {component} goes with page {first}: {said[0]}", *said[1:]]
 
 
 def _page(node: Node, page: int) -> list[str] | Refusal:
@@ -126,8 +142,10 @@ def _edge(node: Node, edge: TreeEdge) -> list[str]:
         f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, {shown.pages} pages)"
     )
     if not edge.lock_ref:
-        return [f"{where}, locked by nobody: it can be evicted", f"hits: {edge.hits}"]
-    return [f"{where}, lock_ref {edge.lock_ref}", *shown.holders]
+        said = [f"{where}, locked by nobody: it can be evicted", f"hits: {edge.hits}"]
+    else:
+        said = [f"{where}, lock_ref {edge.lock_ref}", *shown.holders]
+    return said + why_beside.said_of_node(node, edge)
 
 
 def _room(node: Node, room: int) -> list[str] | Refusal:
@@ -167,6 +185,7 @@ def _lease(node: Node, number: int) -> list[str] | Refusal:
         f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
         for one in state.beside
     ]
+    said += why_beside.said_of_lease(node, lease)
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
     if lease.standing is not Standing.RUNNING:

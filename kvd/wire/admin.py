@@ -28,11 +28,15 @@ class ShowTree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
 
 
 class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
-    """Who holds it, why, since when. ``kind``: page, node, room, lease. Answer: ``Because``."""
+    """Who holds it, why, since when. ``kind``: page, node, room, lease. Answer: ``Because``.
+
+    ``component``: whose page it is; empty for the first one.
+    """
 
     call: Call
     kind: Name
     id: Figure
+    component: Name = ""
 
 
 class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):
@@ -93,6 +97,18 @@ AdminRequest = (
 )
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """What lies at a node of a component beside the first: a window, or a snapshot.
+
+    A window without ``pages`` is a tombstone: the node's tokens are cached, their window is not.
+    ``locks`` are the leases that need it.
+    """
+
+    component: str
+    pages: int
+    locks: int
+
+
 class TreeNode(msgspec.Struct, frozen=True):
     """One node: ``holders`` are the leases whose path crosses it; ``lock_ref`` is their number."""
 
@@ -106,6 +122,7 @@ class TreeNode(msgspec.Struct, frozen=True):
     hits: int
     holders: tuple[str, ...]
     first_tokens: tuple[int, ...]
+    beside: tuple[Beside, ...] = ()
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):

@@ -82,6 +82,7 @@ class HeldState(msgspec.Struct, frozen=True):
     """What one lease has of a component beside the first.
 
     ``held_pages`` are its own; ``mapped_pages`` are in its row, shared ones of the tree included.
+    ``needed_nodes`` are those of the tree whose part of this component it keeps from eviction.
     """
 
     component: str
@@ -92,6 +93,7 @@ class HeldState(msgspec.Struct, frozen=True):
     0 for any other component, as ``misses``."""
     misses: int = 0
     """Those that were copied for it."""
+    needed_nodes: tuple[int, ...] = ()
 
 
 class LeaseState(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire.admin import (
     AdminFailed,
     Because,
+    Beside,
     ShowStatus,
     ShowTree,
     Status,
@@ -254,6 +255,46 @@ def test_why_gives_the_sentence_then_the_facts(run, daemon, kind):
         "sentence": "decode-0 holds it.",
         "facts": ["since 3 s", "room 9117"],
     }
+
+
+def test_why_names_a_page_of_another_component_with_it(run, daemon):
+    daemon.answer = lambda _request: Because(0, "decode-0 holds it.", ())
+
+    done = run("why", "page", "swa:17")
+
+    assert (done.exit_code, done.stdout) == (0, "decode-0 holds it.\n")
+    assert daemon.asked == [Why(0, "page", 17, "swa")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("page", "swa:x"), "'swa:x' is no number"),
+        (("page", "-1"), "No such option"),
+        (("page", str(2**63)), "is no number"),
+        (("lease", "swa:17"), "a lease has no component: kvd why lease 17"),
+    ],
+)
+def test_why_refuses_what_is_no_number_and_components_of_anything_but_pages(run, words, said):
+    done = run("why", *words)
+
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_tree_shows_tombstones_and_what_is_locked_beside_the_first_component(run, daemon):
+    nodes = (
+        msgspec.structs.replace(NODES[0], beside=(Beside("swa", 0, 0),)),
+        msgspec.structs.replace(NODES[1], beside=(Beside("swa", 2, 1), Beside("state", 1, 0))),
+    )
+    daemon.answer = lambda _request: Tree(0, nodes, 2)
+
+    assert run("tree").stdout.splitlines() == [
+        "NODE          TOKENS  PAGES  HITS  LOCKS  SWA         STATE  BEGINS WITH",
+        "1 [lora-a]    0..64       4     9      1  tombstone   -      101 102 103",
+        "    locked by lease 7 of decode-0",
+        "  2 [lora-a]  64..96      2     3      0  2, locks 1  1      7 8 9",
+    ]
 
 
 def test_an_empty_node_says_so(run, daemon, snapshot):

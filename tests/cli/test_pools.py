@@ -90,12 +90,13 @@ def test_pools_count_tokens_where_only_states_have_bytes(shown):
 
 def test_locks_say_what_a_lease_has_beside_the_first_component(shown, snapshot):
     lease = msgspec.structs.replace(
-        snapshot.leases[0], beside=(HeldState("swa", 4, 6), HeldState("state", 1, 2))
+        snapshot.leases[0],
+        beside=(HeldState("swa", 4, 6, needed_nodes=(2, 9)), HeldState("state", 1, 2)),
     )
 
     assert shown("locks", leases=(lease,))[2] == (
-        "    held by engine decode-0, handoff 41; beside swa 4 (6 in its row), "
-        "state 1 (2 in its row)"
+        "    held by engine decode-0, handoff 41; beside swa 4 (6 in its row, "
+        "locks it at node 2, 9), state 1 (2 in its row)"
     )
 
 

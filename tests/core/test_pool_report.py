@@ -121,7 +121,7 @@ def test_window_pages_of_the_tree_are_cached_and_locked_by_the_lease_that_reads_
     kv, swa = pools_of(d)
     assert (kv.cached_pages, kv.held_pages, second.prefix_tokens) == (8, 1, 8 * PAGE)
     assert (swa.cached_pages, swa.locked_pages, swa.held_pages) == (8, 2, 1)
-    assert lease_of(d, second.lease).beside == (HeldState("swa", 1, 3),)
+    assert lease_of(d, second.lease).beside == (HeldState("swa", 1, 3, needed_nodes=(2,)),)
     assert 1 + swa.free_pages + swa.held_pages + swa.cached_pages == swa.total_pages
 
 
@@ -138,7 +138,7 @@ def test_a_state_is_held_by_its_lease_and_cached_when_that_has_ended() -> None:
         *("nowhere", "device", "per-request", 60),
     )
     assert (state.held_pages, state.cached_pages, state.locked_pages) == (1, 1, 1)
-    assert lease_of(d, second.lease).beside == (HeldState("state", 1, 2),)
+    assert lease_of(d, second.lease).beside == (HeldState("state", 1, 2, needed_nodes=(2,)),)
 
 
 @pytest.mark.parametrize("spec", [SWA, HISPARSE, RECURRENT], ids=lambda spec: spec.family)

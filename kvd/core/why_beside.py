@@ -1,0 +1,158 @@
+"""Who has a page of a component beside the first, and what lies beside a node or a lease.
+
+What must not live here: pages of the first component, nodes and leases as such (``why``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.beside_rules import needed_nodes
+from kvd.core.owners import describe_holder
+from kvd.core.report import lease_state
+from kvd.core.spec import companion_factor, is_companion
+from kvd.core.states import States
+from kvd.core.windows import Windows
+from kvd.errors import Code, Refusal
+from kvd.types import NULL_PAGE, count, page_ids
+from kvd.wire.admin import Beside
+
+if TYPE_CHECKING:
+    from kvd.core.beside import Keeper
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+    from kvd.core.radix_node import Node as TreeEdge
+    from kvd.types import Pages
+
+
+def first_page(node: Node, component: str, page: int) -> int | None:
+    """The page of the first component that a page of ``component`` belongs to.
+
+    That is the page itself for the first one (also where none is named), and follows from the
+    lockstep for a companion; None where the component has page ids of its own.
+    """
+    spec = node.settings.spec
+    if component in {"", spec.components[0].name}:
+        return page
+    for one in spec.components:
+        if one.name == component and is_companion(spec, one):
+            return page // companion_factor(spec, one)
+    return None
+
+
+def page_beside(node: Node, component: str, page: int) -> list[str] | Refusal:
+    """Who has this page of a component with page ids of its own."""
+    keeper = node.leases.beside.named(component)
+    if keeper is None:
+        names = ", ".join(one.name for one in node.settings.spec.components)
+        return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
+    total, what = keeper.pool.total_pages, f"page {page} of {component}"
+    if not NULL_PAGE <= page < total:
+        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{total - 1}")
+    if page == NULL_PAGE:
+        return [f"{what} is the null page: never handed out, never freed; in a row it means none"]
+    for lease in node.leases.leases.values():
+        if _has(keeper.own(lease), page):
+            verb = "in quarantine under" if lease.quarantine else "held by"
+            waits_for = lease_state(node, lease).waiting_for
+            return [
+                f"{what} is {verb} {describe_holder(node, lease)}",
+                _in_lease(keeper, lease, page),
+                *([f"waits for {waits_for}"] if waits_for else []),
+            ]
+    for edge in keeper.nodes:
+        pages = keeper.pages_at(edge)
+        if _has(pages, page):
+            return [f"{what} is cached {_at(keeper, edge, page)}", *_needing(node, keeper, edge)]
+    return [f"{what} is free"]
+
+
+def _has(pages: Pages, page: int) -> bool:
+    return page in np.frombuffer(pages, dtype="<i4")
+
+
+def _in_lease(keeper: Keeper, lease: Lease, page: int) -> str:
+    """Where in the lease it is, and what keeps it there."""
+    size = keeper.component.page_size
+    match keeper:
+        case _ if lease.quarantine is not None:
+            return f"because {lease.quarantine.why}"
+        case Windows() if _has(keeper.row(lease), page):
+            at = page_ids(keeper.row(lease)).index(page)
+            return f"it is the window of tokens {at * size} to {(at + 1) * size}"
+        case Windows():
+            return "it is spare: the lease maps it further on when it slides"
+        case States():
+            return "it is the state that the lease writes"
+        case _:
+            slot = page_ids(keeper.own(lease)).index(page)
+            return f"it is slot {slot} of its {count(keeper.own(lease))}"
+
+
+def _at(keeper: Keeper, edge: TreeEdge, page: int) -> str:
+    """Where in the tree it is: a window stands for tokens, a snapshot for all before a token."""
+    if isinstance(keeper, States):
+        return f"at node {edge.id}: the state behind its last token, {edge.end_tokens}"
+    size = keeper.component.page_size
+    start = edge.end_tokens - count(edge.edge) + page_ids(keeper.pages_at(edge)).index(page) * size
+    return f"beside node {edge.id}: the window of tokens {start} to {start + size}"
+
+
+def _needing(node: Node, keeper: Keeper, edge: TreeEdge) -> list[str]:
+    """The leases that need what lies at this node."""
+    found = [
+        f"needed by {describe_holder(node, lease)}"
+        for lease in node.leases.leases.values()
+        if edge in needed_nodes(keeper, lease)
+    ]
+    return found or ["needed by nobody: it can be evicted"]
+
+
+# ---- nodes and leases ----------------------------------------------------------------------------
+
+
+def beside(node: Node, edge: TreeEdge) -> tuple[Beside, ...]:
+    """What lies beside a node, of each component that can; a window that is gone has no pages."""
+    return tuple(
+        Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
+        for keeper in node.leases.beside.each
+        if isinstance(keeper, Windows) or edge in keeper.nodes
+    )
+
+
+def said_of_node(node: Node, edge: TreeEdge) -> list[str]:
+    """The same in words, with the leases that need it."""
+    said = []
+    for keeper in node.leases.beside.each:
+        name = keeper.component.name
+        if edge in keeper.nodes:
+            n_pages = count(keeper.pages_at(edge))
+            what = "a snapshot" if isinstance(keeper, States) else f"{n_pages} pages"
+            said += [f"{name}: {what}, {one}" for one in _needing(node, keeper, edge)]
+        elif isinstance(keeper, Windows):
+            said.append(f"{name}: a tombstone, its tokens are cached and their window is gone")
+    return said
+
+
+def said_of_lease(node: Node, lease: Lease) -> list[str]:
+    """Where in its row a lease has pages, and what of the tree it needs."""
+    said = []
+    for keeper in node.leases.beside.each:
+        name, size = keeper.component.name, keeper.component.page_size
+        needed = [edge.id for edge in needed_nodes(keeper, lease)]
+        if isinstance(keeper, Windows) and lease.id in keeper.leases:
+            held = keeper.held[lease.id]
+            said.append(
+                f"{name}: mapped at tokens {held.floor * size} to {held.top * size}, its own from "
+                f"token {held.start * size} on, {count(held.spare)} pages spare"
+            )
+        if needed:
+            nodes = f"node {needed[0]}" if len(needed) == 1 else f"nodes {_listed(needed)}"
+            said.append(f"{name}: needs what lies at {nodes}")
+    return said
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
