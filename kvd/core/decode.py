@@ -24,8 +24,10 @@ from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
 from kvd.core.parts import DecodePart, is_last_of_room
 from kvd.core.prompt import prompt_digest
+from kvd.core.receive_askers import PreloadAsker, ReceiveAsker
 from kvd.core.settling import Settling
 from kvd.core.tables import Decode, DecodeTrigger
+from kvd.core.tiers import DEVICE
 from kvd.core.verdict import bounded, took_too_long, writer_restarted, writer_silent
 from kvd.core.verify import Finding, Verifying
 from kvd.errors import Code, Refusal
@@ -35,6 +37,7 @@ from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress, Settled, With
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
+    from kvd.core.fetch import Fetcher
     from kvd.core.inputs import Verified
     from kvd.core.lease_table import LeaseTable
     from kvd.core.peer import Peer, Peers
@@ -56,31 +59,10 @@ UNANSWERED = {D.OFFERED, D.RECEIVING, D.DRAINING}
 """What we said last is repeated: a lost Settled must not leave only the deadline to end it."""
 
 
-class ReceiveAsker:
-    """A part in the queue: it waits for memory, and for its peer."""
-
-    __slots__ = ("_call", "_decoder", "_part")
-
-    def __init__(self, decoder: Decoder, part: DecodePart, call: int) -> None:
-        self._decoder = decoder
-        self._part = part
-        self._call = call
-
-    def admitted(self, lease: Lease) -> None:
-        """QUEUED -> OFFERED."""
-        self._decoder.admitted(self._part, lease, self._call)
-
-    def refused(self, refusal: Refusal) -> None:
-        """QUEUED -> CLOSED."""
-        self._decoder.not_admitted(self._part, refusal, self._call)
-
-    def blocked(self) -> str | None:
-        """Its peer, unless an Offer can go out."""
-        return self._decoder.peers.not_ready(self._part.peer)
-
-
 class Decoder:
-    """The live parts of this node's decode side."""
+    """The live parts of this node's decode side. The node sets ``fetcher``, which needs it too."""
+
+    fetcher: Fetcher
 
     def __init__(
         self,
@@ -114,6 +96,7 @@ class Decoder:
     def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from a known peer: queue for room."""
         part = self._new_part(session, message, count(tokens))
+        part.is_preloaded = message.tier == DEVICE
         fresh = self._leases.beside.fresh_tokens(part.prompt_tokens, cached=message.cache)
         claim = Claim(
             session,
@@ -307,6 +290,17 @@ class Decoder:
         if isinstance(found, Refusal):
             self._reject(part, found)
         elif found is Finding.GOOD and part.lease is not None:
+            if part.is_preloaded and part.ended is None:
+                asker = PreloadAsker(self, part)
+                self.fetcher.preload(part.lease, part.prompt_tokens, asker)
+            else:
+                self._commit(part, part.lease)
+
+    def preloaded(self, part: DecodePart, refusal: Refusal | None) -> None:
+        """The prompt is in the device buffer too, or cannot be; its bytes are good all the same."""
+        if refusal is not None and part.ended is None:
+            self._fail(part, refusal)
+        if part.lease is not None:
             self._commit(part, part.lease)
 
     def _commit(self, part: DecodePart, lease: Lease) -> None:

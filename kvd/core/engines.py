@@ -14,6 +14,7 @@ from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
+from kvd.core.tiers import bad_tier
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
 from kvd.wire import client
@@ -240,7 +241,6 @@ class Engines:
         return refusal
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
-        settings = self._node.settings
         if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:
             return self._wrong(
                 f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
@@ -252,14 +252,9 @@ class Engines:
                 f"receive from {len(message.source)} sources: only one works today",
                 side=self._name,
             )
-        if message.tier is not None:
-            return Refusal(
-                Code.NOT_SUPPORTED,
-                f"tier={message.tier!r} needs the hisparse family, this pool is "
-                f"{settings.spec.family}",
-                side=self._name,
-            )
-        return self._bad_source(message.source[0], count(tokens))
+        n_tokens = count(tokens)
+        refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
+        return refusal or self._bad_source(message.source[0], n_tokens)
 
     def _bad_source(self, source: str, n_tokens: int) -> Refusal | None:
         """Why this prompt cannot come from there."""

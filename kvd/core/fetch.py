@@ -202,9 +202,10 @@ class Fetcher:
             {"page": int(wrong[0]), "pages": n_pages},
         )
 
-    def preload(self, lease: Lease, n_pages: int, asker: PagesAsker) -> None:
-        """Have the first pages in the buffer, in the order of its slots, which are all free."""
-        self._take_turn(lease, Fetch(asker, list(range(n_pages)), []))
+    def preload(self, lease: Lease, n_tokens: int, asker: PagesAsker) -> None:
+        """All of a prompt that has just arrived, and fits: page ``n`` goes to slot ``n``."""
+        lease.written_tokens = n_tokens
+        self._take_turn(lease, Fetch(asker, list(range(self._table.pages_for(n_tokens))), []))
 
     def retract(self, session: int, message: client.RetractLease, tokens: Tokens) -> Refusal | None:
         """As ``Retractor.retract``, once no copy reads or writes pages of the lease."""

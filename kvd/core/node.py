@@ -75,7 +75,7 @@ class Node:
         self.sessions = Sessions(self)
         self.copies = Copies(self.out)
         self.retractor = Retractor(self)
-        self.fetcher = Fetcher(self)
+        self.fetcher = self.decoder.fetcher = Fetcher(self)
         self.engines = Engines(self)
         self.operators = Operators(self)
         self.audit = Audit(self)

@@ -36,6 +36,7 @@ class DecodePart:
         "handoff",
         "id",
         "incarnation",
+        "is_preloaded",
         "lease",
         "moved_bytes",
         "peer",
@@ -77,6 +78,8 @@ class DecodePart:
         """One per grant; none where nothing is summed."""
         self.sums: dict[int, bytes] = {}
         """What the writer says of the pages of each grant, while they are verified."""
+        self.is_preloaded = False
+        """Whether its pages are to be in the device buffer too when the engine hears of it."""
         self.lease: Lease | None = None
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""

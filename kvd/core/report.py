@@ -160,6 +160,8 @@ _PREFILL_WAITS = {
 def _decode_wait(node: Node, part: DecodePart) -> str:
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
+    if part.state is Decode.VERIFYING and not part.sums:
+        return "its pages to be copied to the device buffer"
     if part.state is Decode.VERIFYING:
         return f"its pages to be verified ({sum(map(len, part.sums.values())) // SUM_BYTES} pages)"
     return _DECODE_WAITS.get(part.state.value, "")

@@ -159,12 +159,17 @@ def receive_faults(node: Node, part: DecodePart, cross: Cross) -> Iterator[Fault
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
-    if part.state is Decode.VERIFYING and not part.sums:
+    if part.state is Decode.VERIFYING and not part.sums and not _is_preloading(node, part):
         yield _receive_fault(
             "I9", "verify", part, "waits for a look at its pages that nobody takes"
         )
     if part.prefix_tokens % node.leases.page_size:
         yield _receive_fault("I4", "prefix", part, f"begins at token {part.prefix_tokens}")
+
+
+def _is_preloading(node: Node, part: DecodePart) -> bool:
+    """Whether it waits for its device buffer, after it was verified."""
+    return part.lease is not None and part.lease.id in node.fetcher.turns
 
 
 def _unqueued(part: DecodePart, cross: Cross) -> str:

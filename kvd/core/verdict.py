@@ -56,10 +56,11 @@ def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
 def took_too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
     """The receive passed its deadline: what it waited for."""
     waited_s = now_s - part.since_s
+    doing = "verifying them" if part.sums else "copying them to the device buffer"
     what = {
         Decode.OFFERED: "the prefill side never accepted the offer: has its engine called send() "
         "for this room?",
-        Decode.VERIFYING: "every byte had landed, and our transfer process is verifying them",
+        Decode.VERIFYING: f"every byte had landed, and our transfer process is {doing}",
     }.get(part.state, f"{part.moved_bytes} bytes had landed")
     return Refusal(
         Code.DEADLINE,

@@ -73,8 +73,10 @@ class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``.
 
-    ``tier``: where the prompt's pages shall lie, where the pool has a choice. ``step_tokens``: as
-    in ``OpenLease``, for the tokens after the prompt.
+    ``tier``: where the prompt's pages shall lie, in a pool with KV in host memory and a device
+    buffer: ``device`` has page ``n`` of the prompt in page ``n`` of the buffer row too when
+    ``Received`` comes; ``host``, or nothing said, in host memory alone. ``step_tokens``: as in
+    ``OpenLease``, for the tokens after the prompt.
     """
 
     call: Call

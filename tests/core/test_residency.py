@@ -147,6 +147,15 @@ def test_pages_ahead_do_not_take_the_slots_of_each_other() -> None:
     assert dict(made.slots) == {2: 1, 3: 0}
 
 
+def test_a_page_ahead_that_is_there_counts_as_used() -> None:
+    made = filled(3, 1, 2, 3)
+    made.want_ahead([1], WHOLE, [])
+
+    made.want([4], WHOLE)
+
+    assert dict(made.slots) == {3: 2, 1: 0, 4: 1}
+
+
 def test_an_unfinished_page_is_not_copied_ahead() -> None:
     made = Residency(4)
 
