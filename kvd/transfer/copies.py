@@ -19,7 +19,7 @@ import ctypes
 import os
 import threading
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -68,6 +68,17 @@ class Area:
             rows = strips(self.note) if by_tensor else self.note.rows
             views = self._known[split, by_tensor] = [self._cut(row, split) for row in rows]
         return views
+
+    def gather(self, ids: NDArray[np.int32], split: int, into: Bytes) -> None:
+        """Bring pieces together: the bytes of ``ids[i]`` become row ``i`` of ``into``."""
+        arrays = self.pieces(split, by_tensor=True)
+        bounds = list(pairwise(accumulate((array.shape[2] for array in arrays), initial=0)))
+        whole, parts = np.divmod(ids, split)
+        cuts = np.flatnonzero((np.diff(ids) != 1) | (np.diff(whole) != 0)) + 1
+        for first, last in pairwise([0, *cuts.tolist(), ids.size]):
+            page, part = int(whole[first]), int(parts[first])
+            for array, (start, end) in zip(arrays, bounds, strict=True):
+                into[first:last, start:end] = array[page, part : part + last - first]
 
     def _cut(self, row: Row, split: int) -> Bytes:
         size = row.piece_bytes // split

@@ -18,7 +18,6 @@ Invariant: a slot is in one place: free, or with one handle until that is done o
 from __future__ import annotations
 
 import ctypes
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -61,10 +60,7 @@ class Packing:
     def __init__(self, pages: Pages, area: Area, split: int, page_bytes: int) -> None:
         """``page_bytes`` are the peer's."""
         self._ids = np.frombuffer(pages, "<i4")
-        self._arrays = area.pieces(split, by_tensor=True)
-        self._bounds = list(
-            pairwise(accumulate((array.shape[2] for array in self._arrays), initial=0))
-        )
+        self._area = area
         self._split = split
         self._page_bytes = page_bytes
         self.handle_pages = SLOT_BYTES // page_bytes
@@ -73,13 +69,8 @@ class Packing:
         """Pack the pages of this handle, one after the other, from the start of ``memory``."""
         low = handle * self.handle_pages
         ids = self._ids[low : low + self.handle_pages]
-        whole, parts = np.divmod(ids, self._split)
-        cuts = np.flatnonzero((np.diff(ids) != 1) | (np.diff(whole) != 0)) + 1
-        packed = memory[: ids.size * self._page_bytes].reshape(ids.size, self._page_bytes)
-        for first, last in pairwise([0, *cuts.tolist(), ids.size]):
-            page, part = int(whole[first]), int(parts[first])
-            for array, (start, end) in zip(self._arrays, self._bounds, strict=True):
-                packed[first:last, start:end] = array[page, part : part + last - first]
+        shape = (ids.size, self._page_bytes)
+        self._area.gather(ids, self._split, memory[: ids.size * self._page_bytes].reshape(shape))
 
 
 def is_worth_packing(ours: RegionNote, theirs: RegionNote, split: int) -> bool:

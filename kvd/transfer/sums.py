@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.core.seal import Seal
-    from kvd.transfer.copies import Area, Bytes
+    from kvd.transfer.copies import Area
     from kvd.transfer.orders import Post, Report, Verify
     from kvd.types import Pages
 
@@ -52,15 +52,13 @@ SWITCH_S: Final = 0.0005
 class Job:
     """The sums of the chosen pages of one post, or of one delta that has arrived."""
 
-    def __init__(
-        self, ticket: int, pieces: list[Bytes], seal: Seal, pages: Pages, first_page: int
-    ) -> None:
-        """``pages`` are those of ``pieces`` (see ``Area.pieces``), ``first_page`` first."""
+    split = 1
+
+    def __init__(self, ticket: int, area: Area, seal: Seal, pages: Pages, first_page: int) -> None:
+        """``pages`` are of ``area``, ``first_page`` first."""
         ids = np.frombuffer(pages, "<i4")
         self.ticket = ticket
-        self._pieces = pieces
-        self._split = pieces[0].shape[1]
-        self.page_bytes = sum(array.shape[2] for array in pieces)
+        self.area = area
         self.seal = seal
         self.logical = chosen(seal, first_page, first_page + ids.size)
         self.ids = ids[self.logical - first_page]
@@ -71,11 +69,20 @@ class Job:
 
     def sum_slice(self, low: int, high: int) -> None:
         """Sum the chosen pages ``[low, high)``."""
-        arrays, seal, sums = self._pieces, self.seal, self.sums
-        whole, parts = np.divmod(self.ids[low:high], self._split)
-        places = zip(whole.tolist(), parts.tolist(), self.logical[low:high].tolist(), strict=True)
-        for at, (page, part, logical) in enumerate(places, low):
-            sums[at] = page_sum(seal, logical, (array[page, part] for array in arrays))
+        pages, seal, sums = self.ids[low:high], self.seal, self.sums
+        arrays = self.area.pieces()
+        if self.split > 1:
+            arrays = [np.empty((pages.size, 1, self.page_bytes), np.uint8)]
+            self.area.gather(pages, self.split, arrays[0][:, 0])
+            pages = np.arange(pages.size)
+        pairs = zip(pages.tolist(), self.logical[low:high].tolist(), strict=True)
+        for at, (page, logical) in enumerate(pairs, low):
+            sums[at] = page_sum(seal, logical, (array[page, 0] for array in arrays))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of what is summed as one page."""
+        return self.area.note.page_bytes // self.split
 
     def packed(self) -> bytes:
         """The sums as they travel."""
@@ -83,7 +90,10 @@ class Job:
 
 
 class PostJob(Job):
-    """Of a post; its ``Posted`` waits here for the sums, or the sums for it."""
+    """Of a post; its ``Posted`` waits here for the sums, or the sums for it.
+
+    Where our pages are cut, ``ids`` are pieces.
+    """
 
     posted: Posted | None = None
 
@@ -101,8 +111,8 @@ def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
         return None
     if strays(order.source, area.note, order.split).size:
         return None
-    pieces = area.pieces(order.split, by_tensor=order.split > 1)
-    job = PostJob(order.post, pieces, order.seal, order.source, order.first_page)
+    job = PostJob(order.post, area, order.seal, order.source, order.first_page)
+    job.split = order.split
     return job if job.left else None
 
 
@@ -116,7 +126,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
         why = f"the pages are not those of tokens {seal.first} to {seal.end} in {order.region!r}"
     if why or area is None:
         return Verified(order.ticket, (), why)
-    job = VerifyJob(order.ticket, area.pieces(), seal, order.pages, seal.first)
+    job = VerifyJob(order.ticket, area, seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
         return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
