@@ -231,7 +231,7 @@ def node_faults(keeper: Keeper, edge: TreeNode, needed: Counter[TreeNode]) -> It
 def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
     for keeper in node.leases.beside.each:
-        for check, what in _broken(keeper, lease):
+        for check, what in _broken(node, keeper, lease):
             rule = "I9" if check == "beside-record" else "I4"
             at = lease.anchor.id if lease.anchor is not None else 0
             about = f"{keeper.component.name} of lease {lease.id} {what}"
@@ -240,7 +240,7 @@ def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
             )
 
 
-def _broken(keeper: Keeper, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken(node: Node, keeper: Keeper, lease: Lease) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
     if is_noted == (lease.standing in AWAY):
         what = f"is noted, and it is {lease.standing.value}" if is_noted else "is not noted"
@@ -252,7 +252,7 @@ def _broken(keeper: Keeper, lease: Lease) -> Iterator[tuple[str, str]]:
             case States():
                 yield from _broken_state(keeper, lease, keeper.held[lease.id])
             case Buffers():
-                yield from _broken_buffer(keeper, lease)
+                yield from _broken_buffer(node, keeper, lease)
             case _:
                 pass
 
@@ -292,8 +292,21 @@ def _broken_state(keeper: States, lease: Lease, held: Held) -> Iterator[tuple[st
         yield "beside-row", f"goes on from {held.source.describe()}, where it has no snapshot"
 
 
-def _broken_buffer(keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
-    """Never more pages than are configured."""
+def _broken_buffer(node: Node, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
+    """Never more pages than are configured; a slot for each, and copies only into taken ones."""
     has = count(keeper.own(lease))
     if has > keeper.most_pages:
         yield "buffer", f"has {has} pages, at most {keeper.most_pages} are any lease's"
+    resident = keeper.resident.get(lease.id)
+    if resident is None:
+        if has:
+            yield "buffer", f"has {has} pages, and no slot for any"
+        return
+    if resident.n_slots != has:
+        yield "buffer", f"has {has} pages, and {resident.n_slots} slots"
+    if what := resident.broken():
+        yield "slots", what
+    for ticket in resident.tickets:
+        copy = node.fetcher.copies.get(ticket)
+        if copy is None or copy.lease is not lease:
+            yield "filling", f"waits for copy {ticket}, which is not under way"

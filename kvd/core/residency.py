@@ -149,5 +149,22 @@ class Residency:
             del self._copying[page]
         self._drop(pages)
 
+    # ---- audit -------------------------------------------------------------------------------
+
+    @property
+    def tickets(self) -> set[int]:
+        """Of the copies that are said to be under way."""
+        return set(self._copying.values())
+
+    def broken(self) -> str:
+        """Which of the invariants does not hold; empty where all of them do."""
+        if sorted([*self.slots.values(), *self._free]) != list(range(self.n_slots)):
+            return (
+                f"has {len(self.slots)} slots taken and {len(self._free)} free, of {self.n_slots}"
+            )
+        if not (self._copying.keys() | self._unfinished) <= self.slots.keys():
+            return "copies pages that have no slot"
+        return ""
+
     def _under(self, ticket: int) -> list[int]:
         return [page for page, one in self._copying.items() if one == ticket]

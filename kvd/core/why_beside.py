@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core.beside_rules import needed_nodes
+from kvd.core.buffers import Buffers
 from kvd.core.owners import describe_holder
 from kvd.core.report import lease_state
 from kvd.core.spec import companion_factor, is_companion
@@ -86,9 +87,20 @@ def _in_lease(keeper: Keeper, lease: Lease, page: int) -> str:
             return "it is spare: the lease maps it further on when it slides"
         case States():
             return "it is the state that the lease writes"
+        case Buffers():
+            return _in_slot(keeper, lease, page_ids(keeper.own(lease)).index(page))
         case _:
-            slot = page_ids(keeper.own(lease)).index(page)
-            return f"it is slot {slot} of its {count(keeper.own(lease))}"
+            return ""
+
+
+def _in_slot(keeper: Buffers, lease: Lease, slot: int) -> str:
+    """Which page of the lease is copied there."""
+    size = keeper.component.page_size
+    where = f"it is slot {slot} of its {count(keeper.own(lease))}"
+    for logical, taken in keeper.resident[lease.id].slots.items():
+        if taken == slot:
+            return f"{where}, for tokens {logical * size} to {(logical + 1) * size}"
+    return f"{where}, and free"
 
 
 def _at(keeper: Keeper, edge: TreeEdge, page: int) -> str:

@@ -199,7 +199,34 @@ def buffer_of_a_gone_lease(node: Node) -> str:
 def buffer_too_large(node: Node) -> str:
     lease, keeper = leases(node)[0], buffers(node)
     keeper.held[lease.id] = Pages(keeper.held[lease.id] + keeper.pool.take(1))
+    keeper.resident[lease.id].grow(5)
     return f"buffer of lease {lease.id} has 5 pages, at most 4 are any lease's"
+
+
+def slot_in_two_pages(node: Node) -> str:
+    resident = buffers(node).resident[leases(node)[0].id]
+    resident.slots[7] = resident.slots[8] = resident._free.pop()
+    return f"buffer of lease {leases(node)[0].id} has 2 slots taken and 3 free, of 4"
+
+
+def slot_lost(node: Node) -> str:
+    lease = leases(node)[0]
+    buffers(node).resident[lease.id].n_slots -= 1
+    return f"buffer of lease {lease.id} has 4 pages, and 3 slots"
+
+
+def page_without_slot_copied(node: Node) -> str:
+    lease = leases(node)[0]
+    buffers(node).resident[lease.id]._copying[3] = 99
+    return f"buffer of lease {lease.id} copies pages that have no slot"
+
+
+def copy_that_never_ends(node: Node) -> str:
+    lease = leases(node)[0]
+    resident = buffers(node).resident[lease.id]
+    resident.slots[3] = resident._free.pop()
+    resident.copying([3], ticket=99)
+    return f"buffer of lease {lease.id} waits for copy 99, which is not under way"
 
 
 def companion_out_of_step(node: Node) -> str:
@@ -231,6 +258,10 @@ BESIDE_BREAKAGES = {
         Breakage("", state_lost, "state"),
         Breakage("", buffer_of_a_gone_lease, "beside-record"),
         Breakage("", buffer_too_large, "buffer"),
+        Breakage("", slot_in_two_pages, "slots"),
+        Breakage("", slot_lost, "buffer"),
+        Breakage("", page_without_slot_copied, "slots"),
+        Breakage("", copy_that_never_ends, "filling"),
         Breakage("", companion_out_of_step, "lockstep"),
     )
 }

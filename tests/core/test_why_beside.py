@@ -96,14 +96,16 @@ def test_states_and_snapshots_name_who_writes_them_and_who_goes_on_from_them(eng
     ]
 
 
-def test_a_buffer_page_names_its_lease_and_slot(engine):
+def test_a_buffer_page_names_its_lease_its_slot_and_what_is_copied_there(engine):
     _, lease = leases(engine.node)
-    page = page_ids(buffers(engine.node).own(lease))[2]
+    taken, free = page_ids(buffers(engine.node).own(lease))[:2]
+    buffers(engine.node).resident[lease.id].want([5], whole_pages=7)
 
-    assert why(engine, "page", page, "buffer") == [
-        f"page {page} of buffer is held by {LEASE_4}",
-        "it is slot 2 of its 4",
+    assert why(engine, "page", taken, "buffer") == [
+        f"page {taken} of buffer is held by {LEASE_4}",
+        "it is slot 0 of its 4, for tokens 80 to 96",
     ]
+    assert why(engine, "page", free, "buffer")[1] == "it is slot 1 of its 4, and free"
 
 
 def test_a_companion_page_goes_with_a_page_of_the_first_component(engine):
