@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.lease import Claim, Lease
+    from kvd.core.lease import Claim, Lease, Rows
     from kvd.core.pages import PagePool
     from kvd.core.radix_node import Node
     from kvd.core.spec import Component
@@ -114,6 +114,12 @@ class Keeper(Protocol):
 
     def own(self, lease: Lease) -> Pages:
         """The pages that are this lease's own."""
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """The rows that the sequence needs to go on behind ``n_tokens``; or why they are not there.
+
+        These are what is saved of a lease that is retracted, and what it must have back.
+        """
 
     # ---- and one that ends ----
 

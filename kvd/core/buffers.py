@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.lease import FETCH
+from kvd.core.lease import FETCH, Rows
 from kvd.core.pages import PagePool
 from kvd.core.residency import Residency
 from kvd.core.spec import Buffer
@@ -162,6 +162,10 @@ class Buffers:
     def own(self, lease: Lease) -> Pages:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """None: all of it is in the first component too."""
+        return Rows(0, NO_PAGES)
 
     def end(self, lease: Lease) -> None:
         """They hold copies: all are free."""

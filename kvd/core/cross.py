@@ -59,7 +59,7 @@ class Cross:
     def copies(self) -> Counter[int]:
         """By lease id, the copies to the saved area and back that are under way or still to be."""
         retractor = self._node.retractor
-        waiting = [*retractor.copies.values(), *retractor.uncopied.values()]
+        waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
         return Counter([lease.id for lease in waiting])
 
     @cached_property

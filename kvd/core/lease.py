@@ -106,14 +106,33 @@ class Quarantine(msgspec.Struct, frozen=True):
     why: str
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """The bytes of a lease outside the pool: ``slots[i]`` of the saved area is page i of its row.
+class Rows(msgspec.Struct, frozen=True):
+    """Pages of one component from row index ``first`` on."""
 
-    ``tokens`` are those whose KV is there.
+    first: int
+    pages: Pages
+
+
+class SavedPart(msgspec.Struct, frozen=True):
+    """One component of what is saved: ``slots[i]`` of the area is row index ``first + i`` of it."""
+
+    component: str
+    first: int
+    slots: Pages
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The bytes of a lease outside the pool; ``tokens`` are those whose KV is there.
+
+    ``fresh_tokens``: from this token on something beside the first component is saved. The amounts
+    count all components, those in lockstep with another too.
     """
 
     tokens: Tokens
-    slots: Pages
+    parts: tuple[SavedPart, ...]
+    fresh_tokens: int
+    n_pages: int
+    n_bytes: int
 
 
 class Lease:
@@ -142,6 +161,7 @@ class Lease:
         "session",
         "since_s",
         "standing",
+        "step_tokens",
         "tokens",
         "written_tokens",
     )
@@ -154,6 +174,7 @@ class Lease:
         self.namespace = claim.namespace
         self.priority = claim.priority
         self.cache = claim.cache
+        self.step_tokens = claim.step_tokens
         self.tokens = claim.tokens
         self.room_tokens = claim.room_tokens
         self.anchor: Node | None = anchor
@@ -189,8 +210,18 @@ class Lease:
 
     @property
     def saved_pages(self) -> int:
-        """Pages of the saved area that it has."""
-        return len(self.saved.slots) // ID_BYTES if self.saved is not None else 0
+        """Pages of the saved area that it has, of all components."""
+        return self.saved.n_pages if self.saved is not None else 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """What they hold."""
+        return self.saved.n_bytes if self.saved is not None else 0
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether its own pages do not hold yet what they stand for: it is still to be restored."""
+        return self.standing is Standing.RESUMING or self.standing is Standing.RESTORING
 
     @property
     def held_pages(self) -> int:

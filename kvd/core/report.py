@@ -124,7 +124,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         quarantined_s=quarantined_s,
         because=because,
         saved_pages=lease.saved_pages,
-        saved_bytes=lease.saved_pages * node.leases.page_bytes,
+        saved_bytes=lease.saved_bytes,
         retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
         row_pages=count(lease.row),
         beside=held_states(node, lease),

@@ -2,11 +2,13 @@
 
 Out: the pages that hold its tokens are copied to the saved area, then its lock and its pages go,
 and what it had cached stays cached like anybody's. Back: it waits in the one admission queue before
-every new request, matches the tree again, and only what the tree no longer has is copied back.
+every new request, matches the tree again, and only what the tree no longer has is copied back; what
+lies beside the first component, a window or a state, is copied back whole.
 
 The lease keeps its number throughout; its standing is ``standing.STANDINGS``, and pages move in
-``saved`` and ``lease_table``. A copy is a ticket of the transfer process: it is over by its report
-or by the end of the process, and until then neither side's pages are anybody else's.
+``saved`` and ``lease_table``. There is a copy, a ticket of the transfer process, for each component
+with bytes. It is over by its report or by the end of the process. A lease goes on when all of its
+copies are over, and until then neither side's pages are anybody else's.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.admission import Waiter
+from kvd.core.copying import LeaseCopies
 from kvd.core.holding import arriving, lease_of, running_lease_of
-from kvd.core.lease import ENGINE, RESTORE, Claim, Lease
+from kvd.core.lease import ENGINE, RESTORE, Claim, Lease, Shortage
 from kvd.core.owners import describe_holder
-from kvd.core.spec import saved_region
 from kvd.core.standing import Standing, Turn
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
+from kvd.types import Tokens, count
 from kvd.wire import client, events
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.node import Node
+    from kvd.core.saved import Moved
 
 HOST = "host"
 """Keep the bytes in the saved area."""
@@ -77,8 +80,7 @@ class Retractor:
     """Leases on their way out of the pool and back."""
 
     def __init__(self, node: Node) -> None:
-        self.copies: dict[int, Lease] = {}
-        """By ticket: under way in the transfer process."""
+        self.copies = LeaseCopies(node.settings.spec, node.copies)
         self.uncopied: dict[int, Lease] = {}
         """By lease id: to be restored as soon as a transfer process serves."""
         self.retracted = self.resumed = 0
@@ -87,7 +89,6 @@ class Retractor:
         self._node = node
         self._out = node.out
         self._name = node.settings.name
-        self._component = node.settings.spec.components[0]
 
     # ---- out ---------------------------------------------------------------------------------
 
@@ -111,13 +112,13 @@ class Retractor:
             table.saved.leave(lease, tokens)
             self._told_retracted(lease, caller, freed_pages)
             return None
-        shortage = table.saved.begin_save(lease, tokens)
-        if shortage is not None:
-            return self._no_room(lease, shortage.needed_pages)
+        found = table.saved.begin_save(lease, tokens)
+        if isinstance(found, Shortage):
+            return self._no_room(lease, found)
+        if found is not None:
+            return found
         self._callers[lease.id] = caller
-        used = Pages(lease.row[: lease.saved_pages * ID_BYTES])
-        slots = lease.saved.slots if lease.saved is not None else NO_PAGES
-        self._order(lease, self._component.name, used, saved_region(self._component), slots)
+        self.copies.save(self, lease, table.saved.to_save(lease))
         return None
 
     def _unfit(self, lease: Lease, message: client.RetractLease, tokens: Tokens) -> Refusal | None:
@@ -145,9 +146,9 @@ class Retractor:
             )
         return None
 
-    def _no_room(self, lease: Lease, needed_pages: int) -> Refusal:
+    def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
         node = self._node
-        area = node.leases.saved.pool
+        area = node.leases.saved.pools[shortage.budget]
         holding = [one for one in node.leases.leases.values() if one.saved_pages]
         holding.sort(key=lambda one: -one.saved_pages)
         who = "; ".join(
@@ -156,11 +157,12 @@ class Retractor:
         )
         return Refusal(
             Code.NO_ROOM,
-            f"saving lease {lease.id} takes {needed_pages} pages of {area.name}, {area.free_pages} "
-            f"of {area.total_pages - 1} are free{f'; most are held by {who}' if who else ''}: "
+            f"saving lease {lease.id} takes {shortage.needed_pages} pages of {area.name}, "
+            f"{area.free_pages} of {area.total_pages - 1} are free"
+            f"{f'; most are held by {who}' if who else ''}: "
             "resume or release one, retract with keep='nothing', or raise pool.saved_size",
             side=self._name,
-            numbers={"needed_pages": needed_pages, "free_pages": area.free_pages},
+            numbers={"needed_pages": shortage.needed_pages, "free_pages": area.free_pages},
         )
 
     # ---- and back ----------------------------------------------------------------------------
@@ -190,6 +192,8 @@ class Retractor:
             resumes=lease.id,
             # What such a lease computed beyond its prefix is its own, whatever others cached.
             match_tokens=None if lease.cache else lease.prefix_tokens,
+            fresh_tokens=self._fresh_tokens(lease),
+            step_tokens=lease.step_tokens,
         )
         caller = Caller(session, message.call, self._out.at_s)
         wait_s = min(node.settings.max_deadline_s, message.deadline_s)
@@ -205,39 +209,41 @@ class Retractor:
 
     def admitted(self, lease: Lease) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
-        table = self._node.leases
+        area = self._node.leases.saved
         caller = self._callers[lease.id]
         caller.waiter = None
-        source, _ = self._to_restore(lease)
-        if source:
-            table.saved.begin_restore(lease)
-            self._restore(lease)
+        moved = area.to_restore(lease)
+        if isinstance(moved, Refusal):
+            area.give_up(lease)
+            self._answer_failed(lease, moved)
             return
-        spared_pages = lease.saved_pages
+        if moved:
+            area.begin_restore(lease)
+            self._restore(lease, moved)
+            return
+        spared_bytes = lease.saved_bytes
         kv_tokens = self._kv_tokens(lease)
-        table.saved.complete(lease)
+        area.complete(lease)
         del self._callers[lease.id]
-        self._told_resumed(lease, caller, kv_tokens, 0, spared_pages)
+        self._told_resumed(lease, caller, kv_tokens, 0, spared_bytes)
 
     def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
         self._node.leases.saved.turn(lease, Turn.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
-    def _restore(self, lease: Lease) -> None:
-        """Order the copy now, or as soon as a transfer process serves."""
-        source, destination = self._to_restore(lease)
+    def _restore(self, lease: Lease, moved: list[Moved]) -> None:
+        """Order the copies now, or as soon as a transfer process serves."""
         if not self._node.peers.generation:
             self.uncopied[lease.id] = lease
             return
-        self._order(lease, saved_region(self._component), source, self._component.name, destination)
+        self.copies.restore(self, lease, moved)
 
-    def _to_restore(self, lease: Lease) -> tuple[Pages, Pages]:
-        """Saved pages beyond the match, and the row's pages for them."""
-        if lease.saved is None:
-            return NO_PAGES, NO_PAGES
-        first, last = lease.owned * ID_BYTES, len(lease.saved.slots)
-        return Pages(lease.saved.slots[first:]), Pages(lease.row[first:last])
+    def _fresh_tokens(self, lease: Lease) -> int | None:
+        """From where on it gets windows and states back; None: it goes on from the tree's."""
+        if lease.saved is None or not self._node.leases.beside.each:
+            return None
+        return lease.saved.fresh_tokens
 
     def _kv_tokens(self, lease: Lease) -> int:
         """Tokens whose KV the lease has once it runs again."""
@@ -247,33 +253,43 @@ class Retractor:
 
     # ---- copies ------------------------------------------------------------------------------
 
-    def _order(
-        self, lease: Lease, source: str, pages: Pages, destination: str, onto: Pages
-    ) -> None:
-        ticket = self._node.copies.order(self, source, pages, destination, onto)
-        self.copies[ticket] = lease
-
     def copied(self, got: Copied) -> None:
         """One copy is done."""
-        lease = self.copies.pop(got.ticket)
-        area = self._node.leases.saved
-        caller = self._callers.pop(lease.id, None)
-        if lease.standing is Standing.SAVING:
-            freed_pages = lease.held_pages
-            area.end_save(lease)
-            if caller is not None:
-                self._told_retracted(lease, caller, freed_pages)
-        else:
-            kv_tokens, spared_pages = self._kv_tokens(lease), lease.owned
-            area.end_restore(lease)
-            if caller is not None:
-                self._told_resumed(lease, caller, kv_tokens, got.n_bytes, spared_pages)
+        self._over(got.ticket, got.n_bytes, "")
 
     def copy_failed(self, got: CopyFailed) -> None:
         """A copy was refused: nothing was written."""
-        lease = self.copies.pop(got.ticket)
+        self._over(got.ticket, 0, got.why)
+
+    def _over(self, ticket: int, n_bytes: int, why: str) -> None:
+        """After the last copy of a lease it goes on, or back."""
+        all_over = self.copies.over(ticket, n_bytes, why)
+        if all_over is None:
+            return
+        if all_over.why:
+            self._refused(all_over.lease, all_over.why)
+        elif all_over.lease.standing is Standing.SAVING:
+            self._saved(all_over.lease)
+        else:
+            self._restored(all_over.lease, all_over.n_bytes)
+
+    def _saved(self, lease: Lease) -> None:
+        caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
+        self._node.leases.saved.end_save(lease)
+        if caller is not None:
+            self._told_retracted(lease, caller, freed_pages)
+
+    def _restored(self, lease: Lease, n_bytes: int) -> None:
+        caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
+        spared_bytes = lease.saved_bytes - n_bytes
+        self._node.leases.saved.end_restore(lease)
+        if caller is not None:
+            self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
+
+    def _refused(self, lease: Lease, why: str) -> None:
+        """One of its copies was refused, so the others are for nothing."""
         refusal = self._refusal(
-            Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {got.why}"
+            Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
         if lease.standing is Standing.SAVING:
             self._node.leases.saved.cut_save(lease)
@@ -283,9 +299,8 @@ class Retractor:
 
     def transfer_gone(self) -> None:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
-        cut, self.copies = self.copies, {}
         area = self._node.leases.saved
-        for lease in cut.values():
+        for lease in self.copies.cut():
             if lease.standing is Standing.SAVING:
                 area.cut_save(lease)
                 self._answer_failed(
@@ -300,13 +315,15 @@ class Retractor:
                 area.turn(lease, Turn.CUT)
                 self.uncopied[lease.id] = lease
             else:
-                area.end_restore(lease)
+                area.undo_restore(lease)
 
     def transfer_ready(self) -> None:
         """The next generation serves: restore what waited for it."""
         waiting, self.uncopied = self.uncopied, {}
         for lease in waiting.values():
-            self._restore(lease)
+            moved = self._node.leases.saved.to_restore(lease)
+            assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
+            self._restore(lease, moved)
 
     # ---- the engine lets go ------------------------------------------------------------------
 
@@ -325,7 +342,7 @@ class Retractor:
     # ---- what is said ------------------------------------------------------------------------
 
     def _told_retracted(self, lease: Lease, caller: Caller, freed_pages: int) -> None:
-        saved_bytes = lease.saved_pages * self._node.leases.page_bytes
+        saved_bytes = lease.saved_bytes
         self.retracted += 1
         out = self._out
         out.emit(
@@ -349,9 +366,8 @@ class Retractor:
         caller: Caller,
         kv_tokens: int,
         restored_bytes: int,
-        spared_pages: int,
+        spared_bytes: int,
     ) -> None:
-        spared_bytes = spared_pages * self._node.leases.page_bytes
         restored_tokens = kv_tokens - lease.prefix_tokens
         self.resumed += 1
         self.restored_bytes += restored_bytes

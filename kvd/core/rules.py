@@ -138,7 +138,7 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
             receive = cross.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
-            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] == 1
+            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
         elif holder == FETCH:
             is_there = cross.reads[lease.id] > 0
         else:

@@ -5,6 +5,7 @@ What must not live here: holders that are gone, like any other's (``rules``).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvd.types import Pages, count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.lease import Lease
+    from kvd.core.lease import Lease, SavedPart
     from kvd.core.node import Node
 
 AWAY = {Standing.RETRACTED, Standing.RESUMING}
@@ -28,29 +29,41 @@ COPYING = {SAVE: Standing.SAVING, RESTORE: Standing.RESTORING}
 
 
 def saved_faults(node: Node) -> list[Fault]:
-    """I1 of the saved area: null + free + saved = total; each page in exactly one."""
-    pool = node.leases.saved.pool
-    leases = node.leases.leases.values()
-    taken = [one.saved.slots for one in leases if one.saved is not None]
-    ids = np.frombuffer(b"".join([pool.free_ids(), *taken]), dtype="<i4")
-    if np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)):
-        return []
-    times = np.bincount(ids[(ids > 0) & (ids < pool.total_pages)], minlength=pool.total_pages)
-    wrong = np.flatnonzero(times[1:] != 1) + 1
-    what = (
-        f"of {pool.total_pages} pages of {pool.name} {pool.free_pages} are free and "
-        f"{ids.size - pool.free_pages} saved; {wrong.size} of them are nowhere or twice"
-    )
-    return [Fault("I1", "saved", what, pages=Pages(wrong.astype("<i4").tobytes()))]
+    """I1 of the saved area: null + free + saved = total, per component; each page in one place."""
+    found = []
+    for component, pool in node.leases.saved.pools.items():
+        parts = [part.slots for part in _parts(node) if part.component == component]
+        ids = np.frombuffer(b"".join([pool.free_ids(), *parts]), dtype="<i4")
+        if np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)):
+            continue
+        times = np.bincount(ids[(ids > 0) & (ids < pool.total_pages)], minlength=pool.total_pages)
+        wrong = np.flatnonzero(times[1:] != 1) + 1
+        what = (
+            f"of {pool.total_pages} pages of {pool.name} {pool.free_pages} are free and "
+            f"{ids.size - pool.free_pages} saved; {wrong.size} of them are nowhere or twice"
+        )
+        found.append(Fault("I1", "saved", what, pages=Pages(wrong.astype("<i4").tobytes())))
+    return found
 
 
 def saved_count_faults(node: Node) -> Iterator[Fault]:
     """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
     area = node.leases.saved
-    saved = sum([lease.saved_pages for lease in node.leases.leases.values()])
-    if saved != area.used_pages:
-        what = f"{area.used_pages} pages of {area.pool.name} are taken, leases have {saved}"
-        yield Fault("I1", "saved-count", what)
+    saved: Counter[str] = Counter()
+    for part in _parts(node):
+        saved[part.component] += count(part.slots)
+    for component, pool in area.pools.items():
+        taken = area.used_pages(component)
+        if saved[component] != taken:
+            what = f"{taken} pages of {pool.name} are taken, leases have {saved[component]}"
+            yield Fault("I1", "saved-count", what)
+
+
+def _parts(node: Node) -> Iterator[SavedPart]:
+    """What every lease has there."""
+    for lease in node.leases.leases.values():
+        if lease.saved is not None:
+            yield from lease.saved.parts
 
 
 def broken_standing(node: Node, lease: Lease) -> Iterator[str]:
@@ -64,6 +77,7 @@ def broken_standing(node: Node, lease: Lease) -> Iterator[str]:
     if lease.holders & COPYING.keys() != wanted:
         yield f"it is held by {sorted(lease.holders)}"
     if lease.saved is not None:
-        pages = node.leases.pages_for(count(lease.saved.tokens))
-        if lease.saved_pages != pages:
-            yield f"{lease.saved_pages} pages are saved of {pages}"
+        table, pages = node.leases, node.leases.pages_for(count(lease.saved.tokens))
+        for part in lease.saved.parts:
+            if part.component == table.pool.name and count(part.slots) != pages:
+                yield f"{count(part.slots)} pages are saved of {pages}"

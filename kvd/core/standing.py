@@ -39,14 +39,15 @@ class Turn(enum.Enum):
     """The transfer process ended under the copy, or refused it."""
     RESUME = "resume"
     GIVEN_UP = "given-up"
-    """Deadline, cancelled, or the queue is full."""
+    """Deadline, cancelled, the queue is full, or its row and what is saved do not fit."""
     ADMITTED = "admitted"
     """Prefix locked, pages held, and some of them to be restored."""
     COMPLETE = "complete"
     """The same, and nothing to be restored."""
     RESTORED = "restored"
     REFUSED = "refused"
-    """The transfer process refused to restore: the pages go back, the saved bytes stay."""
+    """The transfer process refused to restore, or was cut and nobody wants the lease any more: the
+    pages go back, the saved bytes stay."""
 
 
 S, T = Standing, Turn

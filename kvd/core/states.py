@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvd.core.lease import Rows
 from kvd.core.pages import PagePool
 from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count
 from kvd.wire import events
@@ -118,8 +119,10 @@ class States:
     # ---- a claim -----------------------------------------------------------------------------
 
     def limit_tokens(self, claim: Claim) -> int | None:
-        """Who computes needs one token to compute; a sent state needs nothing."""
-        return None if claim.fresh_tokens is not None else max(0, count(claim.tokens) - 1)
+        """Who computes needs one token to compute, and who resumes has one more than it names."""
+        if claim.resumes or claim.fresh_tokens is not None:
+            return None
+        return max(0, count(claim.tokens) - 1)
 
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
         """None of it is sent token by token."""
@@ -194,6 +197,10 @@ class States:
         """The page that it writes."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """The page that it writes; its row has the snapshot before it."""
+        return Rows(1, self.own(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 

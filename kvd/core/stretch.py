@@ -14,12 +14,7 @@ each page of ``[floor, top)``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvd.types import NO_PAGES, count
-
-if TYPE_CHECKING:
-    from kvd.types import Pages
+from kvd.types import ID_BYTES, NO_PAGES, Pages, count
 
 
 class Window:
@@ -60,3 +55,32 @@ class Stretch:
     def own_pages(self) -> int:
         """How many pages are its own."""
         return self.top - max(self.floor, self.start) + count(self.spare)
+
+    def row(self) -> Pages:
+        """One id per page of the row, the null page where there is none."""
+        before, after = bytes(self.floor * ID_BYTES), bytes((self.room - self.top) * ID_BYTES)
+        return Pages(before + self.pages + after)
+
+    def mapped(self, first: int, last: int) -> Pages:
+        """Those of ``[first, last)``, which is mapped."""
+        skip = self.floor
+        return Pages(bytes(self.pages[(first - skip) * ID_BYTES : (last - skip) * ID_BYTES]))
+
+    def own(self) -> Pages:
+        """Its own that are mapped."""
+        return self.mapped(max(self.floor, self.start), self.top)
+
+    def map_up_to(self, top: int) -> None:
+        """Put spare pages behind what is mapped; there are as many."""
+        size = (top - self.top) * ID_BYTES
+        self.pages += self.spare[:size]
+        self.spare = Pages(self.spare[size:])
+        self.top = top
+
+    def unmap_below(self, floor: int) -> None:
+        """Begin at ``floor``; what was its own below is spare now."""
+        first_own = max(self.floor, self.start)
+        if floor > first_own:
+            self.spare = Pages(self.spare + self.mapped(first_own, floor))
+        del self.pages[: (floor - self.floor) * ID_BYTES]
+        self.floor = floor

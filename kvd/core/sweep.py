@@ -251,7 +251,8 @@ class Sweep:
         self.faults += total_faults(node.leases.tree)
         self.faults += queue_faults(node, cross)
         self.faults += register_faults(node)
-        if node.leases.saved.pool.total_pages <= SAVED_AT_ONCE_PAGES:
+        area = node.leases.saved
+        if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
             self.faults += saved_faults(node)
         self._tallies[0].is_suspicious |= bool(count_faults(node))
         self.faults += beside_rules.register_faults(node)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvd.core.lease import Rows
 from kvd.core.pages import PagePool
 from kvd.core.spec import Tail
 from kvd.core.stretch import Stretch, Window
@@ -191,7 +192,7 @@ class Windows:
         held = Stretch(start, fence, room, claim.step_tokens, first_tokens)
         held.pages += self._behind(anchor, fence, start)
         held.spare = self.pool.take(n_pages)
-        self._map(held, start, self._top(held, first_tokens))
+        held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
 
     def _behind(self, anchor: Node, fence: int, start: int) -> bytes:
@@ -225,28 +226,16 @@ class Windows:
         self.slides += 1
         self._forget_below(held, lease, floor)
         held.upto = max(held.upto, upto_tokens)
-        self._map(held, held.top, top)
+        held.map_up_to(top)
         self._trim(held)
         return None
 
     def _forget_below(self, held: Stretch, lease: Lease, floor: int) -> None:
         """The stretch begins at ``floor`` now."""
-        first_own = max(held.floor, held.start)
-        gone = held.pages[: (floor - held.floor) * ID_BYTES]
-        if floor > first_own:
-            held.spare = Pages(held.spare + bytes(gone[(first_own - held.floor) * ID_BYTES :]))
-        del held.pages[: (floor - held.floor) * ID_BYTES]
-        held.floor = floor
+        held.unmap_below(floor)
         if floor >= held.start > held.fence and lease.anchor is not None:
             self._unlock(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start
-
-    def _map(self, held: Stretch, first: int, top: int) -> None:
-        """Put spare pages at ``[first, top)``, which follows what is mapped."""
-        size = (top - first) * ID_BYTES
-        held.pages += held.spare[:size]
-        held.spare = Pages(held.spare[size:])
-        held.top = top
 
     def _trim(self, held: Stretch) -> None:
         """Give back what the rest of the sequence can never need at once."""
@@ -268,15 +257,12 @@ class Windows:
         held.spare = Pages(held.spare + self.pool.take(self.growth(lease, room_tokens)))
         held.room = max(held.room, self._pages(room_tokens))
         top = min(self._top(held, held.upto), held.top + count(held.spare))
-        self._map(held, held.top, max(held.top, top))
+        held.map_up_to(max(held.top, top))
 
     def row(self, lease: Lease) -> Pages:
         """One id per page of the lease's row, the null page where there is none."""
         held = self.held.get(lease.id)
-        if held is None:
-            return NO_PAGES
-        before, after = bytes(held.floor * ID_BYTES), bytes((held.room - held.top) * ID_BYTES)
-        return Pages(before + held.pages + after)
+        return NO_PAGES if held is None else held.row()
 
     def start_tokens(self, lease: Lease) -> int:
         """The first token that has a window page of the lease's own."""
@@ -291,10 +277,21 @@ class Windows:
     def own(self, lease: Lease) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)
-        if held is None:
-            return NO_PAGES
-        skip = max(0, held.start - held.floor) * ID_BYTES
-        return Pages(bytes(held.pages[skip:]) + held.spare)
+        return NO_PAGES if held is None else Pages(held.own() + held.spare)
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """What a slide to ``n_tokens`` leaves, as far as these go."""
+        held, last = self.held[lease.id], self._pages(n_tokens)
+        behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
+        first = max(held.floor, behind // self._page)
+        if held.top < last:
+            return Refusal(
+                Code.WRONG_STATE,
+                f"lease {lease.id} has {self.component.name} pages up to token "
+                f"{held.top * self._page}, and {n_tokens} tokens: slide it before they are written",
+                numbers={"tokens": n_tokens, "mapped_tokens": held.top * self._page},
+            )
+        return Rows(first, held.mapped(first, last))
 
     # ---- and one that ends -------------------------------------------------------------------
 
@@ -304,12 +301,11 @@ class Windows:
         if held is None:
             return
         self._release_fence(held, lease)
-        first = max(held.floor, held.start)
-        skip = (first - held.floor) * ID_BYTES
-        own = Pages(bytes(held.pages[skip:]))
+        first, own = max(held.floor, held.start), held.own()
         kept = 0
         freed = [held.spare]
-        if lease.anchor is not None and lease.cache and lease.owned > first:
+        may_keep = lease.anchor is not None and lease.cache and not lease.is_blank
+        if lease.anchor is not None and may_keep and lease.owned > first:
             kept = min(lease.owned, held.top) - first
             if kept == lease.owned - first:
                 freed.append(self._adopt(lease.anchor, first, own))

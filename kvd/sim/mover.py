@@ -263,7 +263,8 @@ class Mover:
 
     def _place(self, region: str) -> list[int]:
         """What the pages of a region hold."""
-        area = self.host.node.leases.saved.pool
+        table = self.host.node.leases
+        area = table.saved.pools[table.pool.name]
         return self.host.saved if region == area.name else self.host.memory
 
     # ---- what is left in sockets ---------------------------------------------------------------

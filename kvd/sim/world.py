@@ -350,7 +350,7 @@ def _unfinished(host: Host) -> list[str]:
         "posts": node.prefiller.posts.parts,
         "waiting": node.admission.queue,
         "leases": node.leases.leases,
-        "copies": node.retractor.copies,
+        "copies": node.retractor.copies.by_ticket,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
     if host.mover.quieting:

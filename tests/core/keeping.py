@@ -145,7 +145,10 @@ def check(table: LeaseTable) -> None:
             beside = [snapshot.page for snapshot in keeper.snapshots.values()]
         _tiles(keeper.pool, beside + [keeper.own(one) for one in leases])
         assert keeper.cached_pages == sum(map(count, beside))
-        assert set(keeper.held) == {one.id for one in leases if one.standing not in AWAY}
+        assert set(keeper.leases) == {one.id for one in leases if one.standing not in AWAY}
+    parts = [part for one in leases if one.saved is not None for part in one.saved.parts]
+    for component, pool in table.saved.pools.items():
+        _tiles(pool, [part.slots for part in parts if part.component == component])
 
 
 def _tiles(pool: PagePool, pieces: list[Pages]) -> None:

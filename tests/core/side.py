@@ -27,6 +27,7 @@ from kvd.core.spec import (
     PoolSpec,
     companion_factor,
     companion_pages,
+    page_bytes,
 )
 from kvd.types import (
     ID_BYTES,
@@ -139,7 +140,6 @@ class Side:
         self.memory: dict[int, str] = {}
         self.beside: dict[str, dict[int, str]] = {}
         """What the pages of the other components hold."""
-        self.saved: dict[int, str] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -155,7 +155,7 @@ class Side:
         self.reports: list[admin.AdminReply] = []
         self.events: list[Event] = []
         self.memory.clear()
-        self.saved.clear()
+        self.beside.clear()
         self.flights: dict[int, Flight] = {}
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
@@ -407,10 +407,24 @@ class Side:
 
     def free_of(self, component: str) -> Pages:
         """The free pages of a component; what is in lockstep with kv is looked up there."""
+        name = component.removesuffix(".saved")
+        if name != component:
+            area = self.node.leases.saved.pools.get(name)
+            return area.free_ids() if area is not None else NO_PAGES
         keeper = self.node.leases.beside.named(component)
         if keeper is not None:
             return keeper.pool.free_ids()
         return self.node.leases.pool.free_ids() if component == "kv" else NO_PAGES
+
+    def cached_of(self, component: str) -> set[int]:
+        """The pages of a component that lie in the tree; none of what is in lockstep with kv."""
+        keeper = self.node.leases.beside.named(component)
+        if keeper is not None:
+            return {page for node in keeper.nodes for page in page_ids(keeper.pages_at(node))}
+        if component != "kv":
+            return set()
+        nodes = self.node.leases.tree.nodes()
+        return {page for node in nodes for page in page_ids(node.pages)}
 
     def verify(self, verify: effects.Verify) -> None:
         self.asked.append(verify)
@@ -438,7 +452,9 @@ class Side:
         """The oldest copy to the saved area or back is done."""
         copy = self.copies.popleft()
         self.move_copy(copy, count(copy.source))
-        moved = count(copy.source) * self.node.leases.page_bytes
+        name = copy.source_region.removesuffix(".saved")
+        component = self.config.spec.components[self.config.spec.index(name)]
+        moved = count(copy.source) * page_bytes(component)
         self.inbox.append(inputs.Copied(0.0, copy.ticket, moved))
 
     def refuse_copy(self, why: str) -> None:
@@ -447,18 +463,15 @@ class Side:
 
     def move_copy(self, copy: effects.Copy, n_pages: int) -> None:
         """Its first pages are copied: none of either side may be free, or read by others."""
-        table = self.node.leases
-        places = {"kv": (self.memory, table.pool), "kv.saved": (self.saved, table.saved.pool)}
-        for keeper in table.beside.each:
-            places[keeper.component.name] = self.memory_of(keeper.component.name), keeper.pool
-        source, read = places[copy.source_region]
-        destination, written = places[copy.destination_region]
-        assert not set(page_ids(copy.source)) & set(page_ids(read.free_ids())), "reads a free page"
+        source, destination = (
+            self.memory_of(region) for region in (copy.source_region, copy.destination_region)
+        )
+        read = page_ids(self.free_of(copy.source_region))
+        assert not set(page_ids(copy.source)) & {0, *read}, "reads a free page"
         onto = set(page_ids(copy.destination))
-        assert not onto & set(page_ids(written.free_ids())), "writes a free page"
-        if copy.destination_region == "kv":
-            cached = [page for node in table.tree.nodes() for page in page_ids(node.pages)]
-            assert not onto & set(cached), "writes a cached page"
+        written = page_ids(self.free_of(copy.destination_region))
+        assert not onto & {0, *written}, "writes a free page"
+        assert not onto & self.cached_of(copy.destination_region), "writes a cached page"
         pairs = zip(page_ids(copy.source), page_ids(copy.destination), strict=True)
         for page, over in list(pairs)[:n_pages]:
             destination[over] = source.get(page, "?")

@@ -11,7 +11,7 @@ import pytest
 from kvd.core import effects
 from kvd.core.buffers import Buffers
 from kvd.core.report import snapshot
-from kvd.core.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec
+from kvd.core.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, page_bytes
 from kvd.errors import Code
 from kvd.types import pack_ids, page_ids
 from kvd.wire import client
@@ -134,9 +134,9 @@ def test_a_fetch_copies_what_is_missing_in_one_piece_and_answers_then(engine: De
     assert copies == [
         effects.Copy(1, "kv", host(engine, 5, 2), "buffer", device(engine, 0, 1)),
     ]
-    page_bytes = engine.side.node.leases.page_bytes
+    copied_bytes = page_bytes(HISPARSE.components[0])
     assert engine.answer() == client.Fetched(
-        engine.side.calls, device(engine, 0, 1), 0, 2, 2 * page_bytes
+        engine.side.calls, device(engine, 0, 1), 0, 2, 2 * copied_bytes
     )
     engine.check(engine.answer(), 5, 2)
 
@@ -184,10 +184,10 @@ def test_hits_and_misses_are_counted_by_lease_and_in_total(engine: Decode) -> No
     other.fetched(0)
 
     state = snapshot(engine.side.node)
-    page_bytes = engine.side.node.leases.page_bytes
+    copied_bytes = page_bytes(HISPARSE.components[0])
     assert [(one.beside[0].hits, one.beside[0].misses) for one in state.leases] == [(2, 4), (0, 1)]
     assert state.pools[1].buffer is not None
-    assert msgspec.structs.astuple(state.pools[1].buffer)[1:] == (2, 5, 6 * page_bytes)
+    assert msgspec.structs.astuple(state.pools[1].buffer)[1:] == (2, 5, 6 * copied_bytes)
 
 
 # ---- pages ahead ---------------------------------------------------------------------------------

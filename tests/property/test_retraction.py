@@ -279,7 +279,7 @@ class Storm:
             self.ask(client.ReleaseLease, one)
         world.run()
         assert side.node.leases.leases == {}
-        assert side.node.retractor.copies == side.node.retractor.uncopied == {}
+        assert side.node.retractor.copies.by_ticket == side.node.retractor.uncopied == {}
         pool = snapshot(side.node).pools[0]
         assert (pool.saved_pages, pool.held_pages, pool.locked_pages) == (0, 0, 0)
 

@@ -1,0 +1,78 @@
+"""The copies of leases between the pool and the saved area: when are all of one lease's over?
+
+A lease has one for each component that is copied. What comes of it is known when the last is over:
+a refusal of one is no reason to touch pages that another still reads or writes.
+
+What must not live here: what becomes of the lease (``retract``), the numbers of tickets
+(``copies``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.spec import saved_region
+
+if TYPE_CHECKING:
+    from kvd.core.copies import Copies, CopyAsker
+    from kvd.core.lease import Lease
+    from kvd.core.saved import Moved
+    from kvd.core.spec import PoolSpec
+
+
+class Copying:
+    """All copies of one lease, and what came of those that are over."""
+
+    __slots__ = ("lease", "n_bytes", "tickets", "why")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.tickets: set[int] = set()
+        self.n_bytes = 0
+        self.why = ""
+        """Why one of them was refused; empty: none was."""
+
+
+class LeaseCopies:
+    """Those that are under way. ``by_ticket``: to the copies of the same lease."""
+
+    def __init__(self, spec: PoolSpec, copies: Copies) -> None:
+        self.by_ticket: dict[int, Copying] = {}
+        self._regions = {one.name: saved_region(one) for one in spec.components}
+        self._copies = copies
+
+    def leases(self) -> list[Lease]:
+        """Those that have copies under way, each as often as it has."""
+        return [one.lease for one in self.by_ticket.values()]
+
+    def save(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+        """Order one copy out for each."""
+        copying, order = Copying(lease), self._copies.order
+        for one in moved:
+            saved = self._regions[one.component]
+            self._note(copying, order(asker, one.component, one.pages, saved, one.slots))
+
+    def restore(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+        """Order one copy back for each."""
+        copying, order = Copying(lease), self._copies.order
+        for one in moved:
+            saved = self._regions[one.component]
+            self._note(copying, order(asker, saved, one.slots, one.component, one.pages))
+
+    def _note(self, copying: Copying, ticket: int) -> None:
+        copying.tickets.add(ticket)
+        self.by_ticket[ticket] = copying
+
+    def over(self, ticket: int, n_bytes: int, why: str) -> Copying | None:
+        """One is over; all of its lease's if it was the last, None before."""
+        copying = self.by_ticket.pop(ticket)
+        copying.tickets.discard(ticket)
+        copying.n_bytes += n_bytes
+        copying.why = copying.why or why
+        return None if copying.tickets else copying
+
+    def cut(self) -> list[Lease]:
+        """The process is gone, and all of them with it; the leases whose they were."""
+        leases = {lease.id: lease for lease in self.leases()}
+        self.by_ticket = {}
+        return list(leases.values())
