@@ -1,8 +1,8 @@
 """An engine of ``kvd bench multiturn``: a process of its own with real KV and no model.
 
 ``python -m kvd.bench.multiturn_engine ROLE DAEMON ROUTER`` attaches to its daemon, dials the router
-and answers ``Serve`` until its standard input ends. KV of a token is its id in every byte, so
-whoever reads a page can tell whether it is the right one; both sides check before they use it.
+and answers ``Serve`` until its standard input ends. KV of a token is its id in every byte
+(``token_memory``); the decode side checks what it received before it uses it.
 
 The decode engine batches continuously: a step computes for a fixed time, writes the KV of one token
 of every running sequence and says the next one. Between two steps the loop looks at its sockets.
@@ -24,14 +24,13 @@ import zmq
 
 import kvd.client
 from kvd.bench.multiturn_load import said_next
+from kvd.bench.token_memory import TokenMemory, Written
 from kvd.errors import KvdError
 from kvd.sockets import LoopSocket, open_dealer
 from kvd.types import ID_BYTES, Tokens, count
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvd.client import Lease, Node, Pool
+    from kvd.client import Lease, Node
 
 CHUNK_TOKENS = 256
 STEP_S = 0.002
@@ -92,61 +91,12 @@ class Engine(Protocol):
         """One request, from its arrival to its end."""
 
 
-class Memory:
-    """The pool's bytes, by token."""
-
-    def __init__(self, pool: Pool) -> None:
-        layers = 1 + max(place.layer for place in pool.memory.components[0].tensors)
-        self._page_size = pool.page_size
-        self._parts: list[NDArray[np.uint8]] = [
-            part.numpy() for layer in range(layers) for part in pool.layer(layer)
-        ]
-
-    def write(self, lease: Lease, tokens: Tokens, first: int, last: int) -> None:
-        """The KV of ``tokens[first:last]``, in every layer."""
-        self._write(*self._at(lease, tokens, first, last))
-
-    def write_last(self, sequences: list[Sequence]) -> None:
-        """The KV of the last token of each, in every layer."""
-        ends = [
-            self._at(one.lease, one.tokens, count(one.tokens) - 1, count(one.tokens))
-            for one in sequences
-        ]
-        pages, slots, values = (np.concatenate(column) for column in zip(*ends, strict=True))
-        self._write(pages, slots, values)
-
-    def check(self, lease: Lease, tokens: Tokens) -> None:
-        """What lies in the lease's pages is the KV of these tokens.
-
-        Raises:
-            AssertionError: it is not.
-        """
-        pages, slots, values = self._at(lease, tokens, 0, count(tokens))
-        for part in (self._parts[0], self._parts[-1]):
-            wrong = np.flatnonzero(part[pages, slots, 0, 0] != values)
-            assert not wrong.size, f"foreign KV at token {wrong[0]} of {values.size}"
-
-    def _write(
-        self, pages: NDArray[np.int32], slots: NDArray[np.int64], values: NDArray[np.uint8]
-    ) -> None:
-        for part in self._parts:
-            part[pages, slots] = values[:, None, None]
-
-    def _at(
-        self, lease: Lease, tokens: Tokens, first: int, last: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.uint8]]:
-        positions = np.arange(first, last)
-        ids = np.frombuffer(tokens, "<i4")[first:last]
-        pages = lease.pages[positions // self._page_size]
-        return pages, positions % self._page_size, (ids % 251).astype(np.uint8)
-
-
 class PrefillEngine:
     """Writes the KV of what its node has not cached, and sends it meanwhile."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._memory = Memory(node.pool("main"))
+        self._memory = TokenMemory(node.pool("main"))
 
     async def serve(self, request: Serve) -> Reply:
         """Prefill ``request`` and hand it over."""
@@ -156,7 +106,7 @@ class PrefillEngine:
         send = await self._node.send(request.room, ids, lease=lease, namespace=request.namespace)
         for first in range(lease.prefix_len, ids.size, CHUNK_TOKENS):
             last = min(first + CHUNK_TOKENS, ids.size)
-            self._memory.write(lease, tokens, first, last)
+            self._memory.write(Written(lease, tokens, first, last))
             await send.advance(last)
         outcome = await send.finish(said_next(tokens).to_bytes(ID_BYTES, "little"))
         if outcome.reason is not None:
@@ -175,13 +125,18 @@ class Sequence:
         self.end_tokens = count(tokens) + output_tokens - 1
         self.ended = asyncio.Event()
 
+    def last_written(self) -> Written:
+        """Its last token."""
+        n_tokens = count(self.tokens)
+        return Written(self.lease, self.tokens, n_tokens - 1, n_tokens)
+
 
 class DecodeEngine:
     """Receives prompts and says tokens, one step for all running sequences at a time."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._memory = Memory(node.pool("main"))
+        self._memory = TokenMemory(node.pool("main"))
         self._running: list[Sequence] = []
         self._arrived = asyncio.Event()
         self._work = Work(STEP_S)
@@ -213,7 +168,7 @@ class DecodeEngine:
         while True:
             await self._arrived.wait()
             self._work.run()
-            self._memory.write_last(self._running)
+            self._memory.write(*(one.last_written() for one in self._running))
             now_s = time.monotonic()
             for sequence in self._running:
                 said = said_next(sequence.tokens).to_bytes(ID_BYTES, "little")
