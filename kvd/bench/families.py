@@ -14,99 +14,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
-import numpy as np
 
 import kvd.client
 from kvd.bench.daemons import DaemonFailed, one_daemon, two_daemons
 from kvd.bench.engines import Side
+from kvd.bench.family_checks import FamiliesResult, compare, goals_of, row_of
 from kvd.bench.family_forms import (
     DEVICE,
     GROUPS,
-    HISPARSE,
     HOST,
-    INDEXED,
-    MHA,
     MIB,
     PREFILL_ONLY,
-    SWA,
-    Family,
     Workload,
     families_of,
-    pages_of,
     window_pages,
 )
 from kvd.bench.family_runs import Seen, Turns, count_leases
 from kvd.bench.stream import json_option
-from kvd.bench.table import (
-    Goal,
-    at_least,
-    at_most,
-    bar,
-    show_goals,
-    show_notes,
-    show_table,
-    write_json,
-)
+from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.bench.daemons import Daemon
+    from kvd.bench.family_checks import Beside, Check, FamilyResult
+    from kvd.bench.family_forms import Family
     from kvd.bench.table import Told
-
-AGREE: Final = 0.01
-"""How far a measurement may be from its closed form, as a share of that."""
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One measurement beside its closed form."""
-
-    family: str
-    what: str
-    measured: float
-    closed: float
-
-    @property
-    def agrees(self) -> bool:
-        """To 1 %; exactly where nothing is expected."""
-        return abs(self.measured - self.closed) <= AGREE * abs(self.closed)
-
-
-class FamilyResult(msgspec.Struct, frozen=True):
-    """One row: what was measured, what should have been, and how long handoffs took."""
-
-    family: Family
-    seen: Seen
-    checks: tuple[Check, ...]
-    p50_ms: float
-    p99_ms: float
-
-
-class Beside(msgspec.Struct, frozen=True):
-    """One family beside another one: ratios, the first over the second."""
-
-    name: str
-    other: str
-    admitted: float
-    held: float
-    held_closed: float
-    sent: float
-    p50: float
-
-
-class FamiliesResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench families`` reports."""
-
-    workload: Workload
-    rows: tuple[FamilyResult, ...]
-    beside: tuple[Beside, ...]
-    goals: tuple[Goal, ...]
-
-    @property
-    def disagreements(self) -> tuple[Check, ...]:
-        """What is not as its closed form says."""
-        return tuple(one for row in self.rows for one in row.checks if not one.agrees)
 
 
 def run(work: Workload, names: Sequence[str], told: Told) -> FamiliesResult:
@@ -126,7 +59,7 @@ def run(work: Workload, names: Sequence[str], told: Told) -> FamiliesResult:
         rows += [row_of(family, found[family.name], work) for family in wanted]
     by_name = {row.family.name: row for row in rows}
     pairs = [(row, by_name.get(row.family.beside)) for row in rows]
-    beside = tuple(_beside(row, other) for row, other in pairs if other is not None)
+    beside = tuple(compare(row, other) for row, other in pairs if other is not None)
     return FamiliesResult(work, tuple(rows), beside, goals_of(by_name, work))
 
 
@@ -161,72 +94,6 @@ async def _measure_group(
 async def _session(stack: contextlib.AsyncExitStack, daemon: Daemon) -> Side:
     node = await stack.enter_async_context(kvd.client.connect(daemon.client, name="bench"))
     return Side(daemon, node)
-
-
-def row_of(family: Family, seen: Seen, work: Workload) -> FamilyResult:
-    """One family's measurements beside their closed forms."""
-    p50_s, p99_s = np.percentile(seen.times_s, [50, 99]) if seen.times_s else (0.0, 0.0)
-    checks = checks_of(family, seen, work)
-    return FamilyResult(family, seen, checks, float(p50_s) * 1e3, float(p99_s) * 1e3)
-
-
-def checks_of(family: Family, seen: Seen, work: Workload) -> tuple[Check, ...]:
-    """Everything that arithmetic can tell beforehand."""
-    named = {one.name: one for one in seen.parts}
-    pairs: list[tuple[str, float, float]] = [
-        ("components", len(seen.parts), len(family.parts)),
-        ("requests admitted", seen.admitted, family.admitted(work)),
-        ("bytes sent", seen.sent_bytes, seen.handed_off * family.sent_bytes),
-        ("bytes received", seen.received_bytes, seen.handed_off * family.sent_bytes),
-        ("bytes of a placeholder", seen.placeholder_bytes, family.counted_page_bytes),
-    ]
-    for part in family.parts:
-        got = named[part.name]
-        pairs += [
-            (f"pages of {part.name} held", got.held_pages, part.held_pages),
-            (f"bytes of {part.name} held", got.held_pages * got.page_bytes, part.held_bytes),
-        ]
-    if family.name == SWA:
-        page, window, chunk = work.page_tokens, work.window_tokens, work.chunk_tokens
-        slid, unslid = seen.prefill_window_pages, seen.prefill_window_pages_unslid
-        pairs += [
-            ("window pages of a prefill", slid, window_pages(window, chunk, page)),
-            ("the same, computed at once", unslid, pages_of(work.prompt_tokens, page)),
-        ]
-    return tuple(Check(family.name, *pair) for pair in pairs)
-
-
-def _beside(row: FamilyResult, other: FamilyResult) -> Beside:
-    held = row.seen.held_bytes(DEVICE) / other.seen.held_bytes(DEVICE)
-    return Beside(
-        name=row.family.name,
-        other=other.family.name,
-        admitted=row.seen.admitted / other.seen.admitted,
-        held=held,
-        held_closed=row.family.held_bytes(DEVICE) / other.family.held_bytes(DEVICE),
-        sent=_sent_each(row) / _sent_each(other),
-        p50=row.p50_ms / other.p50_ms,
-    )
-
-
-def _sent_each(row: FamilyResult) -> float:
-    return row.seen.sent_bytes / max(1, row.seen.handed_off)
-
-
-def goals_of(rows: dict[str, FamilyResult], work: Workload) -> tuple[Goal, ...]:
-    """What was to be reached, of the families that were measured."""
-    largest = max(row.seen.pool_bytes(DEVICE) for row in rows.values())
-    goals = [at_most("MiB of the largest pool on the device", work.device_mib, largest / MIB)]
-    if SWA in rows and MHA in rows:
-        ratio = rows[SWA].seen.admitted / rows[MHA].seen.admitted
-        goals.append(at_least("requests admitted, swa tail / full allocation", 5.0, ratio))
-    if HISPARSE in rows and INDEXED in rows:
-        more = rows[HISPARSE].seen.admitted / rows[INDEXED].seen.admitted
-        held = rows[HISPARSE].family.held_bytes(HOST)
-        goals.append(at_least("requests admitted, hisparse / device-only", 1.0, more))
-        used = rows[HISPARSE].seen.admitted * held / rows[HISPARSE].seen.pool_bytes(HOST)
-        goals.append(at_least("host DRAM in use when hisparse is full", 0.9, used))
-    return tuple(goals)
 
 
 @click.command("families")
@@ -318,7 +185,7 @@ def _row(row: FamilyResult, work: Workload) -> list[str]:
         "+".join(str(one.held_pages) for one in family.parts),
         _mib(*(seen.held_bytes(tier) for tier in (DEVICE, HOST))),
         _mib(*(family.held_bytes(tier) for tier in (DEVICE, HOST))),
-        _mib(_sent_each(row)),
+        _mib(row.sent_bytes),
         _mib(family.sent_bytes),
         str(seen.admitted),
         str(family.admitted(work)),
@@ -375,7 +242,8 @@ def _notes(result: FamiliesResult) -> list[str]:
         "two slides of the decode side",
         "pages held: the most that the decode side's lease has from delivery to the end of the "
         "answer, as its engine sees it; sent: by both daemons' own counts, per handoff",
-        "admitted: prompts delivered by handoffs and held, until the next receive had to wait",
+        "admitted: prompts delivered by handoffs and held, until the next receive had to wait; the "
+        "daemon's count of pages must agree with the engine's then, and be 0 when all are released",
         f"handoff: from the call of finish() to its answer, nothing posted before; of "
         f"{work.repeats} each, families that are compared in turns",
         "mha is six layers in full; swa has the same, five of them with a window",
@@ -390,5 +258,11 @@ def _notes(result: FamiliesResult) -> list[str]:
         f"placeholder of {row.seen.placeholder_bytes} bytes, no byte else"
         for row in result.rows
         if row.seen.placeholder_bytes
+    ]
+    notes += [
+        f"{row.family.name}: fetch of {fetch.misses} pages into the device buffer "
+        f"{fetch.cold_ms:.2f} ms, of the same again, {fetch.hits} hits, {fetch.warm_ms:.2f} ms"
+        for row in result.rows
+        if (fetch := row.seen.fetch) is not None
     ]
     return notes

@@ -22,6 +22,7 @@ import msgspec
 MIB: Final = 2**20
 BF16, FP8, FP32 = 2, 1, 4
 DEVICE, HOST = "device", "host"
+BUFFER: Final = "buffer"
 
 MHA: Final = "mha"
 QUANTISED: Final = "mha fp8+scale"
@@ -261,7 +262,7 @@ def _latents(work: Workload) -> tuple[Family, ...]:
         "pool.index_dim": str(INDEX_DIM),
         "pool.index_dtype": "float8_e4m3fn",
     }
-    buffer = Part("buffer", latent, pages_of(work.buffer_tokens, page), 0)
+    buffer = Part(BUFFER, latent, pages_of(work.buffer_tokens, page), 0)
     return (
         Family(MLA, (_whole(work, latent),), settings),
         Family(INDEXED, (_whole(work, latent), index), indexed),

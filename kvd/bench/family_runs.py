@@ -12,6 +12,7 @@ Room runs out when a receive is in the daemon's queue instead of answered.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -47,6 +48,19 @@ class PartSeen(msgspec.Struct, frozen=True):
     held_pages: int
 
 
+class FetchSeen(msgspec.Struct, frozen=True):
+    """A buffer filled from host memory, and the same pages wanted again; medians of the times.
+
+    ``misses`` of the first, ``hits`` of the second, ``copied_bytes`` of both.
+    """
+
+    misses: int
+    hits: int
+    copied_bytes: int
+    cold_ms: float
+    warm_ms: float
+
+
 class Seen(msgspec.Struct, frozen=True):
     """What was measured of one family.
 
@@ -63,6 +77,14 @@ class Seen(msgspec.Struct, frozen=True):
     received_bytes: int = 0
     times_s: tuple[float, ...] = ()
     placeholder_bytes: int = 0
+    counted_pages: dict[str, int] = {}
+    """By component with page ids of its own, what the decode daemon had in leases when full."""
+    left_pages: int = 0
+    """What both daemons had in leases when all had been released."""
+    violations: int = 0
+    """Broken invariants that they counted, and findings of their audits."""
+    fetch: FetchSeen | None = None
+    """Where there is a device buffer."""
     prefill_window_pages: int = 0
     """The most that the prefill side's lease had mapped, where there are windows."""
     prefill_window_pages_unslid: int = 0
@@ -130,6 +152,8 @@ class Turns:
         self._windows = [part.name for part in components_of(prefill) if part.extent == "tail"]
         self._most_windows = 0
         self._short_of = ""
+        self._buffers = [one for one in components_of(decode) if one.extent == "buffer"]
+        self._fetches: list[FetchSeen] = []
 
     async def turn(self, *, is_counted: bool) -> None:
         """One handoff, decoded to the end of its answer, and released."""
@@ -139,6 +163,9 @@ class Turns:
         if is_counted:
             self._times_s.append(took_s)
         await self._decode_all(met.receive.lease)
+        for buffer in self._buffers:
+            wanted = self._work.buffer_tokens // buffer.page_size
+            self._fetches.append(await fetch_twice(met.receive.lease, wanted))
         await met.receive.lease.release()
 
     async def fill(self) -> Seen:
@@ -148,20 +175,24 @@ class Turns:
             await self._finish(met)
             kept.append(met.receive.lease)
         unslid = await self._unslid_windows()
-        sent = (await self._prefill.node.snapshot()).totals
-        got = (await self._decode.node.snapshot()).totals
+        full = await self._decode.node.snapshot()
         for lease in kept:
             await lease.release()
-        if got.handoffs_failed or sent.handoffs_failed:
+        sent, got = [await one.node.snapshot() for one in (self._prefill, self._decode)]
+        if got.totals.handoffs_failed or sent.totals.handoffs_failed:
             raise DaemonFailed(f"{self.family.name}: a handoff has failed")
         return Seen(
             parts=self._holding.seen(),
             admitted=len(kept),
             short_of=self._short_of,
-            handed_off=got.handoffs_delivered,
-            sent_bytes=sent.sent_bytes,
-            received_bytes=got.received_bytes,
+            handed_off=got.totals.handoffs_delivered,
+            sent_bytes=sent.totals.sent_bytes,
+            received_bytes=got.totals.received_bytes,
             times_s=tuple(self._times_s),
+            counted_pages=leased_pages(full),
+            left_pages=sum(sum(leased_pages(one).values()) for one in (sent, got)),
+            violations=sum(one.totals.violations + one.audit.findings for one in (sent, got)),
+            fetch=median_fetch(self._fetches),
             prefill_window_pages=self._most_windows,
             prefill_window_pages_unslid=unslid,
         )
@@ -243,15 +274,55 @@ async def count_leases(work: Workload, side: Side) -> Seen:
             break
         holding.look(lease)
         kept.append(lease)
-    pool = (await side.node.snapshot()).pools[0]
+    full = await side.node.snapshot()
     for one in kept:
         await one.release()
+    end = await side.node.snapshot()
     return Seen(
         parts=holding.seen(),
         admitted=len(kept),
         short_of=lease.budget,
-        placeholder_bytes=pool.placeholder_bytes,
+        placeholder_bytes=full.pools[0].placeholder_bytes,
+        counted_pages=leased_pages(full),
+        left_pages=sum(leased_pages(end).values()),
+        violations=end.totals.violations + end.audit.findings,
     )
+
+
+async def fetch_twice(lease: Lease, n_pages: int) -> FetchSeen:
+    """Want the first pages of a prompt in the device buffer, then the same again."""
+    wanted = range(n_pages)
+    began_s = time.perf_counter()
+    first = await lease.fetch(wanted)
+    middle_s = time.perf_counter()
+    again = await lease.fetch(wanted)
+    ended_s = time.perf_counter()
+    return FetchSeen(
+        misses=first.misses,
+        hits=again.hits,
+        copied_bytes=first.copied_bytes + again.copied_bytes,
+        cold_ms=(middle_s - began_s) * 1e3,
+        warm_ms=(ended_s - middle_s) * 1e3,
+    )
+
+
+def median_fetch(fetches: list[FetchSeen]) -> FetchSeen | None:
+    """The last of them with the medians of all times; None where there was none."""
+    if not fetches:
+        return None
+    return msgspec.structs.replace(
+        fetches[-1],
+        cold_ms=statistics.median(one.cold_ms for one in fetches),
+        warm_ms=statistics.median(one.warm_ms for one in fetches),
+    )
+
+
+def leased_pages(snapshot: Snapshot) -> dict[str, int]:
+    """Pages that leases have, by component: their own, cached ones that they need, quarantined."""
+    return {
+        one.component: one.held_pages + one.locked_pages + one.quarantined_pages
+        for one in snapshot.pools
+    }
 
 
 class WaitsFor(NamedTuple):

@@ -6,7 +6,8 @@ import click
 import msgspec
 import pytest
 
-from kvd.bench.families import FamiliesResult, Workload, report, row_of, run
+from kvd.bench.families import report, run
+from kvd.bench.family_checks import FamiliesResult, row_of
 from kvd.bench.family_forms import (
     DEVICE,
     GROUPS,
@@ -21,11 +22,12 @@ from kvd.bench.family_forms import (
     QUANTISED,
     RECURRENT,
     SWA,
+    Workload,
     families_of,
     tail_pages,
     window_pages,
 )
-from kvd.bench.family_runs import PartSeen, Seen
+from kvd.bench.family_runs import FetchSeen, PartSeen, Seen
 from kvd.config.load import load
 from kvd.config.pool import pool_spec
 from kvd.config.schema import Config
@@ -119,6 +121,7 @@ def seen_as_expected(name: str) -> Seen:
         sent_bytes=100 * family.sent_bytes,
         received_bytes=100 * family.sent_bytes,
         times_s=(0.010, 0.020, 0.030),
+        counted_pages={family.parts[0].name: family.admitted(WORK) * family.parts[0].held_pages},
         prefill_window_pages=193 if name == SWA else 0,
         prefill_window_pages_unslid=2048 if name == SWA else 0,
     )
@@ -127,10 +130,13 @@ def seen_as_expected(name: str) -> Seen:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"admitted": 67}, "requests admitted"),
+        ({"admitted": 67, "counted_pages": {}}, "requests admitted"),
         ({"sent_bytes": 102 * FAMILIES[SWA].sent_bytes}, "bytes sent"),
         ({"received_bytes": 0}, "bytes received"),
         ({"placeholder_bytes": 1}, "bytes of a placeholder"),
+        ({"left_pages": 1}, "pages still held at the end"),
+        ({"violations": 1}, "broken invariants"),
+        ({"counted_pages": {"swa": 69 * 66}}, "pages of swa by the daemon's count"),
         ({"prefill_window_pages": 2048}, "window pages of a prefill"),
         ({"prefill_window_pages_unslid": 193}, "the same, computed at once"),
     ],
@@ -139,6 +145,18 @@ def test_a_measurement_more_than_one_percent_off_is_a_disagreement(changed, what
     row = row_of(FAMILIES[SWA], msgspec.structs.replace(seen_as_expected(SWA), **changed), WORK)
 
     assert [one.what for one in row.checks if not one.agrees] == [what]
+
+
+def test_a_fetch_that_copies_a_page_twice_is_a_disagreement():
+    fetch = FetchSeen(misses=128, hits=126, copied_bytes=130 * 18_432, cold_ms=1.0, warm_ms=1.0)
+    seen = msgspec.structs.replace(seen_as_expected(HISPARSE), fetch=fetch)
+
+    row = row_of(FAMILIES[HISPARSE], seen, WORK)
+
+    assert [(one.what, one.measured, one.closed) for one in row.checks if not one.agrees] == [
+        ("hits of a second", 126, 128),
+        ("bytes copied by both", 130 * 18_432, 128 * 18_432),
+    ]
 
 
 def test_a_page_too_many_of_a_window_is_a_disagreement():
@@ -185,7 +203,7 @@ def test_the_table_has_each_figure_beside_its_form(capsys, tmp_path):
 
 
 def test_the_command_fails_where_a_figure_is_not_as_its_form_says(capsys):
-    seen = msgspec.structs.replace(seen_as_expected(SWA), admitted=13)
+    seen = msgspec.structs.replace(seen_as_expected(SWA), admitted=13, counted_pages={})
 
     with pytest.raises(click.ClickException) as failed:
         report(result_of((SWA, seen)), None)
