@@ -201,11 +201,12 @@ def test_what_is_no_fingerprint_is_no_split(theirs):
     assert page_split(pool(KV), theirs) is None
 
 
-def test_a_page_size_of_nothing_is_no_split():
-    kv = msgspec.structs.replace(KV, page_size=0)
+@pytest.mark.parametrize("page_size", [0, -16])
+def test_a_page_size_of_nothing_is_no_split(page_size):
+    theirs = fingerprint(pool(KV)).replace('"page_size":16', f'"page_size":{page_size}')
 
-    assert page_split(pool(KV), fingerprint(pool(kv))) is None
-    assert page_split(pool(kv), fingerprint(pool(KV))) is None
+    assert theirs != fingerprint(pool(KV))
+    assert page_split(pool(KV), theirs) is None
 
 
 def test_a_pool_elsewhere_is_not_a_pool_here():
