@@ -7,7 +7,17 @@ import pytest
 
 from kvd.core.report import snapshot
 from kvd.core.settings import CacheMode
-from kvd.core.spec import Component, Mha, Nowhere, Order, PoolSpec
+from kvd.core.spec import (
+    Component,
+    Mha,
+    Nowhere,
+    Order,
+    PerRequest,
+    PoolSpec,
+    State,
+    StateTensor,
+    Tail,
+)
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import client
@@ -150,3 +160,29 @@ def test_a_retracted_lease_comes_back_whole_with_the_cache_off():
     assert isinstance(resumed, client.Resumed)
     assert world.d.holds(resumed.pages, PROMPT)
     assert totals(world.d)[2] == 0
+
+
+KV = Component("kv", 1, Mha(1, 1, 1, "float32"), 16)
+STATE = State((StateTensor("ssm", (2, 2), "float32"),))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        Component("swa", 1, Mha(1, 1, 1, "float32"), 16, Tail(32)),
+        Component("state", 1, STATE, 1, PerRequest()),
+    ],
+    ids=["swa", "recurrent"],
+)
+def test_no_component_is_cached_with_the_cache_off(beside):
+    spec = PoolSpec("main", "any", Order.PAGE_FIRST, (KV, beside), (64, 40))
+    world = World(spec=spec, cache_mode=CacheMode.OFF)
+    cached(world.d, PROMPT)
+
+    states = snapshot(world.d.node).pools
+
+    assert [(one.component, one.cached_pages, one.free_pages) for one in states] == [
+        ("kv", 0, 63),
+        (beside.name, 0, 39),
+    ]
+    assert world.d.lease(PROMPT).prefix_tokens == 0
