@@ -49,7 +49,7 @@ class Fetched(msgspec.Struct, frozen=True, eq=False):
     """Where pages of host KV lie on the device now; their bytes are there.
 
     ``pages`` are page ids of the buffer component in the order asked (int32, one dimension).
-    ``hits`` of them were there before, ``misses`` were copied: ``copied_bytes``.
+    ``hits`` of them were there before or on their way, ``misses`` were copied: ``copied_bytes``.
     """
 
     pages: NDArray[np.int32]
@@ -179,7 +179,7 @@ class Lease:
         """Have pages of host KV in the device buffer; returns when their bytes are there.
 
         They stay there until a later ``fetch`` of this lease needs their place: the longest unused
-        go first.
+        go first. Fetches of one lease are served one after the other.
 
         Args:
             pages: logical page numbers: ``n`` has the tokens from ``n * page_size`` on. Not more of
@@ -188,9 +188,10 @@ class Lease:
                 nobody waits for it.
 
         Raises:
-            KvdError: ``bad-pages`` for what is no page of this lease, ``not-supported`` where the
-                pool has no device buffer, ``too-large`` for more than fit at once; as ``pages``
-                after a release and while it is retracted.
+            KvdError: ``bad-pages`` for what is no page of this lease, or has no committed KV yet;
+                ``not-supported`` where the pool has no device buffer; ``too-large`` for more than
+                fit at once; ``cancelled`` when the lease is released meanwhile. As ``pages`` after
+                a release and while it is retracted.
         """
         self._check_runs()
         request = wire.FetchPages(

@@ -350,7 +350,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """``pages``: the device page of each wanted page, in the order asked; their bytes are there.
 
-    ``hits`` of them were there before, ``misses`` were copied: ``copied_bytes``.
+    ``hits`` of them were there before or on their way, ``misses`` were copied: ``copied_bytes``.
     """
 
     call: int

@@ -310,6 +310,31 @@ def test_an_abandoned_commit_still_moves_the_pages() -> None:
     assert (lease.pages.tolist(), sent(own)) == ([8, 2], [])
 
 
+def test_an_abandoned_slide_still_moves_the_window() -> None:
+    """The daemon has given the pages behind it to others."""
+    own = connection()
+    rows = (pack_ids([5, 6, 0]),)
+    lease = LeaseState(7, prefix_tokens=0, pages=pack_ids([1, 2, 3]), beside=rows)
+    call = begin(own, wire.SlideLease(own.next_call(), 7, 8), lease)
+    own.abandon(call)
+
+    feed(own, wire.Row(1, 3, b"", (pack_ids([0, 6, 5]),)))
+
+    assert lease.pages.tolist() == [1, 2, 3]
+    assert [row.tolist() for row in lease.beside] == [[0, 6, 5]]
+    assert sent(own) == []
+
+
+def test_an_abandoned_fetch_leaves_nothing_to_undo() -> None:
+    own = connection()
+    call = begin(own, wire.FetchPages(own.next_call(), 7, pack_ids([0])), lease_of([1]))
+    own.abandon(call)
+
+    feed(own, wire.Fetched(1, pack_ids([4]), 0, 1, 64))
+
+    assert sent(own) == []
+
+
 def test_nothing_is_undone_with_a_daemon_that_is_gone() -> None:
     own = connection()
     call = begin(own, wire.OpenLease(own.next_call()))
