@@ -81,13 +81,16 @@ async def _measure_group(
             pair = stack.enter_context(two_daemons(place, family.settings, prefill=family.prefill))
             sides = [await _session(stack, one) for one in (pair.prefill, pair.decode)]
             turns.append(Turns(family, work, *sides))
-        told(f"{' and '.join(one.name for one in families)}, handoffs")
-        for number in range(work.repeats + 1 if turns else 0):
-            for one in turns:
-                await one.turn(is_counted=number > 0)  # the first one warms what is cold
         for one in turns:
             told(f"{one.family.name}, until one has to wait")
-            found[one.family.name] = await one.fill()
+            await one.fill()
+        if turns:
+            told(f"{' and '.join(one.family.name for one in turns)}, handoffs")
+        for _ in range(work.repeats):
+            for one in turns:
+                await one.turn()
+        for one in turns:
+            found[one.family.name] = await one.seen()
     return found
 
 
@@ -131,7 +134,7 @@ def report(result: FamiliesResult, file: Path | None) -> None:
 def steps_of(names: Sequence[str]) -> int:
     """How often the bar moves: daemons start, handoffs of a group, room runs out."""
     served = [name for name in names if name != PREFILL_ONLY]
-    groups = [group for group in GROUPS if any(name in names for name in group)]
+    groups = [group for group in GROUPS if any(name in served for name in group)]
     return len(names) + len(groups) + len(served)
 
 
@@ -245,7 +248,7 @@ def _notes(result: FamiliesResult) -> list[str]:
         "admitted: prompts delivered by handoffs and held, until the next receive had to wait; the "
         "daemon's count of pages must agree with the engine's then, and be 0 when all are released",
         f"handoff: from the call of finish() to its answer, nothing posted before; of "
-        f"{work.repeats} each, families that are compared in turns",
+        f"{work.repeats} each, families that are compared in turns, every page written before",
         "mha is six layers in full; swa has the same, five of them with a window",
         f"prefill: the lease of the prefill side, computed in chunks of {work.chunk_tokens} tokens "
         "with a slide after each, and at once without",

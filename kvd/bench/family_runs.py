@@ -6,7 +6,8 @@ What lives here: handoffs, what a request holds meanwhile, how many fit. What mu
 A prompt's KV is computed in chunks on the prefill side, its windows sliding along, then handed over
 and decoded: the decode side slides through the whole answer, and what counts is the most that it
 holds at any moment. A handoff is timed from the call of ``finish`` to its answer (``engines``).
-Room runs out when a receive is in the daemon's queue instead of answered.
+Room runs out when a receive is in the daemon's queue instead of answered. That comes first: until
+both pools have been written once, handoffs are slower, because the kernel maps their memory.
 """
 
 from __future__ import annotations
@@ -151,45 +152,55 @@ class Turns:
         self._times_s: list[float] = []
         self._windows = [part.name for part in components_of(prefill) if part.extent == "tail"]
         self._most_windows = 0
+        self._admitted = 0
         self._short_of = ""
+        self._counted: dict[str, int] = {}
         self._buffers = [one for one in components_of(decode) if one.extent == "buffer"]
         self._fetches: list[FetchSeen] = []
 
-    async def turn(self, *, is_counted: bool) -> None:
-        """One handoff, decoded to the end of its answer, and released."""
-        met = await self._meet()
-        assert met is not None
-        took_s = await self._finish(met)
-        if is_counted:
-            self._times_s.append(took_s)
-        await self._decode_all(met.receive.lease)
-        for buffer in self._buffers:
-            wanted = self._work.buffer_tokens // buffer.page_size
-            self._fetches.append(await fetch_twice(met.receive.lease, wanted))
-        await met.receive.lease.release()
-
-    async def fill(self) -> Seen:
+    async def fill(self) -> None:
         """Hand prompts over and keep them, until one has to wait; then let all of them go."""
         kept: list[Lease] = []
         while (met := await self._meet()) is not None:
             await self._finish(met)
             kept.append(met.receive.lease)
-        unslid = await self._unslid_windows()
-        full = await self._decode.node.snapshot()
+        self._admitted = len(kept)
+        self._counted = leased_pages(await self._decode.node.snapshot())
         for lease in kept:
             await lease.release()
+
+    async def turn(self) -> None:
+        """One handoff that is timed, decoded to the end of its answer, and released."""
+        met = await self._meet()
+        if met is None:
+            raise DaemonFailed(f"{self.family.name}: a prompt has to wait, and nobody has pages")
+        self._times_s.append(await self._finish(met))
+        lease = met.receive.lease
+        await self._decode_all(lease)
+        for buffer in self._buffers:
+            wanted = self._work.buffer_tokens // buffer.page_size
+            self._fetches.append(await fetch_twice(lease, wanted))
+        await lease.release()
+
+    async def seen(self) -> Seen:
+        """What came of it all. Nothing is held any more, or it is told.
+
+        Raises:
+            DaemonFailed: a handoff has failed.
+        """
+        unslid = await self._unslid_windows()
         sent, got = [await one.node.snapshot() for one in (self._prefill, self._decode)]
         if got.totals.handoffs_failed or sent.totals.handoffs_failed:
             raise DaemonFailed(f"{self.family.name}: a handoff has failed")
         return Seen(
             parts=self._holding.seen(),
-            admitted=len(kept),
+            admitted=self._admitted,
             short_of=self._short_of,
             handed_off=got.totals.handoffs_delivered,
             sent_bytes=sent.totals.sent_bytes,
             received_bytes=got.totals.received_bytes,
             times_s=tuple(self._times_s),
-            counted_pages=leased_pages(full),
+            counted_pages=self._counted,
             left_pages=sum(sum(leased_pages(one).values()) for one in (sent, got)),
             violations=sum(one.totals.violations + one.audit.findings for one in (sent, got)),
             fetch=median_fetch(self._fetches),
