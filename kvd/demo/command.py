@@ -9,18 +9,23 @@ import importlib.util
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
+from click.core import ParameterSource
 from rich.console import Console
 
-from kvd.demo.models import ARCHITECTURES, DTYPES, PAGE_SIZE
+from kvd.demo import embedding, embedding_report
+from kvd.demo.models import ARCHITECTURES, DTYPES, ENCODERS, PAGE_SIZE
 from kvd.demo.processes import DemoFailed
 from kvd.demo.progress import Bar, Lines
 from kvd.demo.report import Report, controls_told, legend_of, table_of, verdict
 from kvd.demo.runner import run
 from kvd.demo.settings import MOST_TURNS, Settings
+
+if TYPE_CHECKING:
+    from kvd.demo.embedding_report import EmbeddingReport
 
 PARTS = ("torch", "transformers")
 TABLE_COLUMNS = 100
@@ -30,7 +35,7 @@ TABLE_COLUMNS = 100
 @click.command()
 @click.option(
     "--model",
-    type=click.Choice(sorted(ARCHITECTURES)),
+    type=click.Choice(sorted([*ARCHITECTURES, *ENCODERS])),
     default="llama",
     show_default=True,
     help="Architecture, from Hugging Face transformers; the weights are random.",
@@ -83,13 +88,12 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     Two daemons, a prefill engine and a decode engine run as processes; KV travels by NIXL, only
     what the decode node lacks. Every answer is compared with that of a single process; at last a
     page is damaged on purpose, which the comparison must notice.
+
+    An embedding model decodes nothing, so it has one node: it embeds batches of texts with their KV
+    written to a pool and with cache.mode = "prefill-only", which must give the same embeddings.
     """
     _need_parts()
     _need_folder(json_file)
-    if page_size is not None and not ARCHITECTURES[model].has_token_pages:
-        raise click.BadParameter(
-            f"{model} keeps no KV of tokens: its pages are single tokens", param_hint="--page-size"
-        )
     settings = Settings(
         model=model,
         turns=turns,
@@ -98,12 +102,26 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
         order=order,
         dtype=dtype,
     )
+    _need_sense(ctx, settings)
     signal.signal(signal.SIGTERM, _end)  # so that the processes are stopped then too
     report = _perform(settings)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     _show(report)
     ctx.exit(0 if report.ok else 1)
+
+
+def _need_sense(ctx: click.Context, settings: Settings) -> None:
+    """Refuse options that mean nothing for the model."""
+    if settings.page_size is not None and not settings.architecture.has_token_pages:
+        raise click.BadParameter(
+            f"{settings.model} keeps no KV of tokens: its pages are single tokens",
+            param_hint="--page-size",
+        )
+    if settings.is_encoder and ctx.get_parameter_source("turns") is not ParameterSource.DEFAULT:
+        raise click.BadParameter(
+            f"{settings.model} embeds texts: there is no conversation", param_hint="--turns"
+        )
 
 
 def _need_parts() -> None:
@@ -127,25 +145,31 @@ def _end(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _perform(settings: Settings) -> Report:
+def _perform(settings: Settings) -> Report | EmbeddingReport:
     """The demo, with its progress on the standard error."""
     console = Console(stderr=True)
     try:
         with Bar(console) if console.is_terminal else Lines() as watcher:
+            if settings.is_encoder:
+                return embedding.run(settings, watcher)
             return run(settings, watcher)
     except DemoFailed as failure:
         raise click.ClickException(str(failure)) from failure
 
 
-def _show(report: Report) -> None:
+def _show(report: Report | EmbeddingReport) -> None:
     """Table and verdict on the standard output."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    console.print(table_of(report))
-    click.secho(legend_of(report), dim=True)
-    for told in controls_told(report):
-        click.echo(told)
-    for problem in report.problems[1:]:
-        click.echo(problem)
-    click.secho(verdict(report), fg="green" if report.ok else "red", bold=True)
+    if isinstance(report, Report):
+        console.print(table_of(report))
+        legend, lines, last = legend_of(report), controls_told(report), verdict(report)
+    else:
+        console.print(embedding_report.table_of(report))
+        legend, lines = embedding_report.LEGEND, embedding_report.told(report)
+        last = embedding_report.verdict(report)
+    click.secho(legend, dim=True)
+    for line in (*lines, *report.problems[1:]):
+        click.echo(line)
+    click.secho(last, fg="green" if report.ok else "red", bold=True)

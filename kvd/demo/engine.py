@@ -15,10 +15,13 @@ import transformers
 
 from kvd.client import connect_sync
 from kvd.demo.decode import DecodeEngine
+from kvd.demo.encoder import EncoderEngine
 from kvd.demo.messages import (
     Connect,
     Connected,
+    ConnectEncoder,
     Decode,
+    Embed,
     Failed,
     Generate,
     Prefill,
@@ -29,7 +32,7 @@ from kvd.demo.messages import (
     frame,
     read_request,
 )
-from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
+from kvd.demo.models import ARCHITECTURES, ENCODERS, build_model, weight_digest
 from kvd.demo.prefill import PrefillEngine
 from kvd.demo.reference import generate
 from kvd.errors import KvdError
@@ -66,6 +69,8 @@ class Engine:
                 return self._attached()[0].prefill(request)
             case Decode():
                 return self._attached()[1].decode(request)
+            case ConnectEncoder() | Embed():
+                return Failed("only an encoder embeds")
             case _:
                 assert_never(request)
 
@@ -75,12 +80,17 @@ class Engine:
         return self._sides
 
 
-def start(order: Start) -> tuple[Engine, Started]:
+def start(order: Start) -> tuple[Engine | EncoderEngine, Started]:
     """Build the model of ``order``."""
-    architecture = ARCHITECTURES[order.model]
-    model = build_model(architecture, seed=order.seed, dtype=order.dtype)
-    versions = Started(weight_digest(model), str(torch.__version__), transformers.__version__)
-    return Engine(model, architecture.shape), versions
+    engine: Engine | EncoderEngine
+    if order.model in ENCODERS:
+        model = build_model(ENCODERS[order.model], seed=order.seed, dtype=order.dtype)
+        engine = EncoderEngine(model)
+    else:
+        architecture = ARCHITECTURES[order.model]
+        model = build_model(architecture, seed=order.seed, dtype=order.dtype)
+        engine = Engine(model, architecture.shape)
+    return engine, Started(weight_digest(model), str(torch.__version__), transformers.__version__)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

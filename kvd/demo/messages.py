@@ -7,6 +7,7 @@ answer; ``Failed`` is one to any of them. Logits are raw little-endian float64, 
 
 from __future__ import annotations
 
+import enum
 from typing import BinaryIO
 
 import msgspec
@@ -61,7 +62,35 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     answer_tokens: int
 
 
-Request = Start | Connect | Prefill | Decode | Generate
+class Keeping(enum.Enum):
+    """What becomes of a batch's K and V; see ``encoder``."""
+
+    COUNTED = "counted"
+    WRITTEN = "written"
+    READ_BACK = "read-back"
+    ALONE = "alone"
+
+
+class ConnectEncoder(msgspec.Struct, frozen=True, tag="connect-encoder"):
+    """Attach to the daemon that counts and to the one with memory. Answer: ``Connected``."""
+
+    counted_endpoint: str
+    written_endpoint: str
+    name: str
+
+
+class Embed(msgspec.Struct, frozen=True, tag="embed"):
+    """Embed a batch of texts. Answer: ``Embedded``.
+
+    With ``damage`` a page is overwritten before it is read back: the negative control.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    keeping: Keeping
+    damage: bool = False
+
+
+Request = Start | Connect | Prefill | Decode | Generate | ConnectEncoder | Embed
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -116,13 +145,20 @@ class Generated(msgspec.Struct, frozen=True, tag="generated"):
     logits: bytes
 
 
+class Embedded(msgspec.Struct, frozen=True, tag="embedded"):
+    """The embeddings, (texts, hidden) as raw little-endian float64, and how long they took."""
+
+    vectors: bytes
+    took_s: float
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The request failed; ``error`` says why in one sentence."""
 
     error: str
 
 
-Reply = Started | Connected | Prefilled | Decoded | Generated | Failed
+Reply = Started | Connected | Prefilled | Decoded | Generated | Embedded | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)

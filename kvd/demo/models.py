@@ -200,6 +200,21 @@ def _mamba(shape: Shape) -> PreTrainedConfig:
     )
 
 
+def _bert(shape: Shape) -> PreTrainedConfig:
+    from transformers import BertConfig  # noqa: PLC0415 - as above
+
+    return BertConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=shape.max_positions,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
 _LLAMA = Shape(
     layers=4,
     hidden=256,
@@ -248,18 +263,33 @@ _ROWS = (
     ),
 )
 ARCHITECTURES = {row.name: row for row in _ROWS}
-"""By the name that ``kvd demo --model`` takes."""
+"""Those that decode, by the name that ``kvd demo --model`` takes."""
+
+ENCODERS = {
+    "embedding": Architecture(
+        "embedding",
+        "mha",
+        _SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
+        _bert,
+        tolerance=Tolerance(1e-5, 1e-12),
+    )
+}
+"""Those that only look at a text; the tolerance is that of an element of a vector of length 1."""
 
 
 def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrainedModel:
-    """The model with its random weights: the same seed gives the same weights in every process."""
+    """The model with its random weights: the same seed gives the same weights in every process.
+
+    An encoder comes without a head: its last layer is what is wanted of it.
+    """
     import torch  # noqa: PLC0415 - see the top
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(seed)
     config = architecture.configure(architecture.shape)
     # The expert kernels of transformers know no float64; its loop over experts does.
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
+    kind = AutoModel if architecture.name in ENCODERS else AutoModelForCausalLM
+    model = kind.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

@@ -137,13 +137,17 @@ class EngineProcess(Child):
 
 
 class DaemonPlan(msgspec.Struct, frozen=True):
-    """What one daemon is told: its name, its address for peers, and whom it knows."""
+    """What one daemon is told: its name, its address for peers, whom it knows, and what it holds.
+
+    ``sections``: of its configuration, beside these.
+    """
 
     name: str
     address: str
     peers: dict[str, str]
     pool: PoolLayout
     pages: PageCounts
+    sections: dict[str, dict[str, object]] = {}
 
 
 class DaemonProcess(Child):
@@ -172,6 +176,7 @@ def configuration(plan: DaemonPlan, runtime: Path) -> str:
         "pool": plan.pool.section(plan.pages),
         "http": {"listen": "off"},
         "log": {"format": "console"},
+        **plan.sections,
     }
     lines = [line for name, keys in sections.items() for line in _section(name, keys)]
     return "\n".join([*lines, ""])

@@ -6,7 +6,8 @@ import msgspec
 
 from kvd.demo.conversation import Script, write_script
 from kvd.demo.layout import PageCounts, Part, PoolLayout
-from kvd.demo.models import ARCHITECTURES, Architecture
+from kvd.demo.messages import Start
+from kvd.demo.models import ARCHITECTURES, ENCODERS, Architecture
 
 MOST_TURNS = 100
 """More would outgrow the positions of the models."""
@@ -34,7 +35,16 @@ class Settings(msgspec.Struct, frozen=True):
     @property
     def architecture(self) -> Architecture:
         """The row of the registry."""
-        return ARCHITECTURES[self.model]
+        return ENCODERS[self.model] if self.is_encoder else ARCHITECTURES[self.model]
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model embeds texts and decodes nothing."""
+        return self.model in ENCODERS
+
+    def start(self) -> Start:
+        """What every engine is told first."""
+        return Start(self.model, self.seed, self.dtype)
 
     @property
     def tolerance(self) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvd.client import connect_sync
-from kvd.demo.messages import Connect, Connected, Reply, Request, Start, Started
+from kvd.demo.messages import Connect, Connected, Reply, Request, Started
 from kvd.demo.processes import (
     Child,
     DaemonPlan,
@@ -112,7 +112,7 @@ def open_stage(settings: Settings, *, pages: PageCounts, watcher: Watcher) -> It
             watcher.stage("starting 2 daemons and 3 engines; importing torch takes longest")
             engines = _start_engines(settings, processes, directory)
             daemons = _start_daemons(settings, pages, processes, directory)
-            nodes = [open_.enter_context(_session(daemon)) for daemon in daemons]
+            nodes = [open_.enter_context(session(daemon)) for daemon in daemons]
             for node, daemon in zip(nodes, daemons, strict=True):
                 _wait_until_linked(node, daemon)
             watcher.stage("the daemons know each other; building the model in every engine")
@@ -137,7 +137,7 @@ def _start_engines(settings: Settings, processes: Processes, directory: Path) ->
     names = ("prefill-engine", "decode-engine", "reference")
     prefill, decode, reference = (processes.add(EngineProcess(name, directory)) for name in names)
     for engine in (prefill, decode, reference):
-        engine.tell(Start(settings.model, settings.seed, settings.dtype))
+        engine.tell(settings.start())
     return prefill, decode, reference
 
 
@@ -154,7 +154,7 @@ def _start_daemons(
     return first, second
 
 
-def _session(daemon: DaemonProcess) -> SyncNode:
+def session(daemon: DaemonProcess) -> SyncNode:
     """The demo's own session with a daemon that is starting."""
     deadline_s = time.monotonic() + START_S
     while True:

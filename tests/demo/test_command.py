@@ -42,6 +42,13 @@ def test_demo_refuses_a_page_size_where_pages_are_single_tokens() -> None:
     assert "mamba keeps no KV of tokens: its pages are single tokens" in result.output
 
 
+def test_demo_refuses_turns_where_nothing_is_said() -> None:
+    result = CliRunner().invoke(demo_command, ["--model", "embedding", "--turns", "5"])
+
+    assert result.exit_code == 2
+    assert "embedding embeds texts: there is no conversation" in result.output
+
+
 def test_demo_says_what_to_install_when_transformers_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import pytest
 
+from kvd.demo.embedding_report import EmbeddingReport, Memory
 from kvd.demo.report import Report, Row
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.slow
 PAGE_BYTES = 4 * 2 * 16 * 2 * 32 * 4
 
 
-def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Report]:
+R = TypeVar("R")
+
+
+def run(
+    json_file: Path, kind: type[R], *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], R]:
     """Run the command as a user would."""
     command = [sys.executable, "-c", "from kvd.cli import main; main()", "demo"]
     done = subprocess.run(
@@ -30,7 +36,12 @@ def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
         check=False,
     )
     assert json_file.exists(), done.stderr
-    return done, msgspec.json.decode(json_file.read_bytes(), type=Report)
+    return done, msgspec.json.decode(json_file.read_bytes(), type=kind)
+
+
+def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Report]:
+    """A model that decodes."""
+    return run(json_file, Report, *arguments)
 
 
 def test_demo_decodes_the_same_tokens_and_sends_only_what_is_lacking(tmp_path: Path) -> None:
@@ -157,6 +168,30 @@ def test_demo_hands_over_the_state_of_mamba(tmp_path: Path) -> None:
         (340, 0),
     ]
     assert report.control.damaged == "state"
+
+
+def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path: Path) -> None:
+    """scenario D1, scenario D10, scenario D13: 129 pages of 8 heads in 4 layers, and none of it."""
+    done, report = run(tmp_path / "demo.json", EmbeddingReport, "--model", "embedding")
+
+    assert (done.returncode, report.problems) == (0, ()), done.stdout + done.stderr
+    assert len(report.batches) == 16
+    assert report.max_difference <= report.tolerance == 1e-5
+    assert report.damaged_difference > 1e-3
+    page_bytes = 4 * 2 * 16 * 8 * 32 * 4
+    assert report.memory == Memory(
+        pages=129,
+        counted_pages=129,
+        pool_bytes=129 * page_bytes,
+        pool_bytes_expected=129 * page_bytes,
+        counted_pool_bytes=0,
+        placeholder_bytes=page_bytes,
+        pages_still_held=0,
+    )
+    assert report.refused == dict.fromkeys(
+        ("map", "commit", "send", "receive", "match"), "not-supported"
+    )
+    assert done.stdout.splitlines()[-1].startswith("OK: embeddings of 128 texts are the same")
 
 
 def _figures(row: Row) -> tuple[int, int, int, int, int]:
