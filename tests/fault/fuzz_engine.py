@@ -161,7 +161,7 @@ class Engine:
 def page_bytes(node: SyncNode):
     """The pool as (pages, bytes of a page): it is laid out page first."""
     pool = node.pool("main")
-    part = pool._component("kv")
+    part = pool.component("kv")
     return pool._mapping(part).bytes[: part.pages * part.page_bytes].reshape(part.pages, -1)
 
 
