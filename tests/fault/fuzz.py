@@ -13,11 +13,12 @@ import argparse
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tests.fault.fuzz_memory import besiege_core, besiege_metadata, besiege_orders
+from tests.fault.fuzz_memory import POOLS, besiege_core, besiege_metadata, besiege_orders
 from tests.fault.fuzz_peers import Peers
 from tests.fault.fuzz_streams import Attachers, Browsers, Streams
 from tests.fault.fuzz_target import (
@@ -38,6 +39,7 @@ SIEGES = (Clients, Strangers, Attachers, Operators, Peers, Browsers, Streams)
 
 IN_MEMORY = {
     "core": besiege_core,
+    "core, every component": partial(besiege_core, pool=POOLS["everything"]),
     "order socket": besiege_orders,
     "metadata": besiege_metadata,
 }

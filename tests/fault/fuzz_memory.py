@@ -16,14 +16,15 @@ from kvd.core.invariants import violations
 from kvd.core.node import Node
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
-from kvd.core.spec import fingerprint
+from kvd.core.spec import PoolSpec, fingerprint
 from kvd.errors import Code, Refusal
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
 from kvd.transfer.orders import BadStream, Frames, Order, Report, order_of, reports_of
 from kvd.types import NO_TOKENS, Tokens, pack_ids
 from kvd.wire import admin, client, peer
 from kvd.wire.codec import ADMIN_REQUESTS, CLIENT_REQUESTS, PEER_MESSAGES
-from tests.core.side import settings, tokens
+from tests.core.families import SPECS
+from tests.core.side import settings, spec, tokens
 from tests.fault.fuzz_values import Maker, kinds_of
 
 CHECK_EVERY = 64
@@ -32,17 +33,18 @@ PROMPT = tokens((1, 100))
 PROMPTS = [PROMPT] * 5 + [tokens((1, n)) for n in (1, 10, 16, 40)] + [tokens((-5, 40))]
 SERVED_BY_THE_SHELL = (client.Subscribe, client.Unsubscribe, admin.ListEvents)
 NAMES = ("m1", "m2", "m3")
+POOLS = {"mha": spec(64), **SPECS}
 
 
 class CoreSiege:
     """One node, hostile sessions, peers and operators, and a transfer process that often fails."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pool: PoolSpec) -> None:
         self.make = Maker(seed)
         self.fed: Counter[str] = Counter()
         self.answers = self.reports = 0
         self._now_s = 100.0
-        self._node = Node(settings("d", 64), self._now_s)
+        self._node = Node(settings("d", 64, spec=pool), self._now_s)
         self._owed: dict[int, dict[int, client.Request]] = {}
         self._calls = 0
         self._sessions = 0
@@ -276,9 +278,9 @@ class CoreSiege:
             del owed[message.call]
 
 
-def besiege_core(count: int, seed: int) -> int:
-    """A node is fed ``count`` hostile inputs; how many answers it gave."""
-    siege = CoreSiege(seed)
+def besiege_core(count: int, seed: int, pool: PoolSpec = POOLS["mha"]) -> int:
+    """A node with this pool is fed ``count`` hostile inputs; how many answers it gave."""
+    siege = CoreSiege(seed, pool)
     siege.storm(count)
     return siege.answers + siege.reports
 

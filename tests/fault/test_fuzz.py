@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.fault.fuzz import SIEGES, besiege
-from tests.fault.fuzz_memory import besiege_core, besiege_metadata, besiege_orders
+from tests.fault.fuzz_memory import POOLS, besiege_core, besiege_metadata, besiege_orders
 from tests.fault.fuzz_target import besieged
 
 FRAMES = int(os.environ.get("KVD_FRAMES", "1000"))
@@ -32,9 +32,10 @@ def test_hostile_frames_disturb_nobody_and_leave_nothing_behind(target, siege):
     assert row.answered + row.counted > 0
 
 
-def test_core_answers_every_hostile_input_once_and_keeps_every_invariant():
+@pytest.mark.parametrize("family", POOLS)
+def test_core_answers_every_hostile_input_once_and_keeps_every_invariant(family):
     try:
-        answers = besiege_core(4 * FRAMES, SEED)
+        answers = besiege_core(2 * FRAMES, SEED, POOLS[family])
     except Exception as error:
         error.add_note(f"KVD_SEED={SEED} KVD_FRAMES={FRAMES}")
         raise
