@@ -75,6 +75,14 @@ class Twin:
         seconds = max(0.0, self._newest_s - self._oldest_s)
         return Covered(seconds, self._inputs, self._seen - self._at)
 
+    def _before(self, upto: int) -> tuple[int, float]:
+        """Inputs before ``upto``, and the time of the last; the daemon has written on since."""
+        inputs, newest_s, at = 0, self._oldest_s, self._at
+        while at < upto:
+            is_mark, newest_s, at = self._ring.skim(at)
+            inputs += not is_mark
+        return inputs, newest_s
+
     def save(self, path: Path, why: str, upto: int, state_hash: str) -> recording.Header:
         """Write everything before ``upto`` to ``path``.
 
@@ -82,7 +90,7 @@ class Twin:
             OSError: it cannot be written.
         """
         self.look()
-        covered = self.covered()
+        inputs, newest_s = self._before(upto)
         gc.disable()  # a frozen node is millions of small lists, and none of them is waste
         base = freeze(self._player.node)
         gc.enable()
@@ -93,8 +101,8 @@ class Twin:
             incarnation=self._begin.incarnation,
             why=why,
             saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            seconds=covered.seconds,
-            inputs=covered.inputs,
+            seconds=max(0.0, newest_s - self._oldest_s),
+            inputs=inputs,
             base_bytes=len(base),
             record_bytes=upto - self._at,
             state_hash=state_hash,

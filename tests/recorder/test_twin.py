@@ -102,6 +102,19 @@ def test_what_is_saved_at_any_time_replays_to_the_state_of_the_live_node(tape, t
             assert freeze(node) == freeze(tape.node)
 
 
+@pytest.mark.parametrize("tape", [6], indirect=True)
+def test_what_the_daemon_writes_after_the_save_was_ordered_is_not_counted_in_it(tape, tmp_path):
+    for happened in tape.life.log[:30]:
+        tape.feed(happened)
+    upto, at_s = tape.writer.end, tape.node.out.at_s
+    for happened in tape.life.log[30:60]:
+        tape.feed(happened)
+
+    header = tape.twin.save(tmp_path / "saved", "test", upto, "")
+
+    assert (header.inputs, header.seconds) == (30, at_s - tape.life.born_s)
+
+
 @pytest.mark.parametrize("tape", [3], indirect=True)
 def test_the_ring_reaches_back_as_far_as_was_asked_and_no_farther(tape):
     for happened in tape.life.log:
