@@ -246,6 +246,7 @@ def two_daemons(
 ) -> Iterator[Pair]:
     """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts.
 
+    Where their pools differ they know that of each other, and whoever can send soon will.
     ``prefill``: the settings of ``p``, where they are others than those of ``d``.
     ``with_keys``: each has a key pair, and knows the other's public key.
     """
@@ -272,7 +273,11 @@ def two_daemons(
 
 
 def _is_linked(daemon: Daemon) -> bool:
-    return any(p.state == "up" and p.agent == "loaded" for p in daemon.snapshot().peers)
+    """Whether it can send to its peer, or knows that its pool differs."""
+    return any(
+        peer.state == "up" and (peer.agent == "loaded" or peer.layout != "same")
+        for peer in daemon.snapshot().peers
+    )
 
 
 def free_port() -> int:
