@@ -26,7 +26,7 @@ HEADER: Final = struct.Struct("<IId")
 ALIGNMENT: Final = 16
 MARKED: Final = 1 << 31
 _TOP_BYTES: Final = 1024
-"""Of the free stack in a mark: the pages that were given and taken last."""
+"""Of each free stack in a mark: the pages that were given and taken last."""
 
 _ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -118,6 +118,10 @@ def mark_of(node: Node) -> Mark:
         table.pool.free_pages,
         table.tree.evictable_pages,
         table.tree.protected_pages,
+        *(
+            (one.pool.free_ids()[-_TOP_BYTES:], one.pool.free_pages, one.evictable_pages)
+            for one in table.beside.each
+        ),
         (table.opened, table.released, table.evicted_pages),
         (len(table.leases), len(node.admission.queue)),
         (decoder.delivered, decoder.failed, decoder.received_bytes, decoder.saved_bytes),

@@ -6,11 +6,22 @@ import random
 import pytest
 
 from kvd.core import inputs
+from kvd.core.spec import budgets
 from kvd.recorder import ring
 from kvd.recorder.ring import Ring
-from kvd.recorder.tape import Mark, Record, Unknown, input_of, mark_in, record_of, record_of_mark
+from kvd.recorder.tape import (
+    Mark,
+    Record,
+    Unknown,
+    input_of,
+    mark_in,
+    mark_of,
+    record_of,
+    record_of_mark,
+)
 from kvd.types import Tokens
 from kvd.wire import client
+from tests.core.families import SPECS, worked
 
 
 @pytest.fixture
@@ -95,6 +106,20 @@ def test_an_input_without_tokens_and_a_mark_come_back_too():
 
     assert input_of(record_of(tick)) == tick
     assert mark_in(record_of_mark(mark, 2.0)) == mark
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [(family, one.name) for family, spec in SPECS.items() for one in budgets(spec)],
+)
+def test_marks_differ_when_pages_of_any_component_do(family, budget):
+    one, other = (worked(family, seed=1, steps=30).node for _ in range(2))
+    assert mark_of(one) == mark_of(other)
+
+    keeper = other.leases.beside.named(budget)
+    (other.leases.pool if keeper is None else keeper.pool).take(1)
+
+    assert mark_of(one) != mark_of(other)
 
 
 @pytest.mark.parametrize(
