@@ -149,7 +149,7 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
     for one in states:
         facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
         facts += [f"namespace {one.namespace}"] if one.namespace else []
-        facts += [_beside(one)] if one.beside else []
+        facts += [_beside(one)] if any(has.mapped_pages for has in one.beside) else []
         facts += [_saved(one)] if one.saved_pages or one.retracted_s else []
         facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
         out.row(
@@ -169,7 +169,7 @@ def leases(states: tuple[LeaseState, ...]) -> RenderableType:
 
 def _beside(one: LeaseState) -> str:
     """Its pages of further components: its own, and those in its row that it shares."""
-    return f"beside {', '.join(_held(has) for has in one.beside)}"
+    return f"beside {', '.join(_held(has) for has in one.beside if has.mapped_pages)}"
 
 
 def _held(has: HeldState) -> str:
