@@ -33,6 +33,10 @@ class Contents:
             number = self._numbers[key] = len(self._numbers) + 1
         return number
 
+    def piece(self, content: int, number: int) -> int:
+        """What that piece of a page with this content is, in a component that has smaller pages."""
+        return self.after(content, bytes([number]))
+
     def of(self, tokens: Tokens, namespace: str) -> list[int]:
         """The contents of the pages of a sequence, a last partial page included."""
         contents: list[int] = []

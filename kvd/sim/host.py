@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvd.core import effects, inputs
+from kvd.core import beside_rules, effects, inputs
 from kvd.core.invariants import violations
-from kvd.sim.contents import PAGE_TOKENS, UNWRITTEN
+from kvd.core.spec import companion_pages
+from kvd.sim.memory import Memory
 from kvd.sim.mover import Mover
 from kvd.sim.session import Session
 from kvd.sim.violation import Violated, require
-from kvd.types import Incarnation, count, page_ids
+from kvd.types import Incarnation, Pages, count, page_ids
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.inputs import Input
+    from kvd.core.lease import Lease
     from kvd.core.node import Node
     from kvd.core.settings import Settings
     from kvd.sim.world import World
@@ -55,9 +57,7 @@ class Host:
         self.node: Node
         self.mover: Mover
         self.session: Session
-        self.memory: list[int] = []
-        self.saved: list[int] = []
-        """What the pages of retracted leases hold."""
+        self.memory: Memory
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
         self._n_sessions = 0
@@ -89,8 +89,7 @@ class Host:
             self.settings, incarnation=incarnation(self.name, self.life)
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
-        self.memory = [UNWRITTEN] * self.settings.spec.pages[0]
-        self.saved = [UNWRITTEN] * self.settings.spec.saved_pages[0]
+        self.memory = Memory(self.settings.spec, world.contents)
         self.grants = {}
         self._seq = 0
         self._balance = (-1, -1)
@@ -250,41 +249,48 @@ class Host:
 
     def _grant(self, offer: Offer) -> None:
         """Remember which lease the pages of an Offer belong to: a check of every write."""
-        granted = offer.grants[0].pages
         for part in self.node.decoder.parts.values():
             if part.handoff == offer.handoff and part.lease is not None:
-                require(
-                    part.lease.held.startswith(granted),
-                    f"{self.name}: handoff {offer.handoff} grants pages that its lease lacks",
-                )
+                for grant in offer.grants:
+                    own = set(page_ids(self.own_pages(part.lease, grant.component)))
+                    require(
+                        own.issuperset(page_ids(Pages(grant.pages))),
+                        f"{self.name}: handoff {offer.handoff} grants pages of {grant.component} "
+                        "that its lease lacks",
+                    )
                 self.grants[offer.handoff] = part.lease.id
                 return
         raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
 
+    def own_pages(self, lease: Lease, component: str) -> Pages:
+        """The pages of a component that are this lease's and nobody else's."""
+        keeper = self.node.leases.beside.named(component)
+        if keeper is not None:
+            return keeper.own(lease)
+        for name, factor, _ in self.memory.kinds.companions:
+            if name == component:
+                return companion_pages(lease.held, factor)
+        return lease.held
+
     # ---- pages -------------------------------------------------------------------------------
 
-    def write(self, pages: list[int], contents: list[int], start_tokens: int) -> None:
-        """An engine writes its row from ``start_tokens`` on, up to where ``contents`` end."""
-        memory = self.memory
-        for k in range(start_tokens // PAGE_TOKENS, len(contents)):
-            memory[pages[k]] = contents[k]
-
-    def check(self, pages: list[int], contents: list[int], what: str) -> None:
-        """The pages hold exactly this.
+    def check(self, pages: list[int], contents: list[int], n_tokens: int, what: str) -> None:
+        """The pages hold exactly these contents, which stand for so many tokens.
 
         Raises:
             Violated: One does not.
         """
-        memory = self.memory
-        if [memory[page] for page in pages[: len(contents)]] != contents:
-            wrong = [
-                f"page {page} holds {memory[page]}, {wanted} is due"
-                for page, wanted in zip(pages, contents, strict=False)
-                if memory[page] != wanted
-            ]
-            raise Violated(f"{self.name}: {what}: {wrong or 'pages are missing'}")
+        wrong = self.memory.wrong(pages, contents, n_tokens)
+        if wrong:
+            raise Violated(f"{self.name}: {what}: {wrong}")
 
-    def receive(self, handoff: int, pages: list[int]) -> None:
+    def check_beside(self, name: str, pages: list[int], contents: list[int], what: str) -> None:
+        """The same of a component with pages of its own."""
+        wrong = self.memory.wrong_beside(name, pages, contents)
+        if wrong:
+            raise Violated(f"{self.name}: {what}: {wrong}")
+
+    def receive(self, handoff: int, component: str, pages: list[int]) -> None:
         """Bytes of a handoff land on these pages: they must be granted to it, now.
 
         Raises:
@@ -295,15 +301,20 @@ class Host:
         assert lease is not None
         if lease.id in self.node.decoder.ready:
             raise Violated(f"{self.name}: handoff {handoff} is committed, and written again")
-        held = page_ids(lease.held)
+        held = page_ids(self.own_pages(lease, component))
         if not set(held).issuperset(pages):
-            raise Violated(f"{self.name}: {pages} of handoff {handoff} not held by it: {held}")
+            raise Violated(
+                f"{self.name}: {pages} of {component} of handoff {handoff} not held by it: {held}"
+            )
 
     # ---- checks ------------------------------------------------------------------------------
 
     def _check_balance(self) -> None:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
+        for keeper in table.beside.each:
+            if beside_rules.is_uncounted(keeper):
+                raise Violated(f"I1: {self.name}: pages of {keeper.component.name} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
         if (free, cached) == self._balance:
             return
@@ -331,7 +342,13 @@ class Host:
         for node in tree.nodes():
             n_pages = count(node.pages)
             contents = of(tree.path_tokens(node), node.namespace)[-n_pages:]
-            self.check(page_ids(node.pages), contents, f"cached {node.describe()}")
+            what = f"cached {node.describe()}"
+            self.check(page_ids(node.pages), contents, count(node.edge), what)
+            for keeper in self.node.leases.beside.each:
+                # A window is as long as the node, a snapshot stands for the end of it.
+                pages = page_ids(keeper.pages_at(node))
+                dues = contents[n_pages - len(pages) :]
+                self.check_beside(keeper.component.name, pages, dues, what)
 
 
 def incarnation(name: str, life: int) -> Incarnation:

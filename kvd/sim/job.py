@@ -8,11 +8,14 @@ import msgspec
 from typing_extensions import override
 
 from kvd.sim.contents import Prompt
-from kvd.sim.violation import Violated
-from kvd.types import NO_TOKENS, Pages, Tokens, page_ids
+from kvd.sim.rows import Rows
+from kvd.sim.violation import Violated, require
+from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import client
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.errors import Refusal
     from kvd.sim.session import Session
 
@@ -37,8 +40,7 @@ class Job:
         self.request = request
         self.prompt = request.prompt
         self.lease = 0
-        self.pages: list[int] = []
-        """The row of the lease, as the engine knows it."""
+        self.rows = Rows(self.host)
         self.agenda = self.host.world.agenda
         self.random = self.host.world.rng.random
         session.jobs.add(self)
@@ -48,9 +50,22 @@ class Job:
         self.session.jobs.discard(self)
         self.host.world.concluded(self, outcome)
 
-    def take_row(self, reply: client.Row) -> None:
-        """The daemon has changed the row from some page on."""
-        self.pages[reply.first :] = page_ids(Pages(reply.pages))
+    def slide(self, computed_tokens: int, then: Callable[[], None]) -> None:
+        """Say how far it has computed, so that it can go on; ``then`` is called when it can."""
+
+        def slid(reply: client.Row | client.Failed) -> None:
+            if type(reply) is client.Failed:
+                raise Violated(f"{self.host.name}: {self}: cannot slide: {reply.refusal.message}")
+            assert type(reply) is client.Row
+            self.rows.change(reply)
+            require(
+                self.rows.reach_tokens > computed_tokens,
+                f"{self.host.name}: {self}: nothing is mapped beyond token {computed_tokens}",
+            )
+            if self.session.is_alive:
+                then()
+
+        self.session.call(slid, client.SlideLease, self.lease, computed_tokens)
 
     def done(self, reply: client.Done | client.Failed) -> None:
         """An answer that cannot be a refusal.

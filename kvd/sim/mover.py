@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core import inputs
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.spec import page_bytes
 from kvd.sim.contents import TORN
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
@@ -37,6 +38,7 @@ class Flight:
     """Pages on their way from one pool into another."""
 
     __slots__ = (
+        "component",
         "contents",
         "destination",
         "done",
@@ -58,6 +60,7 @@ class Flight:
         self.handoff = handoff
         self.lease = lease
         """The source's: it must live while its pages are read."""
+        self.component = post.component
         self.source = page_ids(post.source)
         self.destination = page_ids(post.destination)
         self.contents: list[int] = []
@@ -101,7 +104,8 @@ class Mover:
         for flight in self.flights.values():
             self._leave_behind(flight)
         for copy, _ in self.copies[:1]:
-            self._place(copy.destination_region)[page_ids(copy.destination)[0]] = TORN
+            regions = self.host.memory.regions
+            regions[copy.destination_region][page_ids(copy.destination)[0]] = TORN
         self.copies.clear()
         self.flights.clear()
         self.late.clear()
@@ -172,7 +176,8 @@ class Mover:
             return  # the same step has already ended it
         world = self.host.world
         flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
-        memory = self.host.memory
+        require(post.split == 1, f"{self.host.name}: post {post.post} cuts pages")
+        memory = self.host.memory.regions[post.component]
         flight.contents = [memory[page] for page in flight.source]
         flight.sums = _sums(post.seal, post.first_page, flight.contents)
         if flight.lane not in self._loaded:
@@ -216,14 +221,14 @@ class Mover:
             self._agenda.after(flight.pace_s * self._random(), self._land, flight)
 
     def _check_source(self, flight: Flight) -> None:
-        lease, memory = flight.lease, self.host.memory
+        lease, memory = flight.lease, self.host.memory.regions[flight.component]
         if self.host.node.leases.leases.get(lease.id) is not lease or lease.reads < 1:
             raise Violated(f"{self.host.name}: post {flight.post} reads the ended lease {lease.id}")
         for page, wanted in zip(flight.source, flight.contents, strict=True):
             if memory[page] != wanted:
                 raise Violated(
-                    f"{self.host.name}: page {page} of lease {lease.id} was overwritten while post "
-                    f"{flight.post} read it"
+                    f"{self.host.name}: page {page} of {flight.component} of lease {lease.id} was "
+                    f"overwritten while post {flight.post} read it"
                 )
 
     def _fail(self, flight: Flight, why: str) -> None:
@@ -233,14 +238,18 @@ class Mover:
             self._tell(REPORT_S, inputs.PostFailed, flight.post, why)
 
     def _bytes(self, flight: Flight) -> int:
-        return flight.done * self.host.node.leases.page_bytes
+        return flight.done * self._page_bytes(flight.component)
+
+    def _page_bytes(self, component: str) -> int:
+        spec = self.host.settings.spec
+        return page_bytes(spec.components[spec.index(component)])
 
     # ---- copies ------------------------------------------------------------------------------
 
     def copy(self, copy: effects.Copy) -> None:
         """Copy pages to the saved area or back, after what was ordered before."""
         if self.is_alive:
-            source = self._place(copy.source_region)
+            source = self.host.memory.regions[copy.source_region]
             self.copies.append((copy, [source[page] for page in page_ids(copy.source)]))
             self._agenda.after(COPY_S * self._random(), self._copied)
 
@@ -252,20 +261,15 @@ class Mover:
         if world.is_stormy and self._random() < world.profile.failing_posts:
             self._tell(REPORT_S, inputs.CopyFailed, copy.ticket, "injected")
             return
-        source = self._place(copy.source_region)
-        destination = self._place(copy.destination_region)
+        regions = self.host.memory.regions
+        source, destination = regions[copy.source_region], regions[copy.destination_region]
         if [source[page] for page in page_ids(copy.source)] != contents:
             raise Violated(f"{self.host.name}: pages of copy {copy.ticket} overwritten under it")
         for page, content in zip(page_ids(copy.destination), contents, strict=True):
             destination[page] = content
-        moved_bytes = len(copy.source) // 4 * self.host.node.leases.page_bytes
+        component = copy.source_region.removesuffix(".saved")
+        moved_bytes = len(copy.source) // 4 * self._page_bytes(component)
         self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
-
-    def _place(self, region: str) -> list[int]:
-        """What the pages of a region hold."""
-        table = self.host.node.leases
-        area = table.saved.pools[table.pool.name]
-        return self.host.saved if region == area.name else self.host.memory
 
     # ---- what is left in sockets ---------------------------------------------------------------
 
@@ -293,7 +297,8 @@ class Mover:
     def _verify(self, effect: effects.Verify) -> None:
         if not self.is_alive:
             return
-        seal, memory, world = effect.seal, self.host.memory, self.host.world
+        seal, world = effect.seal, self.host.world
+        memory = self.host.memory.regions[effect.component]
         is_risky = world.is_stormy and world.profile.failing_posts > 0
         if is_risky and seal.integrity is Integrity.FULL and self._random() < DAMAGED:
             memory[page_ids(effect.pages)[-1]] = TORN
@@ -352,8 +357,8 @@ def _land_pages(flight: Flight, n_pages: int) -> None:
     if not landing:
         return
     require(flight.handoff in to.grants, f"{to.name}: handoff {flight.handoff} granted nothing")
-    to.receive(flight.handoff, landing)
-    memory = to.memory
+    to.receive(flight.handoff, flight.component, landing)
+    memory = to.memory.regions[flight.component]
     for k, page in enumerate(landing, start=first):
         memory[page] = flight.contents[k] if k < last else TORN
     flight.done = min(last, len(flight.source))

@@ -50,6 +50,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests whose engine changes its mind."""
     lonely: float = 0.03
     """Share of requests of which only one side hears."""
+    family: str = "mha"
+    """Of the pools; see ``pool``."""
+    beside_pages: tuple[int, ...] = ()
+    """Of the component beside the first that has pages of its own."""
 
 
 PROFILES = {
@@ -113,6 +117,59 @@ PROFILES = {
         pool_pages=(16, 24, 40),
         fickle=0.12,
         lonely=0.06,
+    ),
+    "swa": Profile(
+        family="swa",
+        beside_pages=(30, 60),
+        loss=0.03,
+        delays=0.1,
+        faults_per_s=0.5,
+        slow_posts=0.1,
+        failing_posts=0.02,
+        failing_loads=0.05,
+        doubts=0.6,
+        fickle=0.1,
+    ),
+    "swa-tiny": Profile(
+        family="swa",
+        pool_pages=(14, 18, 24),
+        beside_pages=(9, 12, 24),
+        requests_per_s=6.0,
+        faults_per_s=0.4,
+        faults=("evict", "flush", "engine", "abort", "transfer"),
+        fickle=0.2,
+    ),
+    "recurrent": Profile(
+        family="recurrent",
+        beside_pages=(6, 16),
+        loss=0.03,
+        delays=0.1,
+        faults_per_s=0.5,
+        slow_posts=0.1,
+        failing_posts=0.02,
+        failing_loads=0.05,
+        doubts=0.6,
+        fickle=0.1,
+    ),
+    "recurrent-tiny": Profile(
+        family="recurrent",
+        pool_pages=(14, 18, 24),
+        beside_pages=(4, 6),
+        requests_per_s=6.0,
+        faults_per_s=0.4,
+        faults=("evict", "flush", "engine", "abort", "transfer"),
+        fickle=0.2,
+    ),
+    "hisparse": Profile(
+        family="hisparse",
+        beside_pages=(6, 16, 40),
+        loss=0.03,
+        delays=0.1,
+        faults_per_s=0.5,
+        failing_posts=0.02,
+        slow_posts=0.1,
+        doubts=0.6,
+        fickle=0.1,
     ),
 }
 MIXED = "mixed"

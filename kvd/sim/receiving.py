@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvd.sim.contents import PAGE_TOKENS
 from kvd.sim.job import Job, Request, word
+from kvd.sim.pool import BUFFER_TOKENS
 from kvd.sim.violation import Violated, require
-from kvd.types import Pages, page_ids
+from kvd.types import Pages, Tokens, pack_ids, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 RETRACTIONS = 0.15
 """Share of the steps of a generation at which it is interrupted for others."""
+
+SLIDES = 0.2
+"""Of those of a pool with windows, at which the engine says how far it is."""
+
+FETCHES = 0.5
+"""Of those of a pool with a device buffer, at which pages are wanted in it."""
 
 HOLD_S = 0.3
 """Longest pause of an engine between two steps of a generation."""
@@ -33,6 +40,7 @@ class Receiver(Job):
         self.turns = int(4 * self.random())
         """Of generation, still to come."""
         reserve = 20 if self.random() < 0.3 else 0
+        self.tier = self._some_tier()
         self._call = session.call(
             self.asked,
             client.Receive,
@@ -43,8 +51,17 @@ class Receiver(Job):
             request.priority,
             request.deadline_s,
             request.cache,
+            self.tier,
+            session.step_tokens(),
             tokens=self.prompt.tokens,
         )
+
+    def _some_tier(self) -> str | None:
+        """Where the prompt shall lie, where there is a choice."""
+        if not self.host.memory.kinds.buffers:
+            return None
+        fits = self.prompt.n_tokens <= BUFFER_TOKENS
+        return "device" if fits and self.random() < 0.5 else None
 
     def asked(self, reply: client.Receiving | client.Failed) -> None:
         """There is room and the offer is out, or it was refused."""
@@ -72,8 +89,10 @@ class Receiver(Job):
         theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.namespace)
         require(mine == theirs, f"{self.host.name}: {self}: got {sent}, another prompt")
         self.lease = reply.lease
-        self.pages = page_ids(Pages(reply.pages))
+        self.rows.take(reply)
         self._read("a delivered prompt")
+        if self.tier == "device":
+            self._read_buffer(list(range(len(self.prompt.pages))), self.rows.beside[-1])
         self.agenda.after(HOLD_S * self.random(), self.go_on)
 
     def failed(self, refusal: Refusal) -> None:
@@ -99,8 +118,15 @@ class Receiver(Job):
         if not self.session.is_alive:
             return
         self._read("a lease")
-        room_tokens = len(self.pages) * PAGE_TOKENS - self.prompt.n_tokens
-        if self.turns <= 0:
+        room_tokens = len(self.rows.pages) * PAGE_TOKENS - self.prompt.n_tokens
+        reach_tokens = self.rows.reach_tokens - self.prompt.n_tokens
+        if self.host.memory.kinds.buffers and self.random() < FETCHES:
+            self._fetch()
+        elif room_tokens > 0 and reach_tokens <= 0:
+            self.slide(self.prompt.n_tokens, self.go_on)
+        elif self.rows.has_windows and self.random() < SLIDES:
+            self.slide(self.prompt.n_tokens, self._pause)
+        elif self.turns <= 0:
             self._leave(room_tokens)
         elif self.random() < RETRACTIONS:
             self.turns -= 1
@@ -108,7 +134,7 @@ class Receiver(Job):
             self.session.call(self.retracted, client.RetractLease, self.lease, keep)
         elif room_tokens > 4:
             self.turns -= 1
-            self._generate(1 + int(min(room_tokens, 20) * self.random()))
+            self._generate(1 + int(min(room_tokens, reach_tokens - 1, 20) * self.random()))
         else:
             self.turns -= 1
             self.session.call(self.changed, client.ExtendLease, self.lease, PAGE_TOKENS)
@@ -119,7 +145,7 @@ class Receiver(Job):
             self.turns = 0
         else:
             assert type(reply) is client.Row
-            self.take_row(reply)
+            self.rows.change(reply)
         self.agenda.after(HOLD_S * self.random(), self.go_on)
 
     def committed(self, reply: client.Row | client.Failed) -> None:
@@ -135,7 +161,7 @@ class Receiver(Job):
         if type(reply) is client.Failed:
             self.agenda.after(HOLD_S * self.random(), self.go_on)
         else:
-            self.pages = []
+            self.rows.drop()
             self.agenda.after(HOLD_S * self.random(), self._resume)
 
     def _resume(self) -> None:
@@ -157,29 +183,72 @@ class Receiver(Job):
             self.end("not-resumed")
             return
         assert type(reply) is client.Resumed
-        self.pages = page_ids(Pages(reply.pages))
-        there = self.prompt.upto(reply.kv_tokens)
-        self.host.check(self.pages, there, f"{self}: a resumed lease")
-        self.host.write(self.pages, self.prompt.pages, reply.kv_tokens)
-        self.agenda.after(HOLD_S * self.random(), self.go_on)
+        self.rows.take(reply)
+        self.rows.go_on(self.prompt, reply.kv_tokens, f"{self}: a resumed lease")
+        self._compute_again(reply.kv_tokens)
+
+    def _compute_again(self, start_tokens: int) -> None:
+        """Write what came back without its KV, sliding on where it must."""
+        stop = min(self.prompt.n_tokens, self.rows.reach_tokens)
+        self.rows.write(self.prompt, start_tokens, stop)
+        if stop < self.prompt.n_tokens:
+            self.slide(stop, lambda: self._compute_again(stop))
+        else:
+            self._pause()
 
     def _generate(self, n_tokens: int) -> None:
         new = self.host.world.some_tokens(n_tokens)
-        start = self.prompt.n_tokens
-        self.prompt = self.prompt.followed_by(new)
-        self.host.write(self.pages, self.prompt.pages, start)
+        self._append(new)
         self.session.call(self.committed, client.CommitLease, self.lease, tokens=new)
 
     def _read(self, what: str) -> None:
-        self.host.check(self.pages, self.prompt.pages, f"{self}: {what}")
+        self.rows.check(self.prompt, self.prompt.n_tokens, f"{self}: {what}")
+
+    def _append(self, new: Tokens) -> None:
+        start = self.prompt.n_tokens
+        self.prompt = self.prompt.followed_by(new)
+        self.rows.write(self.prompt, start, self.prompt.n_tokens)
+
+    def _pause(self) -> None:
+        self.agenda.after(HOLD_S * self.random(), self.go_on)
+
+    # ---- the device buffer -------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        """Want some pages of what is written in the buffer, and name some that may be wanted."""
+        slots, rng = self.rows.beside[-1], self.host.world.rng
+        pages = range(len(self.prompt.pages))
+        wanted = rng.sample(pages, rng.randint(0, min(len(pages), len(slots))))
+        ahead = rng.sample(pages, rng.randint(0, len(pages)))
+        self.session.call(
+            lambda reply: self._fetched(wanted, reply),
+            client.FetchPages,
+            self.lease,
+            pack_ids(wanted),
+            pack_ids(ahead),
+        )
+
+    def _fetched(self, wanted: list[int], reply: client.Fetched | client.Failed) -> None:
+        """They are there; or the copy was refused, which happens in bad weather."""
+        if type(reply) is client.Fetched:
+            device = page_ids(Pages(reply.pages))
+            slots = self.rows.beside[-1]
+            require(set(slots).issuperset(device), f"{self}: fetched into {device}, has {slots}")
+            require(len(set(device)) == len(wanted), f"{self}: {wanted} share pages: {device}")
+            self._read_buffer(wanted, device)
+        self._pause()
+
+    def _read_buffer(self, logical: list[int], device: list[int]) -> None:
+        """What is in these device pages is what is on those pages of the prompt."""
+        ((_, name),) = self.host.memory.kinds.buffers
+        dues = [self.prompt.pages[page] for page in logical]
+        self.host.check_beside(name, device, dues, f"{self}: {logical} in its buffer")
 
     def _leave(self, room_tokens: int) -> None:
         dice = self.random()
         if room_tokens > 0 and dice < 0.3:
             new = self.host.world.some_tokens(1)
-            start = self.prompt.n_tokens
-            self.prompt = self.prompt.followed_by(new)
-            self.host.write(self.pages, self.prompt.pages, start)
+            self._append(new)
             self.let_go(new, commits=True)
         else:
             self.let_go(commits=dice < 0.9)

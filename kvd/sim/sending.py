@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 from kvd.sim.job import Job, Request, word
 from kvd.sim.violation import Violated
-from kvd.types import Pages, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.errors import Refusal
     from kvd.sim.session import Session
+
+SLIDES = 0.2
+"""Share of steps after which an engine gives back what is behind its window, needed or not."""
 
 SHORT_S, LONG_S = 0.02, 0.5
 """Longest pause between two calls, of an engine with a short queue and of one with a long one."""
@@ -41,6 +45,7 @@ class Sender(Job):
             request.priority,
             request.deadline_s,
             request.cache,
+            session.step_tokens(),
             tokens=self.prompt.tokens,
         )
 
@@ -53,9 +58,9 @@ class Sender(Job):
             return
         assert type(reply) is client.Leased
         self.lease = reply.lease
-        self.pages = page_ids(Pages(reply.pages))
+        self.rows.take(reply)
         self.written = reply.prefix_tokens
-        self.host.check(self.pages, self.prompt.upto(self.written), "a cached prefix")
+        self.rows.go_on(self.prompt, self.written, "a cached prefix")
         self.agenda.after(self._pace_s * self.random(), self.open)
 
     def open(self) -> None:
@@ -74,8 +79,7 @@ class Sender(Job):
                 tokens=self.prompt.tokens,
             )
         else:
-            self._write(self.prompt.n_tokens)
-            self._leave("computed")
+            self._compute(self.prompt.n_tokens, lambda: self._leave("computed"))
 
     def opened(self, reply: client.Sending | client.Failed) -> None:
         """The room is ours, or another's."""
@@ -98,13 +102,16 @@ class Sender(Job):
         if self.is_failed:
             self._abort("it failed")
         elif dice < 0.5 and self.written < n_tokens:
-            self._write(self.written + 1 + int(dice * 2 * (n_tokens - self.written)))
-            self.session.call(self.advanced, client.Advance, self.send, self.written)
+            upto = self.written + 1 + int(dice * 2 * (n_tokens - self.written))
+            self._compute(upto, self._advance)
         elif dice > 0.9 and self.written == n_tokens and not self._committed:
             self._committed = True
             self.session.call(self.committed, client.CommitLease, self.lease)
         else:
-            self._finish()
+            self._compute(n_tokens, self._finish)
+
+    def _advance(self) -> None:
+        self.session.call(self.advanced, client.Advance, self.send, self.written)
 
     def advanced(self, reply: client.Done | client.Failed) -> None:
         """It knows, or it is over."""
@@ -117,17 +124,24 @@ class Sender(Job):
         if type(reply) is client.Failed:
             raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
         assert type(reply) is client.Row
-        self.take_row(reply)
+        self.rows.change(reply)
         self.agenda.after(self._pace_s * self.random(), self.go_on)
 
-    def _write(self, upto_tokens: int) -> None:
-        self.host.write(self.pages, self.prompt.upto(upto_tokens), self.written)
-        self.written = upto_tokens
+    def _compute(self, upto_tokens: int, then: Callable[[], None]) -> None:
+        """Write up to there, sliding on where not all of it is mapped, then do the next thing."""
+        stop = min(upto_tokens, self.rows.reach_tokens)
+        self.rows.write(self.prompt, self.written, stop)
+        self.written = stop
+        if stop < upto_tokens:
+            self.slide(stop, lambda: self._compute(upto_tokens, then))
+        elif self.rows.has_windows and self.random() < SLIDES:
+            self.slide(stop, then)
+        else:
+            then()
 
     # ---- the end -----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._write(self.prompt.n_tokens)
         self.aux = self.host.world.sent_by(self)
         self.session.call(self.finished, client.Finish, self.send, self.aux)
         if self.random() < 0.2:

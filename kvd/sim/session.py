@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs
+from kvd.sim.pool import STEPS_TOKENS
 from kvd.sim.violation import Violated
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import client
@@ -52,6 +53,13 @@ class Session:
         message = kind(number, *fields)  # type: ignore[arg-type]  # of its own kind
         self.host.world.agenda.after(CALL_S, self._submit, message, tokens)
         return number
+
+    def step_tokens(self) -> int:
+        """What a new lease says of how far its engine computes between two slides."""
+        world = self.host.world
+        if not self.host.memory.kinds.windows:
+            return 0
+        return world.rng.choice(STEPS_TOKENS)
 
     def _submit(self, message: client.Request, tokens: Tokens) -> None:
         host = self.host

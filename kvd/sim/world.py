@@ -20,13 +20,13 @@ import xxhash
 
 from kvd.core.node import Node
 from kvd.core.settings import Settings
-from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
 from kvd.sim.faults import Faults
 from kvd.sim.host import Host, incarnation
 from kvd.sim.job import Request
 from kvd.sim.network import Network
+from kvd.sim.pool import pool_of
 from kvd.sim.receiving import Receiver
 from kvd.sim.sending import Sender
 from kvd.sim.violation import Violated, require
@@ -110,14 +110,10 @@ class World:
         """The first half serve prefill as ``p0``, ``p1``..., the others decode as ``d0``..."""
         n_prefill = max(1, n_nodes // 2)
         name = f"p{number}" if number < n_prefill else f"d{number - n_prefill}"
-        component = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
-        pages = self.rng.choice(self.profile.pool_pages)
-        saved_pages = self.rng.choice((0, 9, 41))
-        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (saved_pages,))
         settings = Settings(
             NodeName(name),
             incarnation(name, 0),
-            spec,
+            pool_of(self.profile, name, self.rng),
             suspect_s=1.0,
             lost_s=2.0,
             forget_s=20.0,
@@ -228,9 +224,11 @@ class World:
         """A prompt that shares its beginning with others, or goes on from one, or is one again."""
         rng, asked = self.rng, self._asked
         dice = rng.random()
-        if asked and dice < 0.3:
+        if self.profile.family == "recurrent":
+            prompt = self._whole_prompt()
+        elif asked and dice < 0.3:
             return rng.choice(asked[-12:])
-        if asked and dice < 0.5:
+        elif asked and dice < 0.5:
             prompt = rng.choice(asked[-12:]).followed_by(self.some_tokens(rng.randint(1, 40)))
         else:
             shared = TAPE[: rng.choice((0, 32, 64, 70)) * ID_BYTES]
@@ -238,6 +236,15 @@ class World:
             prompt = Prompt(self.contents, tokens, rng.choice(("", "", "lora")))
         self.heard_of(prompt)
         return prompt
+
+    def _whole_prompt(self) -> Prompt:
+        """The same for states: whole pages mostly, since only their states are kept for others."""
+        rng, asked = self.rng, self._asked
+        n_tokens = rng.choice((rng.randint(1, 60), 16, 32, 48))
+        whole = [one for one in asked[-12:] if one.n_tokens % PAGE_TOKENS == 0]
+        if whole and rng.random() < 0.7:
+            return rng.choice(whole).followed_by(self.some_tokens(n_tokens))
+        return Prompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
 
     def _begin(self, host: Host, kind: type[Sender | Receiver], request: Request) -> None:
         if host.is_up and len(host.session.jobs) < MOST_JOBS:
@@ -302,6 +309,9 @@ class World:
                 table.headroom_pages == table.capacity_pages,
                 f"{host.name}: {table.headroom_pages} of {table.capacity_pages} pages obtainable",
             )
+            for keeper in table.beside.each:
+                kept = keeper.pool.total_pages - 1 - keeper.headroom_pages
+                require(not kept, f"{host.name}: {kept} pages of {keeper.component.name} kept")
             host.attach()
         self.audit()
 
@@ -350,7 +360,8 @@ def _unfinished(host: Host) -> list[str]:
         "posts": node.prefiller.posts.parts,
         "waiting": node.admission.queue,
         "leases": node.leases.leases,
-        "copies": node.retractor.copies.by_ticket,
+        "copies": node.copies.under_way,
+        "fetches": node.fetcher.turns,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
     if host.mover.quieting:

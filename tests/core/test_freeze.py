@@ -44,8 +44,8 @@ def a_node(policy: Policy = Policy.LRU) -> Node:
 
 def test_everything_that_a_busy_node_holds_can_be_frozen():
     """If this fails: the message names the attribute, and what it may be instead."""
-    for seed in range(4):
-        world = World(seed, PROFILES["storm"], 2)
+    for seed, profile in enumerate(("storm", "storm", "swa", "recurrent", "hisparse")):
+        world = World(seed, PROFILES[profile], 2)
         for number in range(800):
             world.agenda.step()
             if number % 40 == 0:

@@ -26,15 +26,15 @@ class Recorded:
         return getattr(self.node, name)
 
 
-def recorded(seed):
-    """Every life of every node of a storm."""
+def recorded(seed, profile="storm"):
+    """Every life of every node of a storm, or of other weather."""
     lives = []
 
     def make_node(settings, at_s):
         lives.append(Recorded(settings, at_s))
         return lives[-1]
 
-    world = World(seed, PROFILES["storm"], 2, make_node)
+    world = World(seed, PROFILES[profile], 2, make_node)
     while world.steps < 600:
         world.agenda.step()
     return lives

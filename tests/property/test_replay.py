@@ -18,9 +18,12 @@ from tests.property.recorded import recorded
 LOG = msgspec.msgpack.Decoder(list[Input])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed):
-    for life in recorded(seed):
+@pytest.mark.parametrize(
+    ("seed", "profile"),
+    [*((seed, "storm") for seed in range(8)), (8, "swa"), (9, "recurrent"), (10, "hisparse")],
+)
+def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed, profile):
+    for life in recorded(seed, profile):
         again = Node(life.settings, life.born_s)
         effects, events = [], []
         for happened in LOG.decode(msgspec.msgpack.encode(life.log)):
@@ -32,9 +35,15 @@ def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed):
         assert state_hash(again) == state_hash(life.node)
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
-def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(seed):
-    for life in recorded(seed):
+@pytest.mark.parametrize(
+    ("seed", "profile"),
+    [
+        *((seed, "storm") for seed in range(100, 108)),
+        *((seed, profile) for profile in ("swa", "recurrent", "hisparse") for seed in (108, 109)),
+    ],
+)
+def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(seed, profile):
+    for life in recorded(seed, profile):
         again = Node(life.settings, life.born_s)
         effects, events = [], []
         for number, happened in enumerate(life.log):

@@ -126,6 +126,94 @@ def skips_an_event_number(settings, at_s):
     return node
 
 
+def slides_a_page_too_far(settings, at_s):
+    """What is behind a window is forgotten a page before it is."""
+    node = Node(settings, at_s)
+    for windows in node.leases.beside.each:
+        slide = windows.slide
+
+        def eager(lease, upto_tokens, slide=slide, windows=windows):
+            windows._window -= 16
+            refusal = slide(lease, upto_tokens)
+            windows._window += 16
+            return refusal
+
+        windows.slide = eager
+    return node
+
+
+def keeps_every_state_as_a_snapshot(settings, at_s):
+    """Also one that stands for more tokens than are cached at its node."""
+    node = Node(settings, at_s)
+    for states in node.leases.beside.each:
+        end = states.end
+
+        def careless(lease, end=end):
+            tokens, lease.is_whole = lease.tokens, True
+            if lease.anchor is not None:
+                lease.tokens = tokens[: 4 * lease.anchor.end_tokens]
+            end(lease)
+            lease.tokens = tokens
+
+        states.end = careless
+    return node
+
+
+def forgets_what_lies_beside_a_dropped_node(settings, at_s):
+    """The tree does not say that a node is gone."""
+    node = Node(settings, at_s)
+    for keeper in node.leases.beside.each:
+        keeper.dropped = lambda nodes: None
+    return node
+
+
+def drops_a_window_that_is_needed(settings, at_s):
+    """Room is made without a look at the locks."""
+    node = Node(settings, at_s)
+    for windows in node.leases.beside.each:
+        lock = windows.lock
+
+        def loose(anchor, claim, lock=lock, windows=windows):
+            lock(anchor, claim)
+            for edge, window in windows.live.items():
+                if window.locks and edge not in windows._unlocked:
+                    windows._unlocked[edge] = None
+
+        windows.lock = loose
+    return node
+
+
+def frees_a_quarantined_window_page(settings, at_s):
+    """Giving up frees window pages at once, while the writer may still write them."""
+    node = Node(settings, at_s)
+    for windows in node.leases.beside.each:
+        quarantine = windows.quarantine
+
+        def at_once(lease, quarantine=quarantine, windows=windows):
+            quarantine(lease)
+            windows.pool.give(windows.own(lease))
+            windows.held[lease.id].spare = NO_PAGES
+
+        windows.quarantine = at_once
+    return node
+
+
+def reuses_a_slot_under_a_copy(settings, at_s):
+    """A page of the device buffer is given away while a copy may still write it."""
+    node = Node(settings, at_s)
+    for buffers in node.leases.beside.each:
+        begin_copy = buffers.begin_copy
+
+        def at_once(lease, pages, ticket, begin_copy=begin_copy, buffers=buffers):
+            begin_copy(lease, pages, ticket)
+            resident = buffers.resident[lease.id]
+            resident.slots.move_to_end(pages[0], last=False)
+            resident._free.append(resident.slots[pages[0]])
+
+        buffers.begin_copy = at_once
+    return node
+
+
 MUTATIONS = (
     frees_a_quarantined_page,
     drops_an_unlock,
@@ -136,4 +224,10 @@ MUTATIONS = (
     never_repeats_its_last_word,
     keeps_a_dead_engines_receives,
     skips_an_event_number,
+    slides_a_page_too_far,
+    keeps_every_state_as_a_snapshot,
+    forgets_what_lies_beside_a_dropped_node,
+    drops_a_window_that_is_needed,
+    frees_a_quarantined_window_page,
+    reuses_a_slot_under_a_copy,
 )

@@ -32,6 +32,12 @@ def found(make_node, profile, steps=1500):
         (mutations.never_repeats_its_last_word, "lossy", "40 s of calm have not ended"),
         (mutations.keeps_a_dead_engines_receives, "storm", ""),
         (mutations.skips_an_event_number, "calm", "I8: "),
+        (mutations.slides_a_page_too_far, "swa", "null page in the window of swa"),
+        (mutations.keeps_every_state_as_a_snapshot, "recurrent", "of state holds"),
+        (mutations.forgets_what_lies_beside_a_dropped_node, "swa", "has left the tree with"),
+        (mutations.drops_a_window_that_is_needed, "swa", ""),
+        (mutations.frees_a_quarantined_window_page, "swa", "of swa of handoff"),
+        (mutations.reuses_a_slot_under_a_copy, "hisparse", "slots taken"),
     ],
 )
 def test_a_wrong_node_is_found_out(mutation, profile, words):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from kvd.core.layouts import layout_match
+from kvd.core.spec import fingerprint
 from kvd.sim.agenda import START_S, Agenda
 from kvd.sim.contents import Contents, Prompt
+from kvd.sim.host import Host
+from kvd.sim.memory import Memory
 from kvd.sim.network import Network
+from kvd.sim.pool import pool_of
 from kvd.sim.profile import Profile
+from kvd.sim.rows import Rows
+from kvd.sim.violation import Violated
 from kvd.types import Tokens, pack_ids
+from kvd.wire import client
 
 
 def test_the_agenda_keeps_the_order_of_time_and_then_of_asking():
@@ -38,6 +48,86 @@ def test_the_content_of_a_page_depends_on_all_tokens_before_it():
     assert one.upto(20)[0] == one.pages[0]
     assert one.upto(20)[1] not in one.pages
     assert one.followed_by(Tokens(pack_ids([7]))).pages[:2] == one.pages[:2]
+
+
+def host_of(family, name="d0"):
+    """As much of a simulated host as rows need."""
+    profile = Profile(family=family, beside_pages=(20,))
+    spec = pool_of(profile, name, random.Random(3))
+    contents = Contents()
+    host = Host.__new__(Host)
+    host.name, host.memory = name, Memory(spec, contents)
+    return host, contents
+
+
+def prompt_of(contents, n_tokens):
+    return Prompt(contents, Tokens(pack_ids(range(n_tokens))), "")
+
+
+def rows_of(host, pages, *beside):
+    rows = Rows(host)
+    packed = tuple(pack_ids(row) for row in beside)
+    rows.take(client.Leased(1, 1, 0, pack_ids(pages), packed))
+    return rows
+
+
+@pytest.mark.parametrize("family", ["mha", "swa", "recurrent", "hisparse"])
+def test_every_family_has_a_pool_and_peers_of_it_exchange_pages(family):
+    profile = Profile(family=family, beside_pages=(20,))
+    prefill, decode = (pool_of(profile, name, random.Random(3)) for name in ("p0", "d0"))
+
+    assert prefill.family == family
+    assert layout_match(decode, fingerprint(prefill), "d0", "p0").difference == ""
+
+
+def test_what_is_in_lockstep_is_written_and_checked_as_far_as_there_are_tokens():
+    host, contents = host_of("hisparse", "p0")
+    prompt = prompt_of(contents, 22)
+    rows = rows_of(host, [5, 6])
+
+    rows.write(prompt, 0, 22)
+    index = host.memory.regions["index"]
+    index[27] = 0  # tokens 28 to 32 of the prompt, which it does not have
+    rows.check(prompt, 22, "all of it")
+    index[25] = 0
+
+    with pytest.raises(Violated, match="page 25 of index holds 0"):
+        rows.check(prompt, 22, "all of it")
+
+
+def test_an_engine_computes_as_far_as_windows_are_mapped_and_reads_what_is_behind():
+    host, contents = host_of("swa")
+    prompt = prompt_of(contents, 80)
+    rows = rows_of(host, [1, 2, 3, 4, 5], [1, 2, 3, 4, 0])
+
+    assert rows.reach_tokens == 64
+    rows.write(prompt, 0, 64)
+    rows.check(prompt, 64, "what is written")
+    with pytest.raises(Violated, match="beyond its window pages"):
+        rows.write(prompt, 64, 80)
+    rows.change(client.Row(1, 5, b"", (pack_ids([0, 0, 3, 4, 1]),)))
+    rows.write(prompt, 64, 80)
+    rows.check(prompt, 80, "the rest")
+    rows.change(client.Row(1, 5, b"", (pack_ids([0, 0, 0, 4, 1]),)))
+    with pytest.raises(Violated, match="null page in the window of swa"):
+        rows.check(prompt, 80, "a page of the window is gone")
+
+
+def test_a_state_is_copied_before_it_is_written():
+    host, contents = host_of("recurrent")
+    prompt = prompt_of(contents, 48)
+    first = rows_of(host, [1, 2], [0, 7])
+    first.write(prompt, 0, 32)
+
+    again = rows_of(host, [1, 2, 3], [7, 8])
+    again.go_on(prompt, 32, "a cached prefix")
+    again.write(prompt, 32, 48)
+
+    state = host.memory.regions["state"]
+    assert [state[7], state[8]] == [prompt.pages[1], prompt.pages[2]]
+    state[8] = 0
+    with pytest.raises(Violated, match="page 8 of state holds 0"):
+        again.check(prompt, 48, "its own state")
 
 
 class Ear:

@@ -1,0 +1,112 @@
+"""The pools of simulated hosts: one small specification per family, and what kinds it has.
+
+Every family has pages of ``PAGE_TOKENS`` tokens and as few bytes as there can be: what counts is
+which pages there are, not what is in them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    Host,
+    Mha,
+    Order,
+    PerRequest,
+    PoolSpec,
+    State,
+    StateTensor,
+    Tail,
+    companion_factor,
+    is_companion,
+)
+from kvd.sim.contents import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from kvd.sim.profile import Profile
+
+WINDOW_TOKENS = 40
+"""No multiple of the page, and longer than one."""
+
+BUFFER_TOKENS = 64
+STEPS_TOKENS = (0, 0, 16, 48)
+"""What engines say of how far they compute between two slides."""
+
+_KV = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
+_INDEX = Component("index", 1, Mha(1, 1, 0, "float32"), PAGE_TOKENS // 4)
+_SWA = Component("swa", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS, Tail(WINDOW_TOKENS))
+_STATE = Component("state", 1, State((StateTensor("ssm", (2,), "float32"),)), 1, PerRequest())
+_BUFFER = Component("buffer", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS, Buffer(BUFFER_TOKENS))
+
+SAVED_PAGES = (0, 9, 41)
+"""Pages of the saved area of the first component, a null page included."""
+
+
+def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
+    """The pool of the node ``name``; ``p...`` computes prompts, ``d...`` goes on from them."""
+    pages = rng.choice(profile.pool_pages)
+    saved_pages = rng.choice(SAVED_PAGES)
+    more: list[tuple[Component, int, int]] = []
+    kv = _KV
+    match profile.family:
+        case "swa":
+            few = rng.choice(profile.beside_pages)
+            more = [(_SWA, few, saved_pages and rng.choice((5, 30)))]
+        case "recurrent":
+            more = [(_STATE, rng.choice(profile.beside_pages), saved_pages and 4)]
+        case "hisparse":
+            more = [(_INDEX, 4 * pages, 4 * saved_pages)]
+            if name[0] == "d":
+                kv = Component("kv", 1, _KV.layout, PAGE_TOKENS, tier=Host())
+                more.append((_BUFFER, rng.choice(profile.beside_pages), 0))
+        case _:
+            pass
+    return PoolSpec(
+        "main",
+        profile.family,
+        Order.PAGE_FIRST,
+        (kv, *(component for component, _, _ in more)),
+        (pages, *(n_pages for _, n_pages, _ in more)),
+        (saved_pages, *(saved for _, _, saved in more)),
+    )
+
+
+class Companion(NamedTuple):
+    """A component in lockstep with the first: ``factor`` of its pages to one of that."""
+
+    name: str
+    factor: int
+    page_tokens: int
+
+
+class Kinds(NamedTuple):
+    """What a pool has beside its first component, by kind. Rows are numbered as in answers."""
+
+    companions: tuple[Companion, ...]
+    windows: tuple[tuple[int, str, int], ...]
+    """Number of the row, name, tokens."""
+    states: tuple[tuple[int, str], ...]
+    buffers: tuple[tuple[int, str], ...]
+
+
+def kinds_of(spec: PoolSpec) -> Kinds:
+    """Those of a specification."""
+    companions, windows, states, buffers = [], [], [], []
+    row = 0
+    for one in spec.components[1:]:
+        if is_companion(spec, one):
+            companions.append(Companion(one.name, companion_factor(spec, one), one.page_size))
+            continue
+        match one.extent:
+            case Tail(tokens):
+                windows.append((row, one.name, tokens))
+            case PerRequest():
+                states.append((row, one.name))
+            case _:
+                buffers.append((row, one.name))
+        row += 1
+    return Kinds(tuple(companions), tuple(windows), tuple(states), tuple(buffers))
