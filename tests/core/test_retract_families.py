@@ -30,7 +30,8 @@ from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, page_ids
 from kvd.wire import admin, client, events
 from tests.core.keeping import check
-from tests.core.world import PAGE, Side, World, content, tokens
+from tests.core.world import PAGE, Side, World, tokens
+from tests.core.writing import lost, mapped, write
 
 PREFIX = tokens((1, 64))
 PROMPT = tokens((1, 100))
@@ -60,55 +61,9 @@ def world() -> World:
     return World(spec=EVERYTHING)
 
 
-def write(side: Side, rows: tuple[bytes, ...], toks: Tokens, *, start: int = 0) -> None:
-    """The engine computes tokens ``[start, end)`` of every component of its rows."""
-    spec = side.config.spec
-    for component, row in zip(spec.components, rows_of(spec, rows), strict=True):
-        if isinstance(component.extent, Buffer):
-            continue
-        memory = side.memory_of(component.name)
-        for page, upto in touched(component, row, count(toks), start):
-            memory[page] = f"{component.name} {content(toks, '', upto)}"
-
-
-def rows_of(spec: PoolSpec, rows: tuple[bytes, ...]) -> list[bytes]:
-    """One row per component; those in lockstep with kv follow from its."""
-    beside = list(rows[1:])
-    found = [rows[0]]
-    for component in spec.components[1:]:
-        is_companion = component.name == "index"
-        k = PAGE // component.page_size if is_companion else 0
-        found.append(companion_pages(Pages(rows[0]), k) if is_companion else beside.pop(0))
-    return found
-
-
-def touched(component: Component, row: bytes, end: int, start: int) -> list[tuple[int, int]]:
-    """Pages that tokens ``[start, end)`` are written to, and up to which token each is."""
-    if isinstance(component.extent, PerRequest):
-        return [(page_ids(Pages(row))[1], end)]
-    size = component.page_size
-    pages = enumerate(page_ids(Pages(row)))
-    return [
-        (page, min((k + 1) * size, end))
-        for k, page in pages
-        if page and k * size < end and (k + 1) * size > start
-    ]
-
-
 def holds(side: Side, rows: tuple[bytes, ...], toks: Tokens, *, window: int = 3) -> bool:
-    """Whether every component has exactly these tokens, of the windows the last pages."""
-    spec = side.config.spec
-    for component, row in zip(spec.components, rows_of(spec, rows), strict=True):
-        if isinstance(component.extent, Buffer):
-            continue
-        memory = side.memory_of(component.name)
-        there = touched(component, row, count(toks), 0)
-        if isinstance(component.extent, Tail) and len(there) < window:
-            return False
-        for page, upto in there:
-            if memory.get(page) != f"{component.name} {content(toks, '', upto)}":
-                return False
-    return True
+    """Whether every component has exactly these tokens, of the windows at least so many pages."""
+    return lost(side, rows, toks) == "" and mapped(side, rows) >= window
 
 
 def rows(reply: client.Reply | None) -> tuple[bytes, ...]:

@@ -1,10 +1,10 @@
 """Leases that come, grow, go out of the pool and come back, in every order, over a small pool.
 
 One node with a small saved area; engines lease prompts that share beginnings, commit, extend,
-retract, resume, release and die; operators evict; copies are slow, and the transfer process is
-killed under them. Every step is checked against all invariants; whatever a lease holds reads back
-as it was written whenever it has pages. The seed of a failure is in the message;
-``KVD_SEEDS=first:last`` runs others.
+slide, retract, resume, release and die; operators evict; copies are slow, and the transfer process
+is killed under them. Every other seed has a pool with all kinds of components. Every step is
+checked against all invariants; whatever a lease holds reads back as it was written whenever it has
+pages. The seed of a failure is in the message; ``KVD_SEEDS=first:last`` runs others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,27 @@ from typing_extensions import override
 
 from kvd.core import inputs
 from kvd.core.report import snapshot
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    Mha,
+    Order,
+    PerRequest,
+    PoolSpec,
+    Raw,
+    State,
+    StateTensor,
+    Tail,
+)
 from kvd.core.standing import Standing
-from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count, page_ids
+from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client
-from tests.core.world import PAGE, World, content, tokens
+from tests.core.world import PAGE, World, tokens
+from tests.core.writing import lost, rows_of, what, write
 
 if TYPE_CHECKING:
     from kvd.core.effects import Step
+    from kvd.core.radix_node import Node
     from tests.core.side import Side
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
@@ -46,6 +60,23 @@ WAYS = {
     (S.RESTORING, S.RUNNING),
 }
 """From one step to the next; a request that is admitted at once passes through the queue in one."""
+
+KV = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE)
+INDEX = Component("index", 1, Raw(8), PAGE // 4)
+SWA = Component("swa", 1, Mha(1, 1, 1, "float32"), PAGE, Tail(24))
+STATE = Component("state", 1, State((StateTensor("conv", (2,), "float32"),)), 1, PerRequest())
+BUFFER = Component("buffer", 1, Mha(1, 1, 1, "float32"), PAGE, Buffer(32))
+
+
+def pool(seed: int, pages: int) -> PoolSpec:
+    """Pages of tokens alone, or all kinds of components."""
+    components, sizes, saved = (KV,), (pages,), (13,)
+    if seed % 2:
+        components = (KV, INDEX, SWA, STATE, BUFFER)
+        sizes = (pages, 4 * pages, pages - 4, 9, 13)
+        saved = (13, 52, 9, 4, 0)
+    return PoolSpec("main", "many", Order.PAGE_FIRST, components, sizes, saved)
+
 
 taken: set[tuple[Standing, Standing]] = set()
 stormed: set[int] = set()
@@ -74,13 +105,19 @@ class Owned:
 
     def __init__(self, lease: client.Leased, toks: Tokens, namespace: str) -> None:
         self.id = lease.lease
-        self.row = Pages(lease.pages)
+        self.rows = (lease.pages, *lease.beside)
         self.toks = toks
         self.namespace = namespace
         self.kv_tokens = lease.prefix_tokens
+        self.has_own_state = False
+        """Or goes on from the one behind its prefix."""
         self.is_running = True
-        self.new = NO_TOKENS
-        """Tokens of a retraction that is not answered."""
+        self.named_tokens = count(toks)
+        """So many of its tokens the node knows; the others are named with the next request."""
+
+    @property
+    def unnamed(self) -> Tokens:
+        return Tokens(self.toks[self.named_tokens * ID_BYTES :])
 
 
 class Storm:
@@ -88,7 +125,7 @@ class Storm:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.world = Watched(d_pages=self.rng.choice((16, 24)), max_deadline_s=3.0)
+        self.world = Watched(spec=pool(seed, self.rng.choice((16, 24))), max_deadline_s=3.0)
         self.world.torn_pages = self.rng.randint(0, 3)
         self.side = self.world.d
         self.session = 1
@@ -131,13 +168,23 @@ class Storm:
                 self.ask(client.ResumeLease, one, deadline_s=self.rng.choice((0.2, 2.0)))
             elif dice < 0.8:
                 self.ask(client.ReleaseLease, one)
-        elif dice < 0.25:
+        else:
+            self.use(one, dice)
+
+    def use(self, one: Owned, dice: float) -> None:
+        """What an engine does with a lease that runs."""
+        if dice < 0.25:
             self.ask(client.ExtendLease, one, n_tokens=self.rng.randint(1, 40))
         elif dice < 0.45:
             self.write(one)
-            self.ask(client.CommitLease, one)
+            self.ask(client.CommitLease, one, one.unnamed)
+        elif dice < 0.52:
+            self.ask(client.SlideLease, one, upto_tokens=one.kv_tokens)
         elif dice < 0.9:
             self.retract(one)
+        elif dice < 0.94:
+            self.write(one)
+            self.ask(client.CommitAndRelease, one, one.unnamed)
         else:
             self.ask(client.ReleaseLease, one)
 
@@ -158,19 +205,18 @@ class Storm:
 
     def write(self, one: Owned) -> None:
         """The engine computes what is missing of the KV of its tokens."""
-        end = count(one.toks)
-        self.side.write(one.row, one.toks, one.namespace, start=one.kv_tokens, end=end)
-        one.kv_tokens = end
+        if count(one.toks) > one.kv_tokens:
+            write(self.side, one.rows, one.toks, one.namespace, start=one.kv_tokens)
+            one.kv_tokens = count(one.toks)
+            one.has_own_state = True
 
     def retract(self, one: Owned) -> None:
-        room_tokens = len(one.row) // ID_BYTES * PAGE - count(one.toks)
+        room_tokens = len(one.rows[0]) // ID_BYTES * PAGE - count(one.toks)
         n_tokens = min(room_tokens, self.rng.choice((0, 1, 10)))
-        one.new = tokens((7000 + 100 * self.rng.randint(0, 3), n_tokens))
+        one.toks = Tokens(one.toks + tokens((7000 + 100 * self.rng.randint(0, 3), n_tokens)))
         self.write(one)
-        whole = Tokens(one.toks + one.new)
-        self.side.write(one.row, whole, one.namespace, start=count(one.toks))
         keep = self.rng.choice(("host", "host", "nothing"))
-        self.ask(client.RetractLease, one, one.new, keep=keep)
+        self.ask(client.RetractLease, one, one.unnamed, keep=keep)
 
     # ---- what it hears -----------------------------------------------------------------------
 
@@ -185,17 +231,20 @@ class Storm:
 
     def heard(self, one: Owned, kind: type[client.Request], reply: client.Reply) -> None:
         match reply:
-            case client.Row(first=first, pages=pages):
-                one.row = Pages(one.row[: first * ID_BYTES] + pages)
-            case client.Done() if kind is client.ReleaseLease:
+            case client.Row(first=first, pages=pages, beside=beside):
+                one.rows = (one.rows[0][: first * ID_BYTES] + pages, *beside)
+                if kind is client.CommitLease:
+                    one.named_tokens = count(one.toks)
+            case client.Done() if kind in {client.ReleaseLease, client.CommitAndRelease}:
                 del self.owned[one.id]
             case client.Retracted():
                 one.is_running = False
-                one.toks = Tokens(one.toks + one.new)
-                one.row = Pages(b"")
+                one.named_tokens = count(one.toks)
+                one.rows = ()
             case client.Resumed():
                 one.is_running = True
-                one.row = Pages(reply.pages)
+                one.rows = (reply.pages, *reply.beside)
+                one.has_own_state = reply.restored_tokens > 0 or reply.kv_tokens == count(one.toks)
                 one.kv_tokens = reply.kv_tokens
                 assert reply.prefix_tokens <= reply.kv_tokens <= count(one.toks)
                 if reply.restored_tokens:
@@ -205,19 +254,40 @@ class Storm:
 
     def check(self) -> None:
         """Every lease that runs still holds what it wrote or was given."""
-        memory = self.side.memory
         for one in self.owned.values():
             if one.is_running:
-                end = one.kv_tokens // PAGE
-                found = [memory.get(page) for page in page_ids(one.row)[:end]]
-                wanted = [content(one.toks, one.namespace, (k + 1) * PAGE) for k in range(end)]
-                assert found == wanted, f"lease {one.id} reads other KV than it wrote"
-        tree = self.side.node.leases.tree
+                self.check_lease(one)
+        side, tree = self.side, self.side.node.leases.tree
         for node in tree.nodes():
-            toks = tree.path_tokens(node)
-            first = node.end_tokens // PAGE - count(node.pages)
-            for k, page in enumerate(page_ids(node.pages), start=first + 1):
-                assert memory.get(page) == content(toks, node.namespace, k * PAGE)
+            toks, first = tree.path_tokens(node), node.end_tokens // PAGE - count(node.pages)
+            for component, pages in self.lying_at(node):
+                ends = [(first + k) * PAGE for k in range(1, count(node.pages) + 1)]
+                for page, upto in zip(pages, ends[-len(pages) :], strict=True):
+                    found = side.memory_of(component.name).get(page)
+                    assert found == what(component, toks, upto, node.namespace)
+
+    def lying_at(self, node: Node) -> list[tuple[Component, list[int]]]:
+        """The components that a node of the tree has, and their pages there."""
+        keepers = self.side.node.leases.beside.each
+        return [(KV, page_ids(node.pages))] + [
+            (one.component, page_ids(one.pages_at(node))) for one in keepers if node in one.nodes
+        ]
+
+    def check_lease(self, one: Owned) -> None:
+        """What it has of the tokens whose KV it has."""
+        toks = Tokens(one.toks[: one.kv_tokens * ID_BYTES])
+        but = () if one.has_own_state else ("state",)
+        wrong = lost(self.side, one.rows, toks, one.namespace, but=but)
+        assert not wrong, f"lease {one.id} reads other KV than it wrote: {wrong}"
+        for component, row in rows_of(self.side.config.spec, one.rows):
+            if component is SWA:
+                behind = page_ids(row)[
+                    max(0, one.kv_tokens - 23) // PAGE : -(-one.kv_tokens // PAGE)
+                ]
+                assert all(behind), f"lease {one.id} has no window behind token {one.kv_tokens}"
+            if component is STATE and not one.has_own_state and one.kv_tokens:
+                found = self.side.memory_of("state").get(page_ids(row)[0])
+                assert found == what(STATE, toks, one.kv_tokens, one.namespace)
 
     # ---- what else happens -------------------------------------------------------------------
 
@@ -280,8 +350,8 @@ class Storm:
         world.run()
         assert side.node.leases.leases == {}
         assert side.node.retractor.copies.by_ticket == side.node.retractor.uncopied == {}
-        pool = snapshot(side.node).pools[0]
-        assert (pool.saved_pages, pool.held_pages, pool.locked_pages) == (0, 0, 0)
+        for pool in snapshot(side.node).pools:
+            assert (pool.saved_pages, pool.held_pages, pool.locked_pages) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("first", range(FIRST, LAST, A_TEST))
