@@ -77,5 +77,7 @@ def is_worth_packing(ours: RegionNote, theirs: RegionNote, split: int) -> bool:
     """Whether pieces of our pages are small and scattered while the peer's pages are whole."""
     if len(theirs.rows) > 1 or (split == 1 and len(ours.rows) == 1):
         return False
+    if len(strips(theirs)) == 1:  # then a piece is one stretch, and touches the next one
+        return False
     each_bytes = theirs.page_bytes // len(strips(theirs))
     return each_bytes < GATHER_BELOW_BYTES and theirs.page_bytes <= SLOT_BYTES

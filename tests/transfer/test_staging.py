@@ -240,3 +240,9 @@ def test_only_small_pieces_for_whole_pages_are_packed(layout, here, there, sizes
     )
 
     assert is_worth_packing(ours, theirs, sizes[0] // sizes[1]) is is_packed
+
+
+def test_pieces_of_a_single_tensor_are_not_packed_because_they_touch():
+    ours, theirs = (note(shaped(LATENT, size, 9, FIRST, layers=1)) for size in (64, 16))
+
+    assert not is_worth_packing(ours, theirs, 4)
