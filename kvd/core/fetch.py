@@ -162,20 +162,20 @@ class Fetcher:
 
     def _unfit(self, buffers: Buffers, lease: Lease, message: client.FetchPages) -> Refusal | None:
         """Why these pages of the lease cannot be had."""
+        n_slots = buffers.resident[lease.id].n_slots
+        n_wanted = len(message.pages) // ID_BYTES
+        if n_wanted > n_slots:
+            return self._refusal(
+                Code.TOO_LARGE,
+                f"{n_wanted} pages are wanted at once, lease {lease.id} has {n_slots} pages of "
+                f"{buffers.component.name}: fetch fewer, or raise pool.buffer_tokens",
+                {"wanted_pages": n_wanted, "buffer_pages": n_slots},
+            )
         refusal = self._bad_numbers(lease, message.pages) or self._bad_numbers(lease, message.ahead)
         if refusal is not None:
             return refusal
-        wanted = np.frombuffer(message.pages, dtype="<i4")
-        n_slots = buffers.resident[lease.id].n_slots
-        if wanted.size > n_slots:
-            return self._refusal(
-                Code.TOO_LARGE,
-                f"{wanted.size} pages are wanted at once, lease {lease.id} has {n_slots} pages of "
-                f"{buffers.component.name}: fetch fewer, or raise pool.buffer_tokens",
-                {"wanted_pages": wanted.size, "buffer_pages": n_slots},
-            )
         written = self._table.pages_for(lease.written_tokens)
-        last = int(wanted.max(initial=-1))
+        last = max(page_ids(Pages(message.pages)), default=-1)
         if last >= written:
             return self._refusal(
                 Code.BAD_PAGES,
@@ -186,20 +186,22 @@ class Fetcher:
         return None
 
     def _bad_numbers(self, lease: Lease, frame: bytes) -> Refusal | None:
-        """Why these are no logical pages of the lease's row."""
+        """Why these are no logical pages of the lease's row. The cost is bounded by the row."""
         n_pages = count(lease.row)
-        if len(frame) % ID_BYTES:
+        if len(frame) % ID_BYTES or len(frame) > len(lease.row):
             return self._refusal(
-                Code.BAD_PAGES, f"{len(frame)} bytes are no page numbers of {ID_BYTES} bytes each"
+                Code.BAD_PAGES,
+                f"{len(frame)} bytes are no page numbers of lease {lease.id}: they are {ID_BYTES} "
+                f"bytes each, at most as many as its {n_pages} pages",
             )
-        numbers = np.frombuffer(frame, dtype="<i4")
-        wrong = numbers[(numbers < 0) | (numbers >= n_pages)]
-        if not wrong.size:
+        numbers = page_ids(Pages(frame))  # few: a list is looked through faster than an array
+        if not numbers or (min(numbers) >= 0 and max(numbers) < n_pages):
             return None
+        wrong = next(one for one in numbers if not 0 <= one < n_pages)
         return self._refusal(
             Code.BAD_PAGES,
-            f"page {wrong[0]} is none of lease {lease.id}, which has the pages 0 to {n_pages - 1}",
-            {"page": int(wrong[0]), "pages": n_pages},
+            f"page {wrong} is none of lease {lease.id}, which has the pages 0 to {n_pages - 1}",
+            {"page": wrong, "pages": n_pages},
         )
 
     def preload(self, lease: Lease, n_tokens: int, asker: PagesAsker) -> None:

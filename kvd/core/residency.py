@@ -68,11 +68,12 @@ class Residency:
         where a copy under way has a slot that is needed: ask again when it is over, nothing has
         changed.
         """
-        stale = [page for page in pages if page in self._unfinished]
-        if any(page in self._copying for page in stale):
+        kept = set(pages)
+        stale = self._unfinished & kept
+        if self._copying.keys() & stale:
             return None
         new = [page for page in pages if page not in self.slots]
-        if not self._make_free(len(new), pages):
+        if not self._make_free(len(new), kept):
             return None
         for page in new:
             self.slots[page] = self._free.pop()
@@ -103,11 +104,13 @@ class Residency:
 
     def is_there(self, pages: Iterable[int]) -> bool:
         """Whether each of them has a slot and no copy writes it any more."""
-        return all(page in self.slots and page not in self._copying for page in pages)
+        if self._copying.keys() & pages:
+            return False
+        return self.slots.keys() >= set(pages)
 
     def needs_no_copy(self, pages: Iterable[int]) -> bool:
         """Whether each of them has been copied for good, or is being copied so."""
-        return all(page in self.slots and page not in self._unfinished for page in pages)
+        return self.slots.keys() >= set(pages) and self._unfinished.isdisjoint(pages)
 
     def _make_free(self, n_slots: int, kept: Collection[int]) -> bool:
         """Have so many free slots, none of them taken from ``kept``; or change nothing."""

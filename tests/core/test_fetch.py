@@ -387,6 +387,16 @@ def test_half_a_page_number_is_refused(engine: Decode) -> None:
     assert reply.refusal.code is Code.BAD_PAGES
 
 
+def test_more_numbers_than_the_lease_has_pages_are_none_of_it(engine: Decode) -> None:
+    why = refused(engine, 0, ahead=(1,) * 8).refusal
+
+    assert why.code is Code.BAD_PAGES
+    assert why.message == (
+        "32 bytes are no page numbers of lease 1: they are 4 bytes each, at most as many as its 7 "
+        "pages"
+    )
+
+
 def test_a_page_that_nobody_wrote_is_refused(world: World) -> None:
     engine = Decode(world, tokens((1, 40)), reserve_tokens=60)
 
