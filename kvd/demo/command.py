@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.demo.embedding_report import EmbeddingReport
 
 PARTS = ("torch", "transformers")
-TABLE_COLUMNS = 100
+TABLE_COLUMNS = 110
 """Width of the table where no terminal says how wide it may be."""
 
 
@@ -112,10 +112,16 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
 
 
 def _need_sense(ctx: click.Context, settings: Settings) -> None:
-    """Refuse options that mean nothing for the model."""
+    """Refuse options that mean nothing for the model, or that its pool cannot do."""
     if settings.page_size is not None and not settings.architecture.has_token_pages:
         raise click.BadParameter(
             f"{settings.model} keeps no KV of tokens: its pages are single tokens",
+            param_hint="--page-size",
+        )
+    if settings.page_size == 1 and settings.architecture.shape.window_tokens:
+        raise click.BadParameter(
+            f"{settings.model} has layers with a window, whose tail begins at the border of a page "
+            "of several tokens",
             param_hint="--page-size",
         )
     if settings.is_encoder and ctx.get_parameter_source("turns") is not ParameterSource.DEFAULT:

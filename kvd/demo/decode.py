@@ -62,6 +62,7 @@ class DecodeEngine:
             first_token_at_s=first_token_at_s,
             logits=pack_logits(logits),
             peak_window_pages=sequence.peak_window_pages,
+            slides=sequence.slides,
         )
 
     def _damage(self, part: Part, lease: SyncLease, prefix_tokens: int) -> None:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from kvd.demo.settings import Settings
     from kvd.wire.snapshot import PoolState
 
-BATCHES = 16
+BATCHES = 12
 TEXTS = 8
-SHORTEST_TOKENS, LONGEST_TOKENS = 32, 256
+SHORTEST_TOKENS, LONGEST_TOKENS = 32, 192
 DEADLINE_S = 30.0
 
 Texts = tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ def run(settings: Settings, watcher: Watcher) -> EmbeddingReport:
         measured: list[Batch] = []
         for number, texts in enumerate(batches, start=1):
             watcher.stage(f"batch {number} of {BATCHES}, with KV written and without KV")
-            measured.append(_batch(stage, texts, is_counted_first=number % 2 == 0))
+            measured.append(_batch(stage, texts))
         watcher.stage("text by text; read back from the pool; and with one page zeroed")
         counted = vectors(stage.embed(batches[0], Keeping.COUNTED))
         differences = {
@@ -131,23 +131,23 @@ def _texts(settings: Settings, number: int) -> Texts:
     )
 
 
-def _batch(stage: _Stage, texts: Texts, *, is_counted_first: bool) -> Batch:
-    """Both ways, one after the other.
+ORDER = (Keeping.COUNTED, Keeping.WRITTEN, Keeping.WRITTEN, Keeping.COUNTED)
+"""Each way first and second: whoever comes second finds the texts in the processor's caches."""
 
-    The second may find the texts and the weights in the processor's caches, so the order changes
-    from batch to batch.
-    """
-    order = [Keeping.WRITTEN, Keeping.COUNTED]
-    if is_counted_first:
-        order.reverse()
-    found = {keeping: stage.embed(texts, keeping) for keeping in order}
-    counted, written = found[Keeping.COUNTED], found[Keeping.WRITTEN]
+
+def _batch(stage: _Stage, texts: Texts) -> Batch:
+    """Both ways, twice; the faster time counts, since other work of the machine only adds."""
+    found: dict[Keeping, list[Embedded]] = {Keeping.COUNTED: [], Keeping.WRITTEN: []}
+    for keeping in ORDER:
+        found[keeping].append(stage.embed(texts, keeping))
+    took_s = {keeping: min(one.took_s for one in several) for keeping, several in found.items()}
+    ours = vectors(found[Keeping.COUNTED][0])
     return Batch(
         texts=len(texts),
         tokens=sum(map(len, texts)),
-        counted_ms=round(counted.took_s * 1e3, 3),
-        written_ms=round(written.took_s * 1e3, 3),
-        max_difference=_difference(vectors(counted), written),
+        counted_ms=round(took_s[Keeping.COUNTED] * 1e3, 3),
+        written_ms=round(took_s[Keeping.WRITTEN] * 1e3, 3),
+        max_difference=max(_difference(ours, one) for several in found.values() for one in several),
     )
 
 

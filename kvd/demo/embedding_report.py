@@ -19,7 +19,7 @@ LEGEND = (
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One batch, both ways: leases, the model, releases."""
+    """One batch, both ways: leases, the model, releases; the faster of two times each."""
 
     texts: int
     tokens: int

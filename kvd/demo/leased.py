@@ -148,6 +148,8 @@ class LeasedSequence:
         self._tables = {part: BlockTable(lease.pages_of(part.value)) for part in views.parts}
         self.peak_window_pages = 0
         """The most window pages that the lease had at once."""
+        self.slides = 0
+        """How often it slid."""
         self._note_window()
         self.written_tokens = lengths.written_tokens
         """Tokens that are computed."""
@@ -165,6 +167,7 @@ class LeasedSequence:
     def _slide(self) -> None:
         """Window pages behind the next token go back, pages ahead of it are mapped."""
         self._lease.slide(self.written_tokens)
+        self.slides += 1
         self._tables[Part.WINDOW].replace(self._lease.pages_of(Part.WINDOW.value))
         self._covered = self.written_tokens + self._step_tokens
         self._note_window()

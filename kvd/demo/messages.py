@@ -110,8 +110,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
     ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
     always computed). The sent figures are the prefill daemon's; ``peak_window_pages`` is the most
-    that the lease had of those at once. ``handoff_s`` runs from the first
-    page ready to be sent until the decode side's commit, ``tail_s`` only from the last one.
+    that the lease had of those at once, ``slides`` how often it slid. ``handoff_s`` runs from the
+    first page ready to be sent until the decode side's commit, ``tail_s`` only from the last one.
     """
 
     prefix_tokens: int
@@ -123,6 +123,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     tail_s: float
     logits: bytes
     peak_window_pages: int = 0
+    slides: int = 0
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
@@ -136,6 +137,7 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     first_token_at_s: float
     logits: bytes
     peak_window_pages: int = 0
+    slides: int = 0
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated"):

@@ -67,6 +67,7 @@ class PrefillEngine:
             tail_s=ended_s - computed_s,
             logits=pack_logits([logits]),
             peak_window_pages=sequence.peak_window_pages,
+            slides=sequence.slides,
         )
 
 

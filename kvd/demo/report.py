@@ -52,7 +52,7 @@ class WindowPages(msgspec.Struct, frozen=True):
 
     ``crossed`` were sent. The peaks are the most that the lease had at once, ``most`` what it may
     have, worked out; ``full`` is what prompt and answer would take if these layers looked at every
-    token.
+    token. ``slides``: how often the lease slid.
     """
 
     crossed: int
@@ -61,6 +61,8 @@ class WindowPages(msgspec.Struct, frozen=True):
     decode_peak: int
     decode_most: int
     full: int
+    prefill_slides: int = 0
+    decode_slides: int = 0
 
 
 class Row(msgspec.Struct, frozen=True):

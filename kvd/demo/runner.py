@@ -151,6 +151,8 @@ class _Performance:
             decode_peak=decoded.peak_window_pages,
             decode_most=pool.most_window_pages(STEP_TOKENS),
             full=-(-(prompt_tokens + ANSWER_TOKENS) // pool.page_size),
+            prefill_slides=prefilled.slides,
+            decode_slides=decoded.slides,
         )
 
     def _logit_difference(self, prefilled: Prefilled, decoded: Decoded, alone: Generated) -> float:

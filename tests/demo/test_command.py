@@ -42,6 +42,13 @@ def test_demo_refuses_a_page_size_where_pages_are_single_tokens() -> None:
     assert "mamba keeps no KV of tokens: its pages are single tokens" in result.output
 
 
+def test_demo_refuses_pages_of_one_token_where_a_window_begins_at_a_page() -> None:
+    result = CliRunner().invoke(demo_command, ["--model", "gemma", "--page-size", "1"])
+
+    assert result.exit_code == 2
+    assert "gemma has layers with a window" in result.output
+
+
 def test_demo_refuses_turns_where_nothing_is_said() -> None:
     result = CliRunner().invoke(demo_command, ["--model", "embedding", "--turns", "5"])
 
