@@ -340,14 +340,14 @@ class Host:
         tree = self.node.leases.tree
         of = self.world.contents.of
         for node in tree.nodes():
-            n_pages = count(node.pages)
-            contents = of(tree.path_tokens(node), node.namespace)[-n_pages:]
+            units = self.memory.units(page_ids(node.pages))
+            contents = of(tree.path_tokens(node), node.namespace)[-len(units) :]
             what = f"cached {node.describe()}"
-            self.check(page_ids(node.pages), contents, count(node.edge), what)
+            self.check(units, contents, count(node.edge), what)
             for keeper in self.node.leases.beside.each:
                 # A window is as long as the node, a snapshot stands for the end of it.
                 pages = page_ids(keeper.pages_at(node))
-                dues = contents[n_pages - len(pages) :]
+                dues = contents[len(contents) - len(pages) :]
                 self.check_beside(keeper.component.name, pages, dues, what)
 
 

@@ -176,7 +176,8 @@ class Mover:
             return  # the same step has already ended it
         world = self.host.world
         flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
-        require(post.split == 1, f"{self.host.name}: post {post.post} cuts pages")
+        units = flight.to.memory.kinds.units * post.split
+        require(self.host.memory.kinds.units == units, f"post {post.post} cuts pages otherwise")
         memory = self.host.memory.regions[post.component]
         flight.contents = [memory[page] for page in flight.source]
         flight.sums = _sums(post.seal, post.first_page, flight.contents)
@@ -238,7 +239,7 @@ class Mover:
             self._tell(REPORT_S, inputs.PostFailed, flight.post, why)
 
     def _bytes(self, flight: Flight) -> int:
-        return flight.done * self._page_bytes(flight.component)
+        return flight.done * self._page_bytes(flight.component) // self.host.memory.kinds.units
 
     def _page_bytes(self, component: str) -> int:
         spec = self.host.settings.spec

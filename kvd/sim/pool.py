@@ -1,12 +1,15 @@
 """The pools of simulated hosts: one small specification per family, and what kinds it has.
 
-Every family has pages of ``PAGE_TOKENS`` tokens and as few bytes as there can be: what counts is
-which pages there are, not what is in them.
+Pages have ``PAGE_TOKENS`` tokens, and as few bytes as there can be: what counts is which pages
+there are, not what is in them. Only who sends to host pools may have larger pages: several
+**units** of so many tokens each, and then the same is true of its companions.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from kvd.core.spec import (
     Buffer,
@@ -33,6 +36,9 @@ WINDOW_TOKENS = 40
 """No multiple of the page, and longer than one."""
 
 BUFFER_TOKENS = 64
+LARGE, LARGE_PAGES = 2, 0.5
+"""Units in a large page, and the share of senders to host pools that have such pages."""
+
 STEPS_TOKENS = (0, 0, 16, 48)
 """What engines say of how far they compute between two slides."""
 
@@ -51,7 +57,7 @@ def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
     pages = rng.choice(profile.pool_pages)
     saved_pages = rng.choice(SAVED_PAGES)
     more: list[tuple[Component, int, int]] = []
-    kv = _KV
+    kv, index = _KV, _INDEX
     match profile.family:
         case "swa":
             few = rng.choice(profile.beside_pages)
@@ -59,10 +65,15 @@ def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
         case "recurrent":
             more = [(_STATE, rng.choice(profile.beside_pages), saved_pages and 4)]
         case "hisparse":
-            more = [(_INDEX, 4 * pages, 4 * saved_pages)]
+            buffer_pages = rng.choice(profile.beside_pages)
             if name[0] == "d":
-                kv = Component("kv", 1, _KV.layout, PAGE_TOKENS, tier=Host())
-                more.append((_BUFFER, rng.choice(profile.beside_pages), 0))
+                kv = msgspec.structs.replace(kv, tier=Host())
+                more = [(_BUFFER, buffer_pages, 0)]
+            elif rng.random() < LARGE_PAGES:
+                pages = pages // LARGE + 1
+                kv = msgspec.structs.replace(kv, page_size=LARGE * kv.page_size)
+                index = msgspec.structs.replace(index, page_size=LARGE * index.page_size)
+            more = [(index, 4 * pages, 4 * saved_pages), *more]
         case _:
             pass
     return PoolSpec(
@@ -76,16 +87,18 @@ def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
 
 
 class Companion(NamedTuple):
-    """A component in lockstep with the first: ``factor`` of its pages to one of that."""
+    """A component in lockstep with the first: ``factor`` of its pages, or units, to one of that."""
 
     name: str
     factor: int
-    page_tokens: int
+    unit_tokens: int
 
 
 class Kinds(NamedTuple):
     """What a pool has beside its first component, by kind. Rows are numbered as in answers."""
 
+    units: int
+    """In a page of the first component and of its companions."""
     companions: tuple[Companion, ...]
     windows: tuple[tuple[int, str, int], ...]
     """Number of the row, name, tokens."""
@@ -95,11 +108,13 @@ class Kinds(NamedTuple):
 
 def kinds_of(spec: PoolSpec) -> Kinds:
     """Those of a specification."""
+    units = spec.components[0].page_size // PAGE_TOKENS
     companions, windows, states, buffers = [], [], [], []
     row = 0
     for one in spec.components[1:]:
         if is_companion(spec, one):
-            companions.append(Companion(one.name, companion_factor(spec, one), one.page_size))
+            factor = companion_factor(spec, one)
+            companions.append(Companion(one.name, factor, one.page_size // units))
             continue
         match one.extent:
             case Tail(tokens):
@@ -109,4 +124,4 @@ def kinds_of(spec: PoolSpec) -> Kinds:
             case _:
                 buffers.append((row, one.name))
         row += 1
-    return Kinds(tuple(companions), tuple(windows), tuple(states), tuple(buffers))
+    return Kinds(units, tuple(companions), tuple(windows), tuple(states), tuple(buffers))

@@ -26,16 +26,18 @@ class Rows:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.pages: list[int] = []
+        """Of the first component, in units."""
         self.beside: tuple[list[int], ...] = ()
 
     def take(self, reply: client.Leased | client.Received | client.Resumed) -> None:
         """The daemon has given a lease its pages."""
-        self.pages = page_ids(Pages(reply.pages))
+        self.pages = self._host.memory.units(page_ids(Pages(reply.pages)))
         self._take_beside(reply.beside)
 
     def change(self, reply: client.Row) -> None:
         """The daemon has changed the row from some page on, and perhaps those beside it."""
-        self.pages[reply.first :] = page_ids(Pages(reply.pages))
+        memory = self._host.memory
+        self.pages[reply.first * memory.kinds.units :] = memory.units(page_ids(Pages(reply.pages)))
         self._take_beside(reply.beside)
 
     def drop(self) -> None:

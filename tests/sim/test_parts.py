@@ -50,10 +50,11 @@ def test_the_content_of_a_page_depends_on_all_tokens_before_it():
     assert one.followed_by(Tokens(pack_ids([7]))).pages[:2] == one.pages[:2]
 
 
-def host_of(family, name="d0"):
+def host_of(family, name="d0", units=1):
     """As much of a simulated host as rows need."""
     profile = Profile(family=family, beside_pages=(20,))
-    spec = pool_of(profile, name, random.Random(3))
+    specs = (pool_of(profile, name, random.Random(seed)) for seed in range(20))
+    spec = next(one for one in specs if one.components[0].page_size == 16 * units)
     contents = Contents()
     host = Host.__new__(Host)
     host.name, host.memory = name, Memory(spec, contents)
@@ -74,10 +75,16 @@ def rows_of(host, pages, *beside):
 @pytest.mark.parametrize("family", ["mha", "swa", "recurrent", "hisparse"])
 def test_every_family_has_a_pool_and_peers_of_it_exchange_pages(family):
     profile = Profile(family=family, beside_pages=(20,))
-    prefill, decode = (pool_of(profile, name, random.Random(3)) for name in ("p0", "d0"))
+    splits = set()
+    for seed in range(20):
+        prefill, decode = (pool_of(profile, name, random.Random(seed)) for name in ("p0", "d0"))
+        assert prefill.family == family
+        taking = layout_match(decode, fingerprint(prefill), "d0", "p0")
+        giving = layout_match(prefill, fingerprint(decode), "p0", "d0")
+        assert (taking.receiving, giving.sending) == (None, None), f"seed {seed}"
+        splits.add(giving.split)
 
-    assert prefill.family == family
-    assert layout_match(decode, fingerprint(prefill), "d0", "p0").difference == ""
+    assert splits == ({(), (2, 2)} if family == "hisparse" else {()})
 
 
 def test_what_is_in_lockstep_is_written_and_checked_as_far_as_there_are_tokens():
@@ -93,6 +100,19 @@ def test_what_is_in_lockstep_is_written_and_checked_as_far_as_there_are_tokens()
 
     with pytest.raises(Violated, match="page 25 of index holds 0"):
         rows.check(prompt, 22, "all of it")
+
+
+def test_a_large_page_is_several_units_and_its_companions_are_too():
+    host, contents = host_of("hisparse", "p0", units=2)
+    prompt = prompt_of(contents, 40)
+    rows = rows_of(host, [5, 9])
+
+    rows.write(prompt, 0, 40)
+    rows.check(prompt, 40, "all of it")
+
+    assert [host.memory.first[unit] for unit in (10, 11, 18, 19)] == [*prompt.pages, 0]
+    assert rows.pages == [10, 11, 18, 19]
+    assert sum(one > 0 for one in host.memory.regions["index"]) == 4 * 3
 
 
 def test_an_engine_computes_as_far_as_windows_are_mapped_and_reads_what_is_behind():
