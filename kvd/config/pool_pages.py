@@ -120,13 +120,23 @@ def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int,
     return first, (size - first * block) // each
 
 
+def _one_lease(component: Component) -> int:
+    """Pages that one lease has of it at most, once it has slid along its prompt."""
+    match component.extent:
+        case Tail(window):
+            return most_pages(window, 0, component.page_size)
+        case _:
+            return 1
+
+
 def saved_counts(
     pool: PoolSection, parts: tuple[Component, ...], counts: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Pages of host memory for retracted leases, parallel to ``parts``, null pages included.
 
-    Each component gets the same share of its pages, a buffer none. All are 0 where that leaves one
-    of them no more than its null page.
+    Each component gets the same share of its pages, a buffer none; but of windows and states at
+    least what one lease has, or none could ever be saved. All are 0 where that leaves one of them
+    no more than its null page.
     """
     total = sum(
         page_bytes(one) * count
@@ -144,7 +154,8 @@ def saved_counts(
         elif k := factor(parts[0], one):
             saved.append(first * k)
         else:
-            saved.append(min(size * count // total, MAX_PAGES))
+            share = min(size * count // total, MAX_PAGES)
+            saved.append(max(share, min(count, _one_lease(one) + 1)) if size else 0)
     is_useful = all(
         count > 1
         for one, count in zip(parts, saved, strict=True)

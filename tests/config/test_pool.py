@@ -285,12 +285,16 @@ def test_saved_pages_are_an_eighth_up_to_a_gib_or_what_is_asked_for(sets, saved_
     [
         ([*POOLS["swa"], "pool.pages=800", "pool.window_pages=80"], (100, 10)),
         ([*POOLS["recurrent"], "pool.pages=800", "pool.states=80"], (100, 10)),
-        ([*POOLS["swa"], "pool.pages=800", "pool.window_pages=15"], (0, 0)),
+        ([*POOLS["swa"], "pool.pages=800", "pool.window_pages=15"], (100, 9)),
+        ([*POOLS["recurrent"], "pool.pages=800", "pool.states=8"], (100, 2)),
+        ([*POOLS["recurrent"], "pool.pages=800", "pool.saved_size=0KiB"], (0, 0)),
         (["pool.pages=800", "pool.index_dim=8", "pool.index_page_size=4"], (100, 400)),
         ([*POOLS["hisparse"], "pool.pages=800", "pool.buffer_pages=400"], (100, 0)),
     ],
 )
-def test_each_component_but_a_buffer_gets_the_same_share_of_saved_pages(sets, saved_pages) -> None:
+def test_each_component_gets_its_share_of_saved_pages_and_room_for_one_lease(
+    sets, saved_pages
+) -> None:
     assert spec_of(*sets).saved_pages == saved_pages
 
 
