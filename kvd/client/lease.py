@@ -181,6 +181,9 @@ class Lease:
         They stay there until a later ``fetch`` of this lease needs their place: the longest unused
         go first. Fetches of one lease are served one after the other.
 
+        Write new KV to the host pages (``pages``). A page whose tokens are not all committed yet is
+        copied anew by each ``fetch``, so what it holds is never older than the call; it is no hit.
+
         Args:
             pages: logical page numbers: ``n`` has the tokens from ``n * page_size`` on. Not more of
                 them at once than the lease has in the buffer.

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from kvd.core import effects
+from kvd.core import effects, inputs
 from kvd.core.buffers import Buffers
+from kvd.core.freeze import freeze, state_hash
 from kvd.core.report import snapshot
 from kvd.core.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, page_bytes
+from kvd.core.thaw import thaw
 from kvd.errors import Code
 from kvd.types import pack_ids, page_ids
 from kvd.wire import client
@@ -625,6 +627,20 @@ def test_a_fetch_that_hoped_for_a_refused_copy_orders_its_own(engine: Decode) ->
     reply = engine.answer()
     assert isinstance(reply, client.Fetched)
     assert (reply.hits, reply.misses) == (0, 1)
+
+
+def test_a_node_that_is_thawed_answers_what_was_being_fetched(engine: Decode) -> None:
+    engine.world.hold_copies = True
+    engine.fetch(0, 1, ahead=(2,))
+    engine.fetch(3)
+    over = [inputs.Copied(engine.world.now_s, copy.ticket, 64) for copy in engine.side.copies]
+
+    again = thaw(freeze(engine.side.node))
+
+    steps = [[node.step(one) for one in over] for node in (engine.side.node, again)]
+    assert steps[0] == steps[1]
+    assert isinstance(steps[0][0].effects[0].message, client.Fetched)
+    assert state_hash(again) == state_hash(engine.side.node)
 
 
 # ---- anything ------------------------------------------------------------------------------------
