@@ -158,11 +158,11 @@ def _aligned(config: Config) -> list[Finding]:
 def _least_pages(component: Component) -> int:
     """Pages without which not one request can run, the null page included."""
     match component.extent:
-        case Tail(tokens):
+        case Tail(tokens) if component.page_size > 1:
             return window_pages(component, tokens) + 1
         case Buffer(tokens):
             return -(-tokens // component.page_size) + 1
-        case Whole() | PerRequest():
+        case Whole() | PerRequest() | Tail():
             return 2
 
 

@@ -74,7 +74,10 @@ def pages_of_request(component: Component, tokens: int) -> int:
 
 
 def window_pages(component: Component, window_tokens: int) -> int:
-    """Pages of a window that slides page by page: its length, the boundary, and one ahead."""
+    """Pages of a window that slides page by page: its length, the boundary, and one ahead.
+
+    Pages of one token never slide: there it is more than there can be.
+    """
     return most_pages(window_tokens, component.page_size, component.page_size)
 
 

@@ -11,10 +11,12 @@ complete window before that end. ``cached`` says whether it will be::
 
 The formulas are those of SGLang's tail allocation: ``seq - window`` floored to a page without a
 prefix cache, ``seq - 1 - max(window, page)`` floored with one. With pages of one token nothing can
-be floored, and every token has a window page.
+be floored, and every token has a window page, cached ones too.
 """
 
 from __future__ import annotations
+
+import sys
 
 
 def tail_start(prompt_tokens: int, window: int, page: int, *, cached: bool) -> int:
@@ -26,7 +28,12 @@ def tail_start(prompt_tokens: int, window: int, page: int, *, cached: bool) -> i
 
 
 def span(window: int, page: int) -> int:
-    """Tokens before a page boundary that must be live for a sequence to go on from there."""
+    """Tokens before a page boundary that must be live for a sequence to go on from there.
+
+    With pages of one token it is all of them, however many they are: as many are sent on.
+    """
+    if page == 1:
+        return sys.maxsize
     return -(-max(window, page) // page) * page
 
 

@@ -405,7 +405,7 @@ class Windows:
 
     def _budget(self, rest: int, step: int) -> int:
         """Pages of its own for ``rest`` pages of tokens still to come."""
-        if not step or self._page == 1:
+        if not step:
             return max(0, rest)
         return max(0, min(rest, most_pages(self._window, step, self._page)))
 

@@ -183,6 +183,30 @@ def test_a_prefill_engine_that_slides_sends_the_same_tail():
     assert held == ["swa:13", "swa:14", "swa:15"]
 
 
+def test_with_pages_of_one_token_all_windows_are_sent_behind_a_prefix_of_the_prefill_side():
+    components = (
+        Component("kv", 1, LAYOUT, 1),
+        Component("swa", 1, LAYOUT, 1, Tail(4)),
+    )
+    world = World(spec=PoolSpec("main", "swa", Order.PAGE_FIRST, components, (64, 64)))
+    known = world.p.lease(tokens((1, 20)))
+    world.p.call(client.CommitAndRelease, lease=known.lease)
+    leased = world.p.lease(tokens((1, 30)))
+    assert leased.prefix_tokens == 20
+    (source,) = leased.beside
+    for k, page in enumerate(page_ids(source)):
+        world.p.memory_of("swa")[page] = f"swa:{k}"
+    world.d.call(client.Receive, tokens((1, 30)), room=ROOM, source=("p",))
+
+    sending = world.p.call(client.Send, tokens((1, 30)), room=ROOM, lease=leased.lease)
+    assert isinstance(sending, client.Sending), sending
+    world.p.call(client.Finish, send=sending.send)
+
+    (row,) = received(world).beside
+    there = [world.d.memory_of("swa")[page] for page in page_ids(row)]
+    assert there == [f"swa:{k}" for k in range(30)]
+
+
 def test_a_finish_before_the_windows_have_come_so_far_is_refused():
     world = World(spec=swa())
     engine = Engine(world.p, PROMPT, step_tokens=100)

@@ -48,10 +48,10 @@ def mapped(table: LeaseTable, lease) -> tuple[int, int]:
     return (there[0], there[-1] + 1) if there else (0, 0)
 
 
-def live(table: LeaseTable) -> list[tuple[int, int, int]]:
+def live(table: LeaseTable, page: int = PAGE) -> list[tuple[int, int, int]]:
     """First and last token and locks of each live node, in order."""
     return sorted(
-        (node.end_tokens - node.n_pages * PAGE, node.end_tokens, window.locks)
+        (node.end_tokens - node.n_pages * page, node.end_tokens, window.locks)
         for node, window in windows(table).live.items()
     )
 
@@ -159,6 +159,24 @@ def test_with_pages_of_one_token_the_window_pool_must_hold_the_whole_prompt():
     table = table_of(1, 20_001, window=128, swa=18_432)
 
     assert table.open(arrival(table, tokens((1, 20_000)))) == Shortage(20_000, 18_432, "swa")
+
+
+def test_with_pages_of_one_token_a_prefix_has_all_its_windows_or_is_none():
+    """All of them are sent to whoever receives, so all of them must be there."""
+    table = table_of(1, 60, window=4, swa=60)
+    cached(table, tokens((1, 20)))
+
+    lease = opened(table, claim(tokens((1, 30)), step=5))
+    assert lease.prefix_tokens == 20
+    assert all(row(table, lease))
+    assert live(table, 1) == [(0, 20, 1)]
+
+    finish(table, lease)
+    windows(table).make_room(windows(table).pool.free_pages + 1)
+    assert live(table, 1) == [(20, 30, 0)]
+    again = opened(table, claim(tokens((1, 40))))
+    assert again.prefix_tokens == 0
+    assert all(row(table, again))
 
 
 def test_the_null_page_is_no_window_page(table):
