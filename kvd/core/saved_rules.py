@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvd.core.fault import Fault
 from kvd.core.lease import RESTORE, SAVE
+from kvd.core.places import Place, tile_faults
 from kvd.core.standing import Standing
-from kvd.types import Pages, count
+from kvd.types import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,17 +31,15 @@ def saved_faults(node: Node) -> list[Fault]:
     """I1 of the saved area: null + free + saved = total, per component; each page in one place."""
     found = []
     for component, pool in node.leases.saved.pools.items():
-        parts = [part.slots for part in _parts(node) if part.component == component]
-        ids = np.frombuffer(b"".join([pool.free_ids(), *parts]), dtype="<i4")
-        if np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)):
-            continue
-        times = np.bincount(ids[(ids > 0) & (ids < pool.total_pages)], minlength=pool.total_pages)
-        wrong = np.flatnonzero(times[1:] != 1) + 1
-        what = (
-            f"of {pool.total_pages} pages of {pool.name} {pool.free_pages} are free and "
-            f"{ids.size - pool.free_pages} saved; {wrong.size} of them are nowhere or twice"
-        )
-        found.append(Fault("I1", "saved", what, pages=Pages(wrong.astype("<i4").tobytes())))
+        places = [
+            Place("the free list", pool.free_ids()),
+            *(
+                Place(f"lease {lease.id}", part.slots, lease=lease.id)
+                for lease, part in _parts(node)
+                if part.component == component
+            ),
+        ]
+        found += tile_faults(places, pool.total_pages, pool.name)
     return found
 
 
@@ -50,20 +47,20 @@ def saved_count_faults(node: Node) -> Iterator[Fault]:
     """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
     area = node.leases.saved
     saved: Counter[str] = Counter()
-    for part in _parts(node):
+    for _, part in _parts(node):
         saved[part.component] += count(part.slots)
     for component, pool in area.pools.items():
         taken = area.used_pages(component)
         if saved[component] != taken:
             what = f"{taken} pages of {pool.name} are taken, leases have {saved[component]}"
-            yield Fault("I1", "saved-count", what)
+            yield Fault("I1", "saved-count", what, component=pool.name)
 
 
-def _parts(node: Node) -> Iterator[SavedPart]:
+def _parts(node: Node) -> Iterator[tuple[Lease, SavedPart]]:
     """What every lease has there."""
     for lease in node.leases.leases.values():
         if lease.saved is not None:
-            yield from lease.saved.parts
+            yield from ((lease, part) for part in lease.saved.parts)
 
 
 def broken_standing(node: Node, lease: Lease) -> Iterator[str]:

@@ -44,16 +44,36 @@ def first_page(node: Node, component: str, page: int) -> int | None:
 
 
 def page_beside(node: Node, component: str, page: int) -> list[str] | Refusal:
-    """Who has this page of a component with page ids of its own."""
-    keeper = node.leases.beside.named(component)
-    if keeper is None:
+    """Who has this page of a component with page ids of its own, or of a saved area."""
+    keeper, area = node.leases.beside.named(component), node.leases.saved.pools
+    saved = next((name for name, pool in area.items() if pool.name == component), "")
+    if keeper is None and not saved:
         names = ", ".join(one.name for one in node.settings.spec.components)
         return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
-    total, what = keeper.pool.total_pages, f"page {page} of {component}"
-    if not NULL_PAGE <= page < total:
-        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{total - 1}")
+    pool = area[saved] if keeper is None else keeper.pool
+    what = f"page {page} of {component}"
+    if not NULL_PAGE <= page < pool.total_pages:
+        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{pool.total_pages - 1}")
     if page == NULL_PAGE:
         return [f"{what} is the null page: never handed out, never freed; in a row it means none"]
+    return _saved(node, saved, page, what) if keeper is None else _held(node, keeper, page, what)
+
+
+def _saved(node: Node, component: str, page: int, what: str) -> list[str]:
+    """Whose retracted lease wants it back, in the area of that component."""
+    for lease in node.leases.leases.values():
+        for part in () if lease.saved is None else lease.saved.parts:
+            if part.component == component and _has(part.slots, page):
+                return [
+                    f"{what} is held by {describe_holder(node, lease)}, which is "
+                    f"{lease.standing.value}",
+                    f"it keeps page {part.first + page_ids(part.slots).index(page)} of its row",
+                ]
+    return [f"{what} is free"]
+
+
+def _held(node: Node, keeper: Keeper, page: int, what: str) -> list[str]:
+    """Which lease, or which node of the tree, has it."""
     for lease in node.leases.leases.values():
         if _has(keeper.own(lease), page):
             verb = "in quarantine under" if lease.quarantine else "held by"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core import effects, inputs
 from kvd.core.buffers import Buffers
 from kvd.core.node import Node
 from kvd.core.states import States
@@ -20,14 +21,15 @@ from tests.core.families import Engine, settings_of
 from tests.core.side import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.lease import Lease
+    from kvd.core.lease import Lease, SavedPart
     from kvd.core.radix_node import Node as TreeNode
+    from kvd.types import Tokens
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 48)
 
 
 def busy_beside() -> Engine:
-    """Two cached prompts; a lease that goes on from the first, and one that slides alone."""
+    """Two cached prompts; a lease that goes on from one, one that slides alone, two retracted."""
     engine = Engine(Node(settings_of("everything"), 1.0), seed=0)
     for branch in (FIRST, SECOND):
         leased = engine.call(client.OpenLease, toks=tokens(SHARED, branch))
@@ -37,8 +39,23 @@ def busy_beside() -> Engine:
         leased = engine.call(client.OpenLease, "", 0, toks=toks, step_tokens=32)
         assert isinstance(leased, client.Leased), leased
     engine.call(client.SlideLease, leased.lease, 64)
+    for toks in (tokens((7000, 20)), tokens((8000, 20))):
+        retracted(engine, toks)
     engine.now_s += 1.0
     return engine
+
+
+def retracted(engine: Engine, toks: Tokens) -> None:
+    """A lease whose pages are all in the saved area."""
+    engine.feed(inputs.TransferReady(engine.now_s, 1, b"", "simulated", "start"))
+    leased = engine.call(client.OpenLease, toks=toks)
+    assert isinstance(leased, client.Leased), leased
+    message = client.RetractLease(1000 + leased.lease, leased.lease, "host")
+    ordered = engine.feed(inputs.FromClient(engine.now_s, 1, message)).effects
+    for copy in ordered:
+        assert isinstance(copy, effects.Copy), copy
+        engine.feed(inputs.Copied(engine.now_s, copy.ticket, 64))
+    del engine.leases[leased.lease]
 
 
 # ---- what is broken where ------------------------------------------------------------------------
@@ -64,8 +81,20 @@ def buffers(node: Node) -> Buffers:
 
 def leases(node: Node) -> tuple[Lease, Lease]:
     """The one that goes on from a cached prompt, and the other."""
-    first, second = node.leases.leases.values()
+    first, second, *_ = node.leases.leases.values()
     return first, second
+
+
+def away(node: Node) -> tuple[Lease, Lease]:
+    """The two that are retracted."""
+    *_, first, second = node.leases.leases.values()
+    return first, second
+
+
+def part_of(lease: Lease, component: str) -> SavedPart:
+    """What is saved of it."""
+    assert lease.saved is not None
+    return next(one for one in lease.saved.parts if one.component == component)
 
 
 def locked(keeper: Windows | States) -> TreeNode:
@@ -229,6 +258,26 @@ def copy_that_never_ends(node: Node) -> str:
     return f"buffer of lease {lease.id} waits for copy 99, which is not under way"
 
 
+def saved_window_lost(node: Node) -> str:
+    free = node.leases.saved.pools["swa"]._free
+    page = int.from_bytes(free[:ID_BYTES], "little")
+    del free[:ID_BYTES]
+    return f"page {page} of swa.saved is nowhere"
+
+
+def saved_window_in_two_leases(node: Node) -> str:
+    (mine, theirs), (first, second) = [part_of(one, "swa") for one in away(node)], away(node)
+    msgspec.structs.force_setattr(theirs, "slots", Pages(theirs.slots + mine.slots[:ID_BYTES]))
+    page = page_ids(mine.slots)[0]
+    return f"page {page} of swa.saved is in lease {first.id} and in lease {second.id}"
+
+
+def saved_state_of_a_running_lease(node: Node) -> str:
+    lease = leases(node)[0]
+    lease.saved = away(node)[0].saved
+    return f"lease {lease.id} is running, but it has"
+
+
 def companion_out_of_step(node: Node) -> str:
     spec = node.settings.spec
     pages = (*spec.pages[:1], spec.pages[1] - 1, *spec.pages[2:])
@@ -262,6 +311,9 @@ BESIDE_BREAKAGES = {
         Breakage("", slot_lost, "buffer"),
         Breakage("", page_without_slot_copied, "slots"),
         Breakage("", copy_that_never_ends, "filling"),
+        Breakage("", saved_window_lost, "page-lost"),
+        Breakage("", saved_window_in_two_leases, "page-double"),
+        Breakage("", saved_state_of_a_running_lease, "standing"),
         Breakage("", companion_out_of_step, "lockstep"),
     )
 }

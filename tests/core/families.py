@@ -40,8 +40,13 @@ _STATE = Component("state", 1, State((StateTensor("conv", (2,), "float32"),)), 1
 _BUFFER = Component("buffer", 1, _MHA, PAGE, Buffer(64))
 
 
-def pool(family: str, *components: Component, pages: tuple[int, ...]) -> PoolSpec:
-    return PoolSpec("main", family, Order.PAGE_FIRST, components, pages)
+def pool(
+    family: str,
+    *components: Component,
+    pages: tuple[int, ...],
+    saved_pages: tuple[int, ...] = (),
+) -> PoolSpec:
+    return PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved_pages)
 
 
 SPECS = {
@@ -54,7 +59,12 @@ SPECS = {
         _BUFFER,
         pages=(40, 160, 14),
     ),
-    "everything": pool("swa", _KV, _INDEX, _SWA, _STATE, _BUFFER, pages=(40, 160, 30, 9, 20)),
+    "everything": pool(
+        "swa",
+        *(_KV, _INDEX, _SWA, _STATE, _BUFFER),
+        pages=(40, 160, 30, 9, 20),
+        saved_pages=(20, 80, 12, 5, 0),
+    ),
 }
 
 

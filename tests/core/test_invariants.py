@@ -39,4 +39,4 @@ def test_full_check_names_what_is_broken_beside_the_first_component(name):
 
     found = [fault for fault in faults(node) if fault.check == breakage.check]
     assert any(words in fault.sentence for fault in found), found
-    assert all(fault.component for fault in found)
+    assert all(fault.component or fault.lease for fault in found)

@@ -8,7 +8,15 @@ from kvd.core import effects, inputs
 from kvd.core.lease import Quarantine
 from kvd.types import page_ids
 from kvd.wire import admin
-from tests.core.breakage_beside import buffers, busy_beside, leases, states, unlocked, windows
+from tests.core.breakage_beside import (
+    buffers,
+    busy_beside,
+    leases,
+    part_of,
+    states,
+    unlocked,
+    windows,
+)
 
 LEASE_3 = "lease 3 of engine (pid 7) for lease, 1.0 s"
 LEASE_4 = "lease 4 of engine (pid 7) for lease, 1.0 s"
@@ -106,6 +114,22 @@ def test_a_buffer_page_names_its_lease_its_slot_and_what_is_copied_there(engine)
         "it is slot 0 of its 4, for tokens 80 to 96",
     ]
     assert why(engine, "page", free, "buffer")[1] == "it is slot 1 of its 4, and free"
+
+
+def test_a_saved_page_names_the_retracted_lease_that_wants_it_back(engine):
+    *_, lease = engine.node.leases.leases.values()
+    page = first(part_of(lease, "swa").slots)
+    free = first(engine.node.leases.saved.pools["swa"].free_ids())
+
+    assert why(engine, "page", page, "swa.saved") == [
+        f"page {page} of swa.saved is held by lease 6 of engine (pid 7) for lease, 1.0 s, which "
+        "is retracted",
+        "it keeps page 0 of its row",
+    ]
+    assert why(engine, "page", free, "swa.saved") == [f"page {free} of swa.saved is free"]
+    assert why(engine, "page", 12, "swa.saved") == (
+        "page 12 of swa.saved: this pool has pages 0..11"
+    )
 
 
 def test_a_companion_page_goes_with_a_page_of_the_first_component(engine):
