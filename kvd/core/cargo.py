@@ -72,6 +72,8 @@ class Cargo:
             for place, one in enumerate(compared)
             if has_bytes(one)
         )
+        self.has_kv = bool(self.freights) and self.freights[0].place == 0
+        """Whether pages of tokens travel at all; not where only states have bytes."""
         self._table = table
 
     def unit_tokens(self, freight: Freight, split: tuple[int, ...]) -> int:

@@ -71,7 +71,8 @@ class Posts:
                 self._post(part, engine, index, (first, *now))
         if upto > part.posted_tokens:
             size = self.page_tokens(part)
-            part.posted_pages += -(-upto // size) - part.posted_tokens // size
+            if self._cargo.has_kv:
+                part.posted_pages += -(-upto // size) - part.posted_tokens // size
             part.posted_tokens = upto
         part.posted_last = part.posted_last or is_last
 

@@ -121,7 +121,7 @@ class _Performance:
             decode_prefix_len=decoded.prefix_tokens,
             decode_prefix_expected=due_prefix,
             pages_sent=prefilled.sent_pages,
-            pages_expected=-(-len(prompt) // pool.page_size) - due_prefix // pool.page_size,
+            pages_expected=due.get(Part.KV, 0),
             bytes_sent=prefilled.sent_bytes,
             bytes_expected=due_bytes,
             bytes_saved=pool.bytes_of(pool.full_pages(len(prompt))) - due_bytes,

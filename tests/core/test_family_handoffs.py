@@ -326,6 +326,8 @@ def test_a_state_is_always_sent_whole_even_when_every_token_is_cached():
         source, own = page_ids(row)
         assert source == NULL_PAGE
         assert world.d.memory_of("state")[own] == "state:1000"
+        finished = [one for one in world.p.take() if isinstance(one, client.Finished)]
+        assert [(one.sent_pages, one.failure) for one in finished] == [(0, None)]
         world.d.call(client.CommitAndRelease, lease=got.lease)
         world.p.call(client.CommitAndRelease, lease=engine.leased.lease)
 
