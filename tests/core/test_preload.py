@@ -136,6 +136,15 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(world: World) -
     assert world.d.node.decoder.parts == {}
 
 
+def test_a_prompt_of_any_length_is_received_into_host_memory(world: World) -> None:
+    long = tokens((1, SLOTS * PAGE + 1))
+
+    receive(world, long, tier="host")
+    send(world, long)
+
+    assert len(received(world.d)) == 1
+
+
 def test_a_prompt_that_just_fits_is_preloaded(world: World) -> None:
     toks = tokens((1, SLOTS * PAGE))
     receive(world, toks, tier="device", reserve_tokens=100)
