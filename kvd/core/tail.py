@@ -2,16 +2,18 @@
 
 A layer with a window of ``W`` looks at no token further back than ``W``. So a sequence needs window
 pages only for a tail of it. How long that tail is depends on what becomes of it: a tail that will
-be cached ends on a page boundary then, up to a page before the last token, and must still have one
-complete window before that end. ``cached`` says whether it will be::
+be cached ends on a page boundary then, up to a page before the last token, and shall still have
+one window before that end. ``cached`` says whether it will be::
 
     tokens   0 ............ start ............. floor(end) .. end
              | no window pages | window pages, page aligned     |
                                '--- at least W ---'
 
 The formulas are those of SGLang's tail allocation: ``seq - window`` floored to a page without a
-prefix cache, ``seq - 1 - max(window, page)`` floored with one. With pages of one token nothing can
-be floored, and every token has a window page, cached ones too.
+prefix cache, ``seq - 1 - max(window, page)`` floored with one. Where the window is no multiple of
+the page, the cached end of a received tail may lack up to a page of the ``span`` that somebody who
+computes from there needs; a further receive needs none. With pages of one token nothing can be
+floored, and every token has a window page, cached ones too.
 """
 
 from __future__ import annotations

@@ -470,6 +470,20 @@ def test_a_row_that_is_mapped_and_was_not_saved_is_refused(world, lost):
     check(world.d.node.leases)
 
 
+def test_a_resumption_waits_for_window_pages_and_says_so(world):
+    lease = running(world.d)
+    retract(world.d, lease)
+    # Of 31 window pages 29 are held; 3 are wanted, from token 96 to 140.
+    held = [world.d.lease(tokens((first, n)), cache=False) for first, n in ((20_000, 416), (1, 48))]
+
+    assert resume(world.d, lease) is None
+
+    call, waiter = world.d.calls, world.d.node.admission.queue[0]
+    assert (waiter.budget, waiter.needed_pages, waiter.obtainable_pages) == ("swa", 3, 2)
+    world.d.call(client.ReleaseLease, lease=held[0].lease)
+    assert isinstance(world.d.answer(call), client.Resumed)
+
+
 # ---- several copies, and what can end them -------------------------------------------------------
 
 
