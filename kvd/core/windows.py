@@ -284,12 +284,15 @@ class Windows:
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
         first = max(held.floor, behind // self._page)
-        if held.top < last:
+        needed = slid_start(n_tokens, self._window, self._page, cached=False)
+        begin, end = self.mapped_tokens(lease)
+        if begin > needed or end < n_tokens:
             return Refusal(
                 Code.WRONG_STATE,
-                f"lease {lease.id} has {self.component.name} pages up to token "
-                f"{held.top * self._page}, and {n_tokens} tokens: slide it before they are written",
-                numbers={"tokens": n_tokens, "mapped_tokens": held.top * self._page},
+                f"lease {lease.id} has {self.component.name} pages of tokens [{begin}, {end}), to "
+                f"go on behind {n_tokens} it needs those of [{needed}, {n_tokens}): slide it to "
+                "the token that it computes next, and name all before that",
+                numbers={"tokens": n_tokens, "mapped_tokens": end, "mapped_from_tokens": begin},
             )
         return Rows(first, held.mapped(first, last))
 

@@ -432,11 +432,32 @@ def test_tokens_beyond_the_windows_that_are_mapped_are_not_saved(world):
 
     assert refusal.code is Code.WRONG_STATE
     assert refusal.message == (
-        f"lease {lease.lease} has swa pages up to token 16, and 100 tokens: slide it before they "
-        "are written"
+        f"lease {lease.lease} has swa pages of tokens [0, 16), to go on behind 100 it needs those "
+        "of [64, 100): slide it to the token that it computes next, and name all before that"
     )
     assert free(world.d) == before
     assert standing(world.d, lease) is Standing.RUNNING
+
+
+@pytest.mark.parametrize(("named", "is_saved"), [(129, True), (128, True), (111, False)])
+def test_fewer_tokens_than_it_has_slid_along_are_not_saved(world, named, is_saved):
+    """Slid to token 129 it has windows from 96 on; behind 111 tokens it looks back to 79."""
+    lease = world.d.lease(PROMPT, reserve_tokens=29)
+    world.d.call(client.SlideLease, lease=lease.lease, upto_tokens=129)
+    before = free(world.d)
+
+    output = Tokens(OUTPUT[: (named - 100) * 4])
+    reply = world.d.call(client.RetractLease, output, lease=lease.lease)
+
+    assert isinstance(reply, client.Retracted) is is_saved
+    if not is_saved:
+        assert reply.refusal.code is Code.WRONG_STATE
+        assert reply.refusal.numbers == {
+            "tokens": 111,
+            "mapped_tokens": 144,
+            "mapped_from_tokens": 96,
+        }
+        assert free(world.d) == before
 
 
 @pytest.mark.parametrize("lost", ["first", "last", "all"])
