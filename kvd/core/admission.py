@@ -118,7 +118,9 @@ class Admission:
 
     def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
-        refusal = self._unfit(waiter.claim)
+        if shortage is not None:
+            self._note(waiter, shortage)
+        refusal = self._unfit(waiter)
         if refusal is not None:
             waiter.asker.refused(refusal)
             return
@@ -127,7 +129,6 @@ class Admission:
         waiter.since_s = self._out.at_s
         bisect.insort(self.queue, waiter, key=lambda one: one.rank)
         if shortage is not None:
-            self._note(waiter, shortage)
             self._seen = self._now()
         elif not self._is_behind(waiter):
             self.wake()
@@ -144,18 +145,14 @@ class Admission:
                 )
             )
 
-    def _unfit(self, claim: Claim) -> Refusal | None:
+    def _unfit(self, waiter: Waiter) -> Refusal | None:
         """Why the claim is not even queued."""
-        budgets = self._leases.budgets
-        most = zip(budgets.names, budgets.most(claim), budgets.capacity(), strict=True)
-        for budget, needed, capacity in most:
-            if needed > capacity:
-                return Refusal(
-                    Code.TOO_LARGE,
-                    f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "
-                    f"{capacity}: it can never fit; {_REMEDIES.get(budget, 'enlarge pool.pages')}",
-                    numbers={"needed_pages": needed, "pool_pages": capacity},
-                )
+        budgets, claim = self._leases.budgets, waiter.claim
+        for budget, needed in zip(budgets.names, budgets.least(claim), strict=True):
+            if needed > self._capacity(budget):
+                return self._never(claim, budget, needed)
+        if self._is_hopeless(waiter):
+            return self._never(claim, waiter.budget, waiter.needed_pages)
         if len(self.queue) >= self._max_queue:
             return Refusal(
                 Code.NO_ROOM,
@@ -163,6 +160,26 @@ class Admission:
                 numbers={"waiting": len(self.queue), "limit": self._max_queue},
             )
         return None
+
+    def _capacity(self, budget: str) -> int:
+        budgets = self._leases.budgets
+        return budgets.capacity()[budgets.names.index(budget)]
+
+    def _is_hopeless(self, waiter: Waiter) -> bool:
+        """Whether it lacked more, when last matched, than there is; what was cached of it is gone.
+
+        It would keep everybody behind it waiting until its deadline.
+        """
+        return bool(waiter.budget) and waiter.needed_pages > self._capacity(waiter.budget)
+
+    def _never(self, claim: Claim, budget: str, needed: int) -> Refusal:
+        capacity = self._capacity(budget)
+        return Refusal(
+            Code.TOO_LARGE,
+            f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "
+            f"{capacity}: it can never fit; {_REMEDIES.get(budget, 'enlarge pool.pages')}",
+            numbers={"needed_pages": needed, "pool_pages": capacity},
+        )
 
     def pump(self) -> None:
         """Admit from the front until one does not fit; nothing to do if no page came back.
@@ -250,6 +267,7 @@ class Admission:
         claimed: list[Claimed] = []
         promised = self._leases.budgets.nothing
         blocking: list[Waiter] = []
+        hopeless: list[Waiter] = []
         for index, waiter in enumerate(waiting):
             if waiter.asker.blocked() is not None:
                 kept.append(waiter)
@@ -261,6 +279,8 @@ class Admission:
                 claimed.append(found)
                 for one in blocking:
                     one.overtaken += 1
+            elif self._is_hopeless(waiter):
+                hopeless.append(waiter)
             else:
                 kept.append(waiter)
                 blocking.append(waiter)
@@ -271,6 +291,9 @@ class Admission:
         leases = self._leases.open_all(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
+        for waiter in hopeless:
+            refusal = self._never(waiter.claim, waiter.budget, waiter.needed_pages)
+            waiter.asker.refused(refusal)
 
     def _claim(self, waiter: Waiter, promised: Demand) -> Claimed | None:
         """The waiter's locked prefix, if its pages are there beside those promised."""

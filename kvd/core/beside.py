@@ -92,6 +92,9 @@ class Keeper(Protocol):
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
         """Pages of its own that it takes behind that prefix."""
 
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """Pages of the tree that it keeps locked while it goes on from there."""
+
     def make_room(self, n_pages: int) -> None:
         """Have so many free pages; there is headroom for them."""
 

@@ -44,10 +44,17 @@ class Budgets:
             return f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
         return f"{keeper.pool.free_pages} free, {keeper.evictable_pages} evictable"
 
-    def most(self, claim: Claim) -> Demand:
-        """What a claim takes when nothing is cached of it."""
+    def least(self, claim: Claim) -> Demand:
+        """What a claim takes if it can go on from all that is cached of it; of kv, all its pages.
+
+        A cached page of kv takes one of the pool too, a cached token often takes nothing beside.
+        """
         table = self._table
-        return (table.pages_for(claim.room_tokens), *table.beside.demand(claim, 0))
+        pages = table.pages_for(claim.room_tokens)
+        if not table.beside.each:
+            return (pages,)
+        prefix = table.tree.probe(claim.tokens, claim.namespace, claim.match_tokens)
+        return (pages, *table.beside.demand(claim, prefix))
 
     def shortage(self, demand: Demand, promised: Demand) -> Shortage | None:
         """The first that has not so many pages left beside what is promised."""

@@ -115,6 +115,10 @@ class Buffers:
     def _wanted(self, room_tokens: int) -> int:
         return min(self.most_pages, -(-room_tokens // self.component.page_size))
 
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """Nothing of the tree."""
+        return 0
+
     def make_room(self, n_pages: int) -> None:
         """Nothing is ever cached, so there is nothing to drop."""
 

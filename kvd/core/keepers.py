@@ -49,10 +49,22 @@ class Keepers:
             node = found
             for keeper in self.each:
                 found = keeper.usable(found, claim)
+        if not self._may_fit(found, claim):
+            found = self._tree.match(claim.tokens, claim.namespace, 0)
         self._tree.lock(found)
         for keeper in self.each:
             keeper.lock(found, claim)
         return found
+
+    def _may_fit(self, anchor: Node, claim: Claim) -> bool:
+        """False where what it would keep and what it takes are more pages than there are.
+
+        It would wait for ever, and everybody behind it: with nothing cached it may fit.
+        """
+        return all(
+            one.kept(anchor, claim) + one.demand(claim, anchor.end_tokens) < one.pool.total_pages
+            for one in self.each
+        )
 
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int | None:
         """From where on a remote writes what lies beside the first component; None: nothing does.

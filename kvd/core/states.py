@@ -152,6 +152,10 @@ class States:
         """One, whatever its length."""
         return 1
 
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """The snapshot that it goes on from."""
+        return int(self._source(anchor, claim) is not None)
+
     def make_room(self, n_pages: int) -> None:
         """Drop the snapshots used longest ago; their nodes stay."""
         short = n_pages - self.pool.free_pages

@@ -162,6 +162,10 @@ class Windows:
         room = self._pages(claim.room_tokens)
         return self._budget(max(0, room - start // self._page), claim.step_tokens)
 
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """The window behind ``anchor``."""
+        return (anchor.end_tokens - self._fence_tokens(anchor, claim)) // self._page
+
     def make_room(self, n_pages: int) -> None:
         """Drop the windows used longest ago; their nodes stay, as tombstones."""
         short = (n_pages - self.pool.free_pages) * ID_BYTES
@@ -224,18 +228,13 @@ class Windows:
                 numbers={"upto_tokens": upto_tokens, "pages": held.own_pages},
             )
         self.slides += 1
-        self._forget_below(held, lease, floor)
+        held.unmap_below(floor)
+        if floor >= held.start:
+            self._release_fence(held, lease)
         held.upto = max(held.upto, upto_tokens)
         held.map_up_to(top)
         self._trim(held)
         return None
-
-    def _forget_below(self, held: Stretch, lease: Lease, floor: int) -> None:
-        """The stretch begins at ``floor`` now."""
-        held.unmap_below(floor)
-        if floor >= held.start > held.fence and lease.anchor is not None:
-            self._unlock(lease.anchor, held.start * self._page, held.fence * self._page)
-            held.fence = held.start
 
     def _trim(self, held: Stretch) -> None:
         """Give back what the rest of the sequence can never need at once."""

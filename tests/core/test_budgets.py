@@ -9,7 +9,7 @@ import pytest
 
 from kvd.core.report import snapshot
 from kvd.errors import Code
-from kvd.wire import client
+from kvd.wire import admin, client
 from tests.core.keeping import check, pool_spec
 from tests.core.world import Side, World, tokens
 
@@ -124,6 +124,62 @@ def test_what_can_never_fit_into_the_pages_names_these(side):
     assert refusal.code is Code.TOO_LARGE
     assert refusal.message.startswith("496 tokens need 31 pages of kv, the pool has 30")
     assert refusal.message.endswith("enlarge pool.pages")
+
+
+def cached_in_steps(side: Side, n_tokens: int) -> None:
+    """So many tokens are cached, of the windows those behind the end."""
+    lease = side.lease(tokens((1, n_tokens)), step_tokens=PAGE)
+    for upto in range(0, n_tokens, PAGE):
+        side.call(client.SlideLease, lease=lease.lease, upto_tokens=upto)
+    side.call(client.CommitAndRelease, lease=lease.lease)
+
+
+def test_what_fits_behind_its_cached_prefix_waits_for_room(side):
+    """176 tokens at once are 11 window pages of 8; behind 160 cached ones they are one.
+
+    What it waits for is the last page of kv.
+    """
+    cached_in_steps(side, 160)
+    other = side.lease(tokens((900, 320)), step_tokens=PAGE)
+
+    assert side.call(client.OpenLease, tokens((1, 176)), deadline_s=5.0) is None
+    call = side.calls
+    side.call(client.ReleaseLease, lease=other.lease)
+
+    assert side.answer(call).prefix_tokens == 160
+    check(side.node.leases)
+
+
+def test_who_lost_the_prefix_that_it_fits_behind_is_told_so_and_keeps_nobody_waiting(side):
+    cached_in_steps(side, 160)
+    other = side.lease(tokens((900, 320)), step_tokens=PAGE)
+    assert side.call(client.OpenLease, tokens((1, 176)), deadline_s=5.0) is None
+    hopeless = side.calls
+    assert side.call(client.OpenLease, tokens((500, 48)), deadline_s=5.0) is None
+    behind = side.calls
+
+    side.ask(admin.Flush(1))
+    side.call(client.ReleaseLease, lease=other.lease)
+
+    refusal = side.answer(hopeless).refusal
+    assert refusal.code is Code.TOO_LARGE
+    assert refusal.numbers == {"needed_pages": 11, "pool_pages": 8}
+    assert isinstance(side.answer(behind), client.Leased)
+
+
+@pytest.mark.parametrize(
+    ("more", "step_tokens"), [({"states": 1}, 0), ({"window": WINDOW, "swa": 5}, PAGE)]
+)
+def test_a_prefix_that_leaves_no_room_for_the_rest_is_not_gone_on_from(more, step_tokens):
+    """The snapshot is the only state there is; two of five window pages leave three, not four."""
+    side = side_of(**more)
+    cached_in_steps(side, 48)
+
+    lease = side.call(client.OpenLease, tokens((1, 150)), step_tokens=step_tokens)
+
+    assert isinstance(lease, client.Leased)
+    assert lease.prefix_tokens == 0
+    check(side.node.leases)
 
 
 def test_an_extension_names_the_budget_that_is_short(side):
