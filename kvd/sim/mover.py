@@ -301,7 +301,9 @@ class Mover:
         seal, world = effect.seal, self.host.world
         memory = self.host.memory.regions[effect.component]
         is_risky = world.is_stormy and world.profile.failing_posts > 0
-        if is_risky and seal.integrity is Integrity.FULL and self._random() < DAMAGED:
+        is_damaged = is_risky and seal.integrity is Integrity.FULL and self._random() < DAMAGED
+        # Another component of it may have been found damaged: then these are others' pages now.
+        if is_damaged and effect.ticket in self.host.node.decoder.verifying.parts:
             memory[page_ids(effect.pages)[-1]] = TORN
         sums = _sums(seal, seal.first, [memory[page] for page in page_ids(effect.pages)])
         bad = tuple(
