@@ -101,7 +101,7 @@ class Audit:
             sweep_s=self._took_s,
             last_sweep_ago_s=self._node.out.at_s - self._ended_s,
             objects=self._last.objects if self._last is not None else 0,
-            pages=self._node.leases.pool.total_pages,
+            pages=sum(pool.total_pages for pool in pools(self._node)),
             spent_s=self.spent_s,
             share=self._share,
             found=self.findings.states(),

@@ -8,6 +8,7 @@ from kvd.core import effects, why
 from kvd.core.invariants import faults
 from kvd.core.owners import describe_holder
 from kvd.core.report import snapshot
+from kvd.core.sweep import pools
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 
@@ -135,7 +136,7 @@ class Operators:
         return admin.Report(
             got.call,
             {
-                "pages": table.pool.total_pages,
+                "pages": sum(pool.total_pages for pool in pools(self._node)),
                 "leases": len(table.leases),
                 "nodes": sum(1 for _ in table.tree.nodes()),
                 "violations": len(found),

@@ -1,7 +1,8 @@
 """A daemon that breaks its own node when it is told to: what a bug would do, in a real process.
 
 Run as ``python -m tests.daemon.breaking FILE -- ... serve --set ...``. At SIGUSR1 it applies the
-breakage that FILE names, see ``tests.core.breakage``. Everything else is the daemon as it is.
+breakage that FILE names, see ``tests.core.breakage`` and ``breakage_beside``. Everything else is
+the daemon as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvd.cli.config import valid_config
 from kvd.daemon.app import Daemon
 from kvd.observe.log import configure
 from tests.core.breakage import BREAKAGES
+from tests.core.breakage_beside import BESIDE_BREAKAGES
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -29,7 +31,8 @@ async def serve(config: Config, log: EventLog, wish: Path) -> None:
     daemon = Daemon(config, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, daemon.stopped.set)
-    loop.add_signal_handler(signal.SIGUSR1, lambda: BREAKAGES[wish.read_text()].apply(daemon.node))
+    ways = {**BREAKAGES, **BESIDE_BREAKAGES}
+    loop.add_signal_handler(signal.SIGUSR1, lambda: ways[wish.read_text()].apply(daemon.node))
     try:
         await daemon.start()
         sys.stderr.write("breakable ready\n")

@@ -17,8 +17,11 @@ import pytest
 
 import kvd.client
 from kvd.bench.daemons import Daemon, Place, one_daemon
+from kvd.client.admin import AdminClient
 from kvd.errors import KvdError
+from kvd.wire.admin import Why
 from tests.core.breakage import BREAKAGES
+from tests.core.breakage_beside import BESIDE_BREAKAGES
 from tests.daemon.kv import SHAPE, tokens_of
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +39,19 @@ class Breakable(NamedTuple):
     wish: Path
 
 
-@pytest.fixture(scope="module")
-def breakable(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("breakable")
+@contextlib.contextmanager
+def breakable_daemon(directory, **more):
     wish = directory / "wish"
     prefix = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.daemon.breaking", str(wish))
-    settings = {**SHAPE, "pool.pages": "2048", "log.level": "error"}
+    settings = {**SHAPE, "pool.pages": "2048", "log.level": "error", **more}
     with one_daemon(directory, settings, place=Place(prefix)) as daemon:
         yield Breakable(daemon, wish)
+
+
+@pytest.fixture(scope="module")
+def breakable(tmp_path_factory):
+    with breakable_daemon(tmp_path_factory.mktemp("breakable")) as found:
+        yield found
 
 
 @pytest.fixture
@@ -116,6 +124,35 @@ def test_audit_verb_prints_what_is_broken_and_fails(breakable):
     assert "broken: I1: page 1 is nowhere" in done.stdout
     assert "which is gone" in done.stdout
     assert "lease-opened lease=" in done.stdout
+
+
+def test_what_breaks_beside_the_first_component_is_found_and_its_page_explained(tmp_path):
+    windows = {"pool.family": "swa", "pool.window_tokens": "64", "pool.window_layers": "4"}
+    prompt = tokens_of(160, seed=1)
+    with (
+        breakable_daemon(tmp_path, **windows, **{"pool.window_pages": "64"}) as (daemon, wish),
+        kvd.client.connect_sync(daemon.client, name="engine") as node,
+    ):
+        first = node.lease(prompt)
+        first.commit()
+        first.release()
+        lease = node.lease([*prompt, 1, 2, 3])
+        page = next(int(one) for one in lease.pages_of("swa") if one)
+        daemon.wait_for(lambda: daemon.snapshot().audit.sweeps >= 2, "does not sweep", 20.0)
+        assert daemon.snapshot().audit.found == ()
+
+        for name in ("window_page_lost", "window_lock_too_many", "window_sum_off"):
+            check = BESIDE_BREAKAGES[name].check
+            wish.write_text(name)
+            os.kill(daemon.pid, signal.SIGUSR1)
+            daemon.wait_for(lambda check=check: check in checks(daemon), f"no {check}", 10.0)
+        with AdminClient(daemon.admin) as operator:
+            said = operator.request(Why(1, "page", page, "swa"))
+
+        locks = next(one for one in daemon.snapshot().audit.found if one.check == "beside-locks")
+        assert (locks.component, locks.owner, locks.pid) == ("swa", "engine", os.getpid())
+        assert said.sentence.startswith(f"page {page} of swa is cached beside node ")
+        assert said.facts[0].startswith(f"needed by lease {lease.id} of engine (pid {os.getpid()})")
 
 
 def checks(daemon: Daemon) -> set[str]:
