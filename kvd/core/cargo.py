@@ -74,6 +74,7 @@ class Cargo:
         )
         self.has_kv = bool(self.freights) and self.freights[0].place == 0
         """Whether pages of tokens travel at all; not where only states have bytes."""
+        self.has_state = any(isinstance(one.extent, PerRequest) for one in compared)
         self._table = table
 
     def unit_tokens(self, freight: Freight, split: tuple[int, ...]) -> int:

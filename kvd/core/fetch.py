@@ -103,11 +103,17 @@ class Fetch:
 
 
 class Retreat:
-    """A retraction that waits for the copies of its lease to be over."""
+    """A retraction that waits for the copies of its lease to be over.
 
-    __slots__ = ("message", "session", "tokens")
+    Its ``tokens`` follow those ``known`` when it was asked for.
+    """
 
-    def __init__(self, session: int, message: client.RetractLease, tokens: Tokens) -> None:
+    __slots__ = ("known", "message", "session", "tokens")
+
+    def __init__(
+        self, session: int, message: client.RetractLease, known: Tokens, tokens: Tokens
+    ) -> None:
+        self.known = known
         self.session = session
         self.message = message
         self.tokens = tokens
@@ -214,7 +220,7 @@ class Fetcher:
         lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal) or not self._is_busy(lease):
             return self._node.retractor.retract(session, message, tokens)
-        self._take_turn(lease, Retreat(session, message, tokens))
+        self._take_turn(lease, Retreat(session, message, lease.tokens, tokens))
         return None
 
     # ---- turns -------------------------------------------------------------------------------
@@ -257,7 +263,13 @@ class Fetcher:
     def _retreated(self, lease: Lease, turn: Retreat) -> bool:
         if FETCH in lease.holders:
             return False
-        refusal = self._node.retractor.retract(turn.session, turn.message, turn.tokens)
+        refusal: Refusal | None = self._refusal(
+            Code.WRONG_STATE,
+            f"lease {lease.id} has committed more tokens since it was asked to retract: retract "
+            "it again, and name those behind them",
+        )
+        if turn.known == lease.tokens:
+            refusal = self._node.retractor.retract(turn.session, turn.message, turn.tokens)
         if refusal is not None:
             self._out.answer(turn.session, client.Failed(turn.message.call, refusal))
         return True

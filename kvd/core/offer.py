@@ -131,7 +131,10 @@ def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal 
 
 
 def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
-    """Why the prompt cannot be whole: some of it has no window page yet."""
+    """Why what the engine has is not that of the whole prompt and of nothing else.
+
+    Some of it has no window page yet, or a state stands for tokens behind it.
+    """
     for _, keeper in cargo.windows():
         _, top = keeper.mapped_tokens(engine.lease)
         if top < engine.prompt_tokens:
@@ -142,6 +145,15 @@ def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
                 side=side,
                 numbers={"prompt_tokens": engine.prompt_tokens, "mapped_tokens": top},
             )
+    written = engine.lease.written_tokens
+    if written > engine.prompt_tokens and cargo.has_state:
+        return Refusal(
+            Code.BAD_REQUEST,
+            f"finish of a prompt of {engine.prompt_tokens} tokens, the state of lease "
+            f"{engine.lease.id} stands for {written}: finish before more is computed",
+            side=side,
+            numbers={"prompt_tokens": engine.prompt_tokens, "written_tokens": written},
+        )
     return None
 
 

@@ -332,6 +332,20 @@ def test_a_state_is_always_sent_whole_even_when_every_token_is_cached():
         world.p.call(client.CommitAndRelease, lease=engine.leased.lease)
 
 
+def test_a_state_that_stands_for_more_than_the_prompt_is_not_sent():
+    """It has no history: what was computed behind the prompt cannot be taken out of it."""
+    world = World(spec=recurrent())
+    engine = Engine(world.p, PROMPT, reserve_tokens=3)
+    send = engine.send()
+    world.p.call(client.CommitLease, tokens((7, 3)), lease=engine.leased.lease)
+
+    refused = engine.finish(send)
+
+    assert isinstance(refused, client.Failed)
+    assert refused.refusal.code is Code.BAD_REQUEST
+    assert refused.refusal.numbers == {"prompt_tokens": 1000, "written_tokens": 1003}
+
+
 def test_companions_travel_with_their_pages():
     """Index pages of 16 tokens beside kv pages of 64: four of them for each, by number."""
     world = World(spec=indexed(64, 16), integrity=Integrity.FULL)

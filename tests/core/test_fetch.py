@@ -504,6 +504,24 @@ def test_a_retraction_that_waited_may_be_refused_then(engine: Decode) -> None:
     assert reply.refusal.code is Code.BAD_REQUEST
 
 
+def test_a_retraction_is_refused_when_a_commit_has_overtaken_it(world: World) -> None:
+    """Its tokens would follow themselves, and nobody has written that."""
+    engine = Decode(world, reserve_tokens=12)
+    world.hold_copies = True
+    engine.fetch(0)
+    assert engine.side.call(client.RetractLease, tokens((9, 4)), lease=engine.lease) is None
+    call = engine.side.calls
+    engine.commit(tokens((9, 4)))
+
+    engine.side.finish_copy()
+    world.run()
+
+    reply = engine.side.answer(call)
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.WRONG_STATE
+    assert engine.side.node.leases.leases[engine.lease].saved is None
+
+
 def test_a_fetch_behind_a_retraction_is_refused(engine: Decode) -> None:
     engine.world.hold_copies = True
     engine.fetch(0)
