@@ -280,9 +280,18 @@ def _is_linked(daemon: Daemon) -> bool:
     )
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A TCP port of loopback that nobody listens on now, another one at each call.
+
+    The kernel may name the same port again before a daemon has taken it.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
