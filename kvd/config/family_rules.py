@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from kvd.config.families import BELONGS, is_given, missing, reason_out_of_place
 from kvd.config.finding import Finding, Rule
-from kvd.config.pool import components
+from kvd.config.pool import PREFILL_ONLY, components
 from kvd.config.pool_pages import (
     MAX_PAGES,
     SECOND,
     beside,
     block_bytes,
+    least_pages,
     page_counts,
     second_budget,
-    window_pages,
 )
 from kvd.core.geometry import misplaced
-from kvd.core.spec import Buffer, PerRequest, Tail, Whole, page_bytes
+from kvd.core.spec import Buffer, PerRequest, page_bytes
 
 if TYPE_CHECKING:
     from kvd.config.schema import Config
@@ -40,7 +40,9 @@ _EXAMPLES = {
 
 
 def _needed(config: Config) -> list[Finding]:
-    """A family without its own keys is none."""
+    """A family without its own keys is none; where it is refused as a whole that says enough."""
+    if config.cache.mode == PREFILL_ONLY:
+        return []
     out = []
     for name, caller in missing(config.pool):
         rule = f"needs pool.{name}: {_EXAMPLES[name]}"
@@ -155,17 +157,6 @@ def _aligned(config: Config) -> list[Finding]:
     return [Finding("pool.state", rule, fix, found.part)]
 
 
-def _least_pages(component: Component) -> int:
-    """Pages without which not one request can run, the null page included."""
-    match component.extent:
-        case Tail(tokens) if component.page_size > 1:
-            return window_pages(component, tokens) + 1
-        case Buffer(tokens):
-            return -(-tokens // component.page_size) + 1
-        case Whole() | PerRequest() | Tail():
-            return 2
-
-
 def _pool_fits(config: Config) -> list[Finding]:
     """Where kv is all there is, it needs its null page and one more."""
     parts, pool = _parts(config), config.pool
@@ -185,7 +176,7 @@ def _both_fit(config: Config) -> list[Finding]:
     if other is None:
         return []
     key = f"pool.{SECOND[pool.family]}"
-    least = _least_pages(other)
+    least = least_pages(other)
     given = second_budget(pool)
     first, second = page_counts(pool, parts)[0], page_counts(pool, parts)[parts.index(other)]
     if second < least and second == given:
@@ -226,7 +217,7 @@ _POOL = _FAMILY | {
 }
 
 FAMILY_RULES = (
-    Rule(_needed, _FAMILY),
+    Rule(_needed, _FAMILY | {"cache.mode"}),
     Rule(_out_of_place, frozenset({"pool.family", "pool.layers"})),
     Rule(_page_sizes, frozenset({"pool.family", "pool.page_size", "pool.buffer_tokens"})),
     Rule(_layers, frozenset({"pool.family", "pool.layers"})),

@@ -81,6 +81,17 @@ def window_pages(component: Component, window_tokens: int) -> int:
     return most_pages(window_tokens, component.page_size, component.page_size)
 
 
+def least_pages(component: Component) -> int:
+    """Pages without which not one request can run, the null page included."""
+    match component.extent:
+        case Tail(window_tokens):
+            return window_pages(component, window_tokens) + 1
+        case Buffer(buffer_tokens):
+            return -(-buffer_tokens // component.page_size) + 1
+        case Whole() | PerRequest():
+            return 2
+
+
 def second_budget(pool: PoolSection) -> int | None:
     """The pages of what has a budget beside kv, where the configuration gives them."""
     name = SECOND.get(pool.family)
@@ -120,7 +131,10 @@ def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int,
     if given is not None:
         return max(0, size - given * each) // block, given
     first = size * n // (block * n + each * b)
-    return first, (size - first * block) // each
+    second, least = (size - first * block) // each, least_pages(other)
+    if second < least:  # the memory is less than one typical request takes
+        first, second = max(0, size - least * each) // block, least
+    return first, second
 
 
 def _one_lease(component: Component) -> int:

@@ -276,6 +276,8 @@ def test_the_size_that_a_refusal_asks_for_is_enough() -> None:
         (POOLS["swa"], "pool.family", "sliding layers have a window of the pool"),
         (POOLS["hisparse"], "pool.family", "its KV lies in host memory"),
         (POOLS["recurrent"], "pool.family", "a state is carried from token to token"),
+        (["pool.family=mla"], "pool.family", "attention over latents expands them from the pool"),
+        (["pool.family=recurrent"], "pool.family", "a state is carried from token to token"),
     ],
 )
 def test_prefill_only_refuses_whatever_needs_kv_each_with_its_reason(

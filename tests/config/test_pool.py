@@ -230,6 +230,21 @@ def test_a_request_holds_its_window_a_page_for_the_boundary_and_one_ahead(
     assert pages_of_request(component, tokens) == pages
 
 
+@pytest.mark.parametrize(
+    ("sets", "pages"),
+    [
+        ([*POOLS["swa"], "pool.size=1664KiB"], (2, 10)),
+        ([*POOLS["swa"], "pool.size=2MiB"], (14, 10)),
+        ([*POOLS["recurrent"], "pool.size=66KiB"], (2, 2)),
+    ],
+)
+def test_a_memory_for_less_than_a_typical_request_still_has_room_for_one(
+    sets: list[str], pages: tuple[int, ...]
+) -> None:
+    """What the check names as the least is enough, and so is everything above it."""
+    assert spec_of(*sets).pages == pages
+
+
 def test_what_the_configuration_gives_is_taken_as_it_is() -> None:
     assert spec_of(*POOLS["swa"], "pool.pages=99", "pool.window_pages=33").pages == (99, 33)
     assert spec_of(*POOLS["recurrent"], "pool.pages=99", "pool.states=5").pages == (99, 5)
