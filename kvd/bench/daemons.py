@@ -275,7 +275,8 @@ def two_daemons(
 def _is_linked(daemon: Daemon) -> bool:
     """Whether it can send to its peer, or knows that its pool differs."""
     return any(
-        peer.state == "up" and (peer.agent == "loaded" or peer.layout != "same")
+        peer.state == "up"
+        and (peer.agent == "loaded" or (peer.agent == "none" and peer.layout != "same"))
         for peer in daemon.snapshot().peers
     )
 

@@ -45,20 +45,21 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         smaller = Refusal(
             Code.LAYOUT_MISMATCH,
             f"pages of {here} have {found.ours_tokens} tokens, those of {there} only "
-            f"{found.theirs_tokens}: large pages can be cut, small ones are not put together; make "
-            "pool.page_size equal on both",
+            f"{found.theirs_tokens}: ours can be cut on the way there, theirs are not put together "
+            "here; to receive from there too, make pool.page_size equal on both",
             side=here,
             numbers=sizes,
         )
         return LayoutMatch(None, smaller, found.parts, difference)
-    larger = Refusal(
-        Code.LAYOUT_MISMATCH,
-        f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
-        f"{found.ours_tokens}: nothing can be sent there; make pool.page_size equal on both",
-        side=here,
-        numbers=sizes,
-    )
     if isinstance(ours.components[0].tier, Host):
+        larger = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
+            f"{found.ours_tokens}: theirs are cut on the way here, ours are not put together "
+            "there; to send there too, make pool.page_size equal on both",
+            side=here,
+            numbers=sizes,
+        )
         return LayoutMatch(larger, None, (), difference)
     device = Refusal(
         Code.LAYOUT_MISMATCH,
@@ -68,4 +69,4 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         side=here,
         numbers=sizes,
     )
-    return LayoutMatch(larger, device, (), difference)
+    return LayoutMatch(device, device, (), difference)

@@ -228,6 +228,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
     sends = [p for p in node.prefiller.by_room.values() if p.incarnation == peer.incarnation]
     dialed = next((one for one in node.peers.dialed.values() if one.name == peer.name), None)
+    differs = peer.refusal or peer.source_refusal
     return PeerState(
         name=peer.name,
         address=dialed.address if dialed else "dialed us",
@@ -237,7 +238,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
         agent=f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}",
         silent_s=node.out.at_s - peer.heard_s,
         round_trip_ms=peer.round_trip_s * 1e3,
-        layout=peer.refusal.message if peer.refusal else "same",
+        layout=differs.message if differs else "same",
         open_receives=len(receives),
         open_sends=len(sends),
         trouble=node.peers.trouble(peer.name),

@@ -290,15 +290,26 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
         other = _flatten(msgspec.json.decode(theirs))
     except (msgspec.DecodeError, RecursionError):
         return f"theirs is no layout: {theirs[:40]!r}"
+    lone = _named(mine) ^ _named(other)
     parts = [
         f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
         for key in sorted(mine.keys() | other.keys())
-        if mine.get(key) != other.get(key)
+        if mine.get(key) != other.get(key) and (key.endswith(".name") or _owner(key) not in lone)
     ]
     said = "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
     if len(said) > MAX_DIFFERENCE_CHARS:
         return said[: MAX_DIFFERENCE_CHARS - 3] + "..."
     return said
+
+
+def _owner(key: str) -> str:
+    """``components.1`` of ``components.1.layers``, or of itself."""
+    return ".".join(key.split(".", 2)[:2])
+
+
+def _named(leaves: dict[str, str]) -> set[str]:
+    """The components that have a name: where only one side has one, that name says enough."""
+    return {_owner(key) for key in leaves if key.endswith(".name") and key.count(".") == 2}
 
 
 _TOP = {"0": "order", "1": "components"}

@@ -7,7 +7,8 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core.agents import Agent
-from kvd.core.spec import Order, fingerprint
+from kvd.core.report import snapshot
+from kvd.core.spec import Host, Order, fingerprint
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
 from kvd.wire.peer import (
@@ -284,6 +285,30 @@ def test_pools_of_other_layouts_are_refused_before_a_page_is_held(theirs, differ
     )
     assert world.d.node.leases.leases == {}
     assert world.d.node.peers.by_name["p"].agent is Agent.NONE
+
+
+def test_peers_of_other_page_sizes_are_told_what_goes_in_which_direction():
+    """scenario E4: both numbers on both sides, and no side says that all is the same."""
+    world = World()
+    host = msgspec.structs.replace(spec(64).components[0], tier=Host())
+    world.d.config = msgspec.structs.replace(
+        world.d.config, spec=msgspec.structs.replace(spec(64), components=(host,))
+    )
+    world.p.config = msgspec.structs.replace(world.p.config, spec=spec(64, page_size=32))
+    world.restart(world.d)
+    world.restart(world.p)
+    world.pass_time(1)
+
+    (there,), (here,) = snapshot(world.p.node).peers, snapshot(world.d.node).peers
+
+    assert there.layout == (
+        "pages of p have 32 tokens, those of d only 16: ours can be cut on the way there, theirs "
+        "are not put together here; to receive from there too, make pool.page_size equal on both"
+    )
+    assert here.layout == (
+        "pages of p have 32 tokens, those of d 16: theirs are cut on the way here, ours are not "
+        "put together there; to send there too, make pool.page_size equal on both"
+    )
 
 
 @pytest.mark.parametrize("layout", ["", "{", "[" * 5000, "null", '"x"', "[]"])

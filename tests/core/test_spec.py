@@ -136,6 +136,8 @@ def test_family_tier_pages_and_buffers_make_no_difference_to_a_peer():
             pool(KV, INDEX, order=Order.LAYER_FIRST),
             "order: ours page_first, theirs layer_first",
         ),
+        (pool(KV), "components.1.name: ours index, theirs absent"),
+        (pool(KV, INDEX, WINDOW), "components.2.name: ours absent, theirs swa"),
     ],
 )
 def test_any_other_difference_is_told_in_words(theirs, difference):
