@@ -36,21 +36,23 @@ class Owners:
         self._node = node
 
     def of_most_pages(self, budget: str) -> tuple[str, ...]:
-        """The leases that hold or quarantine the most pages of that component, the biggest first.
+        """The leases that keep the most pages of that component from others, the biggest first.
 
-        ``budget`` is its name; an unknown one stands for the first component.
+        ``budget`` is its name; an unknown one stands for the first component, of whose cached
+        pages a lease locks those of its prefix, maybe with others.
         """
         table = self._node.leases
         keeper = table.beside.named(budget)
-        held = [
-            (one.held_pages if keeper is None else count(keeper.own(one)), one)
+        kept = [
+            (one.held_pages, one.owned, one) if keeper is None else (count(keeper.own(one)), 0, one)
             for one in table.leases.values()
         ]
-        biggest = heapq.nlargest(HOLDERS_NAMED, held, key=lambda pair: pair[0])
+        biggest = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda found: found[0] + found[1])
         of = "" if keeper is None else f" of {budget}"
         return tuple(
             f"{describe_holder(self._node, one)} ({pages} pages{of}"
-            f"{' in quarantine' if one.quarantine else ''})"
-            for pages, one in biggest
-            if pages
+            f"{' in quarantine' if one.quarantine else ''}"
+            f"{f', locks {locked} cached' if locked else ''})"
+            for pages, locked, one in biggest
+            if pages or locked
         )

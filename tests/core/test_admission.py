@@ -199,6 +199,23 @@ def test_a_waiting_request_names_who_holds_what_it_lacks():
     assert waiting.held_by == ("lease 1 of engine (pid 1001) for lease, 1.0 s (7 pages)",)
 
 
+def test_who_locks_most_of_what_is_cached_is_named_before_who_holds_little():
+    """After a receive its pages are the tree's, and only the lock keeps others from them."""
+    world = World(d_pages=10)
+    d = world.d
+    d.lease(tokens((5000, 16)))
+    cached(d, tokens((1, 96)))
+    d.lease(tokens((1, 97)))
+    d.call(client.OpenLease, tokens((6000, 64)))
+
+    (waiting,) = snapshot(d.node).waiting
+
+    assert waiting.held_by == (
+        "lease 3 of engine (pid 1001) for lease, 0.0 s (1 pages, locks 6 cached)",
+        "lease 1 of engine (pid 1001) for lease, 0.0 s (1 pages)",
+    )
+
+
 def test_why_a_queued_room_waits_is_said_with_the_holders():
     world = World(d_pages=10)
     d = world.d
