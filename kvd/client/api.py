@@ -211,7 +211,12 @@ class Node:
         return Send(self._port, call.send, within(deadline_s))
 
     async def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
-        """How much of ``tokens`` is cached here, and how busy the node is; changes nothing."""
+        """How much of ``tokens`` is cached here, and how busy the node is; changes nothing.
+
+        Cached is the KV of the first component. A lease goes on from there only where what lies
+        beside it is cached too, a window or a state; else from the last place where it is, or from
+        the start. A receive has that sent anyway, with the end of the prompt for a window.
+        """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
         found = await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
         return Matched(found.tokens, found.load, found.free)
