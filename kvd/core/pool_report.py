@@ -9,19 +9,11 @@ import numpy as np
 from kvd.core.beside_rules import needed_nodes
 from kvd.core.buffers import Buffers
 from kvd.core.spec import (
-    Buffer,
-    Component,
-    Device,
-    Extent,
-    Host,
-    Nowhere,
-    PerRequest,
-    Tail,
-    Tier,
-    Whole,
     companion_factor,
+    extent_tokens,
     has_bytes,
     is_companion,
+    kind,
     page_bytes,
 )
 from kvd.core.windows import Windows
@@ -90,8 +82,8 @@ def _first(node: Node) -> PoolState:
         saved_pages=table.saved.used_pages(first.name),
         saved_capacity_pages=table.saved.capacity_pages(first.name),
         placeholder_bytes=0 if has_bytes(first) else page_bytes(first),
-        tier=_tier(first.tier),
-        extent=_extent(first.extent),
+        tier=kind(first.tier),
+        extent=kind(first.extent),
         companions=_companions(node),
     )
 
@@ -105,7 +97,7 @@ def _companions(node: Node) -> tuple[CompanionState, ...]:
             page_bytes=page_bytes(one),
             pages_each=companion_factor(spec, one),
             total_pages=pages,
-            tier=_tier(one.tier),
+            tier=kind(one.tier),
         )
         for one, pages in zip(spec.components, spec.pages, strict=True)
         if is_companion(spec, one)
@@ -134,8 +126,8 @@ def _beside(node: Node, keeper: Keeper) -> PoolState:
         locked_pages=cached - keeper.evictable_pages,
         saved_pages=node.leases.saved.used_pages(component.name),
         saved_capacity_pages=node.leases.saved.capacity_pages(component.name),
-        tier=_tier(component.tier),
-        extent=_extent(component.extent),
+        tier=kind(component.tier),
+        extent=kind(component.extent),
         window=_window(node, keeper),
         buffer=_buffer(keeper),
     )
@@ -146,7 +138,7 @@ def _window(node: Node, keeper: Keeper) -> WindowState | None:
         return None
     running = [one for one in node.leases.leases.values() if one.quarantine is None]
     return WindowState(
-        window_tokens=_tokens(keeper.component),
+        window_tokens=extent_tokens(keeper.component),
         mapped_pages=sum(_mapped(keeper.row(lease)) for lease in running),
         full_pages=sum(count(lease.row) for lease in running),
         slides=keeper.slides,
@@ -156,35 +148,6 @@ def _window(node: Node, keeper: Keeper) -> WindowState | None:
 def _buffer(keeper: Keeper) -> BufferState | None:
     if not isinstance(keeper, Buffers):
         return None
-    return BufferState(_tokens(keeper.component), keeper.hits, keeper.misses, keeper.copied_bytes)
-
-
-def _tokens(component: Component) -> int:
-    """Of the window, or of a request's buffer."""
-    match component.extent:
-        case Tail(tokens) | Buffer(tokens):
-            return tokens
-        case Whole() | PerRequest():
-            return 0
-
-
-def _tier(tier: Tier) -> str:
-    match tier:
-        case Device():
-            return "device"
-        case Host():
-            return "host"
-        case Nowhere():
-            return "nowhere"
-
-
-def _extent(extent: Extent) -> str:
-    match extent:
-        case Whole():
-            return "whole"
-        case Tail():
-            return "tail"
-        case PerRequest():
-            return "per-request"
-        case Buffer():
-            return "buffer"
+    return BufferState(
+        extent_tokens(keeper.component), keeper.hits, keeper.misses, keeper.copied_bytes
+    )

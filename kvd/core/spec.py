@@ -180,6 +180,20 @@ class PoolSpec(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
 
+def kind(what: Extent | Tier) -> str:
+    """The word for it in reports, to engines, and in fingerprints."""
+    return str(what.__struct_config__.tag)
+
+
+def extent_tokens(component: Component) -> int:
+    """Of its window, or of one request's buffer; 0 where its extent has no number."""
+    match component.extent:
+        case Tail(tokens) | Buffer(tokens):
+            return tokens
+        case Whole() | PerRequest():
+            return 0
+
+
 def is_companion(spec: PoolSpec, component: Component) -> bool:
     """Whether its page ids follow from those of the first component."""
     return component is not spec.components[0] and isinstance(component.extent, Whole)

@@ -12,13 +12,10 @@ from kvd.core.spec import (
     Buffer,
     Component,
     Device,
-    Host,
-    Nowhere,
-    PerRequest,
     PoolSpec,
-    Tail,
-    Whole,
+    extent_tokens,
     has_bytes,
+    kind,
     saved_region,
 )
 from kvd.pools.arena import Arena, NotReserved, check_free, reserve
@@ -125,40 +122,10 @@ def _component_memory(component: Component, pages: int, spec: PoolSpec) -> Compo
         page_bytes=shape.page_bytes if shape else 0,
         total_bytes=shape.total_bytes if shape else 0,
         tensors=shape.tensors if shape else (),
-        tier=_tier(component),
-        extent=_extent(component),
-        extent_tokens=_extent_tokens(component),
+        tier=kind(component.tier),
+        extent=kind(component.extent),
+        extent_tokens=extent_tokens(component),
     )
-
-
-def _tier(component: Component) -> str:
-    match component.tier:
-        case Device():
-            return "device"
-        case Host():
-            return "host"
-        case Nowhere():
-            return "nowhere"
-
-
-def _extent(component: Component) -> str:
-    match component.extent:
-        case Whole():
-            return "whole"
-        case Tail():
-            return "tail"
-        case PerRequest():
-            return "per-request"
-        case Buffer():
-            return "buffer"
-
-
-def _extent_tokens(component: Component) -> int:
-    match component.extent:
-        case Tail(tokens) | Buffer(tokens):
-            return tokens
-        case Whole() | PerRequest():
-            return 0
 
 
 def _check_here(component: Component, spec: PoolSpec) -> None:
