@@ -122,11 +122,10 @@ class Keepers:
         for keeper in self.each:
             keeper.quarantine(lease)
 
-    def end(self, lease: Lease) -> int:
-        """Give to the tree what may be kept, free the rest; how many components were asked."""
+    def end(self, lease: Lease) -> None:
+        """Give to the tree what may be kept, free the rest."""
         for keeper in self.each:
             keeper.end(lease)
-        return len(self.each)
 
 
 def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[Keeper, ...]:

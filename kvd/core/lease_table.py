@@ -252,7 +252,8 @@ class LeaseTable:
 
     def vacate(self, lease: Lease, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
-        self.growth += self.beside.end(lease)
+        self.beside.end(lease)
+        self.growth += 1  # windows may have joined the tree
         self._unlock(lease)
         freed = lease.held
         if freed:
@@ -286,8 +287,9 @@ class LeaseTable:
 
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
-        self.releases += 1
-        return self.beside.slide(lease, upto_tokens)
+        refusal = self.beside.slide(lease, upto_tokens)
+        self.releases += refusal is None
+        return refusal
 
     def hand_over(self, lease: Lease, reason: str) -> None:
         """The prompt is here: from now on the lease is the engine's."""
@@ -314,7 +316,8 @@ class LeaseTable:
                 lease.sent_from = None
             return
         if self.beside.each:
-            self.growth += self.beside.end(lease)
+            self.beside.end(lease)
+            self.growth += 1
         self._unlock(lease)
         self.saved.drop(lease)
         freed = lease.held
@@ -354,7 +357,7 @@ class LeaseTable:
         since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
         n_pages = count(lease.row)
         self.pool.give(lease.row)
-        self.growth += self.beside.end(lease)
+        self.beside.end(lease)
         out.emit(
             events.QuarantineEnded(
                 out.next_seq(), out.at_s, lease.id, n_pages, proof, out.at_s - since_s
