@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvd.core.page_split import page_split
-from kvd.core.spec import Host, PoolSpec, layout_difference
+from kvd.core.page_split import page_split, read_fingerprint
+from kvd.core.spec import Exchanged, Host, PoolSpec, exchanged, layout_difference
 from kvd.errors import Code, Refusal
 
 
@@ -32,12 +32,15 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
     if difference is None:
         return LayoutMatch(None, None, (), "")
     found = page_split(ours, theirs)
-    refusal = Refusal(
-        Code.LAYOUT_MISMATCH,
+    bare = _without_kv(ours, theirs, here, there)
+    why = (
         f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
-        "alike on both",
-        side=here,
+        "alike on both"
+        if bare is None
+        else f'{bare} has no KV to exchange: cache.mode is "prefill-only" there; set cache.mode = '
+        '"radix"'
     )
+    refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here)
     if found is None:
         return LayoutMatch(refusal, refusal, (), difference)
     sizes: dict[str, int | float | str] = {"ours": found.ours_tokens, "theirs": found.theirs_tokens}
@@ -70,3 +73,16 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         numbers=sizes,
     )
     return LayoutMatch(device, device, (), difference)
+
+
+def _without_kv(ours: PoolSpec, theirs: str, here: str, there: str) -> str | None:
+    """Which of the two nodes only counts its pages; None where neither does, or both do."""
+    read = read_fingerprint(theirs)
+    counts_there = read is not None and _only_counts(read[1])
+    if counts_there == _only_counts(exchanged(ours)):
+        return None
+    return there if counts_there else here
+
+
+def _only_counts(components: tuple[Exchanged, ...]) -> bool:
+    return bool(components) and not any(one.layers for one in components)

@@ -23,16 +23,24 @@ class PageSplit(msgspec.Struct, frozen=True):
     parts: tuple[int, ...]
 
 
+def read_fingerprint(theirs: str) -> tuple[Order, tuple[Exchanged, ...]] | None:
+    """What a peer says of its pool; None when that is no fingerprint."""
+    try:
+        return msgspec.json.decode(theirs, type=tuple[Order, tuple[Exchanged, ...]])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
 def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
     """How our pages relate to those of a peer's fingerprint when nothing but page sizes differs.
 
     None when anything else differs, or one size is no whole multiple of the other. Equal sizes are
     a split into 1 part.
     """
-    try:
-        order, others = msgspec.json.decode(theirs, type=tuple[Order, tuple[Exchanged, ...]])
-    except (msgspec.DecodeError, RecursionError):
+    read = read_fingerprint(theirs)
+    if read is None:
         return None
+    order, others = read
     mine = exchanged(ours)
     if order is not ours.order or len(others) != len(mine):
         return None

@@ -117,8 +117,9 @@ def test_nodes_with_bytes_and_without_do_not_take_each_other_for_peers():
 
     refusal = refused(world.d, client.Receive, PROMPT, room=7, source=("p",))
 
-    assert refusal.code is Code.LAYOUT_MISMATCH
-    assert "components.0.layers: ours 1, theirs 0" in refusal.message
+    why = 'p has no KV to exchange: cache.mode is "prefill-only" there; set cache.mode = "radix"'
+    assert (refusal.code, refusal.message) == (Code.LAYOUT_MISMATCH, why)
+    assert [one.layout for one in snapshot(world.p.node).peers] == [why]
 
 
 # ---- off -----------------------------------------------------------------------------------------
