@@ -166,7 +166,7 @@ def _evictable_faults(keeper: Keeper) -> Iterator[Fault]:
     # In one piece, so as fast as it goes: 0.1 us a node.
     match keeper:
         case Windows():
-            free = [len(one.pages) for one in keeper.live.values() if not one.locks]
+            free = [len(one.pages) for one in keeper.live.at.values() if not one.locks]
         case States():
             free = [len(one.page) for one in keeper.snapshots.values() if not one.locks]
         case _:

@@ -9,20 +9,19 @@ When a lease ends, its window pages of cached tokens join the tree at their node
 tombstone comes to life again. Room is made by dropping the windows used longest ago, whose nodes
 stay: the tokens are cached for whoever has the window sent anyway.
 
-A sequence goes on from a page boundary when one ``span`` before it is live, or all of it.
-
-Invariants: a lock crosses live nodes only; a node has as many window pages as pages.
+A sequence goes on from a page boundary when one ``span`` before it is live, or all of it. What lies
+beside the nodes, and its locks, is ``live_windows``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvd.core.lease import Rows
+from kvd.core.live_windows import LiveWindows
 from kvd.core.pages import PagePool
 from kvd.core.spec import Tail
-from kvd.core.stretch import Stretch, Window
+from kvd.core.stretch import Stretch
 from kvd.core.tail import most_pages, slid_start, span, tail_start
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Windows:
-    """The keeper of one windowed component. ``live``: by node, the window pages beside it."""
+    """The keeper of one windowed component."""
 
     def __init__(
         self, component: Component, total_pages: int, tree: RadixTree, out: Outbox
@@ -47,28 +46,24 @@ class Windows:
         assert isinstance(component.extent, Tail)
         self.component = component
         self.pool = PagePool(component.name, total_pages)
-        self.live: dict[Node, Window] = {}
+        self.live = LiveWindows(component.page_size, tree, self.pool.moves)
         self.held: dict[int, Stretch] = {}
         """By lease."""
         self.slides = 0
         self._window = component.extent.window_tokens
         self._page = component.page_size
         self._span = span(self._window, self._page)
-        self._unlocked: OrderedDict[Node, None] = OrderedDict()
-        """Live nodes without a lock, used longest ago first."""
-        self._evictable_bytes = 0
-        self._tree = tree
         self._out = out
 
     @property
     def evictable_pages(self) -> int:
         """Window pages at nodes that no lease needs."""
-        return self._evictable_bytes // ID_BYTES
+        return self.live.evictable_bytes // ID_BYTES
 
     @property
     def cached_pages(self) -> int:
         """Window pages at nodes."""
-        return sum([len(window.pages) for window in self.live.values()]) // ID_BYTES
+        return self.live.cached_pages
 
     @property
     def held_pages(self) -> int:
@@ -85,12 +80,12 @@ class Windows:
     @property
     def nodes(self) -> KeysView[Node]:
         """Nodes with a live window."""
-        return self.live.keys()
+        return self.live.at.keys()
 
     @property
     def unlocked(self) -> KeysView[Node]:
         """Live nodes that no lease needs."""
-        return self._unlocked.keys()
+        return self.live.unlocked.keys()
 
     @property
     def leases(self) -> KeysView[int]:
@@ -99,11 +94,11 @@ class Windows:
 
     def pages_at(self, node: Node) -> Pages:
         """The window pages of that node."""
-        return self.live[node].pages if node in self.live else NO_PAGES
+        return self.live.at[node].pages if node in self.live.at else NO_PAGES
 
     def locks_at(self, node: Node) -> int:
         """Leases whose window crosses that node."""
-        return self.live[node].locks if node in self.live else 0
+        return self.live.at[node].locks if node in self.live.at else 0
 
     # ---- a claim -----------------------------------------------------------------------------
 
@@ -123,38 +118,15 @@ class Windows:
         """The nearest node with a live window behind it."""
         if claim.fresh_tokens is not None:
             return node
-        best = node
-        start = node.end_tokens
-        """Everything from here to the end of ``best`` is live."""
-        step: Node | None = node
-        while step is not None and step.parent is not None:
-            parent = step.parent
-            if step in self.live:
-                start = parent.end_tokens
-                if best.end_tokens - start >= self._span:
-                    return best
-            else:
-                best, start = parent, parent.end_tokens
-            step = parent
-        return best
+        return self.live.nearest(node, self._span)
 
     def lock(self, anchor: Node, claim: Claim) -> None:
         """Keep the window behind ``anchor``, exactly: the node that it begins in is cut there."""
-        fence = self._fence_tokens(anchor, claim)
-        step = anchor
-        while step.parent is not None and step.end_tokens > fence:
-            if step.parent.end_tokens < fence:
-                self._tree.cut(step, fence)
-            window = self.live[step]
-            if not window.locks:
-                self._evictable_bytes -= len(window.pages)
-                del self._unlocked[step]
-            window.locks += 1
-            step = step.parent
+        self.live.lock(anchor, self._fence_tokens(anchor, claim))
 
     def unlock(self, anchor: Node, claim: Claim) -> None:
         """The claim came to nothing."""
-        self._unlock(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
+        self.live.unlock(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
 
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
         """What is computed or received, or as much of it as is ever mapped at once."""
@@ -169,20 +141,11 @@ class Windows:
     def make_room(self, n_pages: int) -> None:
         """Drop the windows used longest ago; their nodes stay, as tombstones."""
         short = (n_pages - self.pool.free_pages) * ID_BYTES
-        pieces: list[Pages] = []
-        while short > 0:
-            node, _ = self._unlocked.popitem(last=False)
-            window = self.live.pop(node)
-            short -= len(window.pages)
-            pieces.append(window.pages)
-        if pieces:
-            freed = Pages(b"".join(pieces))
-            self._evictable_bytes -= len(freed)
+        freed, n_nodes = self.live.drop_oldest(short)
+        if freed:
             self.pool.give(freed)
             out, name = self._out, self.component.name
-            out.emit(
-                events.Evicted(out.next_seq(), out.at_s, count(freed), len(pieces), "room", name)
-            )
+            out.emit(events.Evicted(out.next_seq(), out.at_s, count(freed), n_nodes, "room", name))
 
     def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
         """Take the pages and map as many as the lease computes next."""
@@ -194,19 +157,11 @@ class Windows:
         if fresh is not None:
             fence = start
         held = Stretch(start, fence, room, claim.step_tokens, first_tokens)
-        held.pages += self._behind(anchor, fence, start)
+        if fence < start:
+            held.pages += self.live.behind(anchor, fence * self._page)
         held.spare = self.pool.take(n_pages)
         held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
-
-    def _behind(self, anchor: Node, fence: int, start: int) -> bytes:
-        """The tree's window pages of ``[fence, start)``, which ends at ``anchor``."""
-        pieces: list[Pages] = []
-        step: Node | None = anchor
-        while step is not None and step.end_tokens > fence * self._page and fence < start:
-            pieces.append(self.live[step].pages)
-            step = step.parent
-        return b"".join(reversed(pieces))
 
     # ---- a lease that lives ------------------------------------------------------------------
 
@@ -310,37 +265,13 @@ class Windows:
         if lease.anchor is not None and may_keep and lease.owned > first:
             kept = min(lease.owned, held.top) - first
             if kept == lease.owned - first:
-                freed.append(self._adopt(lease.anchor, first, own))
+                freed.append(self.live.adopt(lease.anchor, first, own))
             else:
                 kept = 0
         freed.append(Pages(own[kept * ID_BYTES :]))
         pages = Pages(b"".join(freed))
         if pages:
             self.pool.give(pages)
-
-    def _adopt(self, anchor: Node, first: int, own: Pages) -> Pages:
-        """Pages of ``[first, anchor)`` go to the nodes that have none; returns the others."""
-        others: list[Pages] = []
-        step = anchor
-        while step.parent is not None and step.end_tokens > first * self._page:
-            begin = step.parent.end_tokens // self._page
-            if begin < first:
-                if step in self.live:
-                    others.append(Pages(own[: (step.end_tokens // self._page - first) * ID_BYTES]))
-                    break
-                self._tree.cut(step, first * self._page)
-                begin = first
-            end = step.end_tokens // self._page
-            pages = Pages(own[(begin - first) * ID_BYTES : (end - first) * ID_BYTES])
-            if step in self.live:
-                others.append(pages)
-            else:
-                self.pool.moves.log.append(pages)
-                self.live[step] = Window(pages, 0)
-                self._unlocked[step] = None
-                self._evictable_bytes += len(pages)
-            step = step.parent
-        return Pages(b"".join(others))
 
     def quarantine(self, lease: Lease) -> None:
         """Keep its own pages, unlock the tree's."""
@@ -352,46 +283,19 @@ class Windows:
 
     def _release_fence(self, held: Stretch, lease: Lease) -> None:
         if held.fence < held.start and lease.anchor is not None:
-            self._unlock(lease.anchor, held.start * self._page, held.fence * self._page)
+            self.live.unlock(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start
-
-    def _unlock(self, below: Node, end_tokens: int, fence_tokens: int) -> None:
-        """Undo one lock of ``[fence, end)``; ``below`` is on the path, at its end or deeper."""
-        step: Node | None = below
-        while step is not None and step.end_tokens > fence_tokens:
-            if step.end_tokens <= end_tokens:
-                window = self.live[step]
-                window.locks -= 1
-                if not window.locks:
-                    self._unlocked[step] = None
-                    self._evictable_bytes += len(window.pages)
-            step = step.parent
 
     # ---- the tree moves ----------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
         """Both halves are as live and as locked as the whole was."""
-        window = self.live.get(lower)
-        if window is None:
-            return
-        self.pool.moves.log.append(window.pages)
-        size = len(upper.pages)
-        self.live[upper] = Window(Pages(window.pages[:size]), window.locks)
-        window.pages = Pages(window.pages[size:])
-        if not window.locks:
-            self._unlocked[upper] = None
+        self.live.split(upper, lower)
 
     def dropped(self, nodes: Iterable[Node]) -> None:
         """Their tokens are no longer cached, so their windows are free."""
-        pieces: list[Pages] = []
-        for node in nodes:
-            window = self.live.pop(node, None)
-            if window is not None:
-                del self._unlocked[node]
-                pieces.append(window.pages)
-        freed = Pages(b"".join(pieces))
+        freed = self.live.forget(nodes)
         if freed:
-            self._evictable_bytes -= len(freed)
             self.pool.give(freed)
 
     # ---- arithmetic --------------------------------------------------------------------------

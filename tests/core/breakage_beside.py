@@ -129,25 +129,25 @@ def window_page_free_and_held(node: Node) -> str:
 
 def window_lock_too_many(node: Node) -> str:
     edge = locked(windows(node))
-    windows(node).live[edge].locks += 1
+    windows(node).live.at[edge].locks += 1
     return f"swa at {edge.describe()} has 2 locks, due for leases: 1"
 
 
 def window_lock_too_few(node: Node) -> str:
     edge = locked(windows(node))
-    windows(node).live[edge].locks -= 1
+    windows(node).live.at[edge].locks -= 1
     return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
 
 
 def needed_window_dropped(node: Node) -> str:
     edge = locked(windows(node))
-    del windows(node).live[edge]
+    del windows(node).live.at[edge]
     return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
 
 
 def window_too_short(node: Node) -> str:
     edge = unlocked(windows(node))
-    window = windows(node).live[edge]
+    window = windows(node).live.at[edge]
     window.pages = Pages(window.pages[:-ID_BYTES])
     return f"{edge.describe()} has {edge.n_pages - 1} pages of swa, {edge.n_pages} are due"
 
@@ -164,12 +164,12 @@ def window_of_a_dropped_node(node: Node) -> str:
 
 def window_order_lost_a_node(node: Node) -> str:
     edge = unlocked(windows(node))
-    del windows(node)._unlocked[edge]
+    del windows(node).live.unlocked[edge]
     return f"swa at {edge.describe()} has 0 locks and may be dropped, or neither"
 
 
 def window_sum_off(node: Node) -> str:
-    windows(node)._evictable_bytes += ID_BYTES
+    windows(node).live.evictable_bytes += ID_BYTES
     return "evictable pages of swa"
 
 

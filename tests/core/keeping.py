@@ -139,7 +139,7 @@ def check(table: LeaseTable) -> None:
         beside: list[Pages] = []
         if isinstance(keeper, Windows):
             _check_windows(keeper, leases, set(nodes))
-            beside = [window.pages for window in keeper.live.values()]
+            beside = [window.pages for window in keeper.live.at.values()]
         elif isinstance(keeper, States):
             _check_states(keeper, leases, set(nodes))
             beside = [snapshot.page for snapshot in keeper.snapshots.values()]
@@ -177,14 +177,14 @@ def _check_windows(keeper: Windows, leases: list[Lease], nodes: set[Node]) -> No
             if held.fence * page < step.end_tokens <= held.start * page:
                 needed[step] += 1
             step = step.parent
-    for node, window in keeper.live.items():
+    for node, window in keeper.live.at.items():
         assert node in nodes
         assert len(window.pages) == len(node.pages)
         assert window.locks == needed.pop(node, 0) <= node.lock_ref
-        assert (node in keeper._unlocked) == (not window.locks)
+        assert (node in keeper.unlocked) == (not window.locks)
     assert not needed, "a lease needs the window of a tombstone"
-    assert set(keeper._unlocked) <= set(keeper.live)
-    unlocked = [len(one.pages) for one in keeper.live.values() if not one.locks]
+    assert set(keeper.unlocked) <= set(keeper.nodes)
+    unlocked = [len(one.pages) for one in keeper.live.at.values() if not one.locks]
     assert keeper.evictable_pages == sum(unlocked) // 4
 
 

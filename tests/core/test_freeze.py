@@ -76,14 +76,14 @@ def test_the_hash_tells_nodes_apart_that_differ_beside_the_first_component(chang
     windows, states, buffers = node.leases.beside.each
     match change:
         case "window lock":
-            next(iter(windows.live.values())).locks += 1
+            next(iter(windows.live.at.values())).locks += 1
         case "snapshot":
             states.pool.give(states.snapshots.popitem()[1].page)
         case "buffer":
             lease, pages = buffers.held.popitem()
             buffers.held[lease] = pages[4:] + pages[:4]
         case "last use":
-            windows._unlocked.move_to_end(next(iter(windows.unlocked)))
+            windows.live.unlocked.move_to_end(next(iter(windows.unlocked)))
 
     assert state_hash(node) != state_hash(worked("everything", seed=1, steps=200).node)
 

@@ -175,9 +175,9 @@ def drops_a_window_that_is_needed(settings, at_s):
 
         def loose(anchor, claim, lock=lock, windows=windows):
             lock(anchor, claim)
-            for edge, window in windows.live.items():
-                if window.locks and edge not in windows._unlocked:
-                    windows._unlocked[edge] = None
+            for edge, window in windows.live.at.items():
+                if window.locks and edge not in windows.live.unlocked:
+                    windows.live.unlocked[edge] = None
 
         windows.lock = loose
     return node
