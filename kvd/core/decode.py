@@ -22,7 +22,7 @@ from kvd.core.cargo import Cargo
 from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
-from kvd.core.parts import DecodePart, is_last_of_room
+from kvd.core.parts import DecodePart, is_wanted
 from kvd.core.prompt import prompt_digest
 from kvd.core.receive_askers import PreloadAsker, ReceiveAsker
 from kvd.core.settling import Settling
@@ -275,16 +275,16 @@ class Decoder:
         part.waiter = None
         self._move(part, T.GIVEN_UP, why.message)
         self._out.answer(part.session, client.Failed(call, why))
-        self._withdraw(part, why)
         del self.parts[part.id]
+        self.withdraw(part.room, part.peer, why)
         self._tell_ended(part, Outcome.REFUSED, why)
 
-    def _withdraw(self, part: DecodePart, why: Refusal) -> None:
-        """Nothing was offered: an engine that waits for it over there need not wait longer."""
-        peer = self.peers.by_name.get(part.peer)
-        if peer and peer.incarnation and is_last_of_room(part, self.parts.values()):
+    def withdraw(self, room: int, source: str, why: Refusal) -> None:
+        """Nothing is offered: an engine that waits for it over there need not wait longer."""
+        peer = self.peers.by_name.get(source)
+        if peer and peer.incarnation and not is_wanted(room, source, self.parts.values()):
             mine, code = self._settings.incarnation, why.code.value
-            self._out.send(peer.link, Withdrawn(mine, peer.incarnation, part.room, code))
+            self._out.send(peer.link, Withdrawn(mine, peer.incarnation, room, code))
 
     def _judge(self, part: DecodePart, found: Finding | Refusal) -> None:
         if isinstance(found, Refusal):

@@ -235,9 +235,17 @@ class Engines:
     # ---- decode side -------------------------------------------------------------------------
 
     def _receive(self, session: int, message: client.Receive, tokens: Tokens) -> Refusal | None:
-        refusal = self._bad_room(message.room) or self._bad_receive(message, tokens)
+        refusal = self._bad_room(message.room)
+        if refusal is not None:
+            return refusal
+        node = self._node
+        refusal = self._bad_receive(message, tokens)
         if refusal is None:
-            self._node.decoder.receive(session, message, tokens)
+            node.decoder.receive(session, message, tokens)
+            return None
+        if len(message.source) == 1:
+            source = node.peers.find(message.source[0]) or message.source[0]
+            node.decoder.withdraw(message.room, source, refusal)
         return refusal
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:

@@ -89,10 +89,10 @@ class DecodePart:
         self.story = Story()
 
 
-def is_last_of_room(part: DecodePart, parts: Iterable[DecodePart]) -> bool:
-    """Whether no other receive waits for its room and peer, as where two attempts overlap."""
-    others = [one for one in parts if one.room == part.room]  # a thousand may expire at once
-    return not any(one is not part and one.peer == part.peer for one in others)
+def is_wanted(room: int, peer: str, parts: Iterable[DecodePart]) -> bool:
+    """Whether a receive waits for that room of that peer, as where two attempts overlap."""
+    same = [one for one in parts if one.room == room]  # a thousand may expire at once
+    return any(one.peer == peer for one in same)
 
 
 class Engine(msgspec.Struct, frozen=True):

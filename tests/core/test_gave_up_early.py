@@ -45,6 +45,36 @@ def test_a_dead_prefill_engine_is_told_to_a_later_offer():
     assert failed.refusal.code is Code.CLIENT_GONE
 
 
+@pytest.mark.parametrize("fields", [{"reserve_tokens": -1}, {"tier": "device"}])
+def test_a_prefill_engine_hears_at_once_that_the_receive_was_refused(fields):
+    world = World()
+    sender = Sender(world)
+    world.p.take()
+
+    reply = world.d.call(client.Receive, PROMPT, room=7, source=("p",), **fields)
+
+    assert isinstance(reply, client.Failed)
+    (failed,) = world.p.take()
+    assert isinstance(failed, client.SendFailed)
+    assert (failed.send, failed.refusal.code, failed.refusal.side) == (
+        sender.send,
+        Code.ABORTED,
+        "d",
+    )
+    assert reply.refusal.code.value in failed.refusal.message
+
+
+def test_a_refused_receive_does_not_end_another_one_of_its_room():
+    world = World()
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender = Sender(world)
+
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), reserve_tokens=-1)
+    sender.finish()
+
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
 def test_a_second_attempt_of_the_prefill_engine_is_a_new_room():
     world = World()
     aborted_send(world)
