@@ -392,7 +392,7 @@ class Side:
                 assert whole not in free, f"read page {whole} after it was freed"
                 assert whole, f"read the null page of {component}"
                 page = flight.post.first_page + flight.pages - len(flight.pairs) - 1
-                what = memory.get(whole, "?") + (f"/{piece}" if split > 1 else "")
+                what = self.piece_of(memory.get(whole, "?"), piece, split)
                 flight.sums += sum_of(flight.post.seal, page, what)
                 there.receive_page(flight.grant, destination, what, component)
         if not flight.pairs and not flight.is_reported:
@@ -400,6 +400,10 @@ class Side:
             del self.flights[flight.post.post]
             moved = flight.pages * self.node.leases.page_bytes
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved, flight.sums))
+
+    def piece_of(self, what: str, piece: int, split: int) -> str:
+        """What goes over where a page is sent in so many pieces."""
+        return f"{what}/{piece}" if split > 1 else what
 
     def memory_of(self, component: str) -> dict[int, str]:
         """What the pages of a component hold."""

@@ -7,7 +7,7 @@ in ``side``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ __all__ = ["PAGE", "Side", "World", "content", "settings", "spec", "tokens"]
 
 class World:
     """A prefill side ``p``, a decode side ``d`` that dials it, and more decode sides if named."""
+
+    side: ClassVar[type[Side]] = Side
+    """Of which kind they are: what their pages hold may be looked at more closely."""
 
     def __init__(
         self,
@@ -46,10 +49,10 @@ class World:
         self.hold_verify = False
         self.doubts = False
         """A destroyed sending agent leaves bytes in the receiver's sockets."""
-        self.p = Side(self, settings("p", p_pages, **more))
+        self.p = self.side(self, settings("p", p_pages, **more))
         self.sides = {"p": self.p}
         for name in names:
-            side = self.sides[name] = Side(self, settings(name, d_pages, **more))
+            side = self.sides[name] = self.side(self, settings(name, d_pages, **more))
             side.dials.append(self.p)
         self.d = self.sides[names[0]]
         for side in self.sides.values():

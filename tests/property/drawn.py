@@ -1,0 +1,97 @@
+"""Two nodes with small pools of one family, of sizes that dice have drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.settings import CacheMode
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    Device,
+    Host,
+    Mha,
+    Nowhere,
+    Order,
+    PerRequest,
+    PoolSpec,
+    State,
+    StateTensor,
+    Tail,
+)
+from kvd.wire.peer import Integrity
+from tests.property.slots import SlotWorld
+
+if TYPE_CHECKING:
+    import random
+
+FAMILIES = ("mha", "swa", "recurrent", "hisparse", "index", "every")
+"""The last has all kinds of components at once, which no configuration has."""
+
+_PAGES = (1, 2, 4, 16)
+_KV = Mha(1, 1, 1, "float32")
+_MODES = [CacheMode.RADIX] * 5 + [CacheMode.OFF]
+
+
+class Drawn:
+    """What both pools of a family have in common, and a pool for each side."""
+
+    def __init__(self, family: str, rng: random.Random) -> None:
+        self._rng = rng
+        self._family = family
+        self._counts_only = family == "recurrent" and rng.random() < 0.5
+        """All its bytes are states: pages of tokens are counted, and there is none in memory."""
+        self.page = page = 1 if self._counts_only else rng.choice(_PAGES)
+        windows = (1, 2, 3, page, page + 1, 2 * page, 3 * page - 1, 5 * page)
+        self._window = rng.choice(windows)
+        self._d_page = page
+        if family == "hisparse":
+            self._d_page = rng.choice([one for one in _PAGES if one <= page])
+        self._index_page = rng.choice([one for one in _PAGES if one <= self._d_page])
+
+    def world(self) -> SlotWorld:
+        """Both nodes; each has a pool of its own."""
+        rng = self._rng
+        p_spec = self._spec(self.page, is_receiver=False)
+        world = SlotWorld(
+            spec=self._spec(self._d_page, is_receiver=True),
+            integrity=rng.choice((Integrity.OFF, Integrity.FULL, Integrity.SAMPLED)),
+            overtakers=rng.choice((0, 0, 2)),
+            cache_mode=rng.choice(_MODES),
+        )
+        world.p.config = msgspec.structs.replace(
+            world.p.config, spec=p_spec, cache_mode=rng.choice(_MODES)
+        )
+        world.restart(world.p)
+        world.p.attach()
+        world.pass_time(1)
+        return world
+
+    def _spec(self, page: int, *, is_receiver: bool) -> PoolSpec:
+        rng, family = self._rng, self._family
+        n_kv = rng.choice((rng.randint(12, 40), rng.randint(30, 120))) * (self.page // page)
+        n_saved = rng.randint(5, 30)
+        in_host = family == "hisparse" and is_receiver
+        tier = Nowhere() if self._counts_only else Host() if in_host else Device("cpu")
+        kv = Component("kv", 0 if self._counts_only else 1, _KV, page, tier=tier)
+        found = [(kv, n_kv + 1, n_saved)]
+        if family in {"index", "hisparse", "every"}:
+            factor = page // self._index_page
+            index = Component("index", 1, Mha(1, 1, 0, "float32"), self._index_page)
+            found.append((index, (n_kv + 1) * factor, n_saved * factor))
+        if family in {"swa", "every"}:
+            n_window = rng.choice((rng.randint(4, 10), rng.randint(20, 90)))
+            swa = Component("swa", 1, _KV, page, Tail(self._window))
+            found.append((swa, n_window + 1, rng.randint(3, 12)))
+        if family in {"recurrent", "every"}:
+            layout = State((StateTensor("conv", (2,), "float32"),))
+            state = Component("state", 1, layout, 1, PerRequest())
+            n_states = rng.choice((1, 2, rng.randint(1, 5)))
+            found.append((state, n_states + 1, rng.randint(2, 5)))
+        if in_host or family == "every":
+            buffer = Component("buffer", 1, _KV, page, Buffer(page * rng.randint(1, 6)))
+            found.append((buffer, rng.randint(4, 20) + 1, 0))
+        components, pages, saved = zip(*found, strict=True)
+        return PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved)
