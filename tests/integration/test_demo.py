@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
+
+full = pytest.mark.skipif(
+    os.environ.get("KVD_DEMO") != "full", reason="one more model: set KVD_DEMO=full"
+)
+"""Five processes import torch for each model."""
 
 PAGE_BYTES = 4 * 2 * 16 * 2 * 32 * 4
 
@@ -98,6 +104,7 @@ def good(done: subprocess.CompletedProcess[str], report: Report) -> None:
         assert control.max_logit_difference > 0.05, control
 
 
+@full
 def test_demo_hands_over_the_latents_of_deepseek(tmp_path: Path) -> None:
     """One latent of 64 + 16 numbers per token and layer, in 4 layers."""
     done, report = demo(tmp_path / "demo.json", "--model", "deepseek", "--turns", "1")
@@ -115,7 +122,10 @@ def test_demo_hands_over_the_latents_of_deepseek(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "window", "layers", "prefixes"),
-    [("gemma", 96, (2, 4), (0, 240, 304, 240)), ("gptoss", 72, (2, 2), (0, 272, 320, 272))],
+    [
+        ("gemma", 96, (2, 4), (0, 240, 304, 240)),
+        pytest.param("gptoss", 72, (2, 2), (0, 272, 320, 272), marks=full),
+    ],
 )
 def test_demo_hands_over_a_window_and_gives_the_other_pages_back(
     tmp_path: Path, model: str, window: int, layers: tuple[int, int], prefixes: tuple[int, ...]
