@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer
 
 
+def parts_of(split: tuple[int, ...], place: int = 0) -> int:
+    """How many of a peer's pages one of ours is; an empty split means that all are equal."""
+    return split[place] if split else 1
+
+
 class Freight:
     """One component that travels. ``place`` is its place among those that peers compare."""
 
@@ -79,7 +84,7 @@ class Cargo:
 
     def unit_tokens(self, freight: Freight, split: tuple[int, ...]) -> int:
         """Tokens of one unit towards a peer with that split of our pages."""
-        return freight.component.page_size // (split[freight.place] if split else 1)
+        return freight.component.page_size // parts_of(split, freight.place)
 
     # ---- the decode side ---------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Cargo:
         """Bytes that land on the granted pages."""
         total = 0
         for freight, grant in zip(self.freights, grants, strict=True):
-            parts = split[freight.place] if split else 1
+            parts = parts_of(split, freight.place)
             total += len(grant.pages) // ID_BYTES * (freight.page_bytes // parts)
         return total
 

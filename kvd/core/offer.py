@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.cargo import parts_of
 from kvd.core.spec import PerRequest, Tail
 from kvd.core.tables import Prefill
 from kvd.core.tail import tail_start
@@ -199,7 +200,7 @@ def unacceptable(
             f"handoff {other.handoff} of {other.peer})",
             side=side,
         )
-    page_size = mine.spec.components[0].page_size // (peer.split[0] if peer.split else 1)
+    page_size = mine.spec.components[0].page_size // parts_of(peer.split)
     refusal = bad_offer(offer, cargo, peer.split, page_size, side)
     if refusal is None and other is not None and other.engine is not None:
         refusal = disagreement(offer, other.engine, cargo, side)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.agents import Agent
+from kvd.core.cargo import parts_of
 from kvd.core.seal import UNSEALED
 from kvd.core.tables import Prefill
 from kvd.types import ID_BYTES, Pages
@@ -78,7 +79,7 @@ class Posts:
 
     def page_tokens(self, part: PrefillPart) -> int:
         """The decode side's page size, which is what it can be given piece by piece."""
-        return self._leases.page_size // (part.split[0] if part.split else 1)
+        return self._leases.page_size // parts_of(part.split)
 
     def _post(
         self, part: PrefillPart, engine: Engine, index: int, units: tuple[int, int, int]
@@ -88,7 +89,7 @@ class Posts:
         offer = part.offer
         assert offer is not None
         freight, grant = self._cargo.freights[index], offer.grants[index]
-        parts = part.split[freight.place] if part.split else 1
+        parts = parts_of(part.split, freight.place)
         self._last += 1
         if not part.outstanding:
             part.flow.restart(self._out.at_s)
