@@ -6,10 +6,13 @@ it changed, what it refused, and why.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, Figure, Name, Reason
+from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, Query, Vitals
 from kvd.wire.events import Event
 from kvd.wire.snapshot import AuditState, Snapshot
 
@@ -28,15 +31,25 @@ class ShowTree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
 
 
 class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
-    """Who holds it, why, since when. ``kind``: page, node, room, lease. Answer: ``Because``.
+    """Who holds it, why, since when. Answer: ``Because``.
 
-    ``component``: whose page it is; empty for the first one.
+    ``kind``: page, node, room, lease, receive, send, client; or peer, which has a ``name`` and no
+    ``id``. ``component``: whose page it is; empty for the first one.
     """
 
     call: Call
     kind: Name
     id: Figure
     component: Name = ""
+    name: Name = ""
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """What is on a console's screen now. Answer: ``Frame``."""
+
+    call: Call
+    queries: Annotated[tuple[Query | MapQuery, ...], msgspec.Meta(max_length=MAX_QUERIES)] = ()
+    events: EventQuery | None = None
 
 
 class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):
@@ -93,7 +106,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
 
 
 AdminRequest = (
-    ShowStatus | ShowTree | Why | ListEvents | Flush | Evict | AbortRoom | Fence | Audit | Record
+    ShowStatus
+    | ShowTree
+    | Why
+    | Look
+    | ListEvents
+    | Flush
+    | Evict
+    | AbortRoom
+    | Fence
+    | Audit
+    | Record
 )
 
 
@@ -140,12 +163,40 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
     total: int
 
 
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a thing, and how long ago."""
+
+    ago_s: float
+    what: str
+
+
 class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
-    """One sentence that answers, then the facts and the story behind it."""
+    """One sentence that answers, then the facts and the story behind it.
+
+    ``links`` are what has to do with it, to be asked about next: ``lease:7``, ``node:3``,
+    ``room:12``, ``peer:prefill-0``, ``client:2``, ``page:17``. ``marks`` are its last transitions,
+    oldest first: of a handoff, or of a node's locks.
+    """
 
     call: int
     sentence: str
     facts: tuple[str, ...]
+    links: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
+    """The answer to a ``Look``: ``answers`` are a ``Table`` or a ``PageMap`` each, in order.
+
+    ``lost`` events had left the ring before they were asked for, ``skipped`` did not fit.
+    """
+
+    call: int
+    vitals: Vitals
+    answers: tuple[msgspec.Raw, ...]
+    events: tuple[Event, ...]
+    lost: int
+    skipped: int
 
 
 class EventPage(msgspec.Struct, frozen=True, array_like=True, tag="event-page"):
@@ -190,4 +241,4 @@ class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     refusal: Refusal
 
 
-AdminReply = Status | Tree | Because | EventPage | Report | AdminFailed | Recorded
+AdminReply = Status | Tree | Because | Frame | EventPage | Report | AdminFailed | Recorded
