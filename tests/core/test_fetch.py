@@ -173,6 +173,19 @@ def test_a_page_that_is_asked_for_twice_in_one_call_has_one_slot(engine: Decode)
     assert reply.pages == device(engine, 0, 0)
 
 
+def test_a_page_that_is_wanted_and_named_ahead_too_is_copied_once(engine: Decode) -> None:
+    engine.world.hold_copies = True
+    assert engine.fetch(1, ahead=(1,)) is None
+    assert [one.source for one in engine.copies()] == [host(engine, 1)]
+
+    engine.side.finish_copy()
+    engine.world.run()
+
+    reply = engine.answer()
+    assert isinstance(reply, client.Fetched)
+    assert (reply.hits, reply.misses) == (0, 1)
+
+
 def test_nothing_wanted_is_an_answer(engine: Decode) -> None:
     reply = engine.fetched()
 

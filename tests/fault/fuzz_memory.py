@@ -17,6 +17,7 @@ from kvd.core.node import Node
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
 from kvd.core.spec import PoolSpec, fingerprint
+from kvd.core.standing import Standing
 from kvd.errors import Code, Refusal
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
 from kvd.transfer.orders import BadStream, Frames, Order, Report, order_of, reports_of
@@ -33,6 +34,8 @@ PROMPT = tokens((1, 100))
 PROMPTS = [PROMPT] * 5 + [tokens((1, n)) for n in (1, 10, 16, 40)] + [tokens((-5, 40))]
 SERVED_BY_THE_SHELL = (client.Subscribe, client.Unsubscribe, admin.ListEvents)
 NAMES = ("m1", "m2", "m3")
+COPY_REFUSED = "refused by the siege"
+"""Only a fault of ours makes the transfer process refuse a copy, so this alone may be internal."""
 POOLS = {"mha": spec(64), **SPECS}
 
 
@@ -63,6 +66,7 @@ class CoreSiege:
         known |= {"component": ["kv"], "pages": [pack_ids(list(range(1, 8)))]}
         known |= {"outcome": ["delivered", "aborted"], "namespace": [""], "upto_tokens": [40, 100]}
         known |= {"kind": ["page", "node", "room", "lease"], "deadline_s": [0.1, 0.5, 2.0]}
+        known |= {"keep": ["host", "nothing"], "tier": [None] * 4 + ["host", "device"]}
         self._serve()
         for name in NAMES:
             self._greet(name)
@@ -118,6 +122,8 @@ class CoreSiege:
                 self._operator()
             case 7 if rng.random() < 0.3:
                 self._meet()
+            case 8 if rng.random() < 0.5:
+                self._move()
             case 7 | 8 | 9 | 10 | 11:
                 self._peer()
             case _:
@@ -144,6 +150,25 @@ class CoreSiege:
         self._feed(inputs.FromPeer(self._now_s, link, offer))
         send = self.make.known["send"][-1]
         self._ask(session, client.Advance(self._next_call(), send, 40))
+
+    def _move(self) -> None:
+        """KV is copied within the node: what follows meets copies that are under way."""
+        rng = self.make.rng
+        leases = [one for one in self._node.leases.leases.values() if one.session in self._owed]
+        if not leases or rng.random() < 0.3:
+            session = rng.choice(list(self._owed))
+            self._ask(session, client.OpenLease(self._next_call()), PROMPT)
+            self._ask(session, client.CommitLease(self._next_call(), self.make.known["lease"][-1]))
+            return
+        lease = rng.choice(leases)
+        call = self._next_call()
+        if rng.random() < 0.3:
+            is_out = lease.standing is Standing.RETRACTED
+            kind = client.ResumeLease if is_out else client.RetractLease
+            self._ask(lease.session, kind(call, lease.id))
+            return
+        pages, ahead = (pack_ids(rng.sample(range(7), rng.randint(0, 3))) for _ in range(2))
+        self._ask(lease.session, client.FetchPages(call, lease.id, pages, ahead))
 
     def _next_call(self) -> int:
         self._calls += 1
@@ -247,6 +272,12 @@ class CoreSiege:
                 self._later.append(inputs.Quiet(0.0, lease))
             case effects.Send(message=peer.Offer(handoff=handoff)):
                 self.make.known["handoff"] = [*self.make.known["handoff"][-30:], handoff]
+            case effects.Copy(ticket=ticket):
+                self._later.append(self._copied(ticket))
+            case effects.Send() | effects.RestartTransfer():
+                pass  # no peer answers here; ``_feed`` restarts
+            case _:
+                raise NotImplementedError(effect)  # who waits for it would wait for ever
 
     def _loaded(self, who: str, which: int) -> inputs.Input:
         if self.make.rng.random() < 0.1:
@@ -257,6 +288,11 @@ class CoreSiege:
         if self.make.rng.random() < 0.2:
             return inputs.PostFailed(0.0, post, "reset")
         return inputs.PostDone(0.0, post, 4096)
+
+    def _copied(self, ticket: int) -> inputs.Input:
+        if self.make.rng.random() < 0.2:
+            return inputs.CopyFailed(0.0, ticket, COPY_REFUSED)
+        return inputs.Copied(0.0, ticket, 4096)
 
     def _hear(self, answer: effects.Answer) -> None:
         message = answer.message
@@ -271,7 +307,8 @@ class CoreSiege:
             return
         self.answers += 1
         if isinstance(message, client.Failed):
-            assert message.refusal.code is not Code.INTERNAL, message
+            refusal = message.refusal
+            assert refusal.code is not Code.INTERNAL or COPY_REFUSED in refusal.message, refusal
         owed = self._owed.get(answer.session)
         if owed is not None:
             assert message.call in owed, f"answered twice, or nobody asked: {message}"

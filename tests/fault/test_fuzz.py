@@ -9,7 +9,13 @@ import random
 import pytest
 
 from tests.fault.fuzz import SIEGES, besiege
-from tests.fault.fuzz_memory import POOLS, besiege_core, besiege_metadata, besiege_orders
+from tests.fault.fuzz_memory import (
+    POOLS,
+    CoreSiege,
+    besiege_core,
+    besiege_metadata,
+    besiege_orders,
+)
 from tests.fault.fuzz_target import besieged
 
 FRAMES = int(os.environ.get("KVD_FRAMES", "1000"))
@@ -40,6 +46,17 @@ def test_core_answers_every_hostile_input_once_and_keeps_every_invariant(family)
         error.add_note(f"KVD_SEED={SEED} KVD_FRAMES={FRAMES}")
         raise
     assert answers > FRAMES / 10
+
+
+@pytest.mark.parametrize("family", ["mha", "hisparse", "everything"])
+def test_hostile_inputs_meet_copies_that_end_well_and_badly(family):
+    """Of one seed: a siege that carries out no copy never learns whether a fetch is answered."""
+    siege = CoreSiege(1, POOLS[family])
+
+    siege.storm(10_000)
+
+    assert siege.fed["Copied"] > siege.fed["CopyFailed"] > 0
+    assert siege.fed["TransferGone"] > 0
 
 
 def test_order_socket_raises_one_typed_error_whatever_it_is_given():
