@@ -179,13 +179,14 @@ async def test_send_says_full_when_the_peer_does_not_read(pair: Pair) -> None:
     await until(lambda: pair.router.send([b"deaf", b"x"]) is Sent.TAKEN)
 
     taken = 1
-    while pair.router.send([b"deaf", b"x" * 1_000]) is Sent.TAKEN:
+    while (sent := pair.router.send([b"deaf", b"x" * 1_000])) is Sent.TAKEN:
         taken += 1
         assert taken < 4 * BACKLOG_MESSAGES
         if taken % 100 == 0:
             await asyncio.sleep(0)
 
-    assert pair.router.send([b"deaf", b"x"]) is Sent.FULL
+    # Of this send alone: libzmq's own thread may make room for the next one at any time.
+    assert sent is Sent.FULL
     assert taken >= BACKLOG_MESSAGES
     assert pair.router.send([b"S-one", b"others are served"]) is Sent.TAKEN
     deaf.close(linger=0)
