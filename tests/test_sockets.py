@@ -66,11 +66,17 @@ def on_both_loops(body: Callable[[Pair], Awaitable[None]]) -> Callable[..., None
 
         async def run() -> None:
             pair = Pair(context, f"ipc://{tmp_path}/s", max_frame_bytes=MAX_FRAME_BYTES)
-            await body(pair)
-            pair.close()
+            try:
+                await body(pair)
+            finally:
+                pair.close()
 
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(run())
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(run())
+        except BaseException:
+            context.destroy(linger=0)  # its sockets too, or the next test hears of them
+            raise
         context.term()
 
     test.__name__, test.__doc__ = body.__name__, body.__doc__
@@ -90,6 +96,24 @@ async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None
 
 def has_read(pair: Pair, messages: int) -> bool:
     return len(pair.at_router) == messages
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_body_that_fails_leaves_nothing_open_for_the_next_test(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    opened: list[Context | zmq.Socket[bytes]] = []
+
+    @on_both_loops
+    async def failing(pair: Pair) -> None:
+        own = open_dealer(pair.context)
+        opened.extend((pair.context, pair.router._socket, pair.dealer._socket, own))
+        raise ValueError("as a failed assertion would")
+
+    with pytest.raises(ValueError, match="as a failed assertion would"):
+        failing(loop_factory, tmp_path)
+
+    assert [one.closed for one in opened] == [True] * 4
 
 
 @on_both_loops
