@@ -21,8 +21,8 @@ from textual.widgets import ContentSwitcher, DataTable, Footer, Log, Static
 from typing_extensions import override
 
 from kvd.text import endpoint_flaw
-from tui.link import Link
-from tui.model import PAGES, Console
+from tui.old_link import Link
+from tui.old_model import PAGES, Console
 from tui.screens import SheetTable
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
-    from tui.link import NewsLink, OnNews
-    from tui.model import News
+    from tui.old_link import NewsLink, OnNews
+    from tui.old_model import News
 
 TABLES = ("leases", "rooms", "peers")
 

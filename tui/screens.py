@@ -11,7 +11,7 @@ from rich.text import Text
 from textual.widgets import DataTable
 
 if TYPE_CHECKING:
-    from tui.model import Row, Sheet
+    from tui.old_model import Row, Sheet
 
 
 class SheetTable(DataTable[Text]):

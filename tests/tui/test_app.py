@@ -7,7 +7,7 @@ import pytest
 
 from kvd.wire.events import Evicted
 from tui.app import KvdTui
-from tui.model import Answered, Console, Down, Question, Seen
+from tui.old_model import Answered, Console, Down, Question, Seen
 
 SIZE = (80, 24)
 

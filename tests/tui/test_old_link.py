@@ -19,9 +19,9 @@ from kvd.wire.admin import (
 )
 from kvd.wire.events import Evicted
 from tests.cli.admin_peer import Daemon
-from tui import link as link_module
-from tui.link import Link
-from tui.model import Answered, Down, Question, Seen
+from tui import old_link as link_module
+from tui.old_link import Link
+from tui.old_model import Answered, Down, Question, Seen
 
 LIMIT_S = 10.0
 EVENT = Evicted(5, 1.0, 4, 1, "room")

@@ -6,7 +6,7 @@ import msgspec
 
 from kvd.wire.events import Evicted
 from kvd.wire.snapshot import BufferState, CompanionState, HeldState, WindowState
-from tui.model import MAX_ROWS, Answered, Console, Down, Question, Seen
+from tui.old_model import MAX_ROWS, Answered, Console, Down, Question, Seen
 
 
 def test_head_says_that_nobody_has_answered_yet():

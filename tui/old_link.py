@@ -25,12 +25,12 @@ from kvd.wire.admin import (
     Status,
     Why,
 )
-from tui.model import MAX_EVENTS, Answered, Down, Question, Seen
+from tui.old_model import MAX_EVENTS, Answered, Down, Question, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tui.model import News
+    from tui.old_model import News
 
     OnNews = Callable[[News], None]
 
