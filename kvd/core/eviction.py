@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ Key = tuple[int, ...]
 
 HEAP_SLACK = 64
 """Out-of-date heap entries allowed beside one per live node before the heap is made anew."""
+
+PEEK_STALE = 2048
+"""Out-of-date heap entries that a peek passes at most: some 2 us each, between two steps."""
 
 
 class Policy(enum.Enum):
@@ -72,6 +76,17 @@ class EvictionOrder(Protocol):
 
     def take(self, n_bytes: int) -> list[Node]:
         """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
+
+    def ahead(self) -> Iterator[Node | None]:
+        """All that ``take`` would come upon, in its order; changes nothing.
+
+        The unlocked ones are its next victims. A locked one, which it would pass, is named where
+        it stands, unless it was passed before. None is a step that found nobody. The order must
+        not change meanwhile.
+        """
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first ``limit`` nodes of ``ahead``: fewer where they are not found soon."""
 
     def __contains__(self, node: object) -> bool: ...
 
@@ -133,6 +148,14 @@ class LruOrder:
                 n_bytes -= len(node.pages)
                 out.append(node)
         return out
+
+    def ahead(self) -> Iterator[Node | None]:
+        """The nodes as they stand."""
+        return iter(self._nodes)
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first nodes as they stand."""
+        return list(islice(self._nodes, limit))
 
 
 class Rank:
@@ -225,6 +248,35 @@ class RankedOrder:
                 n_bytes -= len(node.pages)
                 out.append(node)
         return out
+
+    def ahead(self) -> Iterator[Node | None]:
+        """The nodes by their keys: what ``take`` does to the heap is done to what comes up of it.
+
+        Whatever of the heap may be next is in ``front``, with its place there; an entry that was
+        out of date is there once more, corrected, without a place.
+        """
+        heap = self._heap
+        front = [(entry, 0) for entry in heap[:1]]
+        passed: set[Node] = set()
+        while front:
+            entry, place = heappop(front)
+            if place >= 0:
+                for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+                    heappush(front, (heap[below], below))
+            node = entry[2]
+            if node in passed or node not in self._ranks:
+                yield None
+            elif not node.lock_ref and (corrected := self._entry(node)) != entry:
+                heappush(front, (corrected, -1))
+                yield None
+            else:
+                passed.add(node)
+                yield node
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first nodes by their keys, at most ``PEEK_STALE`` entries passed on the way."""
+        found = (node for node in islice(self.ahead(), limit + PEEK_STALE) if node is not None)
+        return list(islice(found, limit))
 
     def _entry(self, node: Node) -> tuple[Key, int, Node]:
         return self._key(node, self._ranks[node]), node.id, node

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from kvd.core.eviction import HEAP_SLACK, Policy, RankedOrder, eviction_order
+from kvd.core.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
 from kvd.core.radix import Node, RadixTree
 from kvd.types import Pages, Tokens, pack_ids
 
@@ -211,3 +213,70 @@ def test_heap_stays_small_when_nodes_are_locked_again_and_again():
 
 def test_order_asked_for_nothing_has_no_victims():
     assert [eviction_order(policy).take(0) for policy in Policy] == [[], [], [], []]
+
+
+def busy(policy: Policy, seed: int) -> tuple[Shelf, list[Node]]:
+    """A shelf after many accesses, some of its nodes locked, many of its keys out of date."""
+    rng = random.Random(seed)
+    shelf = Shelf(policy)
+    locked: list[Node] = []
+    for _ in range(120):
+        word = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
+        match rng.randrange(6):
+            case 0 | 1:
+                shelf.put(word, priority=rng.randrange(3))
+            case 2 | 3:
+                shelf.get(word)
+            case 4 if len(locked) < 4:
+                locked.append(shelf.tree.match(shelf.tokens(word), NAMESPACE))
+                shelf.tree.lock(locked[-1])
+            case 5 if locked:
+                shelf.tree.unlock(locked.pop(rng.randrange(len(locked))))
+            case _:
+                shelf.tree.evict(rng.randrange(2))
+    return shelf, locked
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("seed", range(8))
+def test_unlocked_nodes_of_a_peek_are_the_next_victims(policy: Policy, seed: int):
+    shelf, _ = busy(policy, seed)
+
+    seen = shelf.order.peek(1000)
+    victims = shelf.tree.evict(shelf.tree.evictable_pages).victims
+
+    assert [node for node in seen if node.lock_ref == 0] == victims
+    assert len(victims) > 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("seed", range(8))
+def test_a_peek_changes_no_later_victim(policy: Policy, seed: int):
+    peeked, left_alone = busy(policy, seed)[0], busy(policy, seed)[0]
+
+    for limit in (0, 1, 3, 1000):
+        peeked.order.peek(limit)
+
+    assert peeked.drain() == left_alone.drain()
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_peek_names_so_many_nodes_and_the_locked_ones_among_them(policy: Policy):
+    shelf = Shelf(policy)
+    nodes = [shelf.put(word) for word in "abcd"]
+    shelf.tree.lock(nodes[1])
+
+    assert shelf.order.peek(0) == []
+    assert shelf.order.peek(3) == nodes[:3]
+
+
+def test_a_peek_gives_up_when_the_heap_is_out_of_date_from_end_to_end():
+    shelf = Shelf(Policy.PRIORITY)
+    words = [chr(0x100 + number) for number in range(PEEK_STALE + 10)]
+    for word in words:
+        shelf.put(word)
+    for word in words[:-1]:
+        shelf.tree.match(shelf.tokens(word), NAMESPACE)  # used: its key grew, its entry did not
+
+    assert shelf.order.peek(5) == []
+    assert [shelf.word(node) for node in shelf.order.peek(20)] == [words[-1], *words[:10]]
