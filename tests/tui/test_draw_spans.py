@@ -1,0 +1,103 @@
+"""Lines of spans: they take the columns that they are given, and cannot steer a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from tui.draw.spans import (
+    STYLES,
+    Block,
+    Span,
+    beside,
+    columns,
+    cut,
+    fit,
+    left,
+    line,
+    merged,
+    right,
+    said,
+    spread,
+    text_of,
+    width_of,
+)
+
+WIDE = "漢字"
+"""Four columns."""
+
+
+def test_a_daemons_text_cannot_steer_the_terminal():
+    assert said("\x1b[2Jq\u202e") == Span("\\x1b[2Jq\\u202e", "plain")
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "is_cut_to"),
+    [
+        ("abcdef", 6, "abcdef"),
+        ("abcdef", 5, "abcd…"),
+        ("abcdef", 1, "…"),
+        ("abcdef", 0, ""),
+        ("abcdef", -3, ""),
+        (WIDE + "x", 5, WIDE + "x"),
+        (WIDE + "x", 4, "漢 …"),
+        (WIDE + "x", 3, "漢…"),
+    ],
+)
+def test_text_is_cut_to_the_columns_that_a_terminal_gives_it(text, width, is_cut_to):
+    assert cut(text, width) == is_cut_to
+
+
+def test_text_stands_at_the_left_and_figures_at_the_right():
+    assert (left(WIDE, 6), right("17", 6), left("abcdefg", 4)) == ("漢字  ", "    17", "abc…")
+
+
+def test_a_line_that_fits_is_padded_in_the_style_asked_for():
+    assert fit((Span("ab", "bad"),), 4, "dim") == (Span("ab", "bad"), Span("  ", "dim"))
+
+
+def test_a_line_that_just_fits_is_left_as_it_is():
+    assert fit((Span("ab", "bad"), Span("cd"), Span("")), 4) == (Span("ab", "bad"), Span("cd"))
+
+
+def test_a_line_that_is_too_long_ends_in_an_ellipsis():
+    assert fit((Span("ab", "bad"), Span("cdef")), 4) == (Span("ab", "bad"), Span("c…"))
+    assert fit((Span("abcd", "bad"), Span("ef")), 4) == (Span("abc…", "bad"),)
+
+
+@pytest.mark.parametrize("width", range(12))
+def test_a_line_takes_exactly_its_columns_at_any_width(width):
+    assert width_of(fit((Span("a" + WIDE, "ok"), Span(WIDE + "b")), width)) == width
+
+
+def test_equal_neighbours_become_one_span():
+    spans = (Span("a"), Span(""), Span("b"), Span("c", "bad"), Span("d", "bad", "free"))
+    assert merged(spans) == (Span("ab"), Span("c", "bad"), Span("d", "bad", "free"))
+
+
+def test_blocks_stand_side_by_side_and_the_shorter_ends_in_blanks():
+    made = beside([Block([line("one"), line("two")], 5), Block([line("x", "bad")], 2)], gap=2)
+
+    assert made == [
+        (Span("one    "), Span("x", "bad"), Span(" ")),
+        (Span("two" + " " * 6),),
+    ]
+
+
+def test_no_blocks_are_no_lines():
+    assert beside([]) == []
+
+
+def test_what_stands_at_the_right_stays_when_there_is_no_room():
+    ends = (line("a long name"), line("max 9"))
+    assert text_of(spread(*ends, 20)) == "a long name    max 9"
+    assert text_of(spread(*ends, 22, Span("─"))) == "a long name ──── max 9"
+    assert text_of(spread(*ends, 12)) == "a lon… max 9"
+    assert text_of(spread(*ends, 4)) == "max…"
+
+
+def test_columns_are_those_of_the_terminal_and_not_characters():
+    assert [columns(text) for text in ("abc", WIDE, "▀⣿█")] == [3, 4, 3]
+
+
+def test_styles_are_named_once_each():
+    assert len(set(STYLES)) == len(STYLES)

@@ -1,0 +1,171 @@
+"""Spans and lines, and how to cut, pad and join them by the columns that a terminal gives them.
+
+Strings that came from a daemon enter through ``said``: names are chosen by others, and may hold
+what would steer a terminal. ``Span`` itself is for text of our own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from rich.cells import cell_len, set_cell_size
+
+from kvd.text import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Style = Literal[
+    # text
+    "plain", "dim", "head", "key", "border", "ok", "warn", "bad",
+    # what is chosen, and what is pointed at
+    "selected", "cursor", "lit",
+    # pages by state
+    "unseen", "free", "cached", "saved", "held", "arriving", "sending", "locked", "quarantined",
+    "nobody",
+    # charts by load
+    "graph-low", "graph-mid", "graph-high",
+    # more and more of something: age, hits, locks
+    "ramp-0", "ramp-1", "ramp-2", "ramp-3", "ramp-4", "ramp-5", "ramp-6", "ramp-7",
+    # one of several of a kind: owners, tiers
+    "hue-0", "hue-1", "hue-2", "hue-3", "hue-4", "hue-5", "hue-6", "hue-7",
+]  # fmt: skip
+
+STYLES: tuple[Style, ...] = get_args(Style)
+"""Every style there is, for whoever gives them colours."""
+
+RAMPS: tuple[Style, ...] = tuple(name for name in STYLES if name.startswith("ramp-"))
+HUES: tuple[Style, ...] = tuple(name for name in STYLES if name.startswith("hue-"))
+
+CUT = "…"
+"""Stands where text went on."""
+
+
+class Span(NamedTuple):
+    """Text in one style. ``under``: the style whose colour is the background; empty for none."""
+
+    text: str
+    style: Style = "plain"
+    under: Style | Literal[""] = ""
+
+
+Line = tuple[Span, ...]
+"""What stands on one row of a terminal, from the left."""
+
+EMPTY: Line = ()
+
+
+def said(text: str, style: Style = "plain") -> Span:
+    """Text that a daemon sent, with everything that could steer a terminal written out."""
+    return Span(clean(text), style)
+
+
+def line(text: str, style: Style = "plain") -> Line:
+    """A line of one span, of text of our own."""
+    return (Span(text, style),)
+
+
+def columns(text: str) -> int:
+    """Columns that a terminal gives this text."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def width_of(one: Iterable[Span]) -> int:
+    """Columns of a line."""
+    return sum(columns(span.text) for span in one)
+
+
+def text_of(one: Iterable[Span]) -> str:
+    """A line without its styles."""
+    return "".join(span.text for span in one)
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns; where it went on stands an ellipsis."""
+    if columns(text) <= width:
+        return text
+    if width <= 0:
+        return ""
+    return set_cell_size(text, width - 1) + CUT
+
+
+def left(text: str, width: int) -> str:
+    """``text`` in exactly ``width`` columns, at the left."""
+    short = cut(text, width)
+    return short + " " * (width - columns(short))
+
+
+def right(text: str, width: int) -> str:
+    """``text`` in exactly ``width`` columns, at the right: for figures."""
+    short = cut(text, width)
+    return " " * (width - columns(short)) + short
+
+
+def fit(one: Iterable[Span], width: int, style: Style = "plain") -> Line:
+    """A line in exactly ``width`` columns: cut with an ellipsis, or padded in ``style``."""
+    parts = list(one)
+    room = width - width_of(parts)
+    if room >= 0:
+        return merged((*parts, Span(" " * room, style)))
+    made: list[Span] = []
+    room = width
+    for span in parts:
+        need = columns(span.text)
+        if need >= room:
+            text = set_cell_size(span.text, room - 1) + CUT if room > 0 else ""
+            made.append(span._replace(text=text))
+            break
+        made.append(span)
+        room -= need
+    return merged(made)
+
+
+def merged(spans: Iterable[Span]) -> Line:
+    """The same line with equal neighbours made one, and without empty spans."""
+    made: list[Span] = []
+    for span in spans:
+        if not span.text:
+            continue
+        if made and made[-1][1:] == span[1:]:
+            made[-1] = span._replace(text=made[-1].text + span.text)
+        else:
+            made.append(span)
+    return tuple(made)
+
+
+class Block(NamedTuple):
+    """Lines that take ``width`` columns side by side with others."""
+
+    lines: Sequence[Line]
+    width: int
+
+
+def beside(blocks: Sequence[Block], gap: int = 1) -> list[Line]:
+    """Blocks next to each other, ``gap`` columns between them; the shorter ones end in blanks."""
+    made: list[Line] = []
+    for row in range(max((len(block.lines) for block in blocks), default=0)):
+        parts: list[Span] = []
+        for at, block in enumerate(blocks):
+            if at:
+                parts.append(Span(" " * gap))
+            own = block.lines[row] if row < len(block.lines) else EMPTY
+            parts += fit(own, block.width)
+        made.append(merged(parts))
+    return made
+
+
+def spread(at_left: Line, at_right: Line, width: int, fill: Span | None = None) -> Line:
+    """One line with something at either end; the left one is cut where there is no room.
+
+    ``fill`` has one character, which stands between them, a blank at either side of it.
+    """
+    room = width - width_of(at_right)
+    if room <= 0:
+        return fit(at_right, width)
+    free = room - width_of(at_left)
+    if free < 1:
+        return merged((*fit(at_left, room - 1), Span(" "), *at_right))
+    if fill is None or free < 3:
+        return merged((*at_left, Span(" " * free), *at_right))
+    ruler = fill._replace(text=fill.text * (free - 2))
+    return merged((*at_left, Span(" "), ruler, Span(" "), *at_right))
