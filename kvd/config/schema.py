@@ -41,6 +41,20 @@ class AuditSection(msgspec.Struct, frozen=True):
     ] = 0.01
 
 
+class ConsoleSection(msgspec.Struct, frozen=True):
+    """What consoles (kvd-tui) may cost this node, all of them together."""
+
+    budget: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=0.5,
+            description="Share of one core for looking at tables and page maps. Without credit a "
+            "console gets what the last look found, and is told how old it is.",
+        ),
+    ] = 0.03
+
+
 class HttpSection(msgspec.Struct, frozen=True):
     """Probes and metrics."""
 
@@ -137,6 +151,7 @@ class Config(msgspec.Struct, frozen=True):
     admission: AdmissionSection
     transfer: TransferSection
     audit: AuditSection
+    console: ConsoleSection
     http: HttpSection
     log: LogSection
     limits: LimitsSection
@@ -155,6 +170,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "admission": AdmissionSection,
     "transfer": TransferSection,
     "audit": AuditSection,
+    "console": ConsoleSection,
     "http": HttpSection,
     "log": LogSection,
     "limits": LimitsSection,

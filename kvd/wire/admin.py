@@ -188,7 +188,8 @@ class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     """The answer to a ``Look``: ``answers`` are a ``Table`` or a ``PageMap`` each, in order.
 
-    ``lost`` events had left the ring before they were asked for, ``skipped`` did not fit.
+    ``lost`` events had left the ring before they were asked for, ``skipped`` did not fit. All up to
+    number ``upto`` were looked at: ask for those after it next.
     """
 
     call: int
@@ -197,6 +198,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     events: tuple[Event, ...]
     lost: int
     skipped: int
+    upto: int = 0
 
 
 class EventPage(msgspec.Struct, frozen=True, array_like=True, tag="event-page"):

@@ -1,6 +1,6 @@
 """Dependencies point one way, and heavy or impure modules stay where they belong.
 
-    types, errors <- wire <- core <- {config, pools, transfer, observe} <- daemon <- cli
+    types, errors <- wire <- core <- {config, pools, transfer, observe, console} <- daemon <- cli
     types, errors <- wire <- client <- tui
 
 Imports for type checkers count: a layer that must name another's types depends on it.
@@ -17,6 +17,7 @@ MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
+    "kvd.console",
 }
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "kvd.transfer": MIDDLE | {"kvd.transfer"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
+    "kvd.console": CORE | {"kvd.console"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
     "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},

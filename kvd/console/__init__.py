@@ -1,0 +1,1 @@
+"""What consoles see of the node: views of its state, cut to a screen, and paid from a budget."""

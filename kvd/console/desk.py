@@ -1,0 +1,172 @@
+"""Where consoles are served: one ``Look`` in, one ``Frame`` out, never more than a share of a core.
+
+Theory of operation. For each distinct query there is a feed, whoever asks; it is looked at again
+when it is asked for and older than ``FRESH_S``, so any number of consoles with the same screen cost
+one look. Looks are paid from a credit that earns ``budget`` of the time that passes: without
+credit, feeds are answered as they were, and say how old they are. So what consoles cost the loop is
+bounded by the budget and by some 50 us per request, whatever they ask and however large the node
+is. A feed that nobody asks for is forgotten.
+
+What must not live here: what a table says (the views), who asks (``daemon.admins``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.console.about import is_about
+from kvd.console.feed import Feed
+from kvd.console.views import VIEWS, worry
+from kvd.console.vitals import Loop, Worry, vitals
+from kvd.wire.admin import Frame
+from kvd.wire.console import MapQuery, PageMap, Query, Table, Vitals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvd.console.scene import Scene
+    from kvd.wire.admin import Look
+    from kvd.wire.console import EventQuery
+    from kvd.wire.events import Event
+
+FRESH_S = 0.08
+"""A look this young is good enough for anybody: a console paints ten times a second."""
+WORRY_S = 0.5
+"""How often concerns are counted for the head of the frames."""
+FORGET_S = 10.0
+MAX_FEEDS = 256
+MAX_CREDIT_S = 0.05
+"""The longest that the loop should be busy with consoles at once: a look at a large table."""
+SHARE_OVER_S = 2.0
+"""What consoles cost is told as a mean over so long."""
+
+_ENCODE = msgspec.msgpack.Encoder().encode
+
+
+class Desk:
+    """Serves every console of a node. ``events`` is ``Bus.after``."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        events: Callable[[int], tuple[int, Sequence[Event]]],
+        budget: float,
+        timer: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.lag_s = 0.0
+        """How late the loop's timer was, at worst lately; the shell writes it."""
+        self._scene = scene
+        self._events = events
+        self._budget = budget
+        self._timer = timer
+        self._credit_s = MAX_CREDIT_S
+        self._last_s = float("-inf")
+        self._revisions = itertools.count(1)
+        self._feeds: dict[Query, Feed] = {}
+        self._vitals: Vitals | None = None
+        self._worry, self._worry_s = Worry(), float("-inf")
+        self._spent_s, self._share, self._share_s = 0.0, 0.0, float("-inf")
+
+    def look(self, asked: Look, now_s: float) -> bytes:
+        """The frame for one console, at ``now_s`` on the daemon's clock. Raises nothing."""
+        begun_s = self._timer()
+        self._earn(now_s)
+        self._scene.now_s = now_s
+        answers = tuple([msgspec.Raw(self._answer(query, now_s)) for query in asked.queries])
+        head = self._head(now_s)
+        lost, skipped, events = self._happened(asked.events)
+        frame = _ENCODE(
+            Frame(asked.call, head, answers, events, lost, skipped, self._scene.node.out.seq)
+        )
+        spent_s = self._timer() - begun_s
+        self._credit_s -= spent_s
+        self._spent_s += spent_s
+        return frame
+
+    # ---- the budget --------------------------------------------------------------------------
+
+    def _earn(self, now_s: float) -> None:
+        if self._last_s > float("-inf"):
+            earned_s = (now_s - self._last_s) * self._budget
+            self._credit_s = min(self._credit_s + earned_s, MAX_CREDIT_S)
+        self._last_s = now_s
+        if now_s - self._share_s >= SHARE_OVER_S:
+            over_s = now_s - self._share_s
+            self._share = self._spent_s / over_s if over_s < float("inf") else 0.0
+            self._spent_s, self._share_s = 0.0, now_s
+            self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        old = [key for key, feed in self._feeds.items() if now_s - feed.asked_s > FORGET_S]
+        for key in old:
+            del self._feeds[key]
+
+    def _may_look(self) -> bool:
+        return self._credit_s > 0.0
+
+    # ---- parts of a frame --------------------------------------------------------------------
+
+    def _answer(self, query: Query | MapQuery, now_s: float) -> bytes:
+        if isinstance(query, MapQuery):
+            return _no_map(query, self._scene)
+        view = VIEWS.get(query.view)
+        if view is None:
+            return _no_table(query.view, now_s)
+        key = msgspec.structs.replace(query, have=0) if query.have else query
+        feed = self._feeds.get(key)
+        if feed is None:
+            if len(self._feeds) >= MAX_FEEDS:
+                del self._feeds[next(iter(self._feeds))]
+            feed = self._feeds[key] = Feed(query.view, view.columns, self._revisions)
+        feed.asked_s = now_s
+        if now_s - feed.at_s >= FRESH_S and self._may_look():
+            feed.update(view.window(self._scene, query), now_s)
+        return feed.answer(query.have)
+
+    def _head(self, now_s: float) -> Vitals:
+        if now_s - self._worry_s >= WORRY_S and self._may_look():
+            self._worry, self._worry_s = worry(self._scene), now_s
+        if self._vitals is None or (now_s - self._vitals.at_s >= FRESH_S and self._may_look()):
+            self._vitals = vitals(self._scene, self._worry, Loop(self.lag_s, self._share))
+        return self._vitals
+
+    def _happened(self, asked: EventQuery | None) -> tuple[int, int, tuple[Event, ...]]:
+        """How many were lost, how many did not fit, and the newest that were asked for."""
+        if asked is None:
+            return 0, 0, ()
+        lost, events = self._events(asked.after)
+        if asked.kinds:
+            kinds = set(asked.kinds)
+            events = [one for one in events if one.__struct_config__.tag in kinds]
+        if asked.about:
+            events = [one for one in events if is_about(one, asked.about)]
+        skipped = max(0, len(events) - asked.limit)
+        return lost, skipped, tuple(events[skipped:])
+
+
+def _no_table(name: str, now_s: float) -> bytes:
+    known = ", ".join(VIEWS)
+    why = f"there is no table {name!r}: this daemon has {known}"
+    return _ENCODE(Table(name, 0, 0, now_s, 0, 0, trouble=why))
+
+
+def _no_map(query: MapQuery, scene: Scene) -> bytes:
+    empty = PageMap(
+        component=query.component,
+        lens=query.lens,
+        revision=0,
+        at_s=scene.now_s,
+        took_s=0.0,
+        total_pages=0,
+        page_bytes=0,
+        first_page=0,
+        pages_each=query.pages_each,
+        levels=(),
+        cells=None,
+        trouble="pages are not surveyed",
+    )
+    return _ENCODE(empty)

@@ -1,0 +1,32 @@
+"""What views may read, at one moment between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvd.console.recent import Recent
+    from kvd.core.node import Node
+
+
+class Engines(Protocol):
+    """What the shell knows of the sessions, beside the core."""
+
+    def calls(self, session: int) -> int:
+        """Requests that it has made."""
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether that process still runs."""
+
+
+class Scene:
+    """The node, what happened lately, and what the shell knows. Read, never written."""
+
+    __slots__ = ("engines", "node", "now_s", "recent")
+
+    def __init__(self, node: Node, recent: Recent, engines: Engines) -> None:
+        self.node = node
+        self.recent = recent
+        self.engines = engines
+        self.now_s = node.out.at_s
+        """Of this look; ages are told by those who show them."""

@@ -1,0 +1,153 @@
+"""The desk: deltas by revision, a window of a table, filters, and a budget that is kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from kvd.console.desk import Desk
+from kvd.console.recent import Recent
+from kvd.console.scene import Scene
+from kvd.observe.bus import Bus
+from kvd.wire.admin import Frame, Look
+from kvd.wire.codec import ADMIN_REPLIES
+from kvd.wire.console import EventQuery, Filter, MapQuery, PageMap, Query, Table
+from tests.core.world import World
+
+
+class NoEngines:
+    """A shell that knows nothing of the sessions."""
+
+    def calls(self, session: int) -> int:
+        return session * 10
+
+    def is_alive(self, pid: int) -> bool:
+        return pid > 0
+
+
+class Service:
+    """A desk over a world's decode node, at moments that the test chooses; its looks cost 1 ms."""
+
+    def __init__(self, world: World, budget: float = 0.5, look_s: float = 0.001) -> None:
+        self.node = world.d.node
+        self.bus = Bus()
+        recent = Recent()
+        self.bus.subscribe(recent.take, wants=recent.wants)
+        ticks = itertools.count(0.0, look_s)
+        self.desk = Desk(
+            Scene(self.node, recent, NoEngines()), self.bus.after, budget, lambda: next(ticks)
+        )
+        self.now_s = 100.0
+
+    def look(self, *queries: Query | MapQuery, events: EventQuery | None = None) -> Frame:
+        frame = ADMIN_REPLIES.decode(self.desk.look(Look(1, queries, events), self.now_s))
+        assert isinstance(frame, Frame)
+        return frame
+
+    def table(self, query: Query) -> Table:
+        self.now_s += 1.0
+        [answer] = self.look(query).answers
+        return msgspec.msgpack.decode(answer, type=Table)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service(World())
+
+
+def test_the_first_answer_is_the_whole_window_with_its_columns(service):
+    table = service.table(Query("clients"))
+
+    assert (table.since, table.total, table.of) == (0, 1, 1)
+    assert table.order == ("client:1",)
+    assert [column.name for column in table.columns][:2] == ["name", "state"]
+    assert [row.key for row in table.rows] == ["client:1"]
+
+
+def test_what_did_not_change_is_not_sent_again(service):
+    first = service.table(Query("clients"))
+    again = service.table(Query("clients", have=first.revision))
+
+    assert (again.since, again.revision) == (first.revision, first.revision)
+    assert (again.order, again.rows, again.columns) == (None, (), ())
+    assert again.at_s > first.at_s
+
+
+def test_a_row_that_changed_is_sent_without_the_others(service):
+    service.node.sessions.by_id[2] = type(service.node.sessions.by_id[1])(2, "other", 0.0)
+    first = service.table(Query("clients"))
+    service.node.sessions.by_id[2].pids.append(77)
+    again = service.table(Query("clients", have=first.revision))
+
+    assert again.revision > first.revision
+    assert [row.key for row in again.rows] == ["client:2"]
+    assert again.order is None
+
+
+def test_a_revision_of_another_life_is_answered_with_everything(service):
+    first = service.table(Query("clients"))
+
+    assert service.table(Query("clients", have=first.revision + 100)).since == 0
+
+
+def test_filters_and_sorting_are_done_here(service):
+    for number, name in ((2, "bee"), (3, "ant")):
+        service.node.sessions.by_id[number] = type(service.node.sessions.by_id[1])(
+            number, name, 0.0
+        )
+    query = Query("clients", sort="-name", limit=1, filters=(Filter("calls", "over", 15),))
+    table = service.table(query)
+
+    assert (table.total, table.of) == (2, 3)
+    assert [row.cells[0] for row in table.rows] == ["bee"]
+    assert service.table(Query("clients", filters=(Filter("calls", "over", 25),))).total == 1
+    assert service.table(Query("clients", filters=(Filter("", "has", "BEE"),))).total == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        (Query("nothing"), "no table 'nothing'"),
+        (Query("clients", sort="-beauty"), "no column 'beauty'"),
+        (Query("clients", filters=(Filter("beauty", "is", 1),)), "no column 'beauty'"),
+    ],
+)
+def test_what_there_is_not_is_said(service, query, why):
+    table = service.table(query)
+
+    assert why in table.trouble
+    assert table.revision == 0
+
+
+def test_without_credit_the_last_look_is_answered_and_says_how_old_it_is():
+    service = Service(World(), budget=0.01, look_s=0.1)
+    first = service.table(Query("clients"))
+    service.node.sessions.by_id[1].pids.append(99)
+    poor = service.table(Query("clients", have=first.revision))
+    service.now_s += 60.0
+    rich = service.table(Query("clients", have=first.revision))
+
+    assert (poor.at_s, poor.rows) == (first.at_s, ())
+    assert rich.at_s == service.now_s
+    assert [row.key for row in rich.rows] == ["client:1"]
+
+
+def test_a_map_is_answered_beside_a_table_in_the_order_asked(service):
+    frame = service.look(MapQuery("", "state"), Query("clients"))
+    types = [type(msgspec.msgpack.decode(answer, type=Table | PageMap)) for answer in frame.answers]
+    assert types == [PageMap, Table]
+
+
+def test_events_are_those_after_a_number_and_the_newest_of_too_many():
+    world = World()
+    service = Service(world)
+    service.bus.publish(world.d.events)
+    last = world.d.events[-1].seq
+    frame = service.look(events=EventQuery(0, limit=1))
+
+    assert [one.seq for one in frame.events] == [last]
+    assert frame.skipped == len(world.d.events) - 1
+    assert frame.upto == last
+    assert service.look(events=EventQuery(last)).events == ()
