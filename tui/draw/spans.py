@@ -19,7 +19,7 @@ Style = Literal[
     # text
     "plain", "dim", "head", "key", "border", "ok", "warn", "bad",
     # what is chosen, and what is pointed at
-    "selected", "cursor", "lit",
+    "selected", "cursor", "lit", "label",
     # pages by state
     "unseen", "free", "cached", "saved", "held", "arriving", "sending", "locked", "quarantined",
     "nobody",
@@ -42,7 +42,10 @@ CUT = "…"
 
 
 class Span(NamedTuple):
-    """Text in one style. ``under``: the style whose colour is the background; empty for none."""
+    """Text in one style. ``under``: the style whose colour is the background; empty for none.
+
+    The style ``label`` is for letters on such a ground, readable on any of them.
+    """
 
     text: str
     style: Style = "plain"

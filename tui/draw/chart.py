@@ -1,0 +1,164 @@
+"""Charts over time, and bars: shapes for the eye, and always the figure beside them in text.
+
+A chart of ``w`` columns shows the last ``2 w`` values, the newest at the right. Runs of braille are
+spans of their own: in a picture, a run that mixes letters and braille changes its font as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tui.draw.spans import Line, Span, Style, fit, line, said, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DOTS = 4
+"""Of a braille cell, from the bottom; it has two columns of them."""
+MAX_HEIGHT = 63
+"""Lines of a chart: the dots of one column are counted in a byte."""
+
+_LEFT = (0, 0x40, 0x44, 0x46, 0x47)
+_RIGHT = (0, 0x80, 0xA0, 0xB0, 0xB8)
+_BRAILLE = [[chr(0x2800 + left + right) for right in _RIGHT] for left in _LEFT]
+"""By dots in the left column, then in the right one."""
+
+_CLIPS = [
+    bytes(min(max(dots - DOTS * row, 0), DOTS) for dots in range(256)) for row in range(MAX_HEIGHT)
+]
+"""By line from the bottom: the dots of a column that are in it, for any number of dots."""
+
+STEPS = "▁▂▃▄▅▆▇█"
+EIGHTHS = "▏▎▍▌▋▊▉█"
+
+ROUNDING = 1e-9
+"""29 of 100 are 29 %, whatever a division makes of it."""
+
+MID_SHARE, HIGH_SHARE = 0.5, 0.8
+"""Above these shares of its top a chart changes its style."""
+
+Value = float | None
+"""None where nobody knows: before the console came, or while the daemon was away."""
+
+
+class Series(NamedTuple):
+    """What a chart shows: values at even intervals, oldest first, and how a figure is said.
+
+    ``top``: the value at the upper edge; None for the largest one shown.
+    """
+
+    title: str
+    values: Sequence[Value]
+    show: Callable[[float], str]
+    top: float | None = None
+
+
+def chart(series: Series, width: int, height: int) -> list[Line]:
+    """A head with the newest and the largest value, and ``height - 1`` lines of an area."""
+    shown = _last(series.values, 2 * width)
+    known = [value for value in shown if value is not None]
+    if not known:
+        head = spread((said(series.title, "head"),), line("no figures yet", "dim"), width)
+        return [head, *_blank(width, height - 1)]
+    newest = shown[-1]
+    peak = max(known)
+    now = "-" if newest is None else series.show(newest)
+    at_left = (said(series.title, "head"), Span(f" {now}"))
+    head = spread(at_left, line(f"max {series.show(peak)}", "dim"), width, Span("─", "border"))
+    top = peak if series.top is None else series.top
+    return [head, *area(shown, width, height - 1, top)]
+
+
+def area(values: Sequence[Value], width: int, height: int, top: float) -> list[Line]:
+    """The values as a filled curve; whatever is above nothing shows at least one dot."""
+    height = min(height, MAX_HEIGHT)
+    if height <= 0 or width <= 0:
+        return []
+    shown = _last(values, 2 * width)
+    full = DOTS * height
+    scale = full / top if top > 0 else 0.0
+    dots = bytes(
+        min(max(round(value * scale), 1), full) if value else 0
+        for value in (0.0 if value is None else max(value, 0.0) for value in shown)
+    ).rjust(2 * width, b"\0")
+    lines: list[Line] = []
+    for row in reversed(range(height)):
+        inside = dots.translate(_CLIPS[row])
+        pairs = zip(inside[::2], inside[1::2], strict=True)
+        lines.append((Span("".join([_BRAILLE[a][b] for a, b in pairs]), _load(row, height)),))
+    return lines
+
+
+def spark(values: Sequence[Value], width: int, top: float | None = None) -> Span:
+    """The last values as steps, one column each; a dot where nobody knows."""
+    shown = _last(values, width)
+    peak = max([value for value in shown if value is not None], default=0.0)
+    highest = peak if top is None else top
+    steps = "".join([_step(value, highest) for value in shown])
+    newest = shown[-1] if shown else None
+    share = newest / highest if newest and highest > 0 else 0.0
+    return Span(steps.rjust(max(width, 0)), _load_of(share))
+
+
+def bar(part: float, whole: float, width: int, style: Style | None = None) -> Line:
+    """A share as a bar and in percent, in ``width`` columns; just the percent where it is narrow.
+
+    Without ``style`` it has that of its load.
+    """
+    said_share = f" {percent(part, whole):>4}"
+    room = width - len(said_share)
+    share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
+    if room < 1:
+        return fit(line(said_share.lstrip()), width)
+    eighths = int(share * room * 8)
+    if share > 0:
+        eighths = max(eighths, 1)
+    if share < 1:
+        eighths = min(eighths, room * 8 - 1)
+    full, rest = divmod(eighths, 8)
+    filled = "█" * full + (EIGHTHS[rest - 1] if rest else "")
+    spans = (
+        Span(filled, style or _load_of(share)),
+        Span("░" * (room - len(filled)), "dim"),
+        Span(said_share),
+    )
+    return fit(spans, width)
+
+
+def percent(part: float, whole: float) -> str:
+    """At most four characters; 0 % and 100 % only where it is just that."""
+    if whole <= 0:
+        return "-"
+    share = 100 * part / whole
+    if 0 < share < 1:
+        return "<1%"
+    if share >= 100:
+        return "100%" if share == 100 else ">all"
+    return f"{int(share + ROUNDING)}%"
+
+
+def _blank(width: int, height: int) -> list[Line]:
+    return [line("⠀" * width, "dim")] * max(height, 0)
+
+
+def _last(values: Sequence[Value], count: int) -> list[Value]:
+    return list(values[-count:]) if count > 0 else []
+
+
+def _step(value: Value, top: float) -> str:
+    if value is None:
+        return "·"
+    if value <= 0 or top <= 0:
+        return STEPS[0]
+    return STEPS[min(max(round(7 * value / top), 1), 7)]
+
+
+def _load(row: int, height: int) -> Style:
+    """The style of a line of a chart, by how high it is."""
+    return _load_of((row + 0.5) / height)
+
+
+def _load_of(share: float) -> Style:
+    if share < MID_SHARE:
+        return "graph-low"
+    return "graph-mid" if share < HIGH_SHARE else "graph-high"
