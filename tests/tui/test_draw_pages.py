@@ -1,0 +1,236 @@
+"""The page map: which cell a character shows, and that nothing is told by colour alone."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+import pytest
+
+from kvd.wire.console import Level, PageMap
+from tui.draw.pages import (
+    Grid,
+    Window,
+    cell_of,
+    draw,
+    legend,
+    next_of,
+    pages_of,
+    placed,
+    styles,
+    told,
+    whole,
+    zoomed,
+)
+from tui.draw.spans import Line, Span, text_of, width_of
+
+LEVELS = (
+    Level(".", "free", 40_000),
+    Level("c", "cached", 1_015_808),
+    Level("H", "held", 7),
+    Level("!", "nobody", 0),
+)
+
+
+def page_map(cells: bytes, **more: object) -> PageMap:
+    one = PageMap(
+        "kv", "state", 1, 0.0, 0.0, len(cells) * 3, 65_536, 0, 3, LEVELS, cells
+    )  # fmt: skip
+    return msgspec.structs.replace(one, **more)
+
+
+def texts(lines: list[Line]) -> list[str]:
+    return [text_of(one) for one in lines]
+
+
+def test_a_character_is_two_cells_one_over_the_other():
+    shown = page_map(bytes([0, 1, 2, 3]))
+    assert draw(shown, Grid(2, 1)) == [(Span("▀", "free", "held"), Span("▀", "cached", "nobody"))]
+
+
+def test_a_wide_run_of_one_level_begins_with_its_letter():
+    shown = page_map(bytes([1] * 5 + [2] + [1] * 5 + [2]))
+    assert draw(shown, Grid(6, 1)) == [
+        (Span("c", "label", "cached"), Span("▀▀▀▀", "cached", "cached"), Span("▀", "held", "held"))
+    ]
+
+
+def test_without_colour_a_character_is_the_letter_of_one_cell():
+    shown = page_map(bytes([0, 0, 1, 2, 3, 3]))
+    assert draw(shown, Grid(3, 2, "letters")) == [
+        (Span("..", "free"), Span("c", "cached")),
+        (Span("H", "held"), Span("!!", "nobody")),
+    ]
+
+
+@pytest.mark.parametrize("shape", ["blocks", "letters"])
+def test_a_map_fills_its_grid_however_many_cells_came(shape):
+    for cells in (0, 1, 7, 40, 500):
+        made = draw(page_map(bytes(cells)), Grid(8, 4, shape))
+        assert [width_of(one) for one in made] == [8] * 4
+
+
+def test_behind_the_last_page_there_is_nothing():
+    assert draw(page_map(bytes([2])), Grid(3, 1)) == [(Span("▀", "held"), Span("  "))]
+    assert draw(page_map(bytes([2])), Grid(3, 1, "letters")) == [(Span("H", "held"), Span("  "))]
+
+
+def test_lit_cells_show_without_colour_and_which_half_is_lit():
+    shown = page_map(bytes([0, 1, 2, 0, 1, 2]), lit=(0, 4, 2, 5))
+    assert draw(shown, Grid(3, 1)) == [
+        (Span("▔", "lit", "free"), Span("▁", "lit", "cached"), Span("■", "lit", "held"))
+    ]
+    assert texts(draw(shown, Grid(3, 2, "letters"))) == ["■c■", ".■■"]
+
+
+@pytest.mark.parametrize(("cursor", "drawn"), [(1, "▔▲■"), (4, "▔▼■"), (0, "▲▀■"), (5, "▔▀▼")])
+def test_the_cursor_shows_without_colour_and_comes_before_what_is_lit(cursor, drawn):
+    shown = page_map(bytes([0, 1, 2, 0, 0, 2]), lit=(0, 2, 5))
+    assert texts(draw(shown, Grid(3, 1), cursor)) == [drawn]
+
+
+def test_the_cursor_among_letters_is_a_shape():
+    assert texts(draw(page_map(bytes(4)), Grid(2, 2, "letters"), 3)) == ["..", ".◆"]
+
+
+def test_marks_outside_the_grid_are_left_out():
+    shown = page_map(bytes(4), lit=(900, -1))
+    assert texts(draw(shown, Grid(2, 1), 77)) == ["▀▀"]
+
+
+def test_a_map_that_cannot_be_had_says_why():
+    made = draw(page_map(b"", trouble="no component 'x\x1b[m'"), Grid(24, 2))
+    assert texts(made) == ["no component 'x\\x1b[m'  ", " " * 24]
+    unchanged = msgspec.structs.replace(page_map(b""), cells=None)
+    assert texts(draw(unchanged, Grid(26, 1))) == ["no map of it has come yet "]
+
+
+def test_a_letter_that_is_not_one_column_wide_cannot_shift_the_map():
+    levels = (Level("漢", "wide", 1), Level("", "none", 1), Level("\x1b", "esc", 1))
+    shown = page_map(bytes([0, 1, 2]), levels=levels)
+    assert texts(draw(shown, Grid(3, 1, "letters"))) == ["???"]
+
+
+def test_the_legend_has_letter_name_and_pages_of_every_level():
+    made = legend(page_map(bytes(4)), 34)
+    assert texts(made) == [
+        ". free 40 000  c cached 1 015 808 ",
+        "H held 7  ! nobody 0              ",
+    ]
+    assert made[0][0] == Span(".", "label", "free")
+
+
+def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
+    levels = (Level(".", "free", 1), *[Level(str(at), f"{at} s", 1) for at in range(4)])
+    graded = page_map(b"", lens="age", levels=levels)
+    assert styles(graded) == ("free", "ramp-0", "ramp-2", "ramp-4", "ramp-7")
+    owners = page_map(b"", lens="owner", levels=levels)
+    assert styles(owners) == ("free", "hue-0", "hue-1", "hue-2", "hue-3")
+
+
+def test_more_owners_than_hues_still_have_a_style_each():
+    levels = tuple(Level(chr(65 + at), f"o{at}", 1) for at in range(20))
+    assert len(styles(page_map(b"", lens="owner", levels=levels))) == 20
+
+
+def test_a_cell_is_told_in_words():
+    shown = page_map(bytes([0, 2]), lit=(1,), total_pages=5)
+    assert text_of(told(shown, 0)) == "pages 0 to 2  . free at worst"
+    assert text_of(told(shown, 1)) == "pages 3 to 4  H held at worst  ■ lit"
+    assert text_of(told(shown, 2)) == "no page here"
+    one = page_map(bytes([0, 2]), pages_each=1)
+    assert text_of(told(one, 1)) == "page 1  H held"
+
+
+# ---- from the screen to pages and back -------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["blocks", "letters"])
+def test_a_character_and_its_cell_find_each_other(shape):
+    grid = Grid(7, 3, shape)
+    for row in range(3):
+        for column in range(7):
+            cell = grid.cell_at(row, column)
+            assert cell is not None
+            assert grid.place_of(cell) == (row, column)
+    assert {grid.place_of(cell)[0] for cell in range(grid.cells)} == {0, 1, 2}
+
+
+def test_outside_of_the_map_there_is_no_cell():
+    grid = Grid(7, 3)
+    assert [grid.cell_at(*at) for at in ((-1, 0), (0, -1), (3, 0), (0, 7))] == [None] * 4
+
+
+def test_a_cell_and_a_page_find_each_other():
+    shown = page_map(bytes(10), first_page=6, total_pages=34)
+    assert pages_of(shown, 2) == range(12, 15)
+    assert pages_of(shown, 9) == range(33, 34)
+    assert pages_of(shown, 10) == range(34, 34)
+    assert [cell_of(shown, page) for page in (5, 6, 14, 33, 34)] == [None, 0, 2, 9, None]
+
+
+def test_arrows_move_by_a_cell_and_stay_inside():
+    grid = Grid(4, 2)
+    assert grid.moved(5, rows=1, cells=14) == 9
+    assert grid.moved(5, columns=-1, cells=14) == 4
+    assert grid.moved(4, columns=-1, cells=14) == 4
+    assert grid.moved(2, rows=-1, cells=14) == 2
+    assert grid.moved(10, rows=1, cells=14) == 10
+    assert grid.moved(13, columns=1, cells=14) == 13
+    assert grid.moved(3, columns=9, cells=0) == 0
+
+
+def test_the_next_cell_of_a_level_is_found_in_both_directions():
+    shown = page_map(bytes([2, 0, 0, 2, 3]))
+    assert next_of(shown, 0, {2}) == 3
+    assert next_of(shown, 3, {2}, step=-1) == 0
+    assert next_of(shown, 3, {2}) is None
+
+
+def test_all_pages_fit_into_the_cells_that_there_are():
+    assert whole(1_015_808, 16_384) == Window(0, 62)
+    assert whole(10, 16_384) == Window(0, 1)
+
+
+def test_zooming_keeps_the_page_in_its_cell_and_ends_at_a_page_a_cell():
+    window = whole(100_000, 1000)
+    closer = zoomed(window, 50_050, 100_000, cells=1000, times=4)
+    assert closer == Window(37_550, 25)
+    assert (50_050 - closer.first_page) // closer.pages_each == 50_050 // window.pages_each
+    for _ in range(9):
+        closer = zoomed(closer, 50_050, 100_000, cells=1000, times=4)
+    assert closer.pages_each == 1
+    assert closer.first_page <= 50_050 < closer.first_page + 1000
+
+
+def test_zooming_out_ends_at_all_pages():
+    window = Window(40, 1)
+    for _ in range(9):
+        window = zoomed(window, 44, 100_000, cells=1000, times=0.5)
+    assert window == whole(100_000, 1000)
+
+
+def test_a_window_does_not_look_past_the_last_page():
+    assert placed(99_999, 10, 100_000, 1000) == Window(90_000, 10)
+    assert placed(-5, 10, 100_000, 1000) == Window(0, 10)
+
+
+# ---- the price -------------------------------------------------------------------------------
+
+
+def test_a_large_map_is_drawn_within_its_share_of_a_frame():
+    """In processor time, the best of a few: a busy machine only ever adds."""
+    chance = random.Random(7)
+    cells = b"".join(
+        bytes([chance.choice((0, 1, 1, 2))]) * chance.randrange(120) for _ in range(400)
+    )
+    assert len(cells) > 20_000
+    best_s = min(_cost_s(page_map(cells[:20_000], lit=(5, 77, 1000))) for _ in range(10))
+    assert best_s < 0.010
+
+
+def _cost_s(shown: PageMap) -> float:
+    before = time.process_time()
+    draw(shown, Grid(200, 50), 4040)
+    return time.process_time() - before

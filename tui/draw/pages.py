@@ -1,0 +1,325 @@
+"""The map of the pages of one component: every character is two cells, or one with its letter.
+
+As ``blocks`` a character is a half block: the upper cell in the colour of the letter's ink, the
+lower one in that of its ground. A run of one level begins with the letter of the level. Without
+colour, as ``letters``, a character is one cell, and that is its letter.
+
+A cell stands for ``pages_each`` pages. Cells count from 0 at the upper left, row by row; a row of
+cells is half a line high as ``blocks``. Cells that are lit, and the cursor, are marked by shape.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvd.text import clean
+from tui.draw.spans import HUES, RAMPS, Line, Span, Style, columns, fit, line, merged
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from kvd.wire.console import Level, PageMap
+
+Shape = Literal["blocks", "letters"]
+
+HALF = "▀"
+LABELLED_COLUMNS = 4
+"""Runs of one level as wide as this begin with its letter."""
+CURSOR = "◆"
+CURSOR_UP, CURSOR_DOWN = "▲", "▼"
+LIT = "■"
+LIT_UP, LIT_DOWN = "▔", "▁"
+
+NOWHERE = 255
+"""In place of a level, behind the last page."""
+
+_LIT_UP, _LIT_DOWN, _AT_UP, _AT_DOWN = 1, 2, 4, 8
+
+STATES: dict[str, Style] = {
+    "null": "unseen",
+    "not yet seen": "unseen",
+    "unseen": "unseen",
+    "free": "free",
+    "cached": "cached",
+    "saved": "saved",
+    "held": "held",
+    "lingering": "held",
+    "arriving": "arriving",
+    "receiving": "arriving",
+    "sending": "sending",
+    "locked": "locked",
+    "quarantined": "quarantined",
+    "quarantine": "quarantined",
+    "nobody": "nobody",
+    "unreachable": "nobody",
+}
+"""Names of levels that have a style of their own, in any lens."""
+
+GRADED = {"age", "hits", "locks"}
+"""Lenses whose levels are more and more of something."""
+
+
+class Grid(NamedTuple):
+    """Columns and lines of a map on the screen, and how its characters show cells."""
+
+    width: int
+    height: int
+    shape: Shape = "blocks"
+
+    @property
+    def each(self) -> int:
+        """Cells of one character."""
+        return 2 if self.shape == "blocks" else 1
+
+    @property
+    def cells(self) -> int:
+        """All that there is room for."""
+        return self.width * self.height * self.each
+
+    def cell_at(self, row: int, column: int) -> int | None:
+        """The (upper) cell of the character on this line and column; None outside."""
+        if not (0 <= row < self.height and 0 <= column < self.width):
+            return None
+        return row * self.each * self.width + column
+
+    def place_of(self, cell: int) -> tuple[int, int]:
+        """Line and column of the character that shows a cell."""
+        row, column = divmod(cell, self.width)
+        return row // self.each, column
+
+    def moved(self, cell: int, *, rows: int = 0, columns: int = 0, cells: int) -> int:
+        """Where an arrow key leads from a cell, if there are ``cells``: never outside."""
+        row, column = divmod(cell, max(self.width, 1))
+        column = min(max(column + columns, 0), self.width - 1)
+        there = (row + rows) * self.width + column
+        if not 0 <= there < cells:
+            there = row * self.width + column
+        return max(min(there, cells - 1), 0)
+
+
+class Window(NamedTuple):
+    """What part of a component a map shows: from which page on, and how many a cell has."""
+
+    first_page: int
+    pages_each: int
+
+
+def whole(total_pages: int, cells: int) -> Window:
+    """All pages, in as many cells as there is room for."""
+    return Window(0, max(1, -(-total_pages // max(cells, 1))))
+
+
+def zoomed(window: Window, page: int, total_pages: int, *, cells: int, times: float) -> Window:
+    """``times`` closer (under 1: farther), so that ``page`` stays about where it is.
+
+    Never closer than a page a cell, never farther than all pages.
+    """
+    most = whole(total_pages, cells).pages_each
+    each = min(max(round(window.pages_each / times), 1), most)
+    if each == window.pages_each:
+        each = min(max(each + (1 if times < 1 else -1), 1), most)
+    ahead = (page - window.first_page) // window.pages_each
+    return placed(page - ahead * each, each, total_pages, cells)
+
+
+def placed(first_page: int, pages_each: int, total_pages: int, cells: int) -> Window:
+    """A window at about this page that does not look past the last one."""
+    latest = max(0, total_pages - cells * pages_each)
+    return Window(min(max(first_page, 0), latest), pages_each)
+
+
+def pages_of(shown: PageMap, cell: int) -> range:
+    """The pages of one cell; none of them behind the last page of the component."""
+    first = shown.first_page + cell * shown.pages_each
+    end = min(first + shown.pages_each, shown.total_pages)
+    return range(min(first, end), end)
+
+
+def cell_of(shown: PageMap, page: int) -> int | None:
+    """The cell with this page; None if the map does not show it."""
+    cell, rest = divmod(page - shown.first_page, shown.pages_each)
+    is_there = 0 <= cell < len(shown.cells or b"") and page < shown.total_pages
+    return cell if is_there and rest >= 0 else None
+
+
+def next_of(shown: PageMap, cell: int, levels: Container[int], *, step: int = 1) -> int | None:
+    """The next cell from this one on (``step`` -1: back) that has one of these levels."""
+    cells = shown.cells or b""
+    at = cell + step
+    while 0 <= at < len(cells):
+        if cells[at] in levels:
+            return at
+        at += step
+    return None
+
+
+def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
+    """The map in exactly the lines and columns of ``grid``."""
+    if shown.trouble or shown.cells is None:
+        said = clean(shown.trouble) or "no map of it has come yet"
+        rest = [line(" " * grid.width)] * (grid.height - 1)
+        return [fit(line(said, "dim"), grid.width), *rest][: max(grid.height, 0)]
+    inks = _Inks(shown, grid.shape)
+    size = grid.width * grid.each
+    cells = shown.cells[: grid.cells].ljust(grid.cells, bytes((NOWHERE,)))
+    marks = _marks(shown.lit, cursor, grid)
+    lines: list[Line] = []
+    for row in range(grid.height):
+        upper = cells[row * size : row * size + grid.width]
+        lower = cells[row * size + grid.width : (row + 1) * size] or upper
+        own = marks.get(row) or bytes(grid.width)
+        spans: list[Span] = []
+        for key, run in groupby(zip(upper, lower, own, strict=True)):
+            count = sum(1 for _ in run)
+            spans += inks.run(key, count)
+        lines.append(tuple(spans))
+    return lines
+
+
+def legend(shown: PageMap, width: int) -> list[Line]:
+    """Every level with its colour, letter, name and pages, on as few lines as that takes."""
+    lines: list[list[Span]] = []
+    room = 0
+    for at, (level, style) in enumerate(zip(shown.levels, styles(shown), strict=True)):
+        figure = f" {clean(level.name)} {thousands(level.pages)}"
+        letter = _letter(level)
+        need = 1 + columns(figure)
+        if not at or need + 2 > room:
+            lines.append([])
+            room = width
+        else:
+            lines[-1].append(Span("  "))
+            room -= 2
+        lines[-1] += [Span(letter, "label", style), Span(figure, "plain" if level.pages else "dim")]
+        room -= need
+    return [fit(one, width) for one in lines]
+
+
+def told(shown: PageMap, cell: int) -> Line:
+    """A cell in words: its pages, its level with its letter, and whether it is lit."""
+    pages = pages_of(shown, cell)
+    cells = shown.cells or b""
+    if not pages or not 0 <= cell < len(cells):
+        return line("no page here", "dim")
+    which = f"page {pages[0]}" if len(pages) == 1 else f"pages {pages[0]} to {pages[-1]}"
+    spans = [Span(which)]
+    if cells[cell] < len(shown.levels):
+        level = shown.levels[cells[cell]]
+        spans += [
+            Span("  "),
+            Span(_letter(level), "label", styles(shown)[cells[cell]]),
+            Span(f" {clean(level.name)}"),
+        ]
+        if len(pages) > 1:
+            spans.append(Span(" at worst", "dim"))
+    if cell in shown.lit:
+        spans += [Span("  "), Span(LIT, "lit"), Span(" lit")]
+    return merged(spans)
+
+
+def thousands(count: int) -> str:
+    """A count of pages with its thousands set apart: ``1 015 808``."""
+    return f"{count:,}".replace(",", " ")
+
+
+def styles(shown: PageMap) -> tuple[Style, ...]:
+    """The style of each level: states have their own, the others those of the lens in order."""
+    others = [level for level in shown.levels if level.name not in STATES]
+    scale = RAMPS if shown.lens in GRADED else HUES
+    made = dict(zip(map(id, others), _spaced(scale, len(others), shown.lens), strict=True))
+    return tuple(STATES.get(level.name) or made[id(level)] for level in shown.levels)
+
+
+def _spaced(scale: Sequence[Style], count: int, lens: str) -> list[Style]:
+    """``count`` styles: of a ramp from end to end, of hues one after the other."""
+    if lens not in GRADED:
+        return [scale[at % len(scale)] for at in range(count)]
+    return [scale[at * (len(scale) - 1) // max(count - 1, 1)] for at in range(count)]
+
+
+def _marks(lit: Sequence[int], cursor: int | None, grid: Grid) -> dict[int, bytearray]:
+    """By line that has any: the marks of its characters."""
+    found: dict[int, bytearray] = {}
+    noted = [(cell, _LIT_UP) for cell in lit]
+    if cursor is not None:
+        noted.append((cursor, _AT_UP))
+    for cell, mark in noted:
+        if 0 <= cell < grid.cells:
+            row, column = divmod(cell, grid.width)
+            is_lower = grid.each == 2 and row % 2
+            of_line = found.setdefault(row // grid.each, bytearray(grid.width))
+            of_line[column] |= mark << 1 if is_lower else mark
+    return found
+
+
+Key = tuple[int, int, int]
+"""Levels of the upper and the lower cell of a character, and its marks."""
+
+
+class _Inks:
+    """Spans for runs of characters, by what they show."""
+
+    def __init__(self, shown: PageMap, shape: Shape) -> None:
+        self._styles = styles(shown)
+        self._letters = tuple(_letter(level) for level in shown.levels)
+        self._made = self._blocks if shape == "blocks" else self._lettered
+        self._single: dict[Key, tuple[Span, ...]] = {}
+        """Runs of one, of which noise is made."""
+
+    def run(self, key: Key, count: int) -> tuple[Span, ...]:
+        """``count`` equal characters."""
+        if count > 1:
+            return self._made(key, count)
+        made = self._single.get(key)
+        if made is None:
+            made = self._single[key] = self._made(key, 1)
+        return made
+
+    def _lettered(self, key: Key, count: int) -> tuple[Span, ...]:
+        level, _, mark = key
+        if mark:
+            text, style = (CURSOR, _CURSOR) if mark & _AT_UP else (LIT, _LIT)
+            return (Span(text * count, style, self._style(level)),)
+        if level >= len(self._styles):
+            return (Span(" " * count),)
+        return (Span(self._letters[level] * count, self._styles[level]),)
+
+    def _blocks(self, key: Key, count: int) -> tuple[Span, ...]:
+        upper, lower, mark = key
+        if mark:
+            return (self._marked(key, count),)
+        over, under = self._style(upper), self._style(lower)
+        if not over and not under:
+            return (Span(" " * count),)
+        if not over:
+            return (Span("▄" * count, under or "plain"),)
+        if upper == lower and count >= LABELLED_COLUMNS:
+            return (
+                Span(self._letters[upper], "label", over),
+                Span(HALF * (count - 1), over, under),
+            )
+        return (Span(HALF * count, over, under),)
+
+    def _marked(self, key: Key, count: int) -> Span:
+        """The cursor before what is lit; on the ground of the cell that is marked."""
+        upper, lower, mark = key
+        if mark & (_AT_UP | _AT_DOWN):
+            is_up = bool(mark & _AT_UP)
+            ground = self._style(upper if is_up else lower)
+            return Span((CURSOR_UP if is_up else CURSOR_DOWN) * count, _CURSOR, ground)
+        text = {_LIT_UP: LIT_UP, _LIT_DOWN: LIT_DOWN}.get(mark, LIT)
+        return Span(text * count, _LIT, self._style(upper if mark & _LIT_UP else lower))
+
+    def _style(self, level: int) -> Style | Literal[""]:
+        return self._styles[level] if level < len(self._styles) else ""
+
+
+def _letter(level: Level) -> str:
+    """One column wide, whatever the daemon sent."""
+    letter = clean(level.letter)
+    return letter if columns(letter) == 1 else "?"
+
+
+_CURSOR: Style = "cursor"
+_LIT: Style = "lit"
