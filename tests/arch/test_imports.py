@@ -142,6 +142,20 @@ def test_the_core_is_pure(sources, place):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("place", ["tui/model/", "tui/draw/"])
+def test_what_a_console_knows_and_draws_is_pure(sources, place):
+    """Time comes in, and lines go out: so a recording shows what was seen, in a test too."""
+    forbidden = {*NOT_IN_THE_CORE, "textual", "click"}
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module}: the console's shell does that"
+        for source in sources
+        if source.name.startswith(place)
+        for one in source.imports
+        if one.module.partition(".")[0] in forbidden
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("module", sorted(HOMES))
 def test_a_heavy_module_is_imported_at_home_only(sources, module):
     wrong = [
@@ -184,3 +198,13 @@ def test_an_upward_import_is_found(sources, planted, name, text):
 def test_a_clock_in_the_core_is_found(planted, text):
     with pytest.raises(AssertionError, match="every input carries its time"):
         test_the_core_is_pure(planted("kvd/core/planted.py", text), "kvd/core/")
+
+
+@pytest.mark.parametrize(
+    "text", ["import time", "from textual.app import App", "import zmq.asyncio"]
+)
+def test_a_clock_or_a_screen_in_the_consoles_model_is_found(planted, text):
+    with pytest.raises(AssertionError, match=r"planted\.py:1 imports"):
+        test_what_a_console_knows_and_draws_is_pure(
+            planted("tui/model/planted.py", text), "tui/model/"
+        )

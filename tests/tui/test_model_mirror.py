@@ -1,0 +1,307 @@
+"""The reducer: what frames add up to, and what it makes of those that do not fit."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvd.wire.admin import Look
+from kvd.wire.console import EventQuery, MapQuery, Query, Row
+from kvd.wire.events import Evicted
+from tests.tui.frames import LEASES, changes, frame, lease, page_map, table, vitals
+from tui.model.log import Gap
+from tui.model.mirror import Connecting, Down, Lagging, Live, Mirror, Notice, Wanted
+from tui.model.sheets import read, whole
+
+MAP = MapQuery("kv", "state", cells=2, pages_each=4)
+EVENTS = EventQuery(0, limit=3)
+
+
+class Talk:
+    """A mirror and what it hears; each turn is one look and its frame."""
+
+    def __init__(self, *queries, events=None):
+        self.mirror = Mirror()
+        self.wanted = Wanted(queries, events)
+        self.call = 0
+
+    def turn(self, *answers, heard_s=0.0, **fields):
+        self.call += 1
+        look = self.mirror.look(self.call, self.wanted)
+        self.mirror.take(frame(self.call, *answers, **fields), heard_s)
+        return look
+
+    def sheet(self):
+        return self.mirror.moment().sheets.get(LEASES)
+
+    def notices(self):
+        return [(one.kind, one.text) for one in self.mirror.notices]
+
+
+@pytest.fixture
+def talk():
+    return Talk(LEASES)
+
+
+def test_a_table_is_asked_for_whole_first_and_by_its_revision_then(talk):
+    first = talk.turn(table(lease(1), lease(2), revision=7))
+    second = talk.turn(changes(since=7, revision=7))
+
+    assert first == Look(1, (LEASES,), None)
+    assert second == Look(2, (msgspec.structs.replace(LEASES, have=7),), None)
+
+
+def test_a_change_makes_a_new_sheet_that_shares_the_rows_that_stayed(talk):
+    talk.turn(table(lease(1), lease(2), revision=1))
+    before = talk.sheet()
+
+    talk.turn(changes(lease(2, held=9), since=1, revision=2))
+
+    after = talk.sheet()
+    assert [row.cells[3] for row in after.listed()] == [4, 9]
+    assert [row.cells[3] for row in before.listed()] == [4, 4]
+    assert after.rows["lease:1"] is before.rows["lease:1"]
+    assert (after.revision, after.at_s, after.columns) == (2, 101.0, before.columns)
+
+
+def test_rows_that_are_no_longer_in_the_order_are_gone(talk):
+    talk.turn(table(lease(1), lease(2), revision=1))
+
+    talk.turn(changes(lease(3), since=1, revision=2, order=("lease:3", "lease:1")))
+
+    assert [row.key for row in talk.sheet().listed()] == ["lease:3", "lease:1"]
+    assert set(talk.sheet().rows) == {"lease:1", "lease:3"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (changes(since=3, revision=4), "leases: changes since 3, but 1 is here"),
+        (
+            changes(since=1, revision=2, order=("lease:1", "lease:5")),
+            "leases: row 'lease:5' is in the order and nowhere else",
+        ),
+        (
+            changes(Row("lease:1", ("x",)), since=1, revision=2),
+            "leases: row 'lease:1' has not one cell for each column",
+        ),
+        (table(view="rooms"), "asked for leases, answered with rooms"),
+        (page_map(), "a table came for a map, or a map for a table"),
+    ],
+)
+def test_a_change_that_does_not_fit_drops_the_table_and_asks_for_it_whole(talk, answer, why):
+    talk.turn(table(lease(1), lease(2), revision=1))
+
+    talk.turn(answer)
+
+    assert talk.sheet() is None
+    assert talk.notices() == [("misfit", f"dropped, and asked for again: {why}")]
+    assert talk.turn(table(lease(1), revision=5)).queries == (LEASES,)
+    assert talk.sheet().order == ("lease:1",)
+
+
+def test_an_answer_that_cannot_be_read_is_a_notice(talk):
+    talk.turn(msgspec.Raw(b"\xc1"))
+
+    assert talk.sheet() is None
+    [(kind, text)] = talk.notices()
+    assert kind == "misfit"
+    assert text.startswith("dropped, and asked for again: an answer cannot be read: ")
+
+
+def test_a_frame_of_another_call_changes_nothing(talk):
+    talk.turn(table(lease(1), revision=1))
+    talk.mirror.look(2, talk.wanted)
+
+    talk.mirror.take(frame(1, table(revision=9), head=vitals(200.0)), 5.0)
+
+    assert talk.sheet().order == ("lease:1",)
+    assert talk.mirror.vitals == vitals()
+    assert talk.mirror.notices[-1] == Notice(
+        5.0, "misfit", "a frame of call 1 came, the one of 2 is due"
+    )
+
+
+def test_an_answer_too_few_drops_what_was_asked_for(talk):
+    talk.turn(table(lease(1), revision=1))
+
+    talk.turn()
+
+    assert talk.sheet() is None
+    assert talk.notices() == [("misfit", "dropped, and asked for again: 1 queries, 0 answers")]
+
+
+def test_a_restarted_daemon_makes_everything_the_past(talk):
+    """Its revisions count from 1 again: a change that happens to fit is none of ours."""
+    talk.turn(table(lease(1), revision=7))
+    again = vitals(1.0, incarnation="b" * 32)
+
+    talk.turn(changes(since=7, revision=7), head=again)
+
+    assert talk.sheet() is None
+    assert talk.notices() == [
+        (
+            "restart",
+            "decode-0 has restarted: incarnation aaaaaaaa ended, bbbbbbbb is here; "
+            "what was before can be seen by stepping back",
+        )
+    ]
+    assert talk.turn(table(lease(4)), head=again).queries == (LEASES,)
+    assert talk.sheet().order == ("lease:4",)
+
+
+def test_a_table_that_there_is_not_keeps_its_trouble_and_is_asked_for_whole(talk):
+    talk.turn(table(lease(1), revision=1))
+
+    talk.turn(table(revision=0, columns=(), trouble="there is no table 'leases'"))
+
+    assert talk.sheet().trouble == "there is no table 'leases'"
+    assert talk.sheet().order == ("lease:1",)
+    assert talk.turn(table(lease(2), revision=3)).queries == (LEASES,)
+    assert talk.sheet().trouble == ""
+
+
+def test_a_map_keeps_its_cells_while_nothing_changes():
+    talk = Talk(MAP)
+    talk.turn(page_map(b"\x00\x01", revision=3))
+
+    look = talk.turn(page_map(None, revision=3, lit=(1,)))
+
+    assert look.queries == (msgspec.structs.replace(MAP, have=3),)
+    assert talk.mirror.moment().page_map(MAP) == page_map(b"\x00\x01", revision=3, lit=(1,))
+
+
+def test_a_map_without_cells_on_top_of_another_is_dropped():
+    talk = Talk(MAP)
+    talk.turn(page_map(b"\x00\x01", revision=3))
+
+    talk.turn(page_map(None, revision=4))
+
+    assert talk.mirror.moment().page_map(MAP) is None
+    assert talk.turn(page_map()).queries == (MAP,)
+
+
+def test_the_same_query_is_asked_for_once():
+    rooms = Query("rooms")
+    mirror = Mirror()
+
+    asked = mirror.queries((LEASES, rooms, msgspec.structs.replace(LEASES, have=4)))
+
+    assert asked == (LEASES, rooms)
+
+
+def test_at_most_eight_queries_are_asked():
+    assert len(Mirror().queries(Query("leases", first=at) for at in range(20))) == 8
+
+
+def test_windows_that_were_not_used_for_long_are_forgotten():
+    mirror = Mirror()
+    for first in range(40):
+        mirror.look(first, Wanted((Query("leases", first=first, limit=10),)))
+        mirror.take(frame(first, table(lease(first))), 0.0)
+
+    assert [slot.first for slot in mirror.moment().sheets] == list(range(16, 40))
+
+
+def event(seq):
+    return Evicted(seq, 1.0, 4, 1, "room")
+
+
+def test_events_before_the_first_ask_are_no_loss_and_later_ones_are_a_gap():
+    talk = Talk(events=EVENTS)
+
+    talk.turn(events=[event(5)], lost=3, skipped=1, upto=5)
+    look = talk.turn(events=[event(9)], lost=2, skipped=1, upto=9)
+
+    assert look.events == EventQuery(5, limit=3)
+    assert talk.mirror.moment().log(EVENTS).items() == [event(5), Gap(9, 2, 1), event(9)]
+    assert talk.notices() == [
+        ("lost", "2 events had left the daemon's ring"),
+        ("skipped", "1 events did not fit a frame"),
+    ]
+
+
+def test_a_filter_of_events_goes_on_after_all_that_were_looked_at():
+    talk = Talk(events=EventQuery(0, kinds=("evicted",)))
+    talk.turn(upto=70)
+
+    assert talk.turn(upto=70).events.after == 70
+
+
+def test_events_begin_again_with_a_restarted_daemon():
+    talk = Talk(events=EVENTS)
+    talk.turn(events=[event(50)], upto=50)
+    again = vitals(1.0, incarnation="b" * 32)
+
+    talk.turn(events=[event(51)], upto=60, head=again)
+    look = talk.turn(events=[event(1), event(2)], upto=2, head=again)
+
+    assert look.events.after == 0
+    assert talk.mirror.moment().log(EVENTS).items() == [event(1), event(2)]
+
+
+def test_the_link_is_live_lags_and_is_down_since_it_first_was():
+    talk = Talk(LEASES)
+    mirror = talk.mirror
+    assert mirror.standing(0.0, 0.1) == Connecting("")
+    mirror.failed("there is no socket at /x", 1.0)
+    assert mirror.standing(1.0, 0.1) == Connecting("there is no socket at /x")
+
+    talk.turn(table(), heard_s=10.0)
+    assert mirror.standing(10.25, 0.1) == Live(0.25)
+    assert mirror.standing(11.0, 0.1) == Lagging(1.0)
+    assert mirror.standing(11.0, 1.0) == Live(1.0)
+
+    mirror.failed("no answer", 12.0)
+    mirror.failed("nobody listens", 13.0)
+    assert mirror.standing(20.0, 0.1) == Down("nobody listens", 12.0)
+    talk.turn(table(), heard_s=21.0)
+    assert mirror.standing(21.0, 0.1) == Live(0.0)
+
+
+def test_any_sequence_of_windows_and_changes_gives_what_a_whole_table_would():
+    """Two thousand frames against a table that changes at random; the seed is in the message."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    talk = Talk(LEASES)
+    rows, changed, order_changed = {}, {}, 0
+    for revision in range(1, 2001):
+        for number in rng.sample(range(12), rng.randrange(4)):
+            key = f"lease:{number}"
+            if key in rows and rng.random() < 0.4:
+                del rows[key], changed[key]
+                order_changed = revision
+            else:
+                order_changed = order_changed if key in rows else revision
+                rows[key] = lease(number, held=rng.randrange(100))
+                changed[key] = revision
+        have = talk.mirror.queries((LEASES,))[0].have
+        all_of_it = table(*rows.values(), revision=revision)
+        if have and rng.random() < 0.9:
+            order = all_of_it.order if order_changed > have else None
+            fresh = [row for key, row in rows.items() if changed[key] > have]
+            answer = changes(
+                *fresh, since=have, revision=revision, order=order, total=len(rows), at_s=100.0
+            )
+        else:
+            answer = all_of_it
+        talk.turn(answer)
+        assert whole(talk.sheet()) == all_of_it, f"seed {seed}"
+
+
+def test_bytes_that_are_no_answer_never_raise():
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    good = bytearray(msgspec.msgpack.encode(table(lease(1), lease(2))))
+    mirror = Mirror()
+    for call in range(1500):
+        broken = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+        mirror.look(call, Wanted((LEASES,)))
+        mirror.take(frame(call, msgspec.Raw(bytes(broken))), 0.0)
+        sheet = mirror.moment().sheets.get(LEASES)
+        assert sheet is None or len(sheet.listed()) == len(sheet.order), f"seed {seed}"
+        read(msgspec.Raw(bytes(broken)))

@@ -1,0 +1,252 @@
+"""The reducer: what the daemon's frames add up to. One ``Look`` out, one ``Frame`` in.
+
+Nothing is guessed. A change to a table that is not here, an answer that cannot be read, a frame
+that nobody waits for: the table is dropped and asked for whole, and a notice says so. A daemon that
+has restarted makes everything that was here the past: it is dropped too.
+
+Who shows a page says what it wants (``Wanted``); the mirror fills in what it has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar, assert_never
+
+import msgspec
+
+from kvd.wire.admin import Frame, Look
+from kvd.wire.console import (
+    MAX_QUERIES,
+    EventQuery,
+    MapQuery,
+    PageMap,
+    Query,
+    Table,
+    Vitals,
+)
+from tui.model import sheets
+from tui.model.log import Gap, Log
+from tui.model.moments import Moment, Moments
+from tui.model.rates import Rates
+from tui.model.sheets import Misfit, Sheet, Slot, slot_of
+from tui.model.standing import Connecting, Down, Lagging, Live, Standing, aged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.wire.events import Event
+    from tui.model.log import Item
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+__all__ = ["Connecting", "Down", "Lagging", "Live", "Mirror", "Notice", "Sheet", "Wanted"]
+
+MAX_SHEETS = 24
+"""Windows that are kept, the last used ones: to go back to a page is to see it at once."""
+MAX_MAPS = 4
+MAX_LOGS = 4
+MAX_NOTICES = 200
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What is to be asked for: at most ``MAX_QUERIES`` queries, whose ``have`` does not matter."""
+
+    queries: tuple[Slot, ...] = ()
+    events: EventQuery | None = None
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """A line for the operator about what is shown, not about the daemon's pages.
+
+    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer).
+    """
+
+    heard_s: float
+    kind: str
+    text: str
+
+
+class Mirror:
+    """What a console has of one daemon."""
+
+    def __init__(self, moments: Moments | None = None, rates: Rates | None = None) -> None:
+        self.moments = moments if moments is not None else Moments()
+        self.rates = rates if rates is not None else Rates()
+        self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self.frames = 0
+        """Frames taken, of any daemon: a screen that has shown this one need not paint again."""
+        self._standing: Standing = Connecting("")
+        self._heard_s = 0.0
+        self._vitals: Vitals | None = None
+        self._sheets: dict[Query, Sheet] = {}
+        self._maps: dict[MapQuery, PageMap] = {}
+        self._logs: dict[EventQuery, Log] = {}
+        self._expected: Look | None = None
+
+    @property
+    def vitals(self) -> Vitals | None:
+        """The head of the last frame."""
+        return self._vitals
+
+    # ---- how the link stands -----------------------------------------------------------------
+
+    def standing(self, now_s: float, interval_s: float) -> Standing:
+        """How the link stands at ``now_s`` on our clock, where a frame is due every interval."""
+        return aged(self._standing, self._heard_s, now_s, interval_s)
+
+    def failed(self, why: str, now_s: float) -> None:
+        """The link has no answer: it is connecting still, or down since it first said so."""
+        match self._standing:
+            case Connecting():
+                self._standing = Connecting(why)
+            case Down(_, since_s):
+                self._standing = Down(why, since_s)
+            case Live() | Lagging():
+                self._standing = Down(why, now_s)
+            case _:
+                assert_never(self._standing)
+
+    # ---- what to ask -------------------------------------------------------------------------
+
+    def queries(self, wanted: Iterable[Slot]) -> tuple[Slot, ...]:
+        """The queries with the revisions that are here, each once, ``MAX_QUERIES`` at most."""
+        slots = list(dict.fromkeys(slot_of(one) for one in wanted))[:MAX_QUERIES]
+        return tuple(msgspec.structs.replace(one, have=self._have(one)) for one in slots)
+
+    def look(self, call: int, wanted: Wanted) -> Look:
+        """The next thing to send; ``take`` then waits for the frame of that call."""
+        events = None
+        if wanted.events is not None:
+            log = self._logs.get(_log_of(wanted.events), Log())
+            events = msgspec.structs.replace(wanted.events, after=log.last_seq)
+        self._expected = Look(call, self.queries(wanted.queries), events)
+        return self._expected
+
+    def expect(self, look: Look) -> None:
+        """Wait for the frame of a look that somebody else made: of a recording."""
+        self._expected = look
+
+    def _have(self, slot: Slot) -> int:
+        match slot:
+            case Query():
+                return self._sheets[slot].revision if slot in self._sheets else 0
+            case MapQuery():
+                return self._maps[slot].revision if slot in self._maps else 0
+            case _:
+                assert_never(slot)
+
+    # ---- what came ---------------------------------------------------------------------------
+
+    def take(self, frame: Frame, heard_s: float) -> None:
+        """Fold ``frame`` in; it came at ``heard_s`` on our clock. Never raises."""
+        look = self._expected
+        if look is None or frame.call != look.call:
+            waited = f"the one of {look.call} is due" if look is not None else "none is due"
+            self._notice(heard_s, "misfit", f"a frame of call {frame.call} came, {waited}")
+            return
+        self._expected = None
+        is_other = self._turn(frame.vitals, heard_s)
+        self._vitals, self._heard_s, self._standing = frame.vitals, heard_s, Live(0.0)
+        self.frames += 1
+        if len(frame.answers) == len(look.queries):
+            for query, raw in zip(look.queries, frame.answers, strict=True):
+                self._fold(query, sheets.read(raw), heard_s, is_other=is_other)
+        else:
+            counts = f"{len(look.queries)} queries, {len(frame.answers)} answers"
+            self._drop(look.queries, heard_s, counts)
+        if look.events is not None and not is_other:
+            self._hear(look.events, frame, heard_s)
+        self.rates.take(frame.vitals)
+        self.moments.add(self.moment())
+
+    def moment(self) -> Moment:
+        """The picture as of the last frame."""
+        return Moment(
+            self._heard_s, self._vitals, dict(self._sheets), dict(self._maps), dict(self._logs)
+        )
+
+    def _turn(self, vitals: Vitals, heard_s: float) -> bool:
+        """Drop everything if this is another incarnation than before; whether it is."""
+        before = self._vitals
+        if before is None or before.incarnation == vitals.incarnation:
+            return False
+        self._sheets.clear()
+        self._maps.clear()
+        self._logs.clear()
+        self.rates.forget()
+        who = vitals.node if vitals.node == before.node else f"{before.node}, now {vitals.node},"
+        self._notice(
+            heard_s,
+            "restart",
+            f"{who} has restarted: incarnation {before.incarnation[:8]} ended, "
+            f"{vitals.incarnation[:8]} is here; what was before can be seen by stepping back",
+        )
+        return True
+
+    def _fold(
+        self, query: Slot, answer: Table | PageMap | Misfit, heard_s: float, *, is_other: bool
+    ) -> None:
+        """Take one answer. Of another incarnation only whole ones: its revisions are not ours."""
+        match query, answer:
+            case Query(), Table():
+                if is_other and answer.since:
+                    return
+                slot = msgspec.structs.replace(query, have=0)
+                sheet = sheets.fold(self._sheets.get(slot), slot, answer)
+                if isinstance(sheet, Sheet):
+                    _put(self._sheets, slot, sheet, MAX_SHEETS)
+                else:
+                    self._drop((query,), heard_s, sheet.why)
+            case MapQuery(), PageMap():
+                if is_other and answer.cells is None:
+                    return
+                map_slot = msgspec.structs.replace(query, have=0)
+                page_map = sheets.fold_map(self._maps.get(map_slot), map_slot, answer)
+                if isinstance(page_map, PageMap):
+                    _put(self._maps, map_slot, page_map, MAX_MAPS)
+                else:
+                    self._drop((query,), heard_s, page_map.why)
+            case _, Misfit():
+                self._drop((query,), heard_s, answer.why)
+            case _:
+                self._drop((query,), heard_s, "a table came for a map, or a map for a table")
+
+    def _drop(self, queries: Iterable[Slot], heard_s: float, why: str) -> None:
+        for query in queries:
+            match slot_of(query):
+                case Query() as slot:
+                    self._sheets.pop(slot, None)
+                case MapQuery() as map_slot:
+                    self._maps.pop(map_slot, None)
+        self._notice(heard_s, "misfit", f"dropped, and asked for again: {why}")
+
+    def _hear(self, asked: EventQuery, frame: Frame, heard_s: float) -> None:
+        """Put events into their log. What was before the first ask is no loss."""
+        slot = _log_of(asked)
+        log = self._logs.get(slot, Log())
+        fresh: list[Event] = [one for one in frame.events if one.seq > log.last_seq]
+        items: list[Item] = list(fresh)
+        if log.last_seq and (frame.lost or frame.skipped):
+            items.insert(0, Gap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
+            if frame.lost:
+                self._notice(heard_s, "lost", f"{frame.lost} events had left the daemon's ring")
+            if frame.skipped:
+                self._notice(heard_s, "skipped", f"{frame.skipped} events did not fit a frame")
+        last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
+        _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
+
+    def _notice(self, heard_s: float, kind: str, text: str) -> None:
+        self.notices.append(Notice(heard_s, kind, text))
+
+
+def _log_of(query: EventQuery) -> EventQuery:
+    return msgspec.structs.replace(query, after=0)
+
+
+def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:
+    """Set it as the last used, and drop the first used where they are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]

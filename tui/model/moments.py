@@ -1,0 +1,155 @@
+"""What was: every frame leaves a picture, and the last minutes of them can be walked through.
+
+A frozen screen shows one of them while collecting goes on. Bounded by count and by what the
+pictures weigh; a picture weighs only what it does not share with the one before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
+from tui.model.local import derive
+from tui.model.log import Log
+from tui.model.sheets import Sheet, slot_of
+
+MAX_MOMENTS = 600
+MAX_WEIGHT_BYTES = 32 * 2**20
+CELL_BYTES = 64
+"""What a cell of a row takes, about: a short string, or a float and its place."""
+MOMENT_BYTES = 2048
+"""And a picture in which nothing changed."""
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A picture of the daemon; nothing in it ever changes.
+
+    ``heard_s`` is on our clock, everything else on the daemon's: ages are from ``now_s``.
+    ``vitals`` is None until a daemon has answered. ``logs`` are by event query, without ``after``.
+    """
+
+    heard_s: float
+    vitals: Vitals | None
+    sheets: Mapping[Query, Sheet]
+    maps: Mapping[MapQuery, PageMap]
+    logs: Mapping[EventQuery, Log]
+
+    @property
+    def now_s(self) -> float:
+        """The daemon's clock: what ages and deadlines are counted from."""
+        return self.vitals.at_s if self.vitals is not None else 0.0
+
+    def sheet(self, query: Query) -> Sheet | None:
+        """The answer to ``query``; else the best that can be made of another of that view.
+
+        What is made here says so in its ``note``. None where nothing of that view is here.
+        """
+        slot = slot_of(query)
+        assert isinstance(slot, Query)
+        exact = self.sheets.get(slot)
+        if exact is not None:
+            return exact
+        alike = [one for one in self.sheets.values() if one.view == slot.view and one.columns]
+        return derive(alike, slot, self.now_s) if alike else None
+
+    def page_map(self, query: MapQuery) -> PageMap | None:
+        """The answer to ``query``, or None: a map cannot be made of another one."""
+        slot = slot_of(query)
+        assert isinstance(slot, MapQuery)
+        return self.maps.get(slot)
+
+    def log(self, query: EventQuery) -> Log:
+        """The events that ``query`` asked for, as far as they were kept."""
+        return self.logs.get(msgspec.structs.replace(query, after=0), Log())
+
+
+NOTHING = Moment(0.0, None, {}, {}, {})
+"""Before the first frame."""
+
+
+class Moments:
+    """The ring of pictures, and which one is shown: the newest, or the one it was frozen at."""
+
+    def __init__(
+        self, max_moments: int = MAX_MOMENTS, max_weight_bytes: int = MAX_WEIGHT_BYTES
+    ) -> None:
+        self._max_moments = max_moments
+        self._max_weight_bytes = max_weight_bytes
+        self._ring: deque[Moment] = deque()
+        self._weights: deque[int] = deque()
+        self.weight_bytes = 0
+        self._frozen: Moment | None = None
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether ``shown`` stands still."""
+        return self._frozen is not None
+
+    @property
+    def newest(self) -> Moment:
+        """The last one that was added; ``NOTHING`` before any was."""
+        return self._ring[-1] if self._ring else NOTHING
+
+    @property
+    def shown(self) -> Moment:
+        """What is to be painted. A frozen picture stays, even when the ring has lost it."""
+        return self._frozen if self._frozen is not None else self.newest
+
+    @property
+    def behind_s(self) -> float:
+        """How far ``shown`` lies behind the newest, on our clock."""
+        return max(0.0, self.newest.heard_s - self.shown.heard_s)
+
+    def add(self, moment: Moment) -> None:
+        """Keep ``moment`` as the newest; the oldest go when they are too many or too heavy."""
+        weight = weight_bytes(self._ring[-1] if self._ring else NOTHING, moment)
+        self._ring.append(moment)
+        self._weights.append(weight)
+        self.weight_bytes += weight
+        while len(self._ring) > 1 and (
+            len(self._ring) > self._max_moments or self.weight_bytes > self._max_weight_bytes
+        ):
+            self._ring.popleft()
+            self.weight_bytes -= self._weights.popleft()
+            self._at = max(0, self._at - 1)
+
+    def freeze(self) -> None:
+        """Stand still at what is shown now."""
+        if self._frozen is None and self._ring:
+            self._at = len(self._ring) - 1
+            self._frozen = self._ring[-1]
+
+    def live(self) -> None:
+        """Show the newest again."""
+        self._frozen = None
+
+    def step(self, count: int) -> None:
+        """Freeze, and go ``count`` pictures on, back where negative; stops at both ends."""
+        if not self._ring:
+            return
+        self.freeze()
+        self._at = max(0, min(len(self._ring) - 1, self._at + count))
+        self._frozen = self._ring[self._at]
+
+
+def weight_bytes(before: Moment, moment: Moment) -> int:
+    """What ``moment`` takes beyond what it shares with ``before``, about."""
+    weight = MOMENT_BYTES
+    for slot, sheet in moment.sheets.items():
+        last = before.sheets.get(slot)
+        if last is None or sheet.rows is not last.rows:
+            known = last.rows if last is not None else {}
+            fresh = [row for key, row in sheet.rows.items() if known.get(key) is not row]
+            weight += CELL_BYTES * (len(sheet.rows) // 4 + sum(len(row.cells) for row in fresh))
+    for map_slot, page_map in moment.maps.items():
+        was = before.maps.get(map_slot)
+        if page_map.cells is not None and (was is None or was.cells is not page_map.cells):
+            weight += len(page_map.cells)
+    return weight

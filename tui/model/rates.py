@@ -1,0 +1,184 @@
+"""Counters into figures per second, by the daemon's own clock.
+
+A frame may come late or twice; the daemon's clock in it says over which time a counter grew. One
+sample is kept per ``STEP_S``, so ten minutes cost the same at one frame a second as at twenty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.wire.console import Sources
+from kvd.wire.snapshot import Totals
+
+if TYPE_CHECKING:
+    from kvd.wire.console import Vitals
+    from tui.model.sheets import Sheet
+
+STEP_S = 0.25
+MAX_SAMPLES = 2400
+"""Ten minutes."""
+
+COUNTERS = (
+    *Totals.__struct_fields__,
+    *(f"from_{name}" for name in Sources.__struct_fields__),
+    "in_bytes",
+    "out_bytes",
+)
+"""What ``per_second`` knows. ``from_cached``...: tokens by source; ``in_bytes`` and ``out_bytes``:
+of handoffs, those under way included."""
+GAUGES = ("lag_s", "leases", "rooms", "waiting", "clients", "p50_s", "p99_s", "console_share")
+"""What ``levels`` knows."""
+_AT = {name: at for at, name in enumerate((*COUNTERS, *GAUGES))}
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """All counters and gauges at one moment of the daemon's clock."""
+
+    at_s: float
+    figures: tuple[float, ...]
+
+
+class Rates:
+    """The last ten minutes of a daemon's head, for charts."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, vitals: Vitals) -> None:
+        """Remember the figures; of several within one step the last."""
+        last = self._samples[-1] if self._samples else None
+        if last is not None and vitals.at_s <= last.at_s:
+            return
+        before = self._samples[-2] if len(self._samples) > 1 else None
+        if before is not None and vitals.at_s - before.at_s < STEP_S:
+            self._samples.pop()
+        self._samples.append(Sample(vitals.at_s, _figures(vitals)))
+
+    def forget(self) -> None:
+        """The daemon is another one: its counters began again."""
+        self._samples.clear()
+
+    def now(self, name: str, *, over_s: float = 1.0, end_s: float | None = None) -> float:
+        """How fast a counter grew in the last ``over_s``, per second; 0 where that is not known."""
+        samples = self._until(end_s)
+        if len(samples) < 2:
+            return 0.0
+        end = samples[-1].at_s
+        start = max(samples[0].at_s, end - over_s)
+        grown = self._at(samples, name, end) - self._at(samples, name, start)
+        return max(0.0, grown) / (end - start) if end > start else 0.0
+
+    def per_second(
+        self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
+    ) -> list[float]:
+        """The last ``count`` steps of a counter, each as growth per second, the latest last.
+
+        Fewer where less is known. Steps begin at multiples of ``step_s``: a chart of them moves by
+        whole columns. ``end_s``: only what was before it, for a screen that stands still.
+        """
+        samples = self._until(end_s)
+        edges = _edges(samples, count, step_s)
+        values = [self._at(samples, name, edge) for edge in edges]
+        return [max(0.0, right - left) / step_s for left, right in itertools.pairwise(values)]
+
+    def levels(
+        self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
+    ) -> list[float]:
+        """The last ``count`` steps of a gauge: what it was at the end of each, the latest last."""
+        samples = self._until(end_s)
+        return [self._at(samples, name, edge) for edge in _edges(samples, count, step_s)[1:]]
+
+    def _until(self, end_s: float | None) -> list[Sample]:
+        if end_s is None:
+            return list(self._samples)
+        return [one for one in self._samples if one.at_s <= end_s]
+
+    @staticmethod
+    def _at(samples: list[Sample], name: str, at_s: float) -> float:
+        """A figure at a moment between two samples: on the line between them."""
+        which = _AT[name]
+        after = bisect_left(samples, at_s, key=lambda one: one.at_s)
+        if after >= len(samples):
+            return samples[-1].figures[which]
+        right = samples[after]
+        if after == 0 or right.at_s == at_s:
+            return right.figures[which]
+        left = samples[after - 1]
+        share = (at_s - left.at_s) / (right.at_s - left.at_s)
+        return left.figures[which] + share * (right.figures[which] - left.figures[which])
+
+
+def _edges(samples: list[Sample], count: int, step_s: float) -> list[float]:
+    """Where the steps begin and end, one more than there are steps; empty for none."""
+    if len(samples) < 2:
+        return []
+    last = int(samples[-1].at_s // step_s)
+    first = max(last - count, -int(-samples[0].at_s // step_s))
+    return [number * step_s for number in range(first, last + 1)] if first < last else []
+
+
+def _figures(vitals: Vitals) -> tuple[float, ...]:
+    """In the order of ``COUNTERS`` and ``GAUGES``."""
+    totals = msgspec.structs.astuple(vitals.totals)
+    in_bytes = vitals.totals.received_bytes + vitals.moving_bytes_in
+    out_bytes = vitals.totals.sent_bytes + vitals.moving_bytes_out
+    return (
+        *totals,
+        *msgspec.structs.astuple(vitals.sources),
+        in_bytes,
+        out_bytes,
+        vitals.lag_s,
+        vitals.leases,
+        vitals.rooms,
+        vitals.waiting,
+        vitals.clients,
+        vitals.latency.p50_s,
+        vitals.latency.p99_s,
+        vitals.console_share,
+    )
+
+
+class RowRates:
+    """How fast one column grows in each row of a table, per second: bytes of a handoff."""
+
+    def __init__(self, column: str, over_s: float = 1.0) -> None:
+        self._column = column
+        self._over_s = over_s
+        self._seen: dict[str, deque[tuple[float, float]]] = {}
+
+    def take(self, sheet: Sheet) -> None:
+        """Remember the column of every row; rows that have left the window are forgotten."""
+        at = sheet.index(self._column)
+        seen: dict[str, deque[tuple[float, float]]] = {}
+        for key, row in sheet.rows.items() if at >= 0 else ():
+            cell = row.cells[at]
+            if isinstance(cell, int | float):
+                seen[key] = self._grown(key, sheet.at_s, cell)
+        self._seen = seen
+
+    def rate(self, key: str) -> float | None:
+        """Growth per second over the last ``over_s``; None until two moments are known."""
+        points = self._seen.get(key)
+        if points is None or len(points) < 2:
+            return None
+        (start_s, first), (end_s, last) = points[0], points[-1]
+        return (last - first) / (end_s - start_s)
+
+    def _grown(self, key: str, at_s: float, value: float) -> deque[tuple[float, float]]:
+        points = self._seen.get(key)
+        if points is None or value < points[-1][1]:
+            points = deque()
+        if not points or at_s > points[-1][0]:
+            points.append((at_s, value))
+        while len(points) > 2 and points[1][0] <= at_s - self._over_s:
+            points.popleft()
+        return points
