@@ -1,7 +1,8 @@
 """The admin socket: requests of operators in, one answer each out.
 
 Most go to the core. Events are served from the bus here, because they are a stream, not a state:
-``ListEvents`` with ``wait_s`` is answered with the next event, or empty when the time is over.
+``ListEvents`` with ``wait_s`` is answered with the next event, or empty when the time is over. What
+consoles look at is read between two steps, and is no input: it is not on any tape.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     import zmq
 
@@ -32,12 +34,19 @@ PAGE_EVENTS = 1000
 
 
 class AdminPort:
-    """Requests of all operators on one ROUTER."""
+    """Requests of all operators on one ROUTER. ``look`` is ``Consoles.look``."""
 
-    def __init__(self, reactor: Reactor, bus: Bus, recording: Recording) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        bus: Bus,
+        recording: Recording,
+        look: Callable[[admin.Look], bytes],
+    ) -> None:
         self._reactor = reactor
         self._bus = bus
         self._recording = recording
+        self._look = look
 
     def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Serve ``socket``, a bound ROUTER."""
@@ -63,12 +72,22 @@ class AdminPort:
             call = ADMIN_REQUESTS.call_of(frames[1]) if len(frames) == 2 else NO_CALL
             self._send(operator, admin.AdminFailed(call, message))
             self._reactor.feed(Unreadable(self._reactor.clock(), "admin", operator.hex(), message))
+        elif isinstance(message, admin.Look):
+            self._show(operator, message)
         elif isinstance(message, admin.ListEvents):
             self._list_events(operator, message)
         elif isinstance(message, admin.Record):
             self._record(operator, message)
         else:
             self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
+
+    def _show(self, operator: bytes, asked: admin.Look) -> None:
+        """A frame; a bug in it costs this console this frame."""
+        frame = self._reactor.attempt("look", lambda: self._look(asked))
+        if isinstance(frame, Refusal):
+            self._send(operator, admin.AdminFailed(asked.call, frame))
+        else:
+            self._socket.send([operator, frame])
 
     def _list_events(self, operator: bytes, asked: admin.ListEvents) -> None:
         lost, events = self._bus.after(asked.after_seq)

@@ -38,6 +38,7 @@ from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
+from kvd.daemon.consoles import Consoles
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -204,7 +205,9 @@ class Daemon:
         self._up.callback(self.attach.close)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.admins = AdminPort(self.reactor, self.bus, self.recording)
+        budget = self.config.console.budget
+        self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
+        self.admins = AdminPort(self.reactor, self.bus, self.recording, self.consoles.look)
         self.admins.start(self._bind(context, self.config.sockets.admin), self._loop)
         self._up.callback(self.admins.close)
 
@@ -293,7 +296,9 @@ class Daemon:
         now_s = self._clock()
         # First, so that whatever becomes of this tick, there is a next one.
         self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
-        self.metrics.loop_lag(max(0.0, now_s - due_s))
+        lag_s = max(0.0, now_s - due_s)
+        self.metrics.loop_lag(lag_s)
+        self.consoles.lagged(lag_s)
         self.reactor.feed(Tick(now_s))
         self.mover.beat()
         self.auditor.turn(now_s)

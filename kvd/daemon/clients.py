@@ -57,6 +57,7 @@ class ClientPort:
         self._sessions = sessions
         self._metrics = metrics
         self._token_of: dict[int, bytes] = {}
+        self._calls: dict[int, int] = {}
         self._max_tokens = reactor.node.settings.max_prompt_tokens
         self._subscribers: dict[int, int] = {}
         """Session to number of events lost since the last that was taken."""
@@ -77,7 +78,12 @@ class ClientPort:
     def gone(self, session: int) -> None:
         """The session is over."""
         self._token_of.pop(session, None)
+        self._calls.pop(session, None)
         self._subscribers.pop(session, None)
+
+    def calls(self, session: int) -> int:
+        """Messages that this living session has sent so far."""
+        return self._calls.get(session, 0)
 
     def answer(self, effect: effects.Answer) -> None:
         """Carry out ``Answer``; a session that has gone hears nothing."""
@@ -103,6 +109,7 @@ class ClientPort:
             self._refuse(token, refusal, frames)
             return
         self._token_of[session] = token
+        self._calls[session] = self._calls.get(session, 0) + 1
         message = CLIENT_REQUESTS.decode(frames[1]) if len(frames) > 1 else _no_header()
         if isinstance(message, Refusal):
             call = CLIENT_REQUESTS.call_of(frames[1]) if len(frames) > 1 else NO_CALL

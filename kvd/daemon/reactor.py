@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvd.core import effects
 from kvd.core.inputs import FromClient, FromOperator
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvd.core.inputs import Input
     from kvd.core.node import Node
     from kvd.observe.bus import Bus
+
+T = TypeVar("T")
 
 Perform = dict[type, Callable[[Any], None]]
 """Who carries out which effect: Any, because each takes its own type."""
@@ -94,16 +96,27 @@ class Reactor:
                 if answer is not None and not _is_apology(effect):
                     self._carry_out([answer])
 
-    def _apology(
-        self, what: Input | effects.Effect, error: Exception
-    ) -> effects.Answer | effects.Report | None:
-        """What to tell the one who waits for ``what``; None if nobody does."""
-        refusal = Refusal(
+    def attempt(self, task: str, work: Callable[[], T]) -> T | Refusal:
+        """What ``work`` gives; a bug in it is reported, and costs only whoever asked."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001
+            self._on_bug(task, error)
+            return self._regret(error)
+
+    def _regret(self, error: Exception) -> Refusal:
+        return Refusal(
             Code.INTERNAL,
             f"a bug of the daemon: {repr(error)[:MAX_ERROR]}; its log has the traceback, please "
             "report it",
             side=self.node.settings.name,
         )
+
+    def _apology(
+        self, what: Input | effects.Effect, error: Exception
+    ) -> effects.Answer | effects.Report | None:
+        """What to tell the one who waits for ``what``; None if nobody does."""
+        refusal = self._regret(error)
         match what:
             case FromClient(session=session, message=request):
                 return effects.Answer(session, Failed(request.call, refusal))

@@ -1,0 +1,83 @@
+"""Consoles (``kvd-tui``): the desk that serves them, and what the shell knows for it.
+
+What must not live here: what a console may see, and what that may cost (``kvd.console``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvd.console.desk import Desk
+from kvd.console.recent import Recent
+from kvd.console.scene import Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.node import Node
+    from kvd.observe.bus import Bus
+    from kvd.wire.admin import Look
+
+LAGS = 20
+"""Beats of the loop whose worst lag is shown: a second of them."""
+SEEN_S = 1.0
+"""So long a process is taken to live on without another look."""
+
+
+class Processes:
+    """The processes of engines: how often each session has called, and which are alive."""
+
+    def __init__(self, calls: Callable[[int], int], clock: Callable[[], float]) -> None:
+        self.calls = calls
+        self._clock = clock
+        self._seen: dict[int, bool] = {}
+        self._seen_s = float("-inf")
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether there is such a process; one in a pid namespace that we do not see is."""
+        now_s = self._clock()
+        if now_s - self._seen_s >= SEEN_S:
+            self._seen, self._seen_s = {}, now_s
+        found = self._seen.get(pid)
+        if found is None:
+            found = self._seen[pid] = pid <= 0 or _exists(pid)
+        return found
+
+
+class Consoles:
+    """Serves all consoles of one daemon. ``calls``: requests of a session so far."""
+
+    def __init__(
+        self,
+        node: Node,
+        bus: Bus,
+        budget: float,
+        calls: Callable[[int], int],
+        clock: Callable[[], float],
+    ) -> None:
+        recent = Recent()
+        bus.subscribe(recent.take, wants=recent.wants)
+        self._desk = Desk(Scene(node, recent, Processes(calls, clock)), bus.after, budget)
+        self._clock = clock
+        self._lags: deque[float] = deque(maxlen=LAGS)
+
+    def look(self, asked: Look) -> bytes:
+        """The frame that answers it, encoded."""
+        return self._desk.look(asked, self._clock())
+
+    def lagged(self, lag_s: float) -> None:
+        """A beat of the loop came so late."""
+        self._lags.append(lag_s)
+        self._desk.lag_s = max(self._lags)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
