@@ -20,6 +20,7 @@ from tui.draw.spans import (
     spread,
     text_of,
     width_of,
+    wrapped,
 )
 
 WIDE = "漢字"
@@ -101,3 +102,17 @@ def test_columns_are_those_of_the_terminal_and_not_characters():
 
 def test_styles_are_named_once_each():
     assert len(set(STYLES)) == len(STYLES)
+
+
+def test_things_are_wrapped_where_the_next_one_does_not_fit():
+    made = wrapped([line("one"), line("two", "bad"), line("three")], 9)
+
+    assert made == [
+        (Span("one  "), Span("two", "bad"), Span(" ")),
+        (Span("three    "),),
+    ]
+    assert wrapped([], 9) == []
+
+
+def test_a_thing_too_wide_for_any_line_is_cut():
+    assert [text_of(one) for one in wrapped([line("abcdefgh"), line("x")], 5)] == ["abcd…", "x    "]

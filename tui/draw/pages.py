@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvd.text import clean
-from tui.draw.spans import HUES, RAMPS, Line, Span, Style, columns, fit, line, merged
+from tui.draw.spans import HUES, RAMPS, Line, Span, Style, columns, fit, line, merged, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -179,21 +179,16 @@ def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
 
 def legend(shown: PageMap, width: int) -> list[Line]:
     """Every level with its colour, letter, name and pages, on as few lines as that takes."""
-    lines: list[list[Span]] = []
-    room = 0
-    for at, (level, style) in enumerate(zip(shown.levels, styles(shown), strict=True)):
-        figure = f" {clean(level.name)} {thousands(level.pages)}"
-        letter = _letter(level)
-        need = 1 + columns(figure)
-        if not at or need + 2 > room:
-            lines.append([])
-            room = width
-        else:
-            lines[-1].append(Span("  "))
-            room -= 2
-        lines[-1] += [Span(letter, "label", style), Span(figure, "plain" if level.pages else "dim")]
-        room -= need
-    return [fit(one, width) for one in lines]
+    items = [
+        (
+            Span(letter_of(level), "label", style),
+            Span(
+                f" {clean(level.name)} {thousands(level.pages)}", "plain" if level.pages else "dim"
+            ),
+        )
+        for level, style in zip(shown.levels, styles(shown), strict=True)
+    ]
+    return wrapped(items, width)
 
 
 def told(shown: PageMap, cell: int) -> Line:
@@ -208,7 +203,7 @@ def told(shown: PageMap, cell: int) -> Line:
         level = shown.levels[cells[cell]]
         spans += [
             Span("  "),
-            Span(_letter(level), "label", styles(shown)[cells[cell]]),
+            Span(letter_of(level), "label", styles(shown)[cells[cell]]),
             Span(f" {clean(level.name)}"),
         ]
         if len(pages) > 1:
@@ -262,7 +257,7 @@ class _Inks:
 
     def __init__(self, shown: PageMap, shape: Shape) -> None:
         self._styles = styles(shown)
-        self._letters = tuple(_letter(level) for level in shown.levels)
+        self._letters = tuple(letter_of(level) for level in shown.levels)
         self._made = self._blocks if shape == "blocks" else self._lettered
         self._single: dict[Key, tuple[Span, ...]] = {}
         """Runs of one, of which noise is made."""
@@ -315,7 +310,7 @@ class _Inks:
         return self._styles[level] if level < len(self._styles) else ""
 
 
-def _letter(level: Level) -> str:
+def letter_of(level: Level) -> str:
     """One column wide, whatever the daemon sent."""
     letter = clean(level.letter)
     return letter if columns(letter) == 1 else "?"

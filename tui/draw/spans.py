@@ -172,3 +172,20 @@ def spread(at_left: Line, at_right: Line, width: int, fill: Span | None = None) 
         return merged((*at_left, Span(" " * free), *at_right))
     ruler = fill._replace(text=fill.text * (free - 2))
     return merged((*at_left, Span(" "), ruler, Span(" "), *at_right))
+
+
+def wrapped(items: Iterable[Line], width: int, gap: int = 2) -> list[Line]:
+    """Things next to each other, ``gap`` columns apart, on as few lines as that takes."""
+    lines: list[list[Span]] = []
+    room = 0
+    for item in items:
+        need = width_of(item)
+        if lines and gap + need <= room:
+            lines[-1].append(Span(" " * gap))
+            room -= gap
+        else:
+            lines.append([])
+            room = width
+        lines[-1] += item
+        room -= need
+    return [fit(one, width) for one in lines]

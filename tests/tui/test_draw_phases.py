@@ -1,0 +1,144 @@
+"""The life of a handoff as it is drawn: both ends over one axis, and what took so long."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.wire import client
+from kvd.wire.admin import Mark
+from tests.core.world import World, tokens
+from tui.draw.phases import End, Phase, aged, draw, lasting, phases, silence
+from tui.draw.spans import text_of, width_of
+
+HERE = End(
+    "here",
+    "decode",
+    "receiving",
+    (
+        Mark(8.41, "asked for by session 1"),
+        Mark(8.409, "queued -> offered (admitted)"),
+        Mark(8.3, "offered -> receiving (accepted: all of it)"),
+    ),
+    "bytes",
+)
+THERE = End(
+    "prefill-0",
+    "prefill",
+    "streaming",
+    (Mark(8.6, "opened by session 4"), Mark(8.405, "await-offer -> streaming (offered)")),
+)
+OVER = End(
+    "here",
+    "decode",
+    "closed",
+    (
+        Mark(5.0, "queued -> offered (admitted)"),
+        Mark(4.0, "offered -> receiving (accepted)"),
+        Mark(1.0, "receiving -> closed (settled)"),
+    ),
+)
+
+
+def texts(ends: list[End], width: int, deadline_in_s: float | None = None) -> list[str]:
+    return [text_of(one) for one in draw(ends, width, deadline_in_s)]
+
+
+def test_a_phase_lasts_from_one_transition_to_the_next_and_the_last_runs():
+    assert phases(HERE) == (
+        Phase("queued", 8.41, 8.409, "asked for by session 1", False),
+        Phase("offered", 8.409, 8.3, "admitted", False),
+        Phase("receiving", 8.3, 0.0, "accepted: all of it", True),
+    )
+
+
+def test_a_handoff_that_is_over_has_no_phase_that_runs():
+    assert [phase.state for phase in phases(OVER)] == ["offered", "receiving"]
+    assert [phase.lasted_s for phase in phases(OVER)] == [1.0, 3.0]
+
+
+def test_a_handoff_without_any_transition_is_in_its_state_since_its_first_mark():
+    one = HERE._replace(marks=HERE.marks[:1], state="queued")
+    assert phases(one) == (Phase("queued", 8.41, 0.0, "asked for by session 1", True),)
+    assert phases(one._replace(marks=())) == ()
+
+
+def test_a_transition_into_the_same_state_begins_no_phase():
+    again = HERE._replace(marks=(*HERE.marks, Mark(2.0, "receiving -> receiving (fenced)")))
+    assert phases(again) == phases(HERE)
+
+
+def test_a_running_phase_grows_between_two_answers():
+    older = HERE._replace(marks=aged(HERE.marks, 1.5))
+    assert phases(older)[-1].lasted_s == pytest.approx(9.8)
+    assert phases(older)[0].lasted_s == pytest.approx(phases(HERE)[0].lasted_s)
+
+
+def test_both_ends_stand_over_one_axis():
+    assert texts([HERE, THERE], 64, 21.6) == [
+        "deadline in 21.6s       8.60s ago                            now",
+        "here decode               ││─│receiving 8.30s──────────────────>",
+        "prefill-0 prefill       │───│streaming 8.40s───────────────────>",
+        "here: queued 1.00ms  offered 109ms  receiving 8.30s so far      ",
+        "  waits for bytes                                               ",
+        "prefill-0: await-offer 195ms  streaming 8.40s so far            ",
+        "longest silence 8.30s, after here: offered -> receiving (accept…",
+    ]
+
+
+def test_a_handoff_that_is_over_ends_when_it_did():
+    assert texts([OVER], 60) == [
+        "                        5.00s ago                  1.00s ago",
+        "here decode             │offered─│receiving 3.00s───────────",
+        "here: offered 1.00s  receiving 3.00s  closed                ",
+        "longest silence 3.00s, after here: offered -> receiving (ac…",
+    ]
+
+
+def test_where_there_is_no_room_for_a_chart_the_words_have_to_do():
+    assert texts([OVER], 40, -2.0) == [
+        "deadline 2.00s ago                      ",
+        "here: offered 1.00s  receiving 3.00s    ",
+        "      closed                            ",
+        "longest silence 3.00s, after here: offe…",
+    ]
+
+
+def test_an_end_that_cannot_be_asked_says_why():
+    mute = End("prefill-1", "prefill", "", (), trouble="no answer within 1 s\x1b")
+    assert texts([mute], 44) == ["prefill-1: no answer within 1 s\\x1b         "]
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 43, 44, 45, 90, 200])
+def test_every_line_takes_the_width_at_any_width(width):
+    assert {width_of(one) for one in draw([HERE, THERE, OVER], width, 3.0)} == {width}
+
+
+def test_the_longest_silence_is_named_with_what_came_before_it():
+    assert silence([HERE, THERE]) == (
+        "longest silence 8.30s, after here: offered -> receiving (accepted: all of it); it lasts"
+    )
+    late = HERE._replace(marks=(*HERE.marks, Mark(0.5, "12 pages to verify")))
+    assert silence([late, THERE]) == (
+        "longest silence 7.80s, after here: offered -> receiving (accepted: all of it)"
+    )
+    assert silence([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.00004, "0.04ms"), (0.0099, "9.90ms"), (0.0101, "10ms"), (0.999, "999ms"), (61, "1m01s")],
+)
+def test_durations_are_told_down_to_a_hundredth_of_a_millisecond(seconds, said):
+    assert lasting(seconds) == said
+
+
+def test_the_story_that_the_core_tells_is_read():
+    world = World()
+    prompt = tokens((1, 70))
+    world.hold_posts = True
+    world.d.call(client.Receive, prompt, room=7, source=("p",))
+    [part] = world.d.node.decoder.parts.values()
+    told = [line.partition(" s ago: ") for line in part.story.lines(world.now_s)]
+    end = End("d", "decode", part.state.value, tuple(Mark(float(a), what) for a, _, what in told))
+
+    assert [phase.state for phase in phases(end)][-1] == part.state.value

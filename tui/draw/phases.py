@@ -1,0 +1,246 @@
+"""The life of a handoff: its phases at each end, over one axis of time.
+
+The axis is elastic: a stretch between two marks gets columns by its length, and at least one, so
+that what took a millisecond stays to be seen beside what takes seconds. Durations are in words.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.text import clean, duration
+from tui.draw.spans import (
+    EMPTY,
+    Line,
+    Span,
+    Style,
+    cut,
+    fit,
+    left,
+    line,
+    spread,
+    width_of,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvd.wire.admin import Mark
+
+STYLES: dict[str, Style] = {
+    "queued": "locked",
+    "offered": "locked",
+    "await-engine": "locked",
+    "await-offer": "locked",
+    "receiving": "arriving",
+    "streaming": "sending",
+    "flushing": "sending",
+    "verifying": "cached",
+    "draining": "quarantined",
+    "ready": "ok",
+    "settled": "ok",
+}
+"""Of a phase by its state; any other is dim."""
+
+OVER = {"closed", "forgotten"}
+"""States in which nothing happens any more."""
+
+NAME_COLUMNS = 24
+"""Of a peer and its side, before the chart."""
+LEAST_COLUMNS = 20
+"""Of a chart; where there are fewer, the words have to do."""
+ARROW = " -> "
+OPEN_END = ">"
+
+
+class End(NamedTuple):
+    """What one daemon knows of a handoff.
+
+    ``marks``: oldest first; a transition is ``before -> after (why)``.
+    ``trouble``: why nothing is known, in place of everything else.
+    """
+
+    name: str
+    side: str
+    state: str
+    marks: tuple[Mark, ...]
+    waiting_for: str = ""
+    trouble: str = ""
+
+
+class Phase(NamedTuple):
+    """A state and when the handoff was in it; ``until_ago_s`` is 0 for the one it is in."""
+
+    state: str
+    began_ago_s: float
+    until_ago_s: float
+    why: str
+    runs: bool
+
+    @property
+    def lasted_s(self) -> float:
+        """So far, if it is not over."""
+        return max(0.0, self.began_ago_s - self.until_ago_s)
+
+
+def phases(end: End) -> tuple[Phase, ...]:
+    """The phases of one end, oldest first; marks that are no transition stand in a phase."""
+    moves = [(mark.ago_s, *_move(mark.what)) for mark in end.marks if ARROW in mark.what]
+    found: list[Phase] = []
+    first_ago_s = end.marks[0].ago_s if end.marks else 0.0
+    starts = [(ago_s, after, why) for ago_s, before, after, why in moves if before != after]
+    if moves and first_ago_s > moves[0][0]:
+        starts.insert(0, (first_ago_s, moves[0][1], end.marks[0].what))
+    elif not moves and end.marks:
+        starts = [(first_ago_s, end.state, end.marks[0].what)]
+    for at, (ago_s, state, why) in enumerate(starts):
+        is_last = at + 1 == len(starts)
+        if is_last and state in OVER:
+            break
+        until_ago_s = 0.0 if is_last else starts[at + 1][0]
+        found.append(Phase(state, ago_s, until_ago_s, why, is_last))
+    return tuple(found)
+
+
+def aged(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
+    """The same marks, seen ``by_s`` later: a running phase grows between two answers."""
+    return tuple(type(mark)(mark.ago_s + by_s, mark.what) for mark in marks)
+
+
+def draw(ends: Sequence[End], width: int, deadline_in_s: float | None = None) -> list[Line]:
+    """The chart, a line for each end; then its phases in words, and the longest silence."""
+    known = [end for end in ends if not end.trouble]
+    lines: list[Line] = []
+    room = width - NAME_COLUMNS
+    if room >= LEAST_COLUMNS and any(phases(end) for end in known):
+        axis = _Axis(known, room)
+        lines.append(_scale(axis, deadline_in_s, width))
+        lines += [fit((_name(end), *_row(end, axis)), width) for end in known]
+    elif deadline_in_s is not None:
+        lines.append(fit(_deadline(deadline_in_s), width))
+    for end in ends:
+        lines += _words(end, width)
+    quiet = silence(known)
+    if quiet:
+        lines.append(fit(line(quiet, "warn"), width))
+    return lines
+
+
+def silence(ends: Sequence[End]) -> str:
+    """The longest time in which neither end did anything, in words; empty if nothing ever did."""
+    marks = sorted(
+        ((mark.ago_s, end.name, mark.what) for end in ends for mark in end.marks), reverse=True
+    )
+    if not marks:
+        return ""
+    is_over = all(end.state in OVER for end in ends)
+    laters = [ago_s for ago_s, _, _ in marks[1:]] + [marks[-1][0] if is_over else 0.0]
+    gaps = [mark[0] - later for mark, later in zip(marks, laters, strict=True)]
+    at = max(range(len(gaps)), key=gaps.__getitem__)
+    _, name, what = marks[at]
+    said = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
+    return f"{said}; it lasts" if at + 1 == len(marks) and not is_over else said
+
+
+def lasting(seconds: float) -> str:
+    """A duration, down to a hundredth of a millisecond."""
+    if seconds < 0.01:
+        return f"{1000 * seconds:.2f}ms"
+    return f"{1000 * seconds:.0f}ms" if seconds < 1 else duration(seconds)
+
+
+def _move(what: str) -> tuple[str, str, str]:
+    """Before, after and why of ``before -> after (why)``."""
+    before, _, rest = what.partition(ARROW)
+    after, _, why = rest.partition(" (")
+    return before, after, why.removesuffix(")")
+
+
+class _Axis:
+    """From how long ago to columns: every stretch between two marks of any end has some."""
+
+    def __init__(self, ends: Sequence[End], width: int) -> None:
+        found = {phase.began_ago_s for end in ends for phase in phases(end)}
+        found |= {phase.until_ago_s for end in ends for phase in phases(end)}
+        self.edges = sorted(found, reverse=True)
+        self.width = width
+        stretches = [a - b for a, b in zip(self.edges, self.edges[1:], strict=False)]
+        least = 1 if len(stretches) <= width else 0
+        spare = width - least * len(stretches)
+        total_s = sum(stretches) or 1.0
+        self._columns = {self.edges[0]: 0} if self.edges else {}
+        passed_s = 0.0
+        for at, stretch in enumerate(stretches, 1):
+            passed_s += stretch
+            self._columns[self.edges[at]] = least * at + round(spare * passed_s / total_s)
+
+    def column(self, ago_s: float) -> int:
+        """Where an edge of a phase is."""
+        return self._columns[ago_s]
+
+
+def _row(end: End, axis: _Axis) -> list[Span]:
+    """One end's phases, each with its name at its beginning where there is room."""
+    spans: list[Span] = []
+    at = 0
+    for phase in phases(end):
+        start, stop = axis.column(phase.began_ago_s), axis.column(phase.until_ago_s)
+        spans.append(Span(" " * (start - at)))
+        spans.append(Span(_bar(phase, stop - start), "label", STYLES.get(phase.state, "dim")))
+        at = stop
+    return [*spans, Span(" " * (axis.width - at))]
+
+
+def _bar(phase: Phase, columns: int) -> str:
+    """``│receiving 8.4s──>`` in so many columns."""
+    if columns <= 0:
+        return ""
+    tail = OPEN_END if phase.runs and columns > 1 else ""
+    room = columns - 1 - len(tail)
+    name = clean(phase.state)
+    label = next(
+        (one for one in (f"{name} {lasting(phase.lasted_s)}", name) if len(one) <= room), ""
+    )
+    return f"│{label}{'─' * (room - len(label))}{tail}"
+
+
+def _scale(axis: _Axis, deadline_in_s: float | None, width: int) -> Line:
+    """How long ago the chart begins, where now is, and when the deadline is."""
+    last_ago_s = axis.edges[-1]
+    end = "now" if last_ago_s == 0 else f"{lasting(last_ago_s)} ago"
+    begin = f"{lasting(axis.edges[0])} ago"
+    scale = spread(line(begin, "dim"), line(end, "dim"), axis.width)
+    at_left = EMPTY if deadline_in_s is None else _deadline(deadline_in_s)
+    return fit((*fit(at_left, NAME_COLUMNS - 1), Span(" "), *scale), width)
+
+
+def _deadline(deadline_in_s: float) -> Line:
+    if deadline_in_s < 0:
+        return line(f"deadline {lasting(-deadline_in_s)} ago", "bad")
+    return line(f"deadline in {lasting(deadline_in_s)}", "dim")
+
+
+def _name(end: End) -> Span:
+    return Span(left(f"{cut(clean(end.name), 14)} {clean(end.side)}", NAME_COLUMNS), "head")
+
+
+def _words(end: End, width: int) -> list[Line]:
+    """An end's phases with their durations; what it waits for; or why nothing is known of it."""
+    name = Span(f"{clean(end.name)}: ", "head")
+    if end.trouble:
+        return [fit((name, Span(clean(end.trouble), "warn")), width)]
+    items: list[Line] = []
+    for phase in phases(end):
+        figure = f"{clean(phase.state)} {lasting(phase.lasted_s)}"
+        items.append(line(f"{figure} so far") if phase.runs else line(figure, "dim"))
+    if end.state in OVER or not items:
+        items.append(line(clean(end.state)))
+    room = width - width_of((name,))
+    lines = [
+        fit((name if at == 0 else Span(" " * (width - room)), *one), width)
+        for at, one in enumerate(wrapped(items, room))
+    ]
+    if end.waiting_for:
+        lines.append(fit((Span("  waits for ", "dim"), Span(clean(end.waiting_for))), width))
+    return lines
