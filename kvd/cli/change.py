@@ -1,9 +1,12 @@
 """The verbs that change something, and the audit: each says what changed and what it refused.
 
 A refusal ends with 1 unless skipping is what the verb is for: ``flush`` without ``--strict``.
+``--dry-run`` asks for the same report, ends in the same way, and changes nothing.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -11,15 +14,20 @@ import msgspec
 from kvd.cli import audited, render
 from kvd.cli.exits import Failed
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
-from kvd.wire.admin import AbortRoom, AdminRequest, Audit, Evict, Fence, Flush, Report
+from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Rehearse, Report
 from kvd.wire.snapshot import AuditState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a changing verb prints with ``--format json``."""
+    """What a changing verb prints with ``--format json``; ``dry_run``: so it would have been."""
 
     changed: dict[str, int]
     refused: tuple[str, ...]
+    notes: tuple[str, ...]
+    dry_run: bool
 
 
 class Audited(msgspec.Struct, frozen=True):
@@ -30,13 +38,26 @@ class Audited(msgspec.Struct, frozen=True):
     standing: AuditState | None
 
 
-def carry_out(target: Target, request: AdminRequest, form: str) -> Report:
-    """Ask for a change and print what came of it."""
-    report = ask(target, request, Report)
+def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--dry-run``, which the verb gets as ``rehearsal``."""
+    option: Callable[[Any], Callable[..., None]] = click.option(
+        "--dry-run", "rehearsal", is_flag=True, help="Say what it would do; change nothing."
+    )
+    return option(verb)
+
+
+def carry_out(
+    target: Target, request: Flush | Evict | AbortRoom | Fence, form: str, *, rehearsal: bool
+) -> Report:
+    """Ask for a change, or what it would be, and print the answer."""
+    report = ask(target, Rehearse(CALL, request) if rehearsal else request, Report)
     if form == "json":
-        render.print_json(Outcome(report.changed, report.refused))
-    else:
-        render.show(render.report(report))
+        outcome = Outcome(report.changed, report.refused, report.notes, rehearsal)
+        render.print_json(outcome)
+        return report
+    if rehearsal:
+        render.show("dry run: nothing was changed; it would be")
+    render.show(render.report(report))
     return report
 
 
@@ -51,9 +72,12 @@ def must_not_refuse(report: Report, advice: str) -> None:
 @click.option("--strict", is_flag=True, help="Change nothing at all if any cached page is locked.")
 @with_target
 @with_format
-def flush_command(target: Target, form: str, strict: bool) -> None:
+@with_rehearsal
+def flush_command(target: Target, form: str, rehearsal: bool, strict: bool) -> None:
     """Drop every cached page that nobody locks; says who holds the others."""
-    report = carry_out(target, Flush(CALL, "strict" if strict else "unlocked"), form)
+    report = carry_out(
+        target, Flush(CALL, "strict" if strict else "unlocked"), form, rehearsal=rehearsal
+    )
     if strict:
         must_not_refuse(report, "wait for the holders (kvd locks), or flush without --strict")
 
@@ -62,9 +86,10 @@ def flush_command(target: Target, form: str, strict: bool) -> None:
 @click.argument("pages", type=click.IntRange(1, 2**31 - 1))
 @with_target
 @with_format
-def evict_command(target: Target, form: str, pages: int) -> None:
+@with_rehearsal
+def evict_command(target: Target, form: str, rehearsal: bool, pages: int) -> None:
     """Evict at least PAGES cached pages, in the order in which they would go anyway."""
-    report = carry_out(target, Evict(CALL, pages), form)
+    report = carry_out(target, Evict(CALL, pages), form, rehearsal=rehearsal)
     must_not_refuse(report, "what is left is locked or held: kvd locks names the holders")
 
 
@@ -73,21 +98,23 @@ def evict_command(target: Target, form: str, pages: int) -> None:
 @click.option("--reason", default="operator", show_default=True, help="What the engine is told.")
 @with_target
 @with_format
-def abort_command(target: Target, form: str, room: int, reason: str) -> None:
+@with_rehearsal
+def abort_command(target: Target, form: str, rehearsal: bool, room: int, reason: str) -> None:
     """Give up every part of ROOM on this node; its pages go when the writer is proven gone."""
-    report = carry_out(target, AbortRoom(CALL, room, reason), form)
+    report = carry_out(target, AbortRoom(CALL, room, reason), form, rehearsal=rehearsal)
     must_not_refuse(report, "kvd rooms lists what is under way")
 
 
 @click.command()
 @with_target
 @with_format
-def fence_command(target: Target, form: str) -> None:
+@with_rehearsal
+def fence_command(target: Target, form: str, rehearsal: bool) -> None:
     """Restart the transfer process, so that no peer can write through the old one.
 
     Handoffs in flight fail; quarantined pages become free.
     """
-    report = carry_out(target, Fence(CALL), form)
+    report = carry_out(target, Fence(CALL), form, rehearsal=rehearsal)
     must_not_refuse(report, "see kvd events for what the transfer process reported")
 
 

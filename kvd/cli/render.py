@@ -315,4 +315,5 @@ def report(answer: Report) -> RenderableType:
     """What changed, then what was refused and why."""
     changed = [said(f"{name.replace('_', ' ')}: {n}") for name, n in answer.changed.items()]
     refused = [said(f"refused: {why}", "yellow") for why in answer.refused]
-    return Group(*(changed or [Text("nothing changed")]), *refused)
+    notes = [said(note) for note in answer.notes]
+    return Group(*(changed or [Text("nothing changed")]), *notes, *refused)

@@ -301,6 +301,18 @@ def _by_priority(node: Node, rank: Rank) -> Key:
     return rank.priority, rank.used, -node.end_tokens
 
 
+def victims(order: EvictionOrder, n_bytes: int) -> list[Node]:
+    """What ``order.take(n_bytes)`` would take now; that much must be unlocked."""
+    out: list[Node] = []
+    ahead = order.ahead()
+    while n_bytes > 0:
+        node = next(ahead)
+        if node is not None and not node.lock_ref:
+            n_bytes -= len(node.pages)
+            out.append(node)
+    return out
+
+
 def eviction_order(policy: Policy) -> EvictionOrder:
     """An empty order for ``policy``."""
     match policy:

@@ -1,12 +1,14 @@
-"""What each request of an operator does: it says what it changed, what it refused, and why."""
+"""What each request of an operator does: it says what it changed, what it refused, and why.
+
+The report of a verb that changes something is made first, by ``rehearse``, and then made true.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvd.core import effects, why
+from kvd.core import effects, rehearse, why
 from kvd.core.invariants import faults
-from kvd.core.owners import describe_holder
 from kvd.core.report import snapshot
 from kvd.core.sweep import pools
 from kvd.errors import Code, Refusal
@@ -17,10 +19,6 @@ if TYPE_CHECKING:
 
     from kvd.core.inputs import FromOperator
     from kvd.core.node import Node
-
-UNLOCKED = "unlocked"
-STRICT = "strict"
-"""The flush mode that changes nothing when anything is locked."""
 
 
 class Operators:
@@ -38,6 +36,7 @@ class Operators:
             admin.Evict: self._evict,
             admin.AbortRoom: self._abort,
             admin.Fence: self._fence,
+            admin.Rehearse: self._rehearse,
             admin.Audit: self._audit,
         }
 
@@ -68,66 +67,40 @@ class Operators:
         )
         return admin.Tree(got.call, shown, len(edges))
 
+    def _rehearse(self, got: admin.Rehearse) -> admin.Report | Refusal:
+        return rehearse.rehearse(self._node, got)
+
     def _flush(self, got: admin.Flush) -> admin.Report | Refusal:
-        node = self._node
-        if got.mode not in {UNLOCKED, STRICT}:
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
-                side=node.settings.name,
-            )
-        locked = [edge for edge in node.leases.tree.nodes() if edge.lock_ref]
-        by_edge = why.holders(node)
-        kept = tuple(
-            f"node {edge.id} kept, {len(edge.pages) // 4} pages: "
-            + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
-            for edge in locked
-        )
-        if got.mode == STRICT and locked:
-            return admin.Report(got.call, {"freed_pages": 0}, kept)
-        freed, kept_pages = node.leases.flush()
-        return admin.Report(got.call, {"freed_pages": freed, "locked_pages": kept_pages}, kept)
+        told = rehearse.flush(self._node, got)
+        if isinstance(told, Refusal) or (got.mode == rehearse.STRICT and told.refused):
+            return told
+        self._node.leases.flush()
+        return told
 
     def _evict(self, got: admin.Evict) -> admin.Report:
-        node = self._node
-        wanted = max(0, got.pages)
-        freed = node.leases.evict(wanted, "operator")
-        refused: tuple[str, ...] = ()
-        if freed < wanted:
-            locked = node.leases.tree.protected_pages
-            rest = f"is locked ({locked} pages)" if locked else "is empty"
-            refused = (f"{wanted - freed} of {wanted} pages: the rest of the cache {rest}",)
-        return admin.Report(got.call, {"evicted_pages": freed}, refused)
+        told = rehearse.evict(self._node, got)
+        self._node.leases.evict(max(0, got.pages), "operator")
+        return told
 
     def _abort(self, got: admin.AbortRoom) -> admin.Report | Refusal:
         node = self._node
+        told = rehearse.abort(node, got)
+        if isinstance(told, Refusal):
+            return told
         refusal = Refusal(
             Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
         )
-        receives = [part for part in node.decoder.parts.values() if part.room == got.room]
-        send = node.prefiller.by_room.get(got.room)
-        if not receives and send is None:
-            return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
-        for part in receives:
+        for part in [part for part in node.decoder.parts.values() if part.room == got.room]:
             node.decoder.cancel(part, refusal)
+        send = node.prefiller.by_room.get(got.room)
         if send is not None:
             node.prefiller.give_up(send, refusal)
-        return admin.Report(
-            got.call, {"receives": len(receives), "sends": int(send is not None)}, ()
-        )
+        return told
 
     def _fence(self, got: admin.Fence) -> admin.Report:
-        node = self._node
-        draining = [one for one in node.leases.leases.values() if one.quarantine is not None]
+        told = rehearse.fence(self._node, got)
         self._out.effects.append(effects.RestartTransfer("an operator fenced this node"))
-        return admin.Report(
-            got.call,
-            {
-                "quarantined_leases": len(draining),
-                "quarantined_pages": sum(one.held_pages for one in draining),
-            },
-            (),
-        )
+        return told
 
     def _audit(self, got: admin.Audit) -> admin.Report:
         found = faults(self._node)

@@ -88,6 +88,13 @@ class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
     call: Call
 
 
+class Rehearse(msgspec.Struct, frozen=True, array_like=True, tag="rehearse"):
+    """What that verb would report now; nothing is changed. Answer: ``Report``."""
+
+    call: Call
+    verb: Flush | Evict | AbortRoom | Fence
+
+
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
     """Check every invariant now. Answer: ``Report``; ``refused`` is what is broken now."""
 
@@ -115,6 +122,7 @@ AdminRequest = (
     | Evict
     | AbortRoom
     | Fence
+    | Rehearse
     | Audit
     | Record
 )
@@ -217,6 +225,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     refused: tuple[str, ...]
     standing: AuditState | None = None
     """Of an audit: what the standing one has found, and how it runs."""
+    notes: tuple[str, ...] = ()
+    """What becomes of single things: which nodes go, whose pages wait for whom."""
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, tag="recorded"):

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Report
+from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Rehearse, Report
 from kvd.wire.snapshot import AuditState, Finding
 
 VERBS = {
@@ -39,11 +39,41 @@ def test_json_has_what_changed_and_what_was_refused(run, daemon, name):
 
     done = run(*VERBS[name][0], "--format", "json")
 
-    standing = {"standing": None} if name == "audit" else {}
+    more = {"standing": None} if name == "audit" else {"notes": [], "dry_run": False}
     assert json.loads(done.stdout) == {
         "changed": {"freed_pages": 12},
         "refused": ["2 pages: lease 7"],
-        **standing,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in VERBS if name != "audit"])
+def test_a_dry_run_asks_for_a_rehearsal_and_says_that_it_is_one(run, daemon, name):
+    arguments, request = VERBS[name]
+    daemon.answer = lambda _request: Report(0, {"freed_pages": 12}, (), notes=("node 3 goes",))
+
+    done = run(*arguments, "--dry-run")
+
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert daemon.asked == [Rehearse(0, msgspec.structs.replace(request, call=1))]
+    assert done.stdout.splitlines() == [
+        "dry run: nothing was changed; it would be",
+        "freed pages: 12",
+        "node 3 goes",
+    ]
+
+
+def test_a_dry_run_ends_as_the_verb_would(run, daemon):
+    daemon.answer = lambda _request: Report(0, {"evicted_pages": 0}, ("64 of 64 pages: locked",))
+
+    done = run("evict", "64", "--dry-run", "--format", "json")
+
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {
+        "changed": {"evicted_pages": 0},
+        "refused": ["64 of 64 pages: locked"],
+        "notes": [],
+        "dry_run": True,
     }
 
 

@@ -63,7 +63,12 @@ def test_an_abort_before_anything_is_held_is_told_once():
 
     report = world.d.ask(admin.AbortRoom(1, 7, "too slow"))
 
-    assert report == admin.Report(1, {"receives": 1, "sends": 0}, ())
+    assert report == admin.Report(
+        1,
+        {"receives": 1, "sends": 0, "freed_pages": 0, "quarantined_pages": 0},
+        (),
+        notes=("receive 1 leaves the queue: it holds nothing",),
+    )
     (failed,) = world.d.take()
     assert isinstance(failed, client.Failed)
     assert failed.refusal.message == "an operator aborted it: too slow"
@@ -262,7 +267,9 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
     report = world.d.ask(admin.Fence(1))
     world.land_posts()
 
-    assert report == admin.Report(1, {"quarantined_leases": 1, "quarantined_pages": 7}, ())
+    figures = {"quarantined_leases": 1, "quarantined_pages": 7, "receives_cut": 1, "sends_cut": 0}
+    note = "room 2: receive 2 from p is cut, 0 of 896 bytes had arrived"
+    assert report == admin.Report(1, figures, (), notes=(note,))
     assert totals(world.d) == (63, 0, 0, 0, 0)
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)

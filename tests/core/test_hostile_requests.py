@@ -7,6 +7,7 @@ disturbed, and when the hostile one is gone nothing of it is left.
 from __future__ import annotations
 
 import random
+import types
 import typing
 
 import msgspec
@@ -40,11 +41,15 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice(TEXTS)
     if kind == str | None:
         return rng.choice((None, "", "host"))
+    if kind in {admin.Flush, admin.Evict, admin.AbortRoom, admin.Fence}:
+        return ugly(rng, kind, 1)
+    if isinstance(kind, types.UnionType):
+        return some(rng, rng.choice(typing.get_args(kind)))
     assert kind == tuple[str, ...], kind
     return rng.choice(((), ("p",), ("d",), ("x",), ("p", "p")))
 
 
-def ugly(rng: random.Random, kind: type, call: int) -> object:
+def ugly(rng: random.Random, kind: typing.Any, call: int) -> object:
     """A request with anything in its fields; read back as the socket would read it."""
     hints = typing.get_type_hints(kind)
     fields = {name: some(rng, hint) for name, hint in hints.items() if name != "call"}
