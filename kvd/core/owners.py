@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.types import count
 
@@ -29,30 +29,41 @@ def describe_holder(node: Node, lease: Lease) -> str:
     return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
 
 
+class Kept(NamedTuple):
+    """What one lease keeps of a component: pages of its own, and cached ones that it locks."""
+
+    pages: int
+    locked: int
+    lease: Lease
+
+
 class Owners:
-    """Who holds most of the pool, in words."""
+    """Who holds most of the pool."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def of_most_pages(self, budget: str) -> tuple[str, ...]:
-        """The leases that keep the most pages of that component from others, the biggest first.
+        """The leases that keep the most pages of that component from others, in words.
 
         ``budget`` is its name; an unknown one stands for the first component, of whose cached
         pages a lease locks those of its prefix, maybe with others.
         """
+        of = "" if self._node.leases.beside.named(budget) is None else f" of {budget}"
+        return tuple(
+            f"{describe_holder(self._node, one.lease)} ({one.pages} pages{of}"
+            f"{' in quarantine' if one.lease.quarantine else ''}"
+            f"{f', locks {one.locked} cached' if one.locked else ''})"
+            for one in self.biggest(budget)
+        )
+
+    def biggest(self, budget: str) -> tuple[Kept, ...]:
+        """The same as they are, the biggest first; one look at all leases."""
         table = self._node.leases
         keeper = table.beside.named(budget)
         kept = [
             (one.held_pages, one.owned, one) if keeper is None else (count(keeper.own(one)), 0, one)
             for one in table.leases.values()
         ]
-        biggest = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda found: found[0] + found[1])
-        of = "" if keeper is None else f" of {budget}"
-        return tuple(
-            f"{describe_holder(self._node, one)} ({pages} pages{of}"
-            f"{' in quarantine' if one.quarantine else ''}"
-            f"{f', locks {locked} cached' if locked else ''})"
-            for pages, locked, one in biggest
-            if pages or locked
-        )
+        found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])
+        return tuple(Kept(*one) for one in found if one[0] or one[1])

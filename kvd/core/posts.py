@@ -120,6 +120,11 @@ class Posts:
             self._moved[post] = moved_bytes
         return part
 
+    def live_bytes(self, part: PrefillPart) -> int:
+        """What has left for the part, of posts that are under way too."""
+        moved = self._moved
+        return part.moved_bytes + sum(moved.get(post, 0) for post in part.outstanding)
+
     def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> PrefillPart | None:
         """The post can write no more: it is done, or its agent is destroyed."""
         part = self.moved(post, moved_bytes)

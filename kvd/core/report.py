@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
-from kvd.core.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.owners import owner_of
 from kvd.core.pool_report import held_states, pool_states
-from kvd.core.seal import SUM_BYTES
 from kvd.core.standing import Standing
-from kvd.core.tables import Decode
 from kvd.core.waiting import waiting_states
+from kvd.core.words import (
+    agent_words,
+    layout_words,
+    lease_waits_for,
+    lease_word,
+    receive_waits_for,
+    send_waits_for,
+)
 from kvd.types import count
 from kvd.wire.snapshot import (
     ClientState,
@@ -77,36 +82,20 @@ def totals(node: Node) -> Totals:
 
 
 _AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
-_STANDING_WAITS = {
-    Standing.SAVING: "its pages to be copied to the saved area",
-    Standing.RETRACTED: "its engine to resume or release it",
-    Standing.RESUMING: "room in the pool",
-    Standing.RESTORING: "its saved pages to be copied back",
-}
 
 
 def lease_state(node: Node, lease: Lease) -> LeaseState:
     """One claim in words and figures."""
     name, pid = owner_of(node, lease.session)
-    state, waiting_for, because, quarantined_s = "held", "", "", 0.0
+    because, quarantined_s = "", 0.0
     held, quarantined = lease.held_pages, 0
     if lease.quarantine is not None:
-        state, held, quarantined = "quarantined", 0, lease.held_pages
-        waiting_for = node.decoder.settling.waits_for(lease)
+        held, quarantined = 0, lease.held_pages
         quarantined_s = node.out.at_s - lease.quarantine.since_s
         because = lease.quarantine.why
-    elif lease.standing is not Standing.RUNNING:
-        state, waiting_for = lease.standing.value, _STANDING_WAITS[lease.standing]
-    elif ARRIVAL in lease.holders:
-        waiting_for = "the prompt's KV to arrive"
-    elif ENGINE not in lease.holders:
-        state = "lingering"
-        waiting_for = "the last post that reads its pages"
-        if FETCH in lease.holders:
-            waiting_for = "the last copy into its device buffer"
     return LeaseState(
         id=lease.id,
-        state=state,
+        state=lease_word(lease),
         owner=name,
         pid=pid,
         session=lease.session,
@@ -120,7 +109,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         held_pages=held,
         quarantined_pages=quarantined,
         holders=tuple(sorted(lease.holders)),
-        waiting_for=waiting_for,
+        waiting_for=lease_waits_for(node, lease),
         quarantined_s=quarantined_s,
         because=because,
         saved_pages=lease.saved_pages,
@@ -139,32 +128,6 @@ def room_states(node: Node) -> list[RoomState]:
     return [_decode_room(node, part) for part in decode] + [
         _prefill_room(node, part) for part in prefill
     ]
-
-
-_DECODE_WAITS = {
-    "queued": "room in the pool, or its peer",
-    "offered": "the prefill engine to send",
-    "receiving": "the rest of the bytes",
-    "ready": "the engine to release the lease",
-}
-_PREFILL_WAITS = {
-    "await-engine": "an engine here to send",
-    "await-offer": "the decode side to offer pages",
-    "streaming": "the engine to compute",
-    "flushing": "the last post",
-    "draining": "posts under way",
-    "settled": "the decode side to say Closed",
-}
-
-
-def _decode_wait(node: Node, part: DecodePart) -> str:
-    if part.state is Decode.DRAINING and part.lease is not None:
-        return node.decoder.settling.waits_for(part.lease)
-    if part.state is Decode.VERIFYING and not part.sums:
-        return "its pages to be copied to the device buffer"
-    if part.state is Decode.VERIFYING:
-        return f"its pages to be verified ({sum(map(len, part.sums.values())) // SUM_BYTES} pages)"
-    return _DECODE_WAITS.get(part.state.value, "")
 
 
 def _decode_room(node: Node, part: DecodePart) -> RoomState:
@@ -190,7 +153,7 @@ def _decode_room(node: Node, part: DecodePart) -> RoomState:
         outstanding_posts=0,
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
-        waiting_for=_decode_wait(node, part),
+        waiting_for=receive_waits_for(node, part),
         story=part.story.lines(node.out.at_s),
     )
 
@@ -218,7 +181,7 @@ def _prefill_room(node: Node, part: PrefillPart) -> RoomState:
         outstanding_posts=len(part.outstanding),
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
-        waiting_for=_PREFILL_WAITS.get(part.state.value, ""),
+        waiting_for=send_waits_for(part),
         story=part.story.lines(node.out.at_s),
     )
 
@@ -228,17 +191,16 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
     sends = [p for p in node.prefiller.by_room.values() if p.incarnation == peer.incarnation]
     dialed = next((one for one in node.peers.dialed.values() if one.name == peer.name), None)
-    differs = peer.refusal or peer.source_refusal
     return PeerState(
         name=peer.name,
         address=dialed.address if dialed else "dialed us",
         state=peer.life.value,
         incarnation=peer.incarnation,
         generation=peer.generation,
-        agent=f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}",
+        agent=agent_words(peer),
         silent_s=node.out.at_s - peer.heard_s,
         round_trip_ms=peer.round_trip_s * 1e3,
-        layout=differs.message if differs else "same",
+        layout=layout_words(peer),
         open_receives=len(receives),
         open_sends=len(sends),
         trouble=node.peers.trouble(peer.name),

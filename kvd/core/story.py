@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from kvd.wire.admin import Mark
+
 STORY_LENGTH = 16
 """Transitions kept per part: twice the longest path through either table."""
 
@@ -23,3 +25,12 @@ class Story:
     def lines(self, now_s: float) -> tuple[str, ...]:
         """Oldest first, each with its age."""
         return tuple(f"{now_s - at_s:.3f} s ago: {line}" for at_s, line in self._lines)
+
+    def marks(self, now_s: float) -> tuple[Mark, ...]:
+        """The same as data."""
+        return tuple(Mark(now_s - at_s, line) for at_s, line in self._lines)
+
+    @property
+    def last_s(self) -> float:
+        """When the last transition was; 0 where there was none."""
+        return self._lines[-1][0] if self._lines else 0.0

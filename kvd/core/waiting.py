@@ -27,32 +27,38 @@ def waiting_states(node: Node) -> list[WaitingState]:
 
 
 def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
-    other = waiter.asker.blocked()
-    was_matched = bool(waiter.budget)
-    if other is not None:
-        why, holders = other, ()
-    elif was_matched:
-        why = node.admission.shortage(waiter)
-    else:
-        why, holders = f"its turn: {ahead} before it", ()
     return WaitingState(
-        kind=_kind(waiter),
+        kind=kind_of(waiter),
         owner=owner_of(node, waiter.claim.session)[0],
         room=waiter.claim.room,
         priority=waiter.claim.priority,
         waited_s=node.out.at_s - waiter.since_s,
         deadline_in_s=waiter.deadline_s - node.out.at_s,
         needed_pages=waiter.needed_pages,
-        why=why,
+        why=why_waits(node, waiter, ahead),
         budget=waiter.budget or node.leases.pool.name,
         missing_pages=waiter.missing_pages,
         ahead=ahead,
         overtaken=waiter.overtaken,
-        held_by=holders,
+        held_by=holders if lacks_pages(waiter) else (),
     )
 
 
-def _kind(waiter: Waiter) -> str:
+def lacks_pages(waiter: Waiter) -> bool:
+    """Whether it waits for memory: not for its peer, nor for those before it."""
+    return bool(waiter.budget) and waiter.asker.blocked() is None
+
+
+def why_waits(node: Node, waiter: Waiter, ahead: int) -> str:
+    """For its peer, for pages, or for ``ahead`` others."""
+    other = waiter.asker.blocked()
+    if other is not None:
+        return other
+    return node.admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
+
+
+def kind_of(waiter: Waiter) -> str:
+    """What was asked for: ``lease``, ``receive`` or ``resume``."""
     if waiter.claim.resumes:
         return "resume"
     return "receive" if waiter.claim.room else "lease"

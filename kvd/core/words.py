@@ -1,0 +1,95 @@
+"""States of leases, handoffs and peers, and what each waits for: the same words everywhere.
+
+What must not live here: tables and sentences made of them (``report``, ``why``, the console).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.lease import ARRIVAL, ENGINE, FETCH
+from kvd.core.seal import SUM_BYTES
+from kvd.core.standing import Standing
+from kvd.core.tables import Decode
+
+if TYPE_CHECKING:
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.peer import Peer
+
+_STANDING_WAITS = {
+    Standing.SAVING: "its pages to be copied to the saved area",
+    Standing.RETRACTED: "its engine to resume or release it",
+    Standing.RESUMING: "room in the pool",
+    Standing.RESTORING: "its saved pages to be copied back",
+}
+
+_DECODE_WAITS = {
+    "queued": "room in the pool, or its peer",
+    "offered": "the prefill engine to send",
+    "receiving": "the rest of the bytes",
+    "ready": "the engine to release the lease",
+}
+
+_PREFILL_WAITS = {
+    "await-engine": "an engine here to send",
+    "await-offer": "the decode side to offer pages",
+    "streaming": "the engine to compute",
+    "flushing": "the last post",
+    "draining": "posts under way",
+    "settled": "the decode side to say Closed",
+}
+
+
+def lease_word(lease: Lease) -> str:
+    """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
+    if lease.quarantine is not None:
+        return "quarantined"
+    if lease.standing is not Standing.RUNNING:
+        word: str = lease.standing.value
+        return word
+    is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
+    return "held" if is_somebodys else "lingering"
+
+
+def lease_waits_for(node: Node, lease: Lease) -> str:
+    """What would take it further; empty for one that runs."""
+    if lease.quarantine is not None:
+        return node.decoder.settling.waits_for(lease)
+    if lease.standing is not Standing.RUNNING:
+        return _STANDING_WAITS[lease.standing]
+    if ARRIVAL in lease.holders:
+        return "the prompt's KV to arrive"
+    if ENGINE in lease.holders:
+        return ""
+    if FETCH in lease.holders:
+        return "the last copy into its device buffer"
+    return "the last post that reads its pages"
+
+
+def receive_waits_for(node: Node, part: DecodePart) -> str:
+    """What would take a receive further."""
+    if part.state is Decode.DRAINING and part.lease is not None:
+        return node.decoder.settling.waits_for(part.lease)
+    if part.state is Decode.VERIFYING and not part.sums:
+        return "its pages to be copied to the device buffer"
+    if part.state is Decode.VERIFYING:
+        return f"its pages to be verified ({sum(map(len, part.sums.values())) // SUM_BYTES} pages)"
+    return _DECODE_WAITS.get(part.state.value, "")
+
+
+def send_waits_for(part: PrefillPart) -> str:
+    """What would take a send further."""
+    return _PREFILL_WAITS.get(part.state.value, "")
+
+
+def agent_words(peer: Peer) -> str:
+    """The sending agent towards it, and why it is not there."""
+    return f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}"
+
+
+def layout_words(peer: Peer) -> str:
+    """``same``, or why pages go in one direction at most."""
+    differs = peer.refusal or peer.source_refusal
+    return differs.message if differs else "same"
