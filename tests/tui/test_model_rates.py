@@ -106,6 +106,14 @@ def test_a_gauge_is_told_as_it_was_at_the_end_of_each_step():
     assert rates.levels("rooms", 9) == [5, 2]
 
 
+def test_figures_that_are_no_numbers_are_nothing():
+    rates = Rates()
+    for at_s in (float("nan"), 100.0, 101.0, float("inf")):
+        rates.take(vitals(at_s, lag_s=float("nan")))
+
+    assert (len(rates), rates.levels("lag_s", 5)) == (2, [0])
+
+
 def test_another_daemon_begins_from_nothing(rates):
     rates.forget()
     rates.take(head(1.0, 3))

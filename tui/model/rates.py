@@ -7,6 +7,7 @@ sample is kept per ``STEP_S``, so ten minutes cost the same at one frame a secon
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING
@@ -55,13 +56,16 @@ class Rates:
 
     def take(self, vitals: Vitals) -> None:
         """Remember the figures; of several within one step the last."""
+        if not math.isfinite(vitals.at_s):
+            return
         last = self._samples[-1] if self._samples else None
         if last is not None and vitals.at_s <= last.at_s:
             return
         before = self._samples[-2] if len(self._samples) > 1 else None
         if before is not None and vitals.at_s - before.at_s < STEP_S:
             self._samples.pop()
-        self._samples.append(Sample(vitals.at_s, _figures(vitals)))
+        figures = tuple([one if math.isfinite(one) else 0.0 for one in _figures(vitals)])
+        self._samples.append(Sample(vitals.at_s, figures))
 
     def forget(self) -> None:
         """The daemon is another one: its counters began again."""
