@@ -1,0 +1,128 @@
+"""A source that brings a frame when a test says so: rows of numbers, a hostile name too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from kvd.wire.admin import Because, Frame
+from kvd.wire.console import Column, Holder, Latency, Row, Sources, Table, Vitals
+from kvd.wire.snapshot import Totals
+from tui.app import KvdTui, Options
+from tui.model.mirror import Mirror
+
+HOSTILE = "evil\x1b[2J[bold]\u202etxt"
+COLUMNS = (
+    Column("name", "text"),
+    Column("state", "state"),
+    Column("pages", "pages"),
+    Column("holders", "holders"),
+    Column("since", "since"),
+)
+KINDS = {"clients": "client", "leases": "lease", "rooms": "receive", "peers": "peer"}
+
+
+def vitals(at_s: float = 100.0, **fields) -> Vitals:
+    """A daemon that serves, and has two findings."""
+    one = Vitals(
+        at_s=at_s,
+        node="decode-node",
+        incarnation="first",
+        version="0.1.0",
+        state="serving",
+        transport="nixl",
+        generation=4,
+        started_s=-3600.0,
+        lag_s=0.0004,
+        clients=3,
+        leases=5,
+        rooms=1,
+        waiting=0,
+        peers=6,
+        peers_up=6,
+        findings=2,
+        worst="medium",
+        last_event=0,
+        totals=Totals(*(0 for _ in Totals.__struct_fields__)),
+        sources=Sources(),
+        latency=Latency(),
+    )
+    return msgspec.structs.replace(one, **fields)
+
+
+def row(view: str, number: int) -> Row:
+    """Row ``number`` of a view."""
+    name = HOSTILE if number == 1 else f"{view}-{number}"
+    holders = (Holder("engine", 95.0, "lease:7"),) if number % 2 else ()
+    kind = KINDS.get(view, view)
+    return Row(f"{kind}:{number}", (name, "alive", number * 10, holders, 90.0 - number))
+
+
+class Feed:
+    """Answers whatever is asked from ``rows`` rows a view; ``bring`` makes the next frame."""
+
+    is_replay = False
+
+    def __init__(self, mirror: Mirror, rows: int = 40) -> None:
+        self.mirror = mirror
+        self.rows = rows
+        self.numbers: dict[str, list[int]] = {}
+        self.requests: list[object] = []
+        self.replies: dict[type, object] = {}
+        self.looks: list[object] = []
+        self.at_s = 100.0
+        self.app: KvdTui | None = None
+
+    async def run(self) -> None:
+        """Bring nothing by itself."""
+        await asyncio.Event().wait()
+
+    def bring(self, **fields) -> None:
+        """One frame, as the daemon would answer what the app wants now."""
+        self.at_s += 0.1
+        look = self.mirror.look(self.mirror.frames + 1, self.app.wanted())
+        self.looks.append(look)
+        answers = [self._answer(query) for query in look.queries]
+        head = vitals(self.at_s, **fields)
+        frame = Frame(look.call, head, tuple(answers), (), 0, 0)
+        self.mirror.take(frame, time.monotonic())
+
+    def _answer(self, query) -> msgspec.Raw:
+        numbers = self.numbers.get(query.view, list(range(self.rows)))
+        window = numbers[query.first : query.first + query.limit]
+        rows = tuple(row(query.view, number) for number in window)
+        order = tuple(one.key for one in rows)
+        total = len(numbers)
+        table = Table(
+            query.view, self.mirror.frames + 1, 0, self.at_s, total, total, COLUMNS, order, rows
+        )
+        return msgspec.Raw(msgspec.msgpack.encode(table))
+
+    async def ask(self, request):
+        """The answer prepared for this kind of request."""
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        known = Because(0, "lease 7 holds it", ("10 pages",), ("lease:7", "peer:prefill-0"))
+        return self.replies.get(type(request), known)
+
+
+def console(rows: int = 40, **options) -> tuple[KvdTui, Feed]:
+    """An app, and what feeds it."""
+    feed = Feed(Mirror(), rows)
+    feed.app = KvdTui(feed.mirror, feed, Options(**options))
+    return feed.app, feed
+
+
+async def settle(app, pilot) -> None:
+    """Paint what is there now, and wait until it is painted."""
+    await pilot.pause()
+    app.tick()
+    await pilot.pause()
+
+
+def lines_of(app) -> list[str]:
+    """What the terminal shows, line by line."""
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip).rstrip() for strip in strips]

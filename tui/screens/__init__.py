@@ -1,0 +1,40 @@
+"""The pages, by the names of ``tui.keys.PAGES``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tui.screens.clients import ClientsPage
+from tui.screens.empty import (
+    EventsPage,
+    HandoffsPage,
+    InspectPage,
+    OverviewPage,
+    PeersPage,
+    PoolsPage,
+    RadixPage,
+)
+
+if TYPE_CHECKING:
+    from tui.screens.page import Page
+
+ALL: dict[str, type[Page]] = {
+    page.NAME: page
+    for page in (
+        OverviewPage,
+        PoolsPage,
+        RadixPage,
+        HandoffsPage,
+        PeersPage,
+        EventsPage,
+        InspectPage,
+        ClientsPage,
+    )
+}
+"""In the order of their number keys."""
+
+
+def page_of(ref: str) -> str:
+    """The page that shows what is called ``ref``; empty where none does."""
+    kind = ref.partition(":")[0]
+    return next((name for name, page in ALL.items() if kind in page.REFS), "")

@@ -1,0 +1,120 @@
+"""What every page of the console is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.containers import Container
+
+from tui.widgets.linetable import LineTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvd.wire.console import EventQuery
+    from tui.model.moments import Moment
+    from tui.model.sheets import Slot
+
+STEPS: Mapping[str, int] = {"up": -1, "down": 1}
+
+
+class Page(Container):
+    """One page: what it wants to know while it is visible, and how it shows it.
+
+    It holds no data: ``show`` gets a picture of everything, and paints what differs from what is
+    there. It is asked for nothing while another page is visible. A page with one main table only
+    has to compose it; ``queries``, ``show``, ``chosen`` and moving then follow from it.
+    """
+
+    NAME: ClassVar[str] = ""
+    """As in the table of keys, and after ``:`` in the command bar."""
+    FAULTS: ClassVar[str] = ""
+    """The filter that leaves only what is wrong; empty if the page knows none."""
+    REFS: ClassVar[tuple[str, ...]] = ()
+    """Kinds of what can be opened here: ``lease`` of ``lease:7``."""
+    CAN_MOVE: ClassVar[bool] = False
+    """Whether arrows mean something without a table."""
+    CAN_FILTER: ClassVar[bool] = False
+    """Whether ``filter_by`` means something without a table."""
+
+    DEFAULT_CSS = "Page { layout: vertical; width: 1fr; height: 1fr; }"
+
+    def __init__(self) -> None:
+        super().__init__(id=f"page-{self.NAME}")
+
+    def tables(self) -> list[LineTable]:
+        """Every table that can be seen."""
+        return [table for table in self.query(LineTable) if table.display]
+
+    def table(self) -> LineTable | None:
+        """The table that keys are about: moving, sorting, filtering, tagging; None for none."""
+        tables = self.tables()
+        return next((table for table in tables if table.is_active), None)
+
+    def activate(self, table: LineTable) -> None:
+        """Keys are about this table from now on."""
+        for one in self.tables():
+            one.is_active = one is table
+            one.redraw()
+
+    def next_table(self) -> None:
+        """Keys are about the next table."""
+        tables, now = self.tables(), self.table()
+        if tables:
+            at = tables.index(now) if now is not None else -1
+            self.activate(tables[(at + 1) % len(tables)])
+
+    def on_mount(self) -> None:
+        """Keys are about the first table, until another is chosen."""
+        self.next_table()
+
+    def queries(self) -> tuple[Slot, ...]:
+        """What is wanted while this page is visible, at its present size."""
+        return tuple(table.asks() for table in self.tables())
+
+    def events(self) -> EventQuery | None:
+        """The events that are wanted while this page is visible; None for none."""
+        return None
+
+    def show(self, moment: Moment) -> None:
+        """Repaint what differs from what is there; called by the clock of the console only."""
+        for table in self.tables():
+            table.show(moment)
+
+    def chosen(self) -> str:
+        """What is under the cursor: ``lease:7``; empty for nothing."""
+        table = self.table()
+        return table.chosen() if table is not None else ""
+
+    def seek(self, ref: str) -> bool:
+        """Put the cursor on this, if it is here."""
+        for table in self.tables():
+            if table.seek(ref):
+                self.activate(table)
+                return True
+        return False
+
+    async def act(self, action: str) -> bool:
+        """Do an action of the table of keys; whether it was one of this page's."""
+        table = self.table()
+        if table is None:
+            return False
+        screen = max(1, table.page_rows - 1)
+        match action:
+            case "panel":
+                self.next_table()
+            case "up" | "down":
+                table.move(STEPS[action])
+            case "pageup":
+                table.move(-screen)
+            case "pagedown":
+                table.move(screen)
+            case "home":
+                table.move_to_start()
+            case "end":
+                table.move_to_end()
+            case "left" | "right":
+                table.shift(-1 if action == "left" else 1)
+            case _:
+                return False
+        return True

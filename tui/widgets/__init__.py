@@ -1,0 +1,1 @@
+"""Widgets: what shows lines of spans, and what asks."""

@@ -1,0 +1,93 @@
+"""A widget that shows lines of spans, and repaints only those that differ from what is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.segment import Segment
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+from typing_extensions import override
+
+from tui.themes import Palette
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import App
+
+    from tui.draw.spans import Line
+
+
+def palette_of(app: App[None]) -> Palette:
+    """The palette of the app's present theme; one is made per theme."""
+    key = f"{app.theme}:{app.no_color}"
+    if key not in _PALETTES:
+        _PALETTES[key] = Palette(app)
+    return _PALETTES[key]
+
+
+_PALETTES: dict[str, Palette] = {}
+
+
+def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
+    """A line as Textual draws it; ``under``: the background where a span has none of its own."""
+    segments = [Segment(text, palette.style(style, own or under)) for text, style, own in line]
+    return Strip(segments)
+
+
+class Canvas(Widget, can_focus=False):
+    """Lines of spans from its top left; what does not fit is cut.
+
+    ``paint`` may be called as often as one likes: equal lines cost a comparison.
+    """
+
+    DEFAULT_CSS = "Canvas { height: 1fr; width: 1fr; }"
+
+    def __init__(self, *, name: str | None = None, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(name=name, id=id, markup=False)
+        self._lines: Sequence[Line] = ()
+        self._strips: dict[int, Strip] = {}
+        self._theme = ""
+
+    def paint(self, lines: Sequence[Line]) -> None:
+        """Show these lines, the first one at the top."""
+        before, self._lines = self._lines, tuple(lines)
+        rows = max(len(before), len(lines))
+        changed = [at for at in range(rows) if _at(before, at) != _at(self._lines, at)]
+        for at in changed:
+            self._strips.pop(at, None)
+        if changed:
+            self.refresh(*_regions(changed, self.size.width))
+
+    @property
+    def lines(self) -> Sequence[Line]:
+        """What is shown."""
+        return self._lines
+
+    @override
+    def render_line(self, y: int) -> Strip:
+        if self._theme != self.app.theme:
+            self._theme = self.app.theme
+            self._strips.clear()
+        made = self._strips.get(y)
+        if made is None:
+            line = self._lines[y] if y < len(self._lines) else ()
+            made = self._strips[y] = strip_of(line, palette_of(self.app))
+        return made.crop(0, self.size.width)
+
+
+def _at(lines: Sequence[Line], at: int) -> Line | None:
+    return lines[at] if at < len(lines) else None
+
+
+def _regions(rows: Sequence[int], width: int) -> list[Region]:
+    """Rows as regions, neighbours as one."""
+    made: list[Region] = []
+    for row in rows:
+        if made and made[-1].bottom == row:
+            made[-1] = made[-1].grow((0, 0, 1, 0))
+        else:
+            made.append(Region(0, row, width, 1))
+    return made

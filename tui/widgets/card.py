@@ -1,0 +1,204 @@
+"""The card of what is open: who holds it, why, since when, and where to go from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.cells import cell_len
+
+from kvd.errors import Refusal
+from kvd.text import clean, duration
+from kvd.wire.admin import Because, Why
+from kvd.wire.console import Column, Row
+from tui.draw import spans
+from tui.draw.spans import Line, Span, said
+from tui.widgets import showing as cells
+from tui.widgets.canvas import Canvas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual import events
+
+ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"})
+"""Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
+
+
+def question(ref: str) -> Why | None:
+    """What to ask about ``lease:7``, ``page:swa:17`` or ``peer:NAME``; None: nothing to ask."""
+    kind, _, rest = ref.partition(":")
+    if kind == "peer" and rest:
+        return Why(0, kind, 0, name=rest)
+    component, _, number = rest.rpartition(":")
+    if kind not in ASKED or not number.isdecimal():
+        return None
+    return Why(0, kind, int(number), component=component)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What is known of what is open; ``heard_s`` on our clock, when the answer came."""
+
+    ref: str
+    answer: Because | Refusal | None = None
+    row: Row | None = None
+    columns: tuple[Column, ...] = ()
+    now_s: float = 0.0
+
+
+def card_lines(told: Told, width: int) -> list[Line]:
+    """The whole card: its answer, then what its row says."""
+    made: list[Line] = [
+        spans.spread(
+            (Span("─ ", "border"), said(told.ref, "head")),
+            (Span("Esc", "key"), Span(" ─", "border")),
+            width,
+            Span("─", "border"),
+        )
+    ]
+    match told.answer:
+        case Because() as because:
+            made += _because(because, width)
+        case Refusal() as refusal:
+            made += _wrapped(refusal.message, width, "warn")
+        case None if question(told.ref) is not None:
+            made.append(spans.line("asking", "dim"))
+    if told.row is not None:
+        made += [*_heading("row", width), *_facts(told, width)]
+    return made
+
+
+def _because(because: Because, width: int) -> list[Line]:
+    made = list(_wrapped(because.sentence, width, "selected"))
+    if because.facts:
+        made += [*_heading("facts", width)]
+        for fact in because.facts:
+            made += _wrapped(fact, width)
+    if because.marks:
+        made += _heading("story", width)
+        for mark in because.marks:
+            made += _hanging(f"-{duration(max(0.0, mark.ago_s))}", mark.what, width)
+    if because.links:
+        made += _heading("has to do with (g)", width)
+        made += _wrapped("  ".join(because.links), width, "key")
+    return made
+
+
+def _heading(text: str, width: int) -> list[Line]:
+    return [(), spans.spread((Span(text, "dim"),), (), width, None)]
+
+
+def _facts(told: Told, width: int) -> list[Line]:
+    """Each cell of the row by its column's name."""
+    assert told.row is not None
+    names = [column.name for column in told.columns]
+    pad = min(max((cell_len(name) for name in names), default=0), width // 2)
+    made: list[Line] = []
+    for column, cell in zip(told.columns, told.row.cells, strict=True):
+        if column.kind == "depth" or cell in {None, ""}:
+            continue
+        text, style = cells.show(cell, column.kind, told.now_s, 400)
+        name = Span(spans.left(clean(column.name), pad) + "  ", "dim")
+        first, *rest = _broken(text, max(8, width - pad - 2)) or [""]
+        made.append((name, Span(first, style)))
+        made += [(Span(" " * (pad + 2)), Span(more, style)) for more in rest]
+    return made
+
+
+def _hanging(first: str, text: str, width: int) -> list[Line]:
+    """``first`` in a column of its own, the text beside it."""
+    pad = 9
+    parts = _broken(clean(text), max(8, width - pad)) or [""]
+    return [
+        (Span(spans.right(first, pad - 1) + " ", "dim"), Span(parts[0])),
+        *((Span(" " * pad), Span(part)) for part in parts[1:]),
+    ]
+
+
+def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
+    return [(Span(part, style),) for part in _broken(clean(text), width)]
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
+    made, line = [], ""
+    for word in text.split(" "):
+        rest = word
+        while True:
+            joined = f"{line} {rest}" if line else rest
+            if spans.columns(joined) <= width:
+                line = joined
+                break
+            if line:
+                made.append(line)
+                line = ""
+                continue
+            made.append(rest[: max(1, width)])
+            rest = rest[max(1, width) :]
+    return [*made, line] if line else made
+
+
+class Card(Canvas):
+    """Beside the page, or over it where there is no room; ``say`` shows what is known now."""
+
+    DEFAULT_CSS = "Card { display: none; }"
+
+    def __init__(self) -> None:
+        super().__init__(id="card")
+        self.told: Told | None = None
+        self._top = 0
+
+    @property
+    def ref(self) -> str:
+        """What is open; empty for nothing."""
+        return self.told.ref if self.told is not None else ""
+
+    @property
+    def links(self) -> Sequence[str]:
+        """What the answer names, to go to."""
+        answer = self.told.answer if self.told is not None else None
+        return answer.links if isinstance(answer, Because) else ()
+
+    def open(self, ref: str) -> None:
+        """Show this from now on."""
+        if ref != self.ref:
+            self._top = 0
+            self.say(Told(ref))
+        self.display = True
+
+    def close(self) -> None:
+        """Show nothing."""
+        self.told = None
+        self.display = False
+
+    def say(self, told: Told) -> None:
+        """Show what is known now."""
+        self.told = told
+        self.redraw()
+
+    def scroll_by(self, lines: int) -> None:
+        """Show what is further down, or up again."""
+        self._top = max(0, self._top + lines)
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Make the lines anew, for the present size."""
+        if self.told is None or not self.size.width:
+            return
+        lines = card_lines(self.told, self.size.width)
+        self._top = max(0, min(self._top, len(lines) - self.size.height))
+        self.paint([lines[0], *lines[1 + self._top :]])
+
+    def on_resize(self) -> None:
+        """Break the lines for the new width."""
+        self.redraw()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Three lines down."""
+        event.stop()
+        self.scroll_by(3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Three lines up."""
+        event.stop()
+        self.scroll_by(-3)

@@ -1,0 +1,204 @@
+"""The lines around a page: how the daemon is, which pages there are, which keys mean something."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, assert_never
+
+import msgspec
+from textual.message import Message
+
+from kvd.text import duration
+from tui.draw import spans
+from tui.draw.spans import Line, Span, said
+from tui.keys import PAGES
+from tui.model.standing import Connecting, Down, Lagging, Live, Standing
+from tui.widgets.canvas import Canvas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual import events
+
+    from kvd.wire.console import Vitals
+    from tui.draw.spans import Style
+    from tui.keys import Key
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
+
+    ``now_s`` is on our clock; ``is_replay``: frames come from a file. ``slowed_from``: the frames a
+    second that were asked for, where the terminal does not keep up; else 0.
+    """
+
+    standing: Standing
+    now_s: float
+    fps: float
+    frozen_s: float | None = None
+    is_replay: bool = False
+    slowed_from: float = 0.0
+
+
+HEALTH: dict[str, tuple[str, Style]] = {
+    "high": ("BAD", "bad"),
+    "medium": ("LOOK", "warn"),
+    "low": ("FAIR", "warn"),
+    "": ("GOOD", "ok"),
+}
+"""The gravest finding, as one word."""
+
+LAG_S = 0.05
+"""A loop that is later than this is worth a colour."""
+
+
+def head_line(vitals: Vitals | None, now: Situation, width: int) -> Line:
+    """How the daemon is and how old that is; what matters least goes first where room is short."""
+    at_right = _picture(now)
+    parts = _parts(vitals, now) if vitals is not None else []
+    while parts and _width(parts) + spans.width_of(at_right) + 2 > width:
+        parts.pop()
+    at_left = [Span(" ")]
+    for part in parts:
+        at_left += [part, Span("  ")]
+    return spans.spread(spans.merged(at_left), (*at_right, Span(" ")), width)
+
+
+def _width(parts: Sequence[Span]) -> int:
+    return sum(spans.columns(part.text) + 2 for part in parts)
+
+
+def _parts(vitals: Vitals, now: Situation) -> list[Span]:
+    """What is said, the most important first."""
+    word, style = HEALTH.get(vitals.worst, ("LOOK", "warn"))
+    if isinstance(now.standing, Down):
+        word, style = "LOST", "bad"
+    made = [
+        Span(word, style),
+        said(vitals.node, "head"),
+        said(vitals.state, "ok" if vitals.state == "serving" else "warn"),
+    ]
+    if vitals.findings:
+        made.append(Span(f"findings {vitals.findings}", style))
+    if vitals.waiting:
+        made.append(Span(f"waiting {vitals.waiting}", "warn"))
+    made += [
+        Span(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
+        Span(f"clients {vitals.clients}"),
+        Span(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
+        Span(f"up {duration(max(0.0, vitals.at_s - vitals.started_s))}", "dim"),
+        said(f"gen {vitals.generation}", "dim"),
+        said(f"kvd {vitals.version}", "dim"),
+        said(vitals.unit, "dim"),
+    ]
+    return [part for part in made if part.text]
+
+
+def _peers_style(vitals: Vitals) -> Style:
+    return "warn" if vitals.peers_up < vitals.peers else "plain"
+
+
+def _picture(now: Situation) -> Line:
+    """How old what one sees is, and why."""
+    match now.standing:
+        case Down(why, since_s):
+            ago = duration(max(0.0, now.now_s - since_s))
+            text = f"NOT REACHABLE {ago}: {why}"
+            link: Line = (said(text, "bad"),)
+        case Connecting(why):
+            link = (said(f"CONNECTING {why}".rstrip(), "warn"),)
+        case Lagging(lag_s):
+            link = (Span(f"LAGGING {duration(lag_s)}", "warn"),)
+        case Live():
+            link = ()
+        case _:
+            assert_never(now.standing)
+    if now.frozen_s is not None:
+        return spans.merged((Span(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
+    if link:
+        return link
+    rate = f"{now.fps:g}/s"
+    if now.slowed_from:
+        rate += f" (terminal slow, wanted {now.slowed_from:g})"
+    return (Span(f"{'REPLAY' if now.is_replay else 'LIVE'} {rate}", "ok"),)
+
+
+class Head(Canvas):
+    """The first line."""
+
+    DEFAULT_CSS = "Head { height: 1; }"
+
+
+def tab_line(page: str, trail: Sequence[str], width: int) -> Line:
+    """The pages by number, the visible one marked; then the way that was taken, if it fits."""
+    made = []
+    for at, name in enumerate(PAGES, start=1):
+        mark = (">", "<") if name == page else (" ", " ")
+        style: Style = "selected" if name == page else "plain"
+        made += [Span(f"{mark[0]}{at}", "key"), Span(f"{name}{mark[1]}", style)]
+    if spans.width_of(made) > width:
+        made = [
+            Span(
+                f">{at} {name}" if name == page else f" {at} {name[:4]}",
+                "selected" if name == page else "plain",
+            )
+            for at, name in enumerate(PAGES, start=1)
+        ]
+    way = " > ".join(trail[-4:])
+    room = width - spans.width_of(made) - 3
+    if way and room > 8:
+        made += [Span("  "), said(way if len(way) <= room else f"…{way[1 - room :]}", "dim")]
+    return spans.fit(made, width)
+
+
+class Tabs(Canvas):
+    """The second line; a click on a page goes there."""
+
+    DEFAULT_CSS = "Tabs { height: 1; }"
+
+    class Chosen(Message):
+        """A page was clicked."""
+
+        def __init__(self, page: str) -> None:
+            super().__init__()
+            self.page = page
+
+    def on_click(self, event: events.Click) -> None:
+        """Go to the page whose name is there."""
+        if not self.lines:
+            return
+        text = spans.text_of(self.lines[0])
+        for at, page in reversed(list(enumerate(PAGES, start=1))):
+            start = text.find(str(at))
+            if 0 <= start <= event.x + 1:
+                self.post_message(self.Chosen(page))
+                return
+
+
+def foot_line(keys: Sequence[Key], width: int) -> Line:
+    """The keys that mean something now, as many as fit; the last one says where the others are."""
+    last = [key for key in keys if key.action in {"help", "quit"}]
+    first = [key for key in keys if key.footer and key not in last]
+    made: list[Span] = [Span(" ")]
+    room = width - 1 - sum(_foot_width(key) for key in last)
+    for key in first:
+        room -= _foot_width(key)
+        if room < 0:
+            break
+        made += _foot(key)
+    for key in last:
+        made += _foot(key)
+    return spans.fit(made, width)
+
+
+def _foot(key: Key) -> list[Span]:
+    return [Span(key.label.split(" ")[0], "key"), Span(f" {key.footer}  ")]
+
+
+def _foot_width(key: Key) -> int:
+    return sum(spans.columns(part.text) for part in _foot(key))
+
+
+class Foot(Canvas):
+    """The last line."""
+
+    DEFAULT_CSS: ClassVar[str] = "Foot { height: 1; }"
