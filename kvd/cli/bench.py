@@ -20,6 +20,7 @@ BENCHES = {
         "kvd.bench.families:command", "What a request of each pool family takes.", "Benchmarks"
     ),
     "recorder": Verb("kvd.bench.recorder:command", "What the flight recorder takes.", "Benchmarks"),
+    "console": Verb("kvd.bench.console:command", "What consoles cost.", "Benchmarks"),
     "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
 }
 
