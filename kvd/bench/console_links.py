@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 LINES: Final = 45
+FRAMES_ASKED: Final = 20
 SCREENS: Final[tuple[tuple[Query | MapQuery, ...], ...]] = (
     (Query("pools"), Query("concerns", limit=6)),
     (Query("pools"), MapQuery("", "state", pages_each=128, cells=8000)),
@@ -41,38 +42,46 @@ class Console:
         self.waits_s: list[float] = []
         self._queries = SCREENS[number % len(SCREENS)]
         self._have = [0] * len(self._queries)
-        self._after = 0
+        self._after = self._call = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.connect(endpoint)
 
     async def run(self, hz: float) -> None:
-        """Ask at that rate; never twice at once."""
+        """Ask for frames at that rate, and for more before they are used up."""
         try:
             while True:
-                begun_s = time.monotonic()
-                await self._look()
-                self.waits_s.append(time.monotonic() - begun_s)
-                await asyncio.sleep(max(0.0, 1 / hz - (time.monotonic() - begun_s)))
+                await self._ask(1 / hz)
+                for _ in range(FRAMES_ASKED // 2):
+                    self._take(await self._socket.recv())
         finally:
             self._socket.close(linger=0)
 
-    async def _look(self) -> None:
+    async def _ask(self, every_s: float) -> None:
         queries = tuple(
             msgspec.structs.replace(query, have=have)
             for query, have in zip(self._queries, self._have, strict=True)
         )
-        look = Look(self.frames + 1, queries, EventQuery(self._after, limit=100))
+        self._call += 1
+        look = Look(self._call, queries, EventQuery(self._after, limit=100), FRAMES_ASKED, every_s)
+        begun_s = time.monotonic()
         await self._socket.send(ADMIN_REQUESTS.encode(look))
-        answer = await self._socket.recv()
+        while self._take(await self._socket.recv()) != self._call:
+            pass
+        self.waits_s.append(time.monotonic() - begun_s)
+
+    def _take(self, answer: bytes) -> int:
+        """One frame; returns the call that it answers. Those of an older look are only counted."""
         frame = ADMIN_REPLIES.decode(answer)
         assert isinstance(frame, Frame), frame
         self.frames += 1
         self.received_bytes += len(answer)
-        self._after = frame.upto
-        for place, part in enumerate(frame.answers):
-            table = msgspec.msgpack.decode(part, type=Table | PageMap)
-            self._have[place] = table.revision
-            self.ages_s.append(frame.vitals.at_s - table.at_s)
+        if frame.call == self._call:
+            self._after = frame.upto
+            for place, part in enumerate(frame.answers):
+                table = msgspec.msgpack.decode(part, type=Table | PageMap)
+                self._have[place] = table.revision
+                self.ages_s.append(max(0.0, frame.vitals.at_s - table.at_s))
+        return frame.call
 
 
 @contextlib.asynccontextmanager

@@ -1,11 +1,11 @@
-"""Where consoles are served: one ``Look`` in, one ``Frame`` out, never more than a share of a core.
+"""Where consoles are served: what they watch goes in, frames come out, at a bounded cost.
 
 Theory of operation. For each distinct query there is a feed, whoever asks; it is looked at again
 when it is asked for and older than ``FRESH_S``, so any number of consoles with the same screen cost
 one look. Looks are paid from a credit that earns ``budget`` of the time that passes: without
 credit, feeds are answered as they were, and say how old they are. So what consoles cost the loop is
-bounded by the budget and by some 50 us per request, whatever they ask and however large the node
-is. A feed that nobody asks for is forgotten.
+bounded by the budget and by some 20 us per frame, whatever they ask and however large the node is.
+A feed that nobody asks for is forgotten.
 
 What must not live here: what a table says (the views), who asks (``daemon.admins``).
 """
@@ -23,20 +23,20 @@ from kvd.console.feed import Feed
 from kvd.console.views import VIEWS, worry
 from kvd.console.vitals import Loop, Worry, vitals
 from kvd.wire.admin import Frame
-from kvd.wire.console import MapQuery, PageMap, Query, Table, Vitals
+from kvd.wire.console import Latency, MapQuery, PageMap, Query, Table, Vitals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.console.scene import Scene
-    from kvd.wire.admin import Look
+    from kvd.console.watch import Watch
     from kvd.wire.console import EventQuery
     from kvd.wire.events import Event
 
 FRESH_S = 0.08
 """A look this young is good enough for anybody: a console paints ten times a second."""
 WORRY_S = 0.5
-"""How often concerns are counted for the head of the frames."""
+"""How often concerns are counted, and latencies sorted, for the head of the frames."""
 FORGET_S = 10.0
 MAX_FEEDS = 256
 MAX_CREDIT_S = 0.05
@@ -69,19 +69,23 @@ class Desk:
         self._feeds: dict[Query, Feed] = {}
         self._vitals: Vitals | None = None
         self._worry, self._worry_s = Worry(), float("-inf")
+        self._latency = Latency()
         self._spent_s, self._share, self._share_s = 0.0, 0.0, float("-inf")
 
-    def look(self, asked: Look, now_s: float) -> bytes:
-        """The frame for one console, at ``now_s`` on the daemon's clock. Raises nothing."""
+    def frame(self, watch: Watch, now_s: float) -> bytes:
+        """The next frame of one console, at ``now_s`` on the daemon's clock. Raises nothing."""
         begun_s = self._timer()
         self._earn(now_s)
         self._scene.now_s = now_s
-        answers = tuple([msgspec.Raw(self._answer(query, now_s)) for query in asked.queries])
+        have = watch.have
+        answers = []
+        for place, query in enumerate(watch.queries):
+            answer, have[place] = self._answer(query, have[place], now_s)
+            answers.append(msgspec.Raw(answer))
         head = self._head(now_s)
-        lost, skipped, events = self._happened(asked.events)
-        frame = _ENCODE(
-            Frame(asked.call, head, answers, events, lost, skipped, self._scene.node.out.seq)
-        )
+        lost, skipped, events = self._happened(watch.asked.events, watch.after)
+        watch.after = upto = self._scene.node.out.seq
+        frame = _ENCODE(Frame(watch.asked.call, head, tuple(answers), events, lost, skipped, upto))
         spent_s = self._timer() - begun_s
         self._credit_s -= spent_s
         self._spent_s += spent_s
@@ -110,35 +114,37 @@ class Desk:
 
     # ---- parts of a frame --------------------------------------------------------------------
 
-    def _answer(self, query: Query | MapQuery, now_s: float) -> bytes:
+    def _answer(self, query: Query | MapQuery, have: int, now_s: float) -> tuple[bytes, int]:
+        """What one with that revision lacks, and the revision that it has then."""
         if isinstance(query, MapQuery):
-            return _no_map(query, self._scene)
+            return _no_map(query, self._scene), 0
         view = VIEWS.get(query.view)
         if view is None:
-            return _no_table(query.view, now_s)
-        key = msgspec.structs.replace(query, have=0) if query.have else query
-        feed = self._feeds.get(key)
+            return _no_table(query.view, now_s), 0
+        feed = self._feeds.get(query)
         if feed is None:
             if len(self._feeds) >= MAX_FEEDS:
                 del self._feeds[next(iter(self._feeds))]
-            feed = self._feeds[key] = Feed(query.view, view.columns, self._revisions)
+            feed = self._feeds[query] = Feed(query.view, view.columns, self._revisions)
         feed.asked_s = now_s
         if now_s - feed.at_s >= FRESH_S and self._may_look():
             feed.update(view.window(self._scene, query), now_s)
-        return feed.answer(query.have)
+        return feed.answer(have), feed.revision
 
     def _head(self, now_s: float) -> Vitals:
         if now_s - self._worry_s >= WORRY_S and self._may_look():
             self._worry, self._worry_s = worry(self._scene), now_s
-        if self._vitals is None or (now_s - self._vitals.at_s >= FRESH_S and self._may_look()):
-            self._vitals = vitals(self._scene, self._worry, Loop(self.lag_s, self._share))
+            self._latency = self._scene.recent.latency(now_s)
+        if self._vitals is None or now_s - self._vitals.at_s >= FRESH_S:
+            loop = Loop(self.lag_s, self._share)
+            self._vitals = vitals(self._scene, self._worry, self._latency, loop)
         return self._vitals
 
-    def _happened(self, asked: EventQuery | None) -> tuple[int, int, tuple[Event, ...]]:
+    def _happened(self, asked: EventQuery | None, after: int) -> tuple[int, int, tuple[Event, ...]]:
         """How many were lost, how many did not fit, and the newest that were asked for."""
         if asked is None:
             return 0, 0, ()
-        lost, events = self._events(asked.after)
+        lost, events = self._events(after)
         if asked.kinds:
             kinds = set(asked.kinds)
             events = [one for one in events if one.__struct_config__.tag in kinds]

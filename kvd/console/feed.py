@@ -37,6 +37,11 @@ class Feed:
         self._trouble = "not looked at yet: the daemon spends only so much on consoles"
         self._answers: dict[int, bytes] = {}
 
+    @property
+    def revision(self) -> int:
+        """Of what ``answer`` says; 0 where it says why there is nothing."""
+        return 0 if self._trouble else self._revision
+
     def update(self, window: Window | Flaw, at_s: float) -> None:
         """The window as it is now."""
         self.at_s = at_s
@@ -74,7 +79,7 @@ class Feed:
         since = have if is_known else 0
         return Table(
             view=self._view,
-            revision=self._revision if not self._trouble else 0,
+            revision=self.revision,
             since=since,
             at_s=self.at_s,
             total=self._total,

@@ -9,7 +9,7 @@ import msgspec
 from kvd import __version__
 from kvd.core.life import Life
 from kvd.core.report import totals
-from kvd.wire.console import Vitals
+from kvd.wire.console import Latency, Vitals
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
@@ -29,7 +29,7 @@ class Loop(msgspec.Struct, frozen=True):
     console_share: float = 0.0
 
 
-def vitals(scene: Scene, worry: Worry, loop: Loop) -> Vitals:
+def vitals(scene: Scene, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
     """One walk over the open parts and the peers; everything else is counted already."""
     node = scene.node
     decoder, prefiller = node.decoder, node.prefiller
@@ -54,7 +54,7 @@ def vitals(scene: Scene, worry: Worry, loop: Loop) -> Vitals:
         last_event=node.out.seq,
         totals=totals(node),
         sources=scene.recent.sources(),
-        latency=scene.recent.latency(scene.now_s),
+        latency=latency,
         moving_bytes_in=sum(part.moved_bytes for part in decoder.parts.values()),
         moving_bytes_out=sum(part.moved_bytes for part in prefiller.by_room.values()),
         console_share=loop.console_share,

@@ -13,7 +13,7 @@ from kvd.core.freeze import TooManyObjects, state_hash
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.errors import Code, Refusal
 from kvd.recorder.orders import NotSaved, Saved
-from kvd.sockets import LoopSocket
+from kvd.sockets import LoopSocket, Sent
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
 
@@ -41,7 +41,7 @@ class AdminPort:
         reactor: Reactor,
         bus: Bus,
         recording: Recording,
-        look: Callable[[admin.Look], bytes],
+        look: Callable[[bytes, admin.Look], bytes],
     ) -> None:
         self._reactor = reactor
         self._bus = bus
@@ -83,11 +83,15 @@ class AdminPort:
 
     def _show(self, operator: bytes, asked: admin.Look) -> None:
         """A frame; a bug in it costs this console this frame."""
-        frame = self._reactor.attempt("look", lambda: self._look(asked))
+        frame = self._reactor.attempt("look", lambda: self._look(operator, asked))
         if isinstance(frame, Refusal):
             self._send(operator, admin.AdminFailed(asked.call, frame))
         else:
             self._socket.send([operator, frame])
+
+    def send_frame(self, console: bytes, frame: bytes) -> Sent:
+        """One more frame for a console that watches."""
+        return self._socket.send([console, frame])
 
     def _list_events(self, operator: bytes, asked: admin.ListEvents) -> None:
         lost, events = self._bus.after(asked.after_seq)

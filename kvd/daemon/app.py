@@ -302,6 +302,7 @@ class Daemon:
         self.reactor.feed(Tick(now_s))
         self.mover.beat()
         self.auditor.turn(now_s)
+        self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))
 
 
 def _own_directory(directory: Path, group: str | None) -> None:

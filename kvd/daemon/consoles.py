@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from kvd.console.desk import Desk
 from kvd.console.recent import Recent
 from kvd.console.scene import Scene
+from kvd.console.watch import Watch
+from kvd.sockets import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 LAGS = 20
 """Beats of the loop whose worst lag is shown: a second of them."""
+EARLY_S = 0.025
+"""Half a beat: a frame goes with the beat that is nearest."""
 SEEN_S = 1.0
 """So long a process is taken to live on without another look."""
 
@@ -47,7 +51,10 @@ class Processes:
 
 
 class Consoles:
-    """Serves all consoles of one daemon. ``calls``: requests of a session so far."""
+    """Serves all consoles of one daemon. ``calls``: requests of a session so far.
+
+    At most one watch for each; one whose socket does not take a frame is forgotten.
+    """
 
     def __init__(
         self,
@@ -61,11 +68,30 @@ class Consoles:
         bus.subscribe(recent.take, wants=recent.wants)
         self._desk = Desk(Scene(node, recent, Processes(calls, clock)), bus.after, budget)
         self._clock = clock
+        self._watches: dict[bytes, Watch] = {}
         self._lags: deque[float] = deque(maxlen=LAGS)
 
-    def look(self, asked: Look) -> bytes:
-        """The frame that answers it, encoded."""
-        return self._desk.look(asked, self._clock())
+    def look(self, console: bytes, asked: Look) -> bytes:
+        """The first frame that answers it, encoded; the others come with ``due``."""
+        now_s = self._clock()
+        watch = Watch(asked, now_s)
+        self._watches.pop(console, None)
+        frame = self._desk.frame(watch, now_s)
+        watch.sent(now_s)
+        if watch.left:
+            self._watches[console] = watch
+        return frame
+
+    def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
+        """Send the frames that are due; each is made when its console takes it."""
+        now_s = self._clock()
+        due = [one for one in self._watches.items() if one[1].due_s - EARLY_S <= now_s]
+        for console, watch in due:
+            del self._watches[console]  # first, so that a bug here costs this console only
+            if send(console, self._desk.frame(watch, now_s)) is Sent.TAKEN:
+                watch.sent(now_s)
+                if watch.left:
+                    self._watches[console] = watch
 
     def lagged(self, lag_s: float) -> None:
         """A beat of the loop came so late."""

@@ -12,7 +12,7 @@ import msgspec
 
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, Figure, Name, Reason
-from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, Query, Vitals
+from kvd.wire.console import MAX_FRAMES, MAX_QUERIES, EventQuery, MapQuery, Query, Vitals
 from kvd.wire.events import Event
 from kvd.wire.snapshot import AuditState, Snapshot
 
@@ -45,11 +45,18 @@ class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """What is on a console's screen now. Answer: ``Frame``."""
+    """What is on a console's screen now. Answer: ``Frame``, ``frames`` of them, all to this call.
+
+    The first comes at once, the others ``every_s``, as changes of the one before. The next look of
+    the same console ends this one. So it is never owed more than it asked for: one that stops gets
+    ``frames`` at most, and asks in time for more if it goes on.
+    """
 
     call: Call
     queries: Annotated[tuple[Query | MapQuery, ...], msgspec.Meta(max_length=MAX_QUERIES)] = ()
     events: EventQuery | None = None
+    frames: Annotated[int, msgspec.Meta(ge=1, le=MAX_FRAMES)] = 1
+    every_s: Annotated[float, msgspec.Meta(ge=0.05, le=60)] = 0.1
 
 
 class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):

@@ -1,9 +1,9 @@
 """What a console sees: tables cut down to what is on its screen, and of those only what changed.
 
-A console asks with ``Look`` as often as it paints, and gets one ``Frame``. It says which revision
-it has of each table; the daemon answers with the rows that changed since, or with the whole window
-where it cannot tell. So nothing is ever queued for a console, a stopped one costs nothing, and a
-slow one sees fewer, whole, frames.
+A console asks with ``Look`` for so many frames, one every so often, and asks again before they are
+used up, or when it shows something else. It says which revision it has of each table; the daemon
+answers with the rows that changed since, or with the whole window where it cannot tell. So little
+is ever queued for a console, and a stopped one costs nothing a moment later.
 
 Cells hold moments (``since``, ``until``), not ages: a row changes when what it says changes, not
 because time goes by. Moments are on the daemon's clock, which is ``Vitals.at_s``.
@@ -20,6 +20,7 @@ from kvd.wire.bounds import Counter, Name
 from kvd.wire.snapshot import Totals
 
 MAX_QUERIES = 8
+MAX_FRAMES = 100
 MAX_ROWS = 500
 """Rows of one window: more than any terminal has lines."""
 MAX_CELLS = 65_536

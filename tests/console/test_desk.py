@@ -10,6 +10,7 @@ import pytest
 from kvd.console.desk import Desk
 from kvd.console.recent import Recent
 from kvd.console.scene import Scene
+from kvd.console.watch import Watch
 from kvd.observe.bus import Bus
 from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES
@@ -42,7 +43,9 @@ class Service:
         self.now_s = 100.0
 
     def look(self, *queries: Query | MapQuery, events: EventQuery | None = None) -> Frame:
-        frame = ADMIN_REPLIES.decode(self.desk.look(Look(1, queries, events), self.now_s))
+        frame = ADMIN_REPLIES.decode(
+            self.desk.frame(Watch(Look(1, queries, events), self.now_s), self.now_s)
+        )
         assert isinstance(frame, Frame)
         return frame
 
@@ -151,3 +154,19 @@ def test_events_are_those_after_a_number_and_the_newest_of_too_many():
     assert frame.skipped == len(world.d.events) - 1
     assert frame.upto == last
     assert service.look(events=EventQuery(last)).events == ()
+
+
+def test_a_watch_is_answered_with_what_changed_since_its_last_frame(service):
+    watch = Watch(Look(1, (Query("clients"),), EventQuery(0), frames=3), service.now_s)
+
+    def table() -> Table:
+        service.now_s += 1.0
+        frame = ADMIN_REPLIES.decode(service.desk.frame(watch, service.now_s))
+        return msgspec.msgpack.decode(frame.answers[0], type=Table)
+
+    first, second = table(), table()
+    service.node.sessions.by_id[1].pids.append(77)
+    third = table()
+
+    assert (first.since, second.since, third.since) == (0, first.revision, first.revision)
+    assert [len(one.rows) for one in (first, second, third)] == [1, 0, 1]

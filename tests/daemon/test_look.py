@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from kvd.client.admin import AdminClient
 from kvd.daemon.admins import AdminPort
@@ -44,6 +46,24 @@ async def test_a_look_shows_the_sessions_and_what_they_called(engines):
     assert frame.events[-1].seq == frame.upto
 
 
+async def test_so_many_frames_come_as_were_asked_for_and_then_none(engines):
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(engines.pair.decode.admin)
+    try:
+        look = admin.Look(3, (Query("clients"),), frames=3, every_s=0.05)
+        await socket.send(ADMIN_REQUESTS.encode(look))
+        frames = [ADMIN_REPLIES.decode(await socket.recv()) for _ in range(3)]
+        await socket.send(ADMIN_REQUESTS.encode(admin.Look(4)))
+        last = ADMIN_REPLIES.decode(await socket.recv())
+    finally:
+        context.destroy(linger=0)
+
+    assert [one.call for one in frames] == [3, 3, 3]
+    assert [table_of(one).since for one in frames][1:] == [table_of(frames[0]).revision] * 2
+    assert last.call == 4
+
+
 def test_a_table_that_is_not_there_costs_its_answer_only(engines):
     frame = engines.pair.decode.ask(
         admin.Look(1, (Query("nothing"), Query("clients"))), admin.Frame
@@ -60,7 +80,7 @@ def test_a_bug_of_the_desk_costs_that_look_and_is_reported():
         World().d.node, Bus(), clock=lambda: 0.0, on_bug=lambda task, _: bugs.append(task)
     )
 
-    def look(asked: admin.Look) -> bytes:
+    def look(_: bytes, asked: admin.Look) -> bytes:
         raise KeyError(asked.call)
 
     port = AdminPort(reactor, Bus(), None, look)
