@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvd.console.desk import Desk
 from kvd.console.scene import Scene
+from kvd.console.watch import Watch
 from kvd.core import inputs
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
@@ -90,7 +91,8 @@ class FakeLink:
 
     def look(self, asked: admin.Look) -> admin.Frame:
         """The desk's answer, over the wire and back."""
-        reply = ADMIN_REPLIES.decode(self._desk.look(asked, self.town.now_s))
+        now_s = self.town.now_s
+        reply = ADMIN_REPLIES.decode(self._desk.frame(Watch(asked, now_s), now_s))
         assert isinstance(reply, admin.Frame)
         return reply
 
