@@ -18,7 +18,9 @@ from __future__ import annotations
 from operator import add
 from typing import TYPE_CHECKING
 
+from kvd.core import lease_events
 from kvd.core.budgets import Budgets
+from kvd.core.departed import Departed
 from kvd.core.eviction import eviction_order
 from kvd.core.keepers import Keepers
 from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
@@ -48,6 +50,7 @@ class LeaseTable:
         self.pool = PagePool(component.name, spec.pages[0], self.moves)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
         self.beside = Keepers(spec, self.tree, out)
+        self.departed = Departed(is_single=not self.beside.each)
         self.budgets = Budgets(self)
         self.saved = SavedArea(spec, self, out)
         self.page_size = component.page_size
@@ -155,18 +158,14 @@ class LeaseTable:
         lease.owned = owned
         lease.since_s = out.at_s
         self.leases[lease.id] = lease
-        out.emit(
-            events.LeaseOpened(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                lease.session,
-                lease.reason,
-                lease.room,
-                lease.prefix_tokens,
-                len(row) // ID_BYTES - owned,
-            )
-        )
+        tree, missed, why = self.tree, 0, ""
+        size = tree.match_page_tokens
+        n_prompt = len(claim.tokens) // ID_BYTES
+        if n_prompt - anchor.end_tokens >= size:
+            missed = n_prompt // size * size - anchor.end_tokens
+            root = tree.roots[claim.namespace]
+            why = self.departed.why_missed(claim, root, anchor, size * ID_BYTES)
+        lease_events.tell_opened(out, lease, anchor, missed, why)
         return lease
 
     def extend(self, lease: Lease, n_tokens: int) -> Shortage | None:
@@ -181,8 +180,7 @@ class LeaseTable:
             self._have_room(demand)
             lease.row = Pages(lease.row + self.pool.take(needed))
             self.beside.extend(lease, room_tokens)
-            out = self._out
-            out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
+            lease_events.tell_extended(self._out, lease)
         lease.room_tokens = room_tokens
         return None
 
@@ -229,16 +227,8 @@ class LeaseTable:
                 row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
             )
             self._give_back(lease, extension.duplicates)
-        out = self._out
-        out.emit(
-            events.LeaseCommitted(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                last * self.page_size,
-                count(extension.duplicates),
-            )
-        )
+        duplicate_pages = count(extension.duplicates)
+        lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
 
     def _give_back(self, lease: Lease, duplicates: Pages) -> None:
         """Free replaced pages, but not under a post that reads them."""
@@ -271,8 +261,7 @@ class LeaseTable:
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
-        out = self._out
-        out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages))
+        lease_events.tell_extended(self._out, lease)
         return lease
 
     # ---- holders and readers -----------------------------------------------------------------
@@ -318,19 +307,19 @@ class LeaseTable:
         if self.beside.each:
             self.beside.end(lease)
             self.growth += 1
-        self._unlock(lease)
+        was_locked = self._unlock(lease)
         self.saved.drop(lease)
         freed = lease.held
         if freed:
             self.pool.give(freed)
-        self._forget(lease, cause, count(freed))
+        self._forget(lease, cause, count(freed), was_locked)
 
     # ---- quarantine --------------------------------------------------------------------------
 
     def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
         """A remote may still write the held pages: keep them from everybody, unlock the rest."""
         self.beside.quarantine(lease)
-        self._unlock(lease)
+        was_locked = self._unlock(lease)
         lease.row = lease.held
         lease.deferred = NO_PAGES
         lease.owned = 0
@@ -338,32 +327,15 @@ class LeaseTable:
         lease.holders = set()
         lease.quarantine = quarantine
         self.releases += 1
-        out = self._out
-        out.emit(
-            events.Quarantined(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                count(lease.row),
-                quarantine.peer,
-                quarantine.incarnation,
-                quarantine.why,
-            )
-        )
+        lease_events.tell_quarantined(self._out, lease, was_locked)
 
     def end_quarantine(self, lease: Lease, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
-        out = self._out
-        since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
         n_pages = count(lease.row)
         self.pool.give(lease.row)
         self.beside.end(lease)
-        out.emit(
-            events.QuarantineEnded(
-                out.next_seq(), out.at_s, lease.id, n_pages, proof, out.at_s - since_s
-            )
-        )
-        self._forget(lease, proof, n_pages)
+        lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
+        self._forget(lease, proof, n_pages, 0)
 
     # ---- pages -------------------------------------------------------------------------------
 
@@ -373,6 +345,7 @@ class LeaseTable:
         n_freed = count(evicted.pages)
         self.pool.give(evicted.pages)
         self.evicted_pages += n_freed
+        self.departed.left(evicted.victims)
         out = self._out
         out.emit(events.Evicted(out.next_seq(), out.at_s, n_freed, len(evicted.victims), reason))
         return n_freed
@@ -380,6 +353,7 @@ class LeaseTable:
     def flush(self) -> tuple[int, int]:
         """Drop every unlocked cached page; returns pages freed and pages kept by a lock."""
         flushed = self.tree.flush()
+        self.departed.left(flushed.nodes)
         n_freed = count(flushed.pages)
         self.pool.give(flushed.pages)
         out = self._out
@@ -396,24 +370,17 @@ class LeaseTable:
         self.evict(short, "room")
         return True
 
-    def _unlock(self, lease: Lease) -> None:
-        if lease.anchor is not None:
-            self.tree.unlock(lease.anchor)
-            lease.anchor = None
+    def _unlock(self, lease: Lease) -> int:
+        """Take its lock off the tree; the node at whose end it was, 0 where nothing was locked."""
+        anchor = lease.anchor
+        if anchor is None:
+            return 0
+        self.tree.unlock(anchor)
+        lease.anchor = None
+        return anchor.id if anchor.parent is not None else 0
 
-    def _forget(self, lease: Lease, cause: str, freed_pages: int) -> None:
+    def _forget(self, lease: Lease, cause: str, freed_pages: int, was_locked: int) -> None:
         del self.leases[lease.id]
         self.releases += 1
         self.released += 1
-        out = self._out
-        out.emit(
-            events.LeaseReleased(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                lease.reason,
-                cause,
-                freed_pages,
-                out.at_s - lease.since_s,
-            )
-        )
+        lease_events.tell_released(self._out, lease, cause, freed_pages, was_locked)

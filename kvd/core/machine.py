@@ -50,6 +50,7 @@ def tell_ended(
             part.moved_bytes,
             saved_bytes,
             out.at_s - part.since_s,
+            part.lease.id if part.lease is not None else 0,
         )
     )
 

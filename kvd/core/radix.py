@@ -407,7 +407,7 @@ class RadixTree:
         for keeper in self.beside:
             keeper.dropped(gone)
         self._sweep_roots()
-        return Flushed(pages, kept // ID_BYTES)
+        return Flushed(pages, kept // ID_BYTES, gone)
 
     # --- audit ---------------------------------------------------------------------------------
 

@@ -130,3 +130,5 @@ class Flushed(msgspec.Struct, frozen=True):
 
     pages: Pages
     kept_pages: int
+    nodes: list[Node]
+    """Those that left, parents before children."""

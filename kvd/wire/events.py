@@ -31,7 +31,12 @@ class ClientGone(msgspec.Struct, frozen=True, tag="client-gone"):
 
 
 class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
-    """A prefix was locked and pages are held."""
+    """A prefix was locked and pages are held.
+
+    ``missed_tokens``: whole pages of the prompt that the tree had not; ``why_missed`` by the first
+    of them: ``new``, ``evicted``, ``beside`` (it is there, its window or state is not), or empty.
+    ``locked_node`` is the end of what is locked, 0 where nothing is.
+    """
 
     seq: int
     at_s: float
@@ -41,29 +46,38 @@ class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
     room: int
     prefix_tokens: int
     held_pages: int
+    prompt_tokens: int = 0
+    missed_tokens: int = 0
+    why_missed: str = ""
+    locked_node: int = 0
 
 
 class LeaseExtended(msgspec.Struct, frozen=True, tag="lease-extended"):
-    """More pages are held."""
+    """More pages are held; ``locked_node`` says what a lease that is resumed locks again."""
 
     seq: int
     at_s: float
     lease: int
     held_pages: int
+    locked_node: int = 0
 
 
 class LeaseCommitted(msgspec.Struct, frozen=True, tag="lease-committed"):
-    """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back."""
+    """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
+
+    The lock has moved down to ``locked_node``.
+    """
 
     seq: int
     at_s: float
     lease: int
     cached_tokens: int
     duplicate_pages: int
+    locked_node: int = 0
 
 
 class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
-    """The lease is gone: unlocked, its held pages free."""
+    """The lease is gone: unlocked, its held pages free. It locked ``locked_node`` until now."""
 
     seq: int
     at_s: float
@@ -72,6 +86,7 @@ class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
     cause: str
     freed_pages: int
     age_s: float
+    locked_node: int = 0
 
 
 class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
@@ -107,7 +122,10 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
-    """Held pages that a remote may still write: not free, not usable, until the writer settles."""
+    """Held pages that a remote may still write: not free, not usable, until the writer settles.
+
+    The lease locked ``locked_node`` until now.
+    """
 
     seq: int
     at_s: float
@@ -116,6 +134,7 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     peer: str
     incarnation: str
     why: str
+    locked_node: int = 0
 
 
 class QuarantineEnded(msgspec.Struct, frozen=True, tag="quarantine-ended"):
@@ -168,7 +187,10 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
-    """A part is over on this side; ``moved_bytes`` were sent, ``saved_bytes`` were not needed."""
+    """A part is over on this side; ``moved_bytes`` were sent, ``saved_bytes`` were not needed.
+
+    ``lease`` is the one that a receive had pages under; 0 if it never had any, and for a send.
+    """
 
     seq: int
     at_s: float
@@ -184,6 +206,7 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
     moved_bytes: int
     saved_bytes: int
     took_s: float
+    lease: int = 0
 
 
 class PagesCorrupt(msgspec.Struct, frozen=True, tag="pages-corrupt"):
