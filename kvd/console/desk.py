@@ -20,10 +20,12 @@ import msgspec
 
 from kvd.console.about import is_about
 from kvd.console.feed import Feed
+from kvd.console.pagemap import MapFeed
+from kvd.console.survey import Surveyor
 from kvd.console.views import VIEWS, worry
 from kvd.console.vitals import Loop, Worry, vitals
 from kvd.wire.admin import Frame
-from kvd.wire.console import Latency, MapQuery, PageMap, Query, Table, Vitals
+from kvd.wire.console import Latency, MapQuery, Query, Table, Vitals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +43,8 @@ FORGET_S = 10.0
 MAX_FEEDS = 256
 MAX_CREDIT_S = 0.05
 """The longest that the loop should be busy with consoles at once: a look at a large table."""
+SURVEY_SHARE = 0.5
+"""Of the budget, for looks at all pages: a large pool must leave something to the tables."""
 SHARE_OVER_S = 2.0
 """What consoles cost is told as a mean over so long."""
 
@@ -60,13 +64,14 @@ class Desk:
         self.lag_s = 0.0
         """How late the loop's timer was, at worst lately; the shell writes it."""
         self._scene = scene
+        scene.surveyor = Surveyor(scene.node, budget * SURVEY_SHARE, timer)
         self._events = events
         self._budget = budget
         self._timer = timer
         self._credit_s = MAX_CREDIT_S
         self._last_s = float("-inf")
         self._revisions = itertools.count(1)
-        self._feeds: dict[Query, Feed] = {}
+        self._feeds: dict[Query | MapQuery, Feed | MapFeed] = {}
         self._vitals: Vitals | None = None
         self._worry, self._worry_s = Worry(), float("-inf")
         self._latency = Latency()
@@ -86,10 +91,16 @@ class Desk:
         lost, skipped, events = self._happened(watch.asked.events, watch.after)
         watch.after = upto = self._scene.node.out.seq
         frame = _ENCODE(Frame(watch.asked.call, head, tuple(answers), events, lost, skipped, upto))
-        spent_s = self._timer() - begun_s
-        self._credit_s -= spent_s
-        self._spent_s += spent_s
+        self._spend(self._timer() - begun_s)
         return frame
+
+    def turn(self, now_s: float) -> None:
+        """A beat of the loop: while somebody looks at all pages, a slice of that."""
+        self._earn(now_s)
+        if self._may_look():
+            begun_s = self._timer()
+            self._scene.surveyor.turn(now_s)
+            self._spend(self._timer() - begun_s)
 
     # ---- the budget --------------------------------------------------------------------------
 
@@ -104,6 +115,10 @@ class Desk:
             self._spent_s, self._share_s = 0.0, now_s
             self._forget(now_s)
 
+    def _spend(self, spent_s: float) -> None:
+        self._credit_s -= spent_s
+        self._spent_s += spent_s
+
     def _forget(self, now_s: float) -> None:
         old = [key for key, feed in self._feeds.items() if now_s - feed.asked_s > FORGET_S]
         for key in old:
@@ -116,20 +131,22 @@ class Desk:
 
     def _answer(self, query: Query | MapQuery, have: int, now_s: float) -> tuple[bytes, int]:
         """What one with that revision lacks, and the revision that it has then."""
-        if isinstance(query, MapQuery):
-            return _no_map(query, self._scene), 0
-        view = VIEWS.get(query.view)
-        if view is None:
+        if isinstance(query, Query) and query.view not in VIEWS:
             return _no_table(query.view, now_s), 0
         feed = self._feeds.get(query)
         if feed is None:
             if len(self._feeds) >= MAX_FEEDS:
                 del self._feeds[next(iter(self._feeds))]
-            feed = self._feeds[query] = Feed(query.view, view.columns, self._revisions)
+            feed = self._feeds[query] = self._new_feed(query)
         feed.asked_s = now_s
         if now_s - feed.at_s >= FRESH_S and self._may_look():
-            feed.update(view.window(self._scene, query), now_s)
+            feed.update(self._scene)
         return feed.answer(have), feed.revision
+
+    def _new_feed(self, query: Query | MapQuery) -> Feed | MapFeed:
+        if isinstance(query, MapQuery):
+            return MapFeed(query, self._revisions)
+        return Feed(VIEWS[query.view], query, self._revisions)
 
     def _head(self, now_s: float) -> Vitals:
         if now_s - self._worry_s >= WORRY_S and self._may_look():
@@ -158,21 +175,3 @@ def _no_table(name: str, now_s: float) -> bytes:
     known = ", ".join(VIEWS)
     why = f"there is no table {name!r}: this daemon has {known}"
     return _ENCODE(Table(name, 0, 0, now_s, 0, 0, trouble=why))
-
-
-def _no_map(query: MapQuery, scene: Scene) -> bytes:
-    empty = PageMap(
-        component=query.component,
-        lens=query.lens,
-        revision=0,
-        at_s=scene.now_s,
-        took_s=0.0,
-        total_pages=0,
-        page_bytes=0,
-        first_page=0,
-        pages_each=query.pages_each,
-        levels=(),
-        cells=None,
-        trouble="pages are not surveyed",
-    )
-    return _ENCODE(empty)

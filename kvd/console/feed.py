@@ -6,17 +6,18 @@ known: what is older than this feed, or from another one, is answered with the w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvd.console.view import Flaw
-from kvd.wire.console import Column, Row, Table
+from kvd.wire.console import Query, Row, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.console.view import Window
+    from kvd.console.scene import Scene
+    from kvd.console.view import View
 
 _ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -24,10 +25,10 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 class Feed:
     """What a query was last answered with. ``update`` now and then, ``answer`` anybody."""
 
-    def __init__(self, view: str, columns: tuple[Column, ...], revisions: Iterator[int]) -> None:
+    def __init__(self, view: View[Any], query: Query, revisions: Iterator[int]) -> None:
         self.asked_s = self.at_s = float("-inf")
         self._view = view
-        self._columns = columns
+        self._query = query
         self._revisions = revisions
         self._born = self._revision = next(revisions)
         self._order: tuple[str, ...] = ()
@@ -42,9 +43,10 @@ class Feed:
         """Of what ``answer`` says; 0 where it says why there is nothing."""
         return 0 if self._trouble else self._revision
 
-    def update(self, window: Window | Flaw, at_s: float) -> None:
+    def update(self, scene: Scene) -> None:
         """The window as it is now."""
-        self.at_s = at_s
+        window = self._view.window(scene, self._query)
+        self.at_s = scene.now_s
         self._answers.clear()
         if isinstance(window, Flaw):
             self._trouble = window.why
@@ -78,13 +80,13 @@ class Feed:
         is_known = self._born <= have <= self._revision
         since = have if is_known else 0
         return Table(
-            view=self._view,
+            view=self._view.name,
             revision=self.revision,
             since=since,
             at_s=self.at_s,
             total=self._total,
             of=self._of,
-            columns=() if is_known else self._columns,
+            columns=() if is_known else self._view.columns,
             order=None if self._order_changed <= since else self._order,
             rows=tuple([row for row, changed in self._rows.values() if changed > since]),
             trouble=self._trouble,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from kvd.console.survey import Surveyor
+
 if TYPE_CHECKING:
     from kvd.console.recent import Recent
     from kvd.core.node import Node
@@ -22,11 +24,13 @@ class Engines(Protocol):
 class Scene:
     """The node, what happened lately, and what the shell knows. Read, never written."""
 
-    __slots__ = ("engines", "node", "now_s", "recent")
+    __slots__ = ("engines", "node", "now_s", "recent", "surveyor")
 
     def __init__(self, node: Node, recent: Recent, engines: Engines) -> None:
         self.node = node
         self.recent = recent
         self.engines = engines
+        self.surveyor = Surveyor(node)
+        """Asked for all pages by what is about them; the desk says what that may cost."""
         self.now_s = node.out.at_s
         """Of this look; ages are told by those who show them."""

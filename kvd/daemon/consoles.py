@@ -83,8 +83,9 @@ class Consoles:
         return frame
 
     def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
-        """Send the frames that are due; each is made when its console takes it."""
+        """Send the frames that are due, each made when its console takes it; and look on."""
         now_s = self._clock()
+        self._desk.turn(now_s)
         due = [one for one in self._watches.items() if one[1].due_s - EARLY_S <= now_s]
         for console, watch in due:
             del self._watches[console]  # first, so that a bug here costs this console only
