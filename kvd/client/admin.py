@@ -45,7 +45,9 @@ class AdminClient:
             KvdError: ``unreachable`` when nobody listens, or nobody has answered in time;
                 ``bad-request`` when the answer cannot be read.
         """
-        self._check_somebody_listens()
+        why = nobody_listens(self._endpoint)
+        if why:
+            raise KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
         self._last_call += 1
         numbered = msgspec.structs.replace(message, call=self._last_call)
         end_s = time.monotonic() + timeout_s
@@ -79,26 +81,6 @@ class AdminClient:
     ) -> None:
         self.close()
 
-    def _check_somebody_listens(self) -> None:
-        """ZMQ would wait in silence for a daemon to come; the file of its socket tells at once."""
-        scheme, _, path = self._endpoint.partition("://")
-        if scheme != "ipc" or path.startswith("@"):
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-            code = probe.connect_ex(path)
-        match code:
-            case 0 | errno.EAGAIN:
-                return
-            case errno.ENOENT:
-                why = f"there is no socket at {path}"
-            case errno.ECONNREFUSED:
-                why = f"nobody listens on {path} any more"
-            case errno.EACCES | errno.EPERM:
-                why = f"permission denied on {path}: join the group of the socket (usually kvd)"
-            case _:
-                why = f"{path} cannot be reached: {errno.errorcode.get(code, str(code))}"
-        raise KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
-
     def _silent(self, timeout_s: float) -> KvdError:
         return KvdError(
             Refusal(
@@ -108,3 +90,26 @@ class AdminClient:
                 numbers={"timeout_s": timeout_s},
             )
         )
+
+
+def nobody_listens(endpoint: str) -> str:
+    """Why nobody can be reached there, in a sentence; empty where somebody may be.
+
+    ZMQ would wait in silence for a daemon to come; the file of its socket tells at once.
+    """
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc" or path.startswith("@"):
+        return ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        code = probe.connect_ex(path)
+    match code:
+        case 0 | errno.EAGAIN:
+            return ""
+        case errno.ENOENT:
+            return f"there is no socket at {path}"
+        case errno.ECONNREFUSED:
+            return f"nobody listens on {path} any more"
+        case errno.EACCES | errno.EPERM:
+            return f"permission denied on {path}: join the group of the socket (usually kvd)"
+        case _:
+            return f"{path} cannot be reached: {errno.errorcode.get(code, str(code))}"
