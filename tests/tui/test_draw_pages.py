@@ -109,7 +109,7 @@ def test_a_map_that_cannot_be_had_says_why():
 def test_a_letter_that_is_not_one_column_wide_cannot_shift_the_map():
     levels = (Level("漢", "wide", 1), Level("", "none", 1), Level("\x1b", "esc", 1))
     shown = page_map(bytes([0, 1, 2]), levels=levels)
-    assert texts(draw(shown, Grid(3, 1, "letters"))) == ["???"]
+    assert texts(draw(shown, Grid(3, 1, "letters"))) == ["***"]
 
 
 def test_the_legend_has_letter_name_and_pages_of_every_level():
@@ -127,6 +127,20 @@ def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
     assert styles(graded) == ("free", "ramp-0", "ramp-2", "ramp-4", "ramp-7")
     owners = page_map(b"", lens="owner", levels=levels)
     assert styles(owners) == ("free", "hue-0", "hue-1", "hue-2", "hue-3")
+
+
+def test_an_owner_who_calls_himself_free_does_not_look_so():
+    names = ("free", "cache", "others", "nobody", "cache", "free", "nobody")
+    levels = tuple(Level(str(at), name, 1) for at, name in enumerate(names))
+    assert styles(page_map(b"", lens="owner", levels=levels)) == (
+        "free",
+        "cached",
+        "dim",
+        "hue-0",
+        "hue-1",
+        "hue-2",
+        "nobody",
+    )
 
 
 def test_more_owners_than_hues_still_have_a_style_each():

@@ -31,30 +31,33 @@ CURSOR_UP, CURSOR_DOWN = "▲", "▼"
 LIT = "■"
 LIT_UP, LIT_DOWN = "▔", "▁"
 
+NO_LETTER = "*"
+"""In place of what is not one column wide."""
+
 NOWHERE = 255
 """In place of a level, behind the last page."""
 
 _LIT_UP, _LIT_DOWN, _AT_UP, _AT_DOWN = 1, 2, 4, 8
 
 STATES: dict[str, Style] = {
-    "null": "unseen",
-    "not yet seen": "unseen",
-    "unseen": "unseen",
     "free": "free",
+    "unseen": "unseen",
     "cached": "cached",
-    "saved": "saved",
     "held": "held",
-    "lingering": "held",
-    "arriving": "arriving",
-    "receiving": "arriving",
     "sending": "sending",
+    "arriving": "arriving",
     "locked": "locked",
+    "saved": "saved",
+    "lingering": "held",
     "quarantined": "quarantined",
-    "quarantine": "quarantined",
     "nobody": "nobody",
-    "unreachable": "nobody",
 }
-"""Names of levels that have a style of their own, in any lens."""
+"""Levels of the lens ``state``."""
+
+KNOWN: dict[str, Style] = {"cache": "cached", "others": "dim", "held": "held"}
+"""Levels that other lenses have before those of their own."""
+KNOWN_LEVELS = 3
+"""So many are before anybody's name: an engine may call itself ``cache``."""
 
 GRADED = {"age", "hits", "locks"}
 """Lenses whose levels are more and more of something."""
@@ -219,11 +222,22 @@ def thousands(count: int) -> str:
 
 
 def styles(shown: PageMap) -> tuple[Style, ...]:
-    """The style of each level: states have their own, the others those of the lens in order."""
-    others = [level for level in shown.levels if level.name not in STATES]
+    """The style of each level: free first, nobody last, and the others as the lens has them."""
+    if shown.lens == "state":
+        return tuple(STATES.get(level.name, "dim") for level in shown.levels)
+    made: dict[int, Style] = {}
+    last = len(shown.levels) - 1
+    for at, level in enumerate(shown.levels):
+        if at == 0 and level.name == "free":
+            made[at] = "free"
+        elif at == last and level.name == "nobody":
+            made[at] = "nobody"
+        elif at < KNOWN_LEVELS and level.name in KNOWN:
+            made[at] = KNOWN[level.name]
+    others = [at for at in range(last + 1) if at not in made]
     scale = RAMPS if shown.lens in GRADED else HUES
-    made = dict(zip(map(id, others), _spaced(scale, len(others), shown.lens), strict=True))
-    return tuple(STATES.get(level.name) or made[id(level)] for level in shown.levels)
+    made.update(zip(others, _spaced(scale, len(others), shown.lens), strict=True))
+    return tuple(made[at] for at in range(last + 1))
 
 
 def _spaced(scale: Sequence[Style], count: int, lens: str) -> list[Style]:
@@ -313,7 +327,7 @@ class _Inks:
 def letter_of(level: Level) -> str:
     """One column wide, whatever the daemon sent."""
     letter = clean(level.letter)
-    return letter if columns(letter) == 1 else "?"
+    return letter if columns(letter) == 1 else NO_LETTER
 
 
 _CURSOR: Style = "cursor"
