@@ -103,6 +103,8 @@ def test_what_does_not_fit_is_summed_up_in_the_last_line():
         "H held     ██████░░░░░░  50%          50",
         "+ 2 others ██████░░░░░░  50%          50",
     ]
+    assert len(histogram(PARTS, 40, 3)) == 3
+    assert text_of(histogram(PARTS, 40, 3)[-1]).startswith("Q quarantined")
     assert histogram(PARTS, 40, 0) == []
 
 

@@ -72,6 +72,14 @@ def test_the_name_of_a_chart_cannot_steer_the_terminal():
 def test_a_sparkline_has_a_step_for_each_value_and_a_dot_for_none():
     assert spark([None, 0, 0.01, 3, 5, 7], 7) == Span(" ·▁▂▄▆█", "graph-high")
     assert spark([1, 2], 0).text == ""
+    assert [spark([5, newest], 2).style for newest in (0, 2.4, 2.5, 3.9, 4)] == [
+        "graph-low",
+        "graph-low",
+        "graph-mid",
+        "graph-mid",
+        "graph-high",
+    ]
+    assert spark([0, None], 2).style == "graph-low"
 
 
 @pytest.mark.parametrize(

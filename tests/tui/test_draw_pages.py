@@ -50,9 +50,9 @@ def test_a_character_is_two_cells_one_over_the_other():
 
 
 def test_a_wide_run_of_one_level_begins_with_its_letter():
-    shown = page_map(bytes([1] * 5 + [2] + [1] * 5 + [2]))
-    assert draw(shown, Grid(6, 1)) == [
-        (Span("c", "label", "cached"), Span("▀▀▀▀", "cached", "cached"), Span("▀", "held", "held"))
+    row = bytes([1] * 4 + [2] * 3)
+    assert draw(page_map(row + row), Grid(7, 1)) == [
+        (Span("c", "label", "cached"), Span("▀▀▀", "cached", "cached"), Span("▀▀▀", "held", "held"))
     ]
 
 
@@ -112,6 +112,13 @@ def test_a_letter_that_is_not_one_column_wide_cannot_shift_the_map():
     assert texts(draw(shown, Grid(3, 1, "letters"))) == ["***"]
 
 
+def test_a_level_that_nobody_has_explained_is_blank():
+    shown = page_map(bytes([4, 9]))
+    assert texts(draw(shown, Grid(2, 1))) == texts(draw(shown, Grid(2, 1, "letters"))) == ["  "]
+    assert texts(draw(shown, Grid(2, 1, "letters"), 0)) == ["◆ "]
+    assert text_of(told(shown, 0)) == "pages 0 to 2"
+
+
 def test_the_legend_has_letter_name_and_pages_of_every_level():
     made = legend(page_map(bytes(4)), 34)
     assert texts(made) == [
@@ -130,7 +137,7 @@ def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
 
 
 def test_an_owner_who_calls_himself_free_does_not_look_so():
-    names = ("free", "cache", "others", "nobody", "cache", "free", "nobody")
+    names = ("free", "cache", "others", "cache", "nobody", "free", "nobody")
     levels = tuple(Level(str(at), name, 1) for at, name in enumerate(names))
     assert styles(page_map(b"", lens="owner", levels=levels)) == (
         "free",
@@ -182,6 +189,9 @@ def test_a_cell_and_a_page_find_each_other():
     assert pages_of(shown, 9) == range(33, 34)
     assert pages_of(shown, 10) == range(34, 34)
     assert [cell_of(shown, page) for page in (5, 6, 14, 33, 34)] == [None, 0, 2, 9, None]
+    few = page_map(bytes(3), total_pages=34)
+    assert [cell_of(few, page) for page in (8, 9)] == [2, None]
+    assert text_of(told(few, 3)) == "no page here"
 
 
 def test_arrows_move_by_a_cell_and_stay_inside():
@@ -192,6 +202,8 @@ def test_arrows_move_by_a_cell_and_stay_inside():
     assert grid.moved(2, rows=-1, cells=14) == 2
     assert grid.moved(10, rows=1, cells=14) == 10
     assert grid.moved(13, columns=1, cells=14) == 13
+    assert grid.moved(3, columns=1, cells=14) == 3
+    assert grid.moved(4, rows=-1, cells=14) == 0
     assert grid.moved(3, columns=9, cells=0) == 0
 
 
@@ -223,6 +235,12 @@ def test_zooming_out_ends_at_all_pages():
     for _ in range(9):
         window = zoomed(window, 44, 100_000, cells=1000, times=0.5)
     assert window == whole(100_000, 1000)
+
+
+def test_every_step_of_the_zoom_changes_something():
+    two = Window(0, 2)
+    assert zoomed(two, 0, 100_000, cells=1000, times=1.1).pages_each == 1
+    assert zoomed(two, 0, 100_000, cells=1000, times=0.9).pages_each == 3
 
 
 def test_a_window_does_not_look_past_the_last_page():

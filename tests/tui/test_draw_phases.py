@@ -94,7 +94,23 @@ def test_a_handoff_that_is_over_ends_when_it_did():
     ]
 
 
+def test_a_phase_that_has_just_begun_has_a_column():
+    fresh = OVER._replace(
+        state="draining", marks=(*OVER.marks[:2], Mark(0.001, "receiving -> draining ()"))
+    )
+    row = texts([fresh], 60)[1]
+    assert row.endswith("─│")
+
+
+def test_with_more_phases_than_columns_the_longest_are_drawn():
+    turns = [Mark(90.0 - at, f"s{at} -> s{at + 1} ()") for at in range(60)]
+    row = texts([OVER._replace(state="s60", marks=tuple(turns))], 44)[1]
+    assert row == "here decode             ││││││││││││││s60──>"
+
+
 def test_where_there_is_no_room_for_a_chart_the_words_have_to_do():
+    assert texts([OVER], 44)[0].endswith("1.00s ago")
+    assert texts([OVER], 43, -2.0)[0] == "deadline 2.00s ago".ljust(43)
     assert texts([OVER], 40, -2.0) == [
         "deadline 2.00s ago                      ",
         "here: offered 1.00s  receiving 3.00s    ",
@@ -126,7 +142,7 @@ def test_the_longest_silence_is_named_with_what_came_before_it():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.00004, "0.04ms"), (0.0099, "9.90ms"), (0.0101, "10ms"), (0.999, "999ms"), (61, "1m01s")],
+    [(0.00004, "0.04ms"), (0.0099, "9.90ms"), (0.01, "10ms"), (0.999, "999ms"), (61, "1m01s")],
 )
 def test_durations_are_told_down_to_a_hundredth_of_a_millisecond(seconds, said):
     assert lasting(seconds) == said

@@ -92,7 +92,11 @@ def test_what_stands_at_the_right_stays_when_there_is_no_room():
     ends = (line("a long name"), line("max 9"))
     assert text_of(spread(*ends, 20)) == "a long name    max 9"
     assert text_of(spread(*ends, 22, Span("─"))) == "a long name ──── max 9"
+    assert text_of(spread(*ends, 19, Span("─"))) == "a long name ─ max 9"
+    assert text_of(spread(*ends, 18, Span("─"))) == "a long name  max 9"
+    assert text_of(spread(*ends, 17, Span("─"))) == "a long name max 9"
     assert text_of(spread(*ends, 12)) == "a lon… max 9"
+    assert text_of(spread(*ends, 5)) == "max 9"
     assert text_of(spread(*ends, 4)) == "max…"
 
 
@@ -111,6 +115,7 @@ def test_things_are_wrapped_where_the_next_one_does_not_fit():
         (Span("one  "), Span("two", "bad"), Span(" ")),
         (Span("three    "),),
     ]
+    assert [text_of(one) for one in wrapped([line("one"), line("two")], 8)] == ["one  two"]
     assert wrapped([], 9) == []
 
 

@@ -96,7 +96,7 @@ def spark(values: Sequence[Value], width: int, top: float | None = None) -> Span
     highest = peak if top is None else top
     steps = "".join([_step(value, highest) for value in shown])
     newest = shown[-1] if shown else None
-    share = newest / highest if newest and highest > 0 else 0.0
+    share = newest / highest if newest is not None and highest > 0 else 0.0
     return Span(steps.rjust(max(width, 0)), _load_of(share))
 
 
@@ -113,8 +113,6 @@ def bar(part: float, whole: float, width: int, style: Style | None = None) -> Li
     eighths = int(share * room * 8)
     if share > 0:
         eighths = max(eighths, 1)
-    if share < 1:
-        eighths = min(eighths, room * 8 - 1)
     full, rest = divmod(eighths, 8)
     filled = "█" * full + (EIGHTHS[rest - 1] if rest else "")
     spans = (
@@ -132,8 +130,8 @@ def percent(part: float, whole: float) -> str:
     share = 100 * part / whole
     if 0 < share < 1:
         return "<1%"
-    if share >= 100:
-        return "100%" if share == 100 else ">all"
+    if share > 100:
+        return ">all"
     return f"{int(share + ROUNDING)}%"
 
 
