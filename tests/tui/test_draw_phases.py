@@ -154,7 +154,8 @@ def test_the_story_that_the_core_tells_is_read():
     world.hold_posts = True
     world.d.call(client.Receive, prompt, room=7, source=("p",))
     [part] = world.d.node.decoder.parts.values()
-    told = [line.partition(" s ago: ") for line in part.story.lines(world.now_s)]
-    end = End("d", "decode", part.state.value, tuple(Mark(float(a), what) for a, _, what in told))
+    world.pass_time(0.5)
+    end = End("d", "decode", part.state.value, part.story.marks(world.now_s))
 
-    assert [phase.state for phase in phases(end)][-1] == part.state.value
+    [phase] = phases(end)
+    assert (phase.state, round(phase.lasted_s, 6), phase.runs) == ("offered", 0.5, True)
