@@ -4,40 +4,57 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.console.named import owner
 from kvd.console.view import Field, View
+from kvd.core.sessions import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
     from kvd.core.lease import Lease
-    from kvd.core.sessions import Session
     from kvd.wire.console import Query
 
 
 class Held:
-    """One session and its leases."""
+    """One session, its leases, and how many handoffs it has open."""
 
-    __slots__ = ("leases", "session")
+    __slots__ = ("leases", "receives", "sends", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.leases: list[Lease] = []
+        self.receives = self.sends = 0
+
+
+def sessions_held(scene: Scene) -> dict[int, Held]:
+    """By session, those that are gone and still have leases too; one look at all leases."""
+    node = scene.node
+    held = {one.id: Held(one) for one in node.sessions.by_id.values()}
+    for lease in node.leases.leases.values():
+        found = held.get(lease.session)
+        if found is None:
+            gone = Session(lease.session, owner(scene, lease.session), lease.since_s)
+            found = held[lease.session] = Held(gone)
+        found.leases.append(lease)
+    for receive in node.decoder.parts.values():
+        if receive.session in held:
+            held[receive.session].receives += 1
+    for send in node.prefiller.by_send.values():
+        if send.session in held:
+            held[send.session].sends += 1
+    return held
 
 
 def _clients(scene: Scene, _: Query) -> Iterator[Held]:
-    """Every session, with one look at all leases."""
-    by_id = {one.id: Held(one) for one in scene.node.sessions.by_id.values()}
-    for lease in scene.node.leases.leases.values():
-        held = by_id.get(lease.session)
-        if held is not None:
-            held.leases.append(lease)
-    yield from by_id.values()
+    yield from sessions_held(scene).values()
 
 
 def _state(scene: Scene, one: Held) -> str:
     alive = [scene.engines.is_alive(pid) for pid in one.session.pids]
-    return "alive" if all(alive) else "partly gone" if any(alive) else "gone"
+    if not any(alive):
+        return "gone"
+    return "alive" if all(alive) else "partly gone"
 
 
 CLIENTS: View[Held] = View(
@@ -47,35 +64,28 @@ CLIENTS: View[Held] = View(
         Field("state", "state", _state, "whether its processes run"),
         Field("pids", "text", lambda _, one: " ".join(map(str, one.session.pids))),
         Field("leases", "count", lambda _, one: len(one.leases)),
-        Field("held", "pages", lambda _, one: sum(lease.held_pages for lease in one.leases)),
+        Field(
+            "held",
+            "pages",
+            lambda _, one: sum([lease.held_pages for lease in one.leases]),
+            "pages of its own, in quarantine or not",
+        ),
         Field(
             "locked",
             "tokens",
-            lambda _, one: sum(lease.anchor.end_tokens for lease in one.leases if lease.anchor),
+            lambda _, one: sum([lease.anchor.end_tokens for lease in one.leases if lease.anchor]),
             "cached tokens that its leases keep from eviction",
         ),
         Field(
             "oldest",
             "since",
-            lambda _, one: min((lease.since_s for lease in one.leases), default=None),
+            lambda _, one: min([lease.since_s for lease in one.leases], default=None),
             "its oldest lease",
         ),
-        Field(
-            "receives",
-            "count",
-            lambda scene, one: sum(
-                part.session == one.session.id for part in scene.node.decoder.parts.values()
-            ),
-        ),
-        Field(
-            "sends",
-            "count",
-            lambda scene, one: sum(
-                part.session == one.session.id for part in scene.node.prefiller.by_send.values()
-            ),
-        ),
+        Field("receives", "count", lambda _, one: one.receives),
+        Field("sends", "count", lambda _, one: one.sends),
         Field("calls", "count", lambda scene, one: scene.engines.calls(one.session.id)),
-        Field("since", "since", lambda _, one: one.session.since_s),
+        Field("since", "since", lambda _, one: one.session.since_s, "attached"),
     ),
     objects=_clients,
     key=lambda one: f"client:{one.session.id}",

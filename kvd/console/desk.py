@@ -81,7 +81,7 @@ class Desk:
         """The next frame of one console, at ``now_s`` on the daemon's clock. Raises nothing."""
         begun_s = self._timer()
         self._earn(now_s)
-        self._scene.now_s = now_s
+        self._scene.now_s, self._scene.lag_s = now_s, self.lag_s
         have = watch.have
         answers = []
         for place, query in enumerate(watch.queries):

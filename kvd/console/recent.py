@@ -5,7 +5,7 @@ A subscriber of the bus. Everything here is bounded, and costs about a microseco
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from kvd.wire import events
@@ -14,11 +14,13 @@ from kvd.wire.console import Latency, Sources
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.wire.events import Event, HandoffEnded
+    from kvd.wire.events import Event, HandoffEnded, MessageRefused
 
 WINDOW_S = 60.0
 MAX_ENDED = 4096
 MAX_PEERS = 256
+MAX_REFUSED = 64
+"""Refused messages that are remembered: enough to tell a flood from a mistake."""
 DELIVERED = frozenset({"delivered", "committed"})
 
 
@@ -39,10 +41,22 @@ class Recent:
         """Handoffs by their end, the newest last."""
         self.by_peer: dict[str, Traffic] = {}
         self.cached = self.received = self.restored = self.lost = 0
+        self.touched: OrderedDict[int, float] = OrderedDict()
+        """By lease: when it was opened, extended or committed last; longest ago first."""
+        self.quarantined: dict[int, float] = {}
+        """By lease: since when, the oldest first."""
+        self.refused: deque[MessageRefused] = deque(maxlen=MAX_REFUSED)
+        """The newest last."""
         self._takers: dict[type, Callable[..., None]] = {
             events.HandoffEnded: self._handoff_ended,
             events.LeaseOpened: self._lease_opened,
             events.Resumed: self._resumed,
+            events.LeaseExtended: self._lease_touched,
+            events.LeaseCommitted: self._lease_touched,
+            events.LeaseReleased: self._lease_released,
+            events.Quarantined: self._lease_quarantined,
+            events.QuarantineEnded: self._quarantine_ended,
+            events.MessageRefused: self.refused.append,
         }
 
     def wants(self, kind: type[Event]) -> bool:
@@ -97,7 +111,22 @@ class Recent:
         else:
             traffic.out_bytes += event.moved_bytes
 
+    def _lease_touched(self, event: events.LeaseExtended | events.LeaseCommitted) -> None:
+        touched = self.touched
+        touched[event.lease] = event.at_s
+        touched.move_to_end(event.lease)
+
+    def _lease_released(self, event: events.LeaseReleased) -> None:
+        self.touched.pop(event.lease, None)
+
+    def _lease_quarantined(self, event: events.Quarantined) -> None:
+        self.quarantined[event.lease] = event.at_s
+
+    def _quarantine_ended(self, event: events.QuarantineEnded) -> None:
+        self.quarantined.pop(event.lease, None)
+
     def _lease_opened(self, event: events.LeaseOpened) -> None:
+        self.touched[event.lease] = event.at_s
         self.cached += event.prefix_tokens
 
     def _resumed(self, event: events.Resumed) -> None:

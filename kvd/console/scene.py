@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from kvd.console.seen import Biggest, Progress, Since
 from kvd.console.survey import Surveyor
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ class Engines(Protocol):
 class Scene:
     """The node, what happened lately, and what the shell knows. Read, never written."""
 
-    __slots__ = ("engines", "node", "now_s", "recent", "surveyor")
+    __slots__ = (
+        *("biggest", "engines", "lag_s", "node", "now_s", "progress", "recent", "since"),
+        "surveyor",
+    )
 
     def __init__(self, node: Node, recent: Recent, engines: Engines) -> None:
         self.node = node
@@ -34,3 +38,8 @@ class Scene:
         """Asked for all pages by what is about them; the desk says what that may cost."""
         self.now_s = node.out.at_s
         """Of this look; ages are told by those who show them."""
+        self.lag_s = 0.0
+        """How late the loop's timer was, at worst lately."""
+        self.progress = Progress()
+        self.biggest = Biggest()
+        self.since = Since()

@@ -8,8 +8,7 @@ What must not live here: what has changed (``feed``), and how often anybody may 
 
 from __future__ import annotations
 
-import heapq
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -81,10 +80,12 @@ class View(Generic[T]):
         if unknown:
             known = ", ".join(self._by_name)
             return Flaw(f"{self.name} has no column {unknown!r}: it has {known}")
-        everything = list(self._objects(scene, query))
-        passing = [one for one in everything if self._passes(scene, query.filters, one)]
+        passing = everything = list(self._objects(scene, query))
+        for condition in query.filters:
+            holds = self._holds(scene, condition)
+            passing = [one for one in passing if holds(one)]
         last = query.first + query.limit
-        shown = self._sorted(scene, query.sort or self._sort, passing, last)[query.first : last]
+        shown = self._sorted(scene, query.sort or self._sort, passing)[query.first : last]
         rows = tuple(
             Row(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
             for one in shown
@@ -95,37 +96,50 @@ class View(Generic[T]):
         asked = [query.sort.removeprefix("-"), *[one.column for one in query.filters]]
         return next((name for name in asked if name and name not in self._by_name), "")
 
-    def _sorted(self, scene: Scene, sort: str, objects: list[T], last: int) -> list[T]:
+    def _sorted(self, scene: Scene, sort: str, objects: list[T]) -> list[T]:
+        """By one column, those without a value last; equal ones stay as they are.
+
+        A sort of plain values beats a heap of ranks even where only a window is wanted.
+        """
         if not sort:
             return objects
         get = self._by_name[sort.removeprefix("-")].get
-        if sort.startswith("-"):
-            return heapq.nlargest(last, objects, key=lambda one: _rank(get(scene, one), 0))
-        return heapq.nsmallest(last, objects, key=lambda one: _rank(get(scene, one), 1))
+        ranks = [_rank(get(scene, one)) for one in objects]
+        places = [place for place, rank in enumerate(ranks) if rank is not None]
+        # Any, because a column has texts or numbers, and never both.
+        by_rank: Callable[[int], Any] = ranks.__getitem__
+        places.sort(key=by_rank, reverse=sort.startswith("-"))
+        if len(places) < len(ranks):
+            places += [place for place, rank in enumerate(ranks) if rank is None]
+        return [objects[place] for place in places]
 
-    def _passes(self, scene: Scene, filters: Sequence[Filter], one: T) -> bool:
-        return all(self._holds(scene, condition, one) for condition in filters)
-
-    def _holds(self, scene: Scene, condition: Filter, one: T) -> bool:
+    def _holds(self, scene: Scene, condition: Filter) -> Callable[[T], bool]:
+        """The condition as a test of one object."""
         if condition.column:
             field = self._by_name[condition.column]
-            return _test(condition, field.get(scene, one), field.column.kind, scene.now_s)
-        words = [f for f in self.fields if f.column.kind in WORDS]
-        found = any(_has(field.get(scene, one), condition.value) for field in words)
-        return found != condition.test.endswith("-not")
+            get, kind = field.get, field.column.kind
+            return lambda one: _test(condition, get(scene, one), kind, scene.now_s)
+        wanted = str(condition.value).casefold()
+        words = [field.get for field in self.fields if field.column.kind in WORDS]
+        is_wanted = not condition.test.endswith("-not")
+
+        def holds(one: T) -> bool:
+            for get in words:
+                cell = get(scene, one)
+                if cell and (
+                    wanted in cell.casefold() if isinstance(cell, str) else _has(cell, wanted)
+                ):
+                    return is_wanted
+            return not is_wanted
+
+        return holds
 
 
-def _rank(cell: Cell, nowhere: int) -> tuple[int, str, float]:
-    """A cell as something that compares; ``nowhere`` puts those without a value last."""
-    match cell:
-        case None:
-            return (nowhere, "", 0.0)
-        case str():
-            return (1 - nowhere, cell.casefold(), 0.0)
-        case tuple():
-            return (1 - nowhere, "", float(len(cell)))
-        case _:
-            return (1 - nowhere, "", float(cell))
+def _rank(cell: Cell) -> str | float | None:
+    """A cell as something that compares with the others of its column."""
+    if isinstance(cell, str):
+        return cell.casefold()
+    return float(len(cell)) if isinstance(cell, tuple) else cell
 
 
 def _test(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.console.clients import CLIENTS
+from kvd.console.leases import LEASES
+from kvd.console.peers import PEERS
+from kvd.console.pools import POOLS
+from kvd.console.rooms import ROOMS
 from kvd.console.vitals import Worry
+from kvd.console.waiting import WAITING
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
     from kvd.console.view import View
 
 # Any, because each view has objects of its own kind.
-VIEWS: dict[str, View[Any]] = {view.name: view for view in (CLIENTS,)}
+VIEWS: dict[str, View[Any]] = {
+    view.name: view for view in (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
+}
 
 
 def worry(scene: Scene) -> Worry:

@@ -1,0 +1,95 @@
+"""The view of the leases: who holds or locks what, since when, and what it waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.console.named import client_ref, owner
+from kvd.console.view import Field, View
+from kvd.core.standing import Standing
+from kvd.core.words import lease_waits_for, lease_word
+from kvd.types import count
+
+if TYPE_CHECKING:
+    from kvd.console.scene import Scene
+    from kvd.core.lease import Lease
+
+_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+
+
+def _pid(scene: Scene, lease: Lease) -> int | None:
+    session = scene.node.sessions.by_id.get(lease.session)
+    return session.pids[0] if session is not None else None
+
+
+def _held(_: Scene, lease: Lease) -> int:
+    return 0 if lease.quarantine is not None else lease.held_pages
+
+
+def _quarantined(_: Scene, lease: Lease) -> int:
+    return lease.held_pages if lease.quarantine is not None else 0
+
+
+def _beside(scene: Scene, lease: Lease) -> str:
+    """``swa 12, state 1``."""
+    own = [(one.component.name, count(one.own(lease))) for one in scene.node.leases.beside.each]
+    return ", ".join(f"{name} {pages}" for name, pages in own if pages)
+
+
+def _why(_: Scene, lease: Lease) -> str:
+    return lease.quarantine.why if lease.quarantine is not None else ""
+
+
+def _away(_: Scene, lease: Lease) -> float | None:
+    if lease.quarantine is not None:
+        return lease.quarantine.since_s
+    return lease.retracted_s if lease.standing in _AWAY else None
+
+
+LEASES: View[Lease] = View(
+    "leases",
+    (
+        Field("id", "count", lambda _, one: one.id),
+        Field("state", "state", lambda _, one: lease_word(one)),
+        Field("owner", "text", lambda scene, one: owner(scene, one.session)),
+        Field("client", "ref", lambda _, one: client_ref(one.session)),
+        Field("pid", "count", _pid, "of the first process of its session"),
+        Field("reason", "text", lambda _, one: one.reason),
+        Field("room", "count", lambda _, one: one.room or None),
+        Field("held", "pages", _held, "pages of its own"),
+        Field("row", "pages", lambda _, one: count(one.row), "cached ones of its prefix too"),
+        Field("quarantined", "pages", _quarantined, "that a remote may still write"),
+        Field("beside", "text", _beside, "pages of the other components"),
+        Field(
+            "locked",
+            "tokens",
+            lambda _, one: one.anchor.end_tokens if one.anchor is not None else 0,
+            "cached tokens that it keeps from eviction",
+        ),
+        Field("prefix_tokens", "tokens", lambda _, one: one.prefix_tokens, "cached when it opened"),
+        Field("prompt_tokens", "tokens", lambda _, one: count(one.tokens), "known by now"),
+        Field(
+            "locked_node",
+            "ref",
+            lambda _, one: f"node:{one.anchor.id}" if one.anchor is not None else None,
+            "where its lock begins; everything above is locked too",
+        ),
+        Field("holders", "text", lambda _, one: ", ".join(sorted(one.holders))),
+        Field("waiting_for", "text", lambda scene, one: lease_waits_for(scene.node, one)),
+        Field("why", "text", _why, "why it is in quarantine"),
+        Field("since", "since", lambda _, one: one.since_s),
+        Field(
+            "touched",
+            "since",
+            lambda scene, one: scene.recent.touched.get(one.id, one.since_s),
+            "opened, extended or committed last",
+        ),
+        Field("away_since", "since", _away, "in quarantine or retracted"),
+        Field("saved", "pages", lambda _, one: one.saved_pages, "kept for it in host memory"),
+        Field("priority", "count", lambda _, one: one.priority),
+        Field("namespace", "text", lambda _, one: one.namespace),
+    ),
+    objects=lambda scene, _: scene.node.leases.leases.values(),
+    key=lambda one: f"lease:{one.id}",
+    sort="since",
+)

@@ -1,0 +1,185 @@
+"""The view of the handoffs: each part on this node, and for a moment those that have ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.console.named import client_ref, lease_ref, owner, peer_ref
+from kvd.console.recent import DELIVERED
+from kvd.console.view import Field, View
+from kvd.core.parts import DecodePart
+from kvd.core.words import receive_waits_for, send_waits_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.console.scene import Scene
+    from kvd.core.lease import Lease
+    from kvd.core.parts import PrefillPart
+    from kvd.wire.console import Query
+    from kvd.wire.events import HandoffEnded
+
+SHOWN_S = 3.0
+"""So long a handoff that has ended is still shown."""
+
+
+class Handoff:
+    """One part on this node, of either side, or its end. Plain record."""
+
+    __slots__ = (
+        *(
+            "decode_prefix_len",
+            "done_bytes",
+            "done_pages",
+            "end",
+            "key",
+            "lease",
+            "moved_s",
+            "part",
+        ),
+        *("peer", "posts", "prompt_tokens", "room", "session", "side", "since_s", "state"),
+        *("total_bytes", "until_s"),
+    )
+
+    def __init__(self, key: str, side: str, room: int, peer: str, state: str) -> None:
+        self.key = key
+        self.side = side
+        self.room = room
+        self.peer = peer
+        self.state = state
+        self.part: DecodePart | PrefillPart | None = None
+        self.end: HandoffEnded | None = None
+        self.session = 0
+        self.lease: Lease | None = None
+        self.prompt_tokens = 0
+        self.decode_prefix_len = 0
+        self.done_bytes = 0
+        self.total_bytes: int | None = None
+        self.done_pages: int | None = None
+        """Given to the transfer process; only who sends knows, as how many posts are under way."""
+        self.posts: int | None = None
+        self.since_s = 0.0
+        self.until_s: float | None = None
+        self.moved_s: float | None = None
+
+
+def _receive(scene: Scene, part: DecodePart) -> Handoff:
+    one = Handoff(f"receive:{part.id}", "decode", part.room, part.peer, part.state.value)
+    one.part = part
+    one.session, one.lease = part.session, part.lease
+    one.prompt_tokens, one.decode_prefix_len = part.prompt_tokens, part.prefix_tokens
+    delta_tokens = part.prompt_tokens - part.prefix_tokens
+    one.done_bytes = part.moved_bytes
+    one.total_bytes = part.total_bytes or scene.node.leases.bytes_of(delta_tokens)
+    one.since_s, one.until_s = part.since_s, part.deadline_s
+    one.moved_s = scene.progress.moved_s("decode", part.id)
+    return one
+
+
+def _send(scene: Scene, part: PrefillPart) -> Handoff:
+    node = scene.node
+    one = Handoff(f"send:{part.id}", "prefill", part.room, part.peer, part.state.value)
+    one.part = part
+    one.session = part.session
+    one.lease = part.engine.lease if part.engine is not None else None
+    one.prompt_tokens, one.decode_prefix_len = part.prompt_tokens, part.decode_prefix_len
+    delta_tokens = part.prompt_tokens - part.decode_prefix_len
+    one.done_bytes = node.prefiller.posts.live_bytes(part)
+    one.total_bytes = part.total_bytes or node.leases.bytes_of(delta_tokens)
+    one.done_pages, one.posts = part.posted_pages, len(part.outstanding)
+    one.since_s, one.until_s = part.since_s, part.deadline_s
+    one.moved_s = scene.progress.moved_s("prefill", part.id)
+    return one
+
+
+def _over(key: str, end: HandoffEnded) -> Handoff:
+    """Of one that failed nobody knows any more how much it would have been."""
+    is_delivered = end.outcome in DELIVERED
+    state = "delivered" if is_delivered else "failed"
+    one = Handoff(key, end.side, end.room, end.peer, state)
+    one.end = end
+    one.prompt_tokens, one.decode_prefix_len = end.prompt_tokens, end.decode_prefix_len
+    one.done_bytes = end.moved_bytes
+    one.total_bytes = end.moved_bytes if is_delivered else None
+    one.since_s = end.at_s - end.took_s
+    return one
+
+
+def _rooms(scene: Scene, _: Query) -> Iterator[Handoff]:
+    """Every part that has not ended, both sides, and whatever has ended lately.
+
+    A delivered one is a lease like others.
+    """
+    scene.progress.look(scene)
+    shown = set()
+    prefiller = scene.node.prefiller
+    receives, sends = scene.node.decoder.parts, prefiller.by_room
+    for one in (
+        *[_receive(scene, part) for part in receives.values()],
+        *[_send(scene, part) for part in sends.values()],
+        *[_send(scene, part) for part in prefiller.last_word.settled.values()],
+    ):
+        shown.add(one.key)
+        yield one
+    for end in reversed(scene.recent.ended):
+        if scene.now_s - end.at_s > SHOWN_S:
+            break
+        key = f"{'receive' if end.side == 'decode' else 'send'}:{end.part}"
+        if key not in shown:
+            shown.add(key)
+            yield _over(key, end)
+
+
+def _waits_for(scene: Scene, one: Handoff) -> str:
+    """What would take it further; of one that failed, why."""
+    if one.end is not None:
+        return f"{one.end.code}: {one.end.reason}" if one.end.code else ""
+    if isinstance(one.part, DecodePart):
+        return receive_waits_for(scene.node, one.part)
+    return send_waits_for(one.part) if one.part is not None else ""
+
+
+def _total_pages(scene: Scene, one: Handoff) -> int:
+    return scene.node.leases.pages_for(one.prompt_tokens - one.decode_prefix_len)
+
+
+ROOMS: View[Handoff] = View(
+    "rooms",
+    (
+        Field("room", "count", lambda _, one: one.room),
+        Field("side", "text", lambda _, one: one.side),
+        Field("state", "state", lambda _, one: one.state),
+        Field("peer", "ref", lambda _, one: peer_ref(one.peer)),
+        Field("owner", "text", lambda scene, one: owner(scene, one.session)),
+        Field("client", "ref", lambda _, one: client_ref(one.session)),
+        Field("lease", "ref", lambda _, one: lease_ref(one.lease)),
+        Field("prompt_tokens", "tokens", lambda _, one: one.prompt_tokens),
+        Field(
+            "decode_prefix_len",
+            "tokens",
+            lambda _, one: one.decode_prefix_len,
+            "cached on the decode side: not sent",
+        ),
+        Field("done_bytes", "bytes", lambda _, one: one.done_bytes),
+        Field("total_bytes", "bytes", lambda _, one: one.total_bytes),
+        Field(
+            "done_pages", "pages", lambda _, one: one.done_pages, "given to the transfer process"
+        ),
+        Field("total_pages", "pages", _total_pages),
+        Field("posts", "count", lambda _, one: one.posts, "under way"),
+        Field("path", "text", lambda scene, _: scene.node.transport, "what carries the bytes"),
+        Field("since", "since", lambda _, one: one.since_s),
+        Field("until", "until", lambda _, one: one.until_s, "its deadline"),
+        Field(
+            "moved",
+            "since",
+            lambda _, one: one.moved_s,
+            "last byte or change of state, as far as was seen",
+        ),
+        Field("ended", "since", lambda _, one: one.end.at_s if one.end is not None else None),
+        Field("waiting_for", "text", _waits_for, "or why it failed"),
+    ),
+    objects=_rooms,
+    key=lambda one: one.key,
+    sort="since",
+)

@@ -1,0 +1,67 @@
+"""A side of a world as consoles see it: its scene, fed with everything that happens there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.console.recent import Recent
+from kvd.console.scene import Scene
+from kvd.console.view import Window
+from kvd.console.views import VIEWS
+from kvd.observe.bus import Bus
+from kvd.wire.console import Filter, Query
+
+if TYPE_CHECKING:
+    from kvd.wire.console import Cell
+    from tests.core.side import Side
+
+
+class Shell:
+    """What the shell would know: every process lives, unless it is among the ``dead``."""
+
+    def __init__(self) -> None:
+        self.dead: set[int] = set()
+
+    def calls(self, session: int) -> int:
+        return session * 10
+
+    def is_alive(self, pid: int) -> bool:
+        return pid not in self.dead
+
+
+class Stage:
+    """Looks at one side of a world."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.bus = Bus()
+        self.shell = Shell()
+        recent = Recent()
+        self.bus.subscribe(recent.take, wants=recent.wants)
+        self.scene = Scene(side.node, recent, self.shell)
+        self._published = 0
+
+    def now(self) -> Scene:
+        """The scene as it is now."""
+        self.bus.publish(self.side.events[self._published :])
+        self._published = len(self.side.events)
+        self.scene.now_s = self.side.world.now_s
+        return self.scene
+
+    def window(self, view: str, *, sort: str = "", filters: tuple[Filter, ...] = ()) -> Window:
+        """All rows of a view."""
+        found = VIEWS[view].window(self.now(), Query(view, sort=sort, filters=filters, limit=500))
+        assert isinstance(found, Window), found
+        return found
+
+    def rows(self, view: str, **how: object) -> dict[str, dict[str, Cell]]:
+        """The same by key, each cell by its column."""
+        names = [column.name for column in VIEWS[view].columns]
+        return {
+            row.key: dict(zip(names, row.cells, strict=True))
+            for row in self.window(view, **how).rows  # type: ignore[arg-type]
+        }
+
+    def row(self, view: str, key: str) -> dict[str, Cell]:
+        """One of them."""
+        return self.rows(view)[key]
