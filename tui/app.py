@@ -7,7 +7,7 @@ paints the visible page from the picture that is shown, which is the newest unle
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from textual.app import App
@@ -17,49 +17,45 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 from typing_extensions import override
 
-from kvd.errors import Refusal
-from kvd.wire.admin import AdminFailed, Because
-from tui import keys
+from kvd.errors import Code, Refusal
+from kvd.wire.admin import Because
+from tui import keys, orders
+from tui.actions import ACTIONS
 from tui.model.mirror import Wanted
-from tui.pace import Pace
+from tui.model.trail import Place, Trail
+from tui.palette import Found
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
 from tui.widgets.card import Card, Told, question
+from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.timer import Timer
 
-    from kvd.wire.admin import AdminReply, AdminRequest
-    from tui.model.mirror import Mirror
+    from tui.link import FrameLink
+    from tui.model.mirror import Mirror, Notice
     from tui.model.moments import Moment
-    from tui.screens.page import Page
     from tui.widgets.linetable import LineTable
 
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
+SLOWER = 1.2
+"""Frames that are so many times rarer than asked for are worth a word."""
 CARD_S = 0.5
 """How often what is open is asked about."""
-
-
-class Source(Protocol):
-    """Where frames come from: a daemon, or a file."""
-
-    is_replay: bool
-
-    async def run(self) -> None:
-        """Fill the mirror until cancelled."""
-
-    async def ask(self, request: AdminRequest) -> AdminReply | Refusal:
-        """Ask the daemon something beside; a refusal says why there is no answer."""
+FROZEN = Refusal(Code.NOT_SUPPORTED, "frozen: the daemon is asked again when this is live")
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How the console was started."""
+    """How the console was started; ``is_replay``: frames come from a file."""
 
     readonly: bool = False
+    is_replay: bool = False
     fps: float = 10.0
     theme: str = THEMES[0]
     page: str = keys.PAGES[0]
@@ -74,24 +70,46 @@ class Bench(Screen[None], inherit_bindings=False):
 
 
 class KvdTui(App[None]):
-    """The console; ``source`` fills ``mirror`` with what ``wanted`` says."""
+    """The console. ``connect`` makes the link that fills a mirror with what is wanted of it.
+
+    ``clock``: seconds on our own clock, the one on which the link says when frames came.
+    """
 
     TITLE = "kvd"
     CSS_PATH = "kvd.tcss"
     AUTO_FOCUS = None
-    ENABLE_COMMAND_PALETTE = False
+    COMMANDS = {Found}  # noqa: RUF012 - Textual declares it without ClassVar
+    COMMAND_PALETTE_BINDING = "f24"
+    """The palette has a key of our table; Textual's own binding is out of the way."""
 
-    def __init__(self, mirror: Mirror, source: Source, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        connect: Callable[[Mirror, Callable[[], Wanted]], FrameLink],
+        options: Options | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         self.mirror = mirror
-        self.source = source
         self.options = options if options is not None else Options()
-        self.pace = Pace(self.options.fps)
+        self.clock = clock
+        self.trail = Trail(self.options.page)
+        first = self.options.page
+        self._head, self._tabs, self._foot = heads.Head(), heads.Tabs(), heads.Foot()
+        self.card = Card()
+        """What is open."""
+        self.bar = CommandBar(lambda mode, text: orders.judge(self, mode, text))
+        self.page = ALL[first]()
+        """The visible page."""
+        self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
+        self._pages = {first: self.page}
         self._frames_clock: Timer | None = None
-        self._visible = self.options.page
-        self._before = self.options.page
         self._seen: tuple[object, ...] = ()
+        self._noticed: Notice | None = None
         self.register_theme(HIGH_CONTRAST)
+        self._asked = Wanted()
+        self.link = connect(mirror, self.wanted)
+        self.link.fps = self.options.fps
 
     # ---- what is on the screen --------------------------------------------------------------
 
@@ -101,38 +119,38 @@ class KvdTui(App[None]):
 
     @override
     def compose(self) -> ComposeResult:
-        yield heads.Head(id="head")
-        yield heads.Tabs(id="tabs")
+        yield self._head
+        yield self._tabs
         with Horizontal(id="body"):
-            yield ContentSwitcher(ALL[self._visible](), id="pages", initial=f"page-{self._visible}")
-            yield Card()
-        yield heads.Foot(id="foot")
+            yield self._switcher
+            yield self.card
+        yield self.bar
+        yield self._foot
 
     def on_mount(self) -> None:
         """Start to ask, and to paint."""
         self.theme = self.options.theme
-        self.run_worker(self.source.run(), name="source", exit_on_error=True)
-        self._frames_clock = self.set_interval(1 / self.pace.fps, self.tick)
+        self.run_worker(self.link.run(), name="link", exit_on_error=True)
+        self.set_fps(self.options.fps)
         self.set_interval(CARD_S, self.ask_again)
         self.call_after_refresh(self.tick)
 
     def on_resize(self) -> None:
         """Where the card goes depends on the width."""
-        self.screen.set_class(self.size.width < NARROW_COLUMNS, "narrow")
+        self.place_card()
+        self.call_after_refresh(self._arrived)
+
+    def place_card(self) -> None:
+        """Beside the page, or over it where there is no room or it is wanted wide."""
+        table = self.page.table()
+        is_wide = table is not None and table.is_wide
+        self.bench.set_class(is_wide or self.size.width < NARROW_COLUMNS, "narrow")
         self._seen = ()
-        self.call_after_refresh(self.tick)
 
     @property
-    def page(self) -> Page:
-        """The visible page."""
-        found = self.query_one("#pages", ContentSwitcher).visible_content
-        assert found is not None
-        return found  # type: ignore[return-value]
-
-    @property
-    def card(self) -> Card:
-        """What is open."""
-        return self.query_one(Card)
+    def bench(self) -> Screen[None]:
+        """The screen under what may lie over it."""
+        return self.screen_stack[0]
 
     @property
     def moment(self) -> Moment:
@@ -143,46 +161,67 @@ class KvdTui(App[None]):
         """What the visible page wants to know; the link asks before each frame."""
         return Wanted(self.page.queries(), self.page.events())
 
+    def say(self, text: str, is_bad: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Tell the operator in passing."""
+        self.notify(text, severity="error" if is_bad else "information", markup=False)
+
     # ---- the clock --------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Paint what differs from what is there."""
+        if not self.is_running:
+            return
         start_s = time.perf_counter()
         self._paint_frame()
         moment = self.moment
-        seen = (self.mirror.frames, moment.heard_s, self._visible, self.size, self.theme)
+        seen = (self.mirror.frames, moment.heard_s, self.page, self.size, self.theme)
         if seen != self._seen:
             self._seen = seen
             self.page.show(moment)
             self.call_after_refresh(self._painted, start_s)
 
     def _painted(self, start_s: float) -> None:
-        if self.pace.painted(time.perf_counter() - start_s):
-            self.set_pace()
+        self.link.painted(time.perf_counter() - start_s)
 
-    def set_pace(self) -> None:
-        """Paint as often as the pace says."""
+    def set_fps(self, fps: float) -> None:
+        """Paint so often, or as often as the daemon and the terminal can."""
+        self.link.fps = fps
         if self._frames_clock is not None:
             self._frames_clock.stop()
-        self._frames_clock = self.set_interval(1 / self.pace.fps, self.tick)
+        self._frames_clock = self.set_interval(1 / fps, self.tick)
+
+    def hurry(self) -> None:
+        """Ask soon, if something else is wanted than before."""
+        wanted = self.wanted()
+        if wanted != self._asked:
+            self._asked = wanted
+            self.link.hurry()
 
     def _paint_frame(self) -> None:
-        """The lines around the page."""
-        width, now_s = self.size.width, time.monotonic()
+        """The lines around the page, and what has to be told."""
+        width, now_s = self.size.width, self.clock()
         moments = self.mirror.moments
+        wanted_fps, interval_s = self.link.fps, self.link.interval_s
         now = heads.Situation(
-            self.mirror.standing(now_s, 1 / self.pace.fps),
+            self.mirror.standing(now_s, interval_s),
             now_s,
-            self.pace.fps,
+            wanted_fps,
             moments.behind_s if moments.is_frozen else None,
-            self.source.is_replay,
-            self.pace.slowed_from,
+            self.options.is_replay,
+            1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.moment.vitals, now, width)
-        self.query_one(heads.Head).paint([line])
-        self.query_one(heads.Tabs).paint([heads.tab_line(self._visible, (), width)])
-        foot = heads.foot_line(list(keys.here(self._visible, self.has())), width)
-        self.query_one(heads.Foot).paint([foot])
+        self._head.paint([line])
+        crumbs = self.trail.crumbs()
+        if self.card.ref:
+            crumbs = (*crumbs[:-1], self.card.ref)
+        self._tabs.paint([heads.tab_line(self.page.NAME, crumbs, width)])
+        foot = heads.foot_line(list(keys.here(self.page.NAME, self.has())), width)
+        self._foot.paint([foot])
+        notices = self.mirror.notices
+        if notices and notices[-1] is not self._noticed:
+            self._noticed = notices[-1]
+            self.say(notices[-1].text, is_bad=True)
 
     # ---- keys -------------------------------------------------------------------------------
 
@@ -191,7 +230,7 @@ class KvdTui(App[None]):
         page = self.page
         has_table = page.table() is not None
         found = {
-            "write": not self.options.readonly and not self.source.is_replay,
+            "write": not self.options.readonly and not self.options.is_replay,
             "table": has_table,
             "tables": len(page.tables()) > 1,
             "filter": has_table or page.CAN_FILTER,
@@ -199,103 +238,120 @@ class KvdTui(App[None]):
             "chosen": bool(page.chosen()),
             "card": bool(self.card.ref),
             "frozen": self.mirror.moments.is_frozen,
-            "faults": bool(page.FAULTS),
+            "faults": bool(page.faults()),
         }
         return frozenset(name for name, is_so in found.items() if is_so)
 
     async def action_press(self, name: str) -> None:
         """Do what a key means here and now."""
-        key = keys.meaning(name, self._visible, self.has())
+        key = keys.meaning(name, self.page.NAME, self.has())
         if key is not None:
             await self.do(key.action)
 
     async def do(self, action: str) -> None:
         """Do an action of the table of keys: the console's own, else the page's."""
+        page, chosen = self.page, self.page.chosen()
         verb, _, rest = action.partition(" ")
-        moments = self.mirror.moments
-        match verb:
-            case "page":
-                await self.show_page(rest)
-            case "last":
-                await self.show_page(self._before)
-            case "open":
-                await self.open(self.page.chosen())
-            case "back":
-                self.card.close()
-            case "freeze":
-                (moments.live if moments.is_frozen else moments.freeze)()
-            case "live":
-                moments.live()
-            case "step":
-                moments.step(int(rest))
-            case "quit":
-                self.exit()
-            case _:
-                await self.page.act(action)
-        self._follow()
+        if verb in ACTIONS:
+            await ACTIONS[verb](self, rest)
+        else:
+            await page.act(action)
+        if page is self.page and self.card.ref and page.chosen() not in {"", chosen}:
+            self.card.open(page.chosen())
+            self.ask_again()
+        self.hurry()
         self.tick()
+
+    def order(self, work: Coroutine[None, None, None]) -> None:
+        """Have something done that asks the daemon or the operator on its way."""
+        self.run_worker(work, name="order", group="order")
+
+    def ask(self, mode: str, text: str) -> None:
+        """Have the operator type a command or a filter."""
+        self.bar.ask(mode, text, lambda: orders.context(self))
+
+    def set_theme(self, name: str) -> None:
+        """Paint in other colours; without a name in the next ones."""
+        if not name:
+            at = THEMES.index(self.theme) if self.theme in THEMES else -1
+            name = THEMES[(at + 1) % len(THEMES)]
+        if name not in self.available_themes:
+            self.say(f"no theme {name}: {' '.join(sorted(self.available_themes))}", is_bad=True)
+            return
+        self.theme = name
+        self._seen = ()
+
+    def screen_text(self) -> str:
+        """What the terminal shows, without its colours."""
+        # Textual offers pictures of a screen, but no text of it.
+        strips = self.bench._compositor.render_strips()  # noqa: SLF001
+        return "".join(f"{strip.text.rstrip()}\n" for strip in strips)
 
     # ---- going somewhere --------------------------------------------------------------------
 
-    async def show_page(self, name: str) -> None:
-        """Show this page; it is made when it is first shown."""
-        if name == self._visible:
-            return
-        switcher = self.query_one("#pages", ContentSwitcher)
-        if not switcher.query(f"#page-{name}"):
-            await switcher.add_content(ALL[name]())
-        switcher.current = f"page-{name}"
-        self._before, self._visible = self._visible, name
-        self.call_after_refresh(self.tick)
-
     async def open(self, ref: str) -> None:
         """Go to the page that shows this, put the cursor on it, and open its card."""
-        name = page_of(ref)
-        if name and not self.page.seek(ref):
-            await self.show_page(name)
-            self.page.seek(ref)
-        self.card.open(ref)
-        self.ask_again()
+        name = self.page.NAME
+        if not self.page.seek(ref):
+            name = page_of(ref) or name
+        await self.go(self.trail.open(name, ref))
 
-    def _follow(self) -> None:
-        """The card goes with the cursor."""
-        chosen = self.page.chosen()
-        if self.card.ref and chosen and chosen != self.card.ref:
-            self.card.open(chosen)
+    async def go(self, place: Place) -> None:
+        """Show a page and what is open on it; the page is made when it is first shown."""
+        if place.page not in self._pages:
+            self._pages[place.page] = ALL[place.page]()
+            await self._switcher.add_content(self._pages[place.page])
+        self.page = self._pages[place.page]
+        self._switcher.current = self.page.id
+        if place.ref:
+            self.page.seek(place.ref)
+            self.card.open(place.ref)
             self.ask_again()
+        else:
+            self.card.close()
+        self.place_card()
+        self.call_after_refresh(self._arrived)
+
+    def _arrived(self) -> None:
+        """The page knows its size now, and so what it wants."""
+        self.hurry()
+        self.tick()
 
     # ---- the card ---------------------------------------------------------------------------
 
     def ask_again(self) -> None:
         """Ask about what is open, and show what its row says meanwhile."""
-        ref = self.card.ref
-        if ref:
-            self.run_worker(self._ask(ref), name="card", group="card", exclusive=True)
+        if self.card.ref:
+            self.run_worker(self._ask(self.card.ref), name="card", group="card", exclusive=True)
 
     async def _ask(self, ref: str) -> None:
-        """One answer for the card."""
-        asked = question(ref)
-        answer = await self.source.ask(asked) if asked is not None else None
-        if self.card.ref != ref:
+        """One answer for the card; a frozen one keeps what it had."""
+        card, asked = self.card, question(ref)
+        answer: Because | Refusal | None = None
+        if asked is not None and not self.mirror.moments.is_frozen:
+            reply = orders.told(await self.link.ask(asked))
+            answer = reply if isinstance(reply, Because | Refusal) else None
+        if card.ref != ref or card.told is None:
             return
-        kept = self.card.told.answer if self.card.told is not None else None
-        match answer:
-            case AdminFailed(refusal=refusal):
-                kept = refusal
-            case Because() | Refusal():
-                kept = answer
-            case _:
-                pass
-        table = self.page.table()
-        row = table.row() if table is not None and table.chosen() == ref else None
-        columns = table.columns if table is not None and row is not None else ()
-        self.card.say(Told(ref, kept, row, columns, self.moment.now_s))
+        if answer is None:
+            answer = card.told.answer or (FROZEN if asked is not None else None)
+        row, columns = self.page.row(ref)
+        card.say(Told(ref, answer, row, columns, self.moment.now_s))
 
-    # ---- the mouse --------------------------------------------------------------------------
+    # ---- messages of widgets ----------------------------------------------------------------
 
     async def on_tabs_chosen(self, message: heads.Tabs.Chosen) -> None:
         """A page was clicked."""
-        await self.show_page(message.page)
+        await self.go(self.trail.turn(message.page))
+
+    async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
+        """A command or a filter was typed."""
+        if message.mode == "/":
+            orders.filter_by(self, message.text)
+        elif message.text:
+            await orders.obey(self, message.text)
+        self.hurry()
+        self.tick()
 
     async def on_line_table_opened(self, message: LineTable.Opened) -> None:
         """A row was clicked twice."""
@@ -303,7 +359,7 @@ class KvdTui(App[None]):
         await self.open(message.table.chosen())
 
     def on_line_table_moved(self, message: LineTable.Moved) -> None:
-        """The cursor moved."""
+        """Keys are about the table in which something was clicked; more rows may be wanted."""
         if message.table is not self.page.table():
             self.page.activate(message.table)
-        self._follow()
+        self.hurry()

@@ -60,7 +60,8 @@ class Key(msgspec.Struct, frozen=True):
 LABELS = {
     "up": "↑", "down": "↓", "left": "←", "right": "→", "enter": "Enter", "escape": "Esc",
     "space": "Space", "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End",
-    "tab": "Tab", "ctrl+p": "Ctrl+P", "ctrl+c": "Ctrl+C",
+    "tab": "Tab", "ctrl+up": "Ctrl+↑",
+    "ctrl+down": "Ctrl+↓", "ctrl+p": "Ctrl+P", "ctrl+c": "Ctrl+C",
 }  # fmt: skip
 
 _HELD = ("radix", "pools")
@@ -111,6 +112,8 @@ TABLE: tuple[Key, ...] = (
     Key(("escape",), "back", "close, or back along the way you came", "open"),
     Key(("g",), "related", "go to what has to do with it", "open", needs=("chosen",),
         footer="related"),
+    Key(("ctrl+up",), "card -3", "the card up", "open", needs=("card",)),
+    Key(("ctrl+down",), "card 3", "the card down", "open", needs=("card",)),
     Key(("y",), "copy", "copy what it is called", "open", needs=("chosen",)),
     # what the page shows
     Key(("/",), "filter", "filter: state:held owner:eng* age>5s !lingering words", "view",
@@ -126,11 +129,12 @@ TABLE: tuple[Key, ...] = (
     Key(("e",), "export", "write this view to a file: csv, json, text, svg", "view"),
     Key(("T",), "theme", "the next theme", "view"),
     # what changes something
-    Key(("A",), "abort", "abort the handoff's room", "change", ("handoffs",),
+    Key(("A",), "order abort", "abort the handoff's room", "change", ("handoffs",),
         ("write", "chosen"), "abort"),
-    Key(("E",), "evict", "evict pages", "change", _HELD, ("write",), "evict"),
-    Key(("F",), "flush", "drop every unlocked cached page", "change", _HELD, ("write",), "flush"),
-    Key(("X",), "fence", "restart the transfer process", "change", ("handoffs", "peers"),
+    Key(("E",), "order evict", "evict pages", "change", _HELD, ("write",), "evict"),
+    Key(("F",), "order flush", "drop every unlocked cached page", "change", _HELD,
+        ("write",), "flush"),
+    Key(("X",), "order fence", "restart the transfer process", "change", ("handoffs", "peers"),
         ("write",), "fence"),
     # the console
     Key(("?",), "help", "these keys", "console", footer="help"),

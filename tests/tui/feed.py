@@ -63,26 +63,38 @@ def row(view: str, number: int) -> Row:
 class Feed:
     """Answers whatever is asked from ``rows`` rows a view; ``bring`` makes the next frame."""
 
-    is_replay = False
+    fps = 10.0
+    interval_s = 0.1
 
-    def __init__(self, mirror: Mirror, rows: int = 40) -> None:
-        self.mirror = mirror
+    def __init__(self, rows: int = 40) -> None:
         self.rows = rows
         self.numbers: dict[str, list[int]] = {}
         self.requests: list[object] = []
         self.replies: dict[type, object] = {}
         self.looks: list[object] = []
+        self.hurried = 0
         self.at_s = 100.0
-        self.app: KvdTui | None = None
+
+    def connect(self, mirror: Mirror, wanted) -> Feed:
+        """Whom the frames are for, and who says what they shall have."""
+        self.mirror, self._wanted = mirror, wanted
+        return self
 
     async def run(self) -> None:
         """Bring nothing by itself."""
         await asyncio.Event().wait()
 
+    def hurry(self) -> None:
+        """Something else is wanted."""
+        self.hurried += 1
+
+    def painted(self, took_s: float) -> None:
+        """Frames come when a test says so."""
+
     def bring(self, **fields) -> None:
         """One frame, as the daemon would answer what the app wants now."""
         self.at_s += 0.1
-        look = self.mirror.look(self.mirror.frames + 1, self.app.wanted())
+        look = self.mirror.look(self.mirror.frames + 1, self._wanted())
         self.looks.append(look)
         answers = [self._answer(query) for query in look.queries]
         head = vitals(self.at_s, **fields)
@@ -100,7 +112,7 @@ class Feed:
         )
         return msgspec.Raw(msgspec.msgpack.encode(table))
 
-    async def ask(self, request):
+    async def ask(self, request, limit_s: float = 5.0):
         """The answer prepared for this kind of request."""
         self.requests.append(request)
         await asyncio.sleep(0)
@@ -110,9 +122,8 @@ class Feed:
 
 def console(rows: int = 40, **options) -> tuple[KvdTui, Feed]:
     """An app, and what feeds it."""
-    feed = Feed(Mirror(), rows)
-    feed.app = KvdTui(feed.mirror, feed, Options(**options))
-    return feed.app, feed
+    feed = Feed(rows)
+    return KvdTui(Mirror(), feed.connect, Options(**options)), feed
 
 
 async def settle(app, pilot) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -11,6 +11,8 @@ from tui.widgets.fitting import Rules
 from tui.widgets.linetable import LineTable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from textual.app import ComposeResult
 
 CLIENTS = Rules(first=("session", "name", "alive", "held_pages", "leases", "oldest"))
@@ -21,7 +23,7 @@ class ClientsPage(Page):
     """Clients above, leases below: whose process it is, whether it lives, and what it holds."""
 
     NAME = "clients"
-    FAULTS = "alive:gone"
+    FAULTS: ClassVar[Mapping[str, str]] = {"clients": "alive:gone", "leases": "state:lingering"}
     REFS = ("client", "lease")
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -10,6 +10,8 @@ from tui.screens.page import Page
 from tui.widgets.linetable import LineTable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from textual.app import ComposeResult
 
 
@@ -62,7 +64,7 @@ class PeersPage(Page):
     """The other nodes."""
 
     NAME = "peers"
-    FAULTS = "!state:up"
+    FAULTS: ClassVar[Mapping[str, str]] = {"peers": "!state:up"}
     REFS = ("peer",)
 
     @override

@@ -11,7 +11,9 @@ from tui.widgets.linetable import LineTable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvd.wire.console import EventQuery
+    from textual.widget import Widget
+
+    from kvd.wire.console import Column, EventQuery, Row
     from tui.model.moments import Moment
     from tui.model.sheets import Slot
 
@@ -28,8 +30,8 @@ class Page(Container):
 
     NAME: ClassVar[str] = ""
     """As in the table of keys, and after ``:`` in the command bar."""
-    FAULTS: ClassVar[str] = ""
-    """The filter that leaves only what is wrong; empty if the page knows none."""
+    FAULTS: ClassVar[Mapping[str, str]] = {}
+    """By view, the filter that leaves only what is wrong; under an empty name that of the page."""
     REFS: ClassVar[tuple[str, ...]] = ()
     """Kinds of what can be opened here: ``lease`` of ``lease:7``."""
     CAN_MOVE: ClassVar[bool] = False
@@ -41,6 +43,7 @@ class Page(Container):
 
     def __init__(self) -> None:
         super().__init__(id=f"page-{self.NAME}")
+        self._hidden: list[Widget] = []
 
     def tables(self) -> list[LineTable]:
         """Every table that can be seen."""
@@ -93,6 +96,39 @@ class Page(Container):
                 self.activate(table)
                 return True
         return False
+
+    def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
+        """What the page has in its rows about this, and their columns."""
+        for table in self.tables():
+            if table.sheet is not None and ref in table.sheet.rows:
+                return table.sheet.rows[ref], table.columns
+        return None, ()
+
+    def filter_by(self, text: str) -> None:
+        """Show only what passes; for a page that has no table and says ``CAN_FILTER``."""
+
+    def faults(self) -> str:
+        """The filter that leaves only what is wrong; empty if none is known here."""
+        table = self.table()
+        return self.FAULTS.get(table.view if table is not None else "", "")
+
+    def maximise(self) -> bool:
+        """Show only the panel that keys are about, or all of them again; whether it is alone."""
+        if self._hidden:
+            for one in self._hidden:
+                one.display = True
+            self._hidden = []
+            return False
+        kept: Widget | None = self.table() or next(iter(self.children), None)
+        while kept is not None and kept is not self:
+            parent = kept.parent
+            assert isinstance(parent, Container)
+            beside = [one for one in parent.children if one is not kept and one.display]
+            for one in beside:
+                one.display = False
+            self._hidden += beside
+            kept = parent
+        return True
 
     async def act(self, action: str) -> bool:
         """Do an action of the table of keys; whether it was one of this page's."""

@@ -13,8 +13,9 @@ from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, Row
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
-from tui.widgets import showing as cells
+from tui.model import cells
 from tui.widgets.canvas import Canvas
+from tui.widgets.popup import broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,11 +96,11 @@ def _facts(told: Told, width: int) -> list[Line]:
     pad = min(max((cell_len(name) for name in names), default=0), width // 2)
     made: list[Line] = []
     for column, cell in zip(told.columns, told.row.cells, strict=True):
-        if column.kind == "depth" or cell in {None, ""}:
+        if column.kind == "depth" or cell is None or cell == "":
             continue
         text, style = cells.show(cell, column.kind, told.now_s, 400)
         name = Span(spans.left(clean(column.name), pad) + "  ", "dim")
-        first, *rest = _broken(text, max(8, width - pad - 2)) or [""]
+        first, *rest = broken(text, max(8, width - pad - 2)) or [""]
         made.append((name, Span(first, style)))
         made += [(Span(" " * (pad + 2)), Span(more, style)) for more in rest]
     return made
@@ -108,7 +109,7 @@ def _facts(told: Told, width: int) -> list[Line]:
 def _hanging(first: str, text: str, width: int) -> list[Line]:
     """``first`` in a column of its own, the text beside it."""
     pad = 9
-    parts = _broken(clean(text), max(8, width - pad)) or [""]
+    parts = broken(clean(text), max(8, width - pad)) or [""]
     return [
         (Span(spans.right(first, pad - 1) + " ", "dim"), Span(parts[0])),
         *((Span(" " * pad), Span(part)) for part in parts[1:]),
@@ -116,26 +117,19 @@ def _hanging(first: str, text: str, width: int) -> list[Line]:
 
 
 def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
-    return [(Span(part, style),) for part in _broken(clean(text), width)]
+    return [(Span(part, style),) for part in broken(clean(text), width)]
 
 
-def _broken(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
-    made, line = [], ""
-    for word in text.split(" "):
-        rest = word
-        while True:
-            joined = f"{line} {rest}" if line else rest
-            if spans.columns(joined) <= width:
-                line = joined
-                break
-            if line:
-                made.append(line)
-                line = ""
-                continue
-            made.append(rest[: max(1, width)])
-            rest = rest[max(1, width) :]
-    return [*made, line] if line else made
+def links_of(told: Told) -> tuple[str, ...]:
+    """What there is to go to: what the answer names, then what the row does; each once."""
+    found = list(told.answer.links) if isinstance(told.answer, Because) else []
+    if told.row is not None:
+        for column, cell in zip(told.columns, told.row.cells, strict=True):
+            if isinstance(cell, tuple):
+                found += [holder.ref for holder in cell]
+            elif column.kind == "ref" and isinstance(cell, str):
+                found.append(cell)
+    return tuple(dict.fromkeys(ref for ref in found if ref and ref != told.ref))
 
 
 class Card(Canvas):
@@ -155,9 +149,8 @@ class Card(Canvas):
 
     @property
     def links(self) -> Sequence[str]:
-        """What the answer names, to go to."""
-        answer = self.told.answer if self.told is not None else None
-        return answer.links if isinstance(answer, Because) else ()
+        """What the answer names, then what the row does: to go to."""
+        return links_of(self.told) if self.told is not None else ()
 
     def open(self, ref: str) -> None:
         """Show this from now on."""

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 GAP = 2
 """Blanks between two columns."""
 
-FIGURES = frozenset(
-    {"count", "bytes", "tokens", "pages", "share", "ms", "seconds", "since", "until"}
-)
-"""Kinds that stand at the right of their column."""
-
 MOVING = frozenset({"since", "until", "holders"})
 """Kinds whose text changes as time goes by."""
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Situation(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock; ``is_replay``: frames come from a file. ``slowed_from``: the frames a
-    second that were asked for, where the terminal does not keep up; else 0.
+    ``now_s`` is on our clock; ``is_replay``: frames come from a file. ``slowed_to``: the frames a
+    second that there are, where the daemon or the terminal does not keep up with ``fps``; else 0.
     """
 
     standing: Standing
@@ -36,7 +36,7 @@ class Situation(msgspec.Struct, frozen=True):
     fps: float
     frozen_s: float | None = None
     is_replay: bool = False
-    slowed_from: float = 0.0
+    slowed_to: float = 0.0
 
 
 HEALTH: dict[str, tuple[str, Style]] = {
@@ -117,8 +117,8 @@ def _picture(now: Situation) -> Line:
     if link:
         return link
     rate = f"{now.fps:g}/s"
-    if now.slowed_from:
-        rate += f" (terminal slow, wanted {now.slowed_from:g})"
+    if now.slowed_to:
+        return (Span(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
     return (Span(f"{'REPLAY' if now.is_replay else 'LIVE'} {rate}", "ok"),)
 
 

@@ -15,8 +15,8 @@ from kvd.text import clean
 from kvd.wire.console import MAX_ROWS, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Span
+from tui.model import cells
 from tui.widgets import fitting
-from tui.widgets import showing as cells
 from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class LineTable(Canvas):
         self.title = title or view
         self.sort = sort
         self.filters: tuple[Filter, ...] = ()
+        self.filter_text = ""
         self.opened = opened
         self.tagged: set[str] = set()
         self.is_wide = False
@@ -265,7 +266,7 @@ class LineTable(Canvas):
     def _caption(self, words: str, width: int) -> Line:
         title: tuple[Span, ...] = (Span("─ ", "border"), spans.said(self.title, "head"))
         if self.filters:
-            title = (*title, Span(" /", "key"), spans.said(describe(self.filters), "key"))
+            title = (*title, Span(" /", "key"), spans.said(self.filter_text, "key"))
         tail = (spans.said(words, "dim"), Span(" ─", "border"))
         return spans.spread(title, tail, width, Span("─", "border"))
 
@@ -275,7 +276,7 @@ class LineTable(Canvas):
             column = sheet.columns[at]
             mark = {f"-{column.name}": " ↓", column.name: " ↑"}.get(self.sort, "")
             name = clean(column.name) + mark
-            pad = spans.right if column.kind in fitting.FIGURES else spans.left
+            pad = spans.right if column.kind in cells.FIGURES else spans.left
             made.append(Span(pad(name, width), "key" if mark else "head"))
             made.append(Span(" " * fitting.GAP))
         return spans.merged(made[:-1])
@@ -290,7 +291,7 @@ class LineTable(Canvas):
         made = [Span(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
-            pad = spans.right if self.columns[at].kind in fitting.FIGURES else spans.left
+            pad = spans.right if self.columns[at].kind in cells.FIGURES else spans.left
             made += [Span(pad(text, width), style), Span(" " * fitting.GAP)]
         made.pop()
         if not is_chosen:
@@ -342,9 +343,14 @@ class LineTable(Canvas):
             self.tagged ^= {self._key}
             self.move(1)
 
-    def set_filters(self, filters: tuple[Filter, ...]) -> None:
-        """Show only what passes, from the top."""
-        self.filters = filters
+    def set_filters(self, text: str, filters: tuple[Filter, ...]) -> None:
+        """Show only what passes, from the top; ``text`` is how it was written."""
+        self.filter_text, self.filters = text, filters
+        self.move_to_start()
+
+    def set_sort(self, sort: str) -> None:
+        """By a column, ``-column`` for the largest first, empty for the view's own order."""
+        self.sort = sort
         self.move_to_start()
 
     def set_wide(self, *, is_wide: bool) -> None:
@@ -366,14 +372,12 @@ class LineTable(Canvas):
         if self.sort.removeprefix("-") == name:
             self.reverse()
             return
-        self.sort = falling if kind in fitting.FIGURES - {"since", "until"} else name
-        self.move_to_start()
+        self.set_sort(falling if kind in cells.FIGURES - {"since", "until"} else name)
 
     def reverse(self) -> None:
         """Sort the other way round."""
         if self.sort:
-            self.sort = self.sort[1:] if self.sort.startswith("-") else f"-{self.sort}"
-            self.move_to_start()
+            self.set_sort(self.sort[1:] if self.sort.startswith("-") else f"-{self.sort}")
 
     def _touch(self) -> None:
         self.redraw()
@@ -403,15 +407,3 @@ class LineTable(Canvas):
         """Three rows up."""
         event.stop()
         self.move(-3)
-
-
-def describe(filters: Sequence[Filter]) -> str:
-    """Filters as an operator writes them."""
-    signs = {"has": ":", "has-not": ":!", "is": "=", "is-not": "!=", "over": ">", "under": "<"}
-    made = []
-    for one in filters:
-        if one.column:
-            made.append(f"{one.column}{signs.get(one.test, '?')}{one.value}")
-        else:
-            made.append(f"{'!' if one.test == 'has-not' else ''}{one.value}")
-    return " ".join(made)

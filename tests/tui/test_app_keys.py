@@ -1,0 +1,469 @@
+"""Every key of the console itself, pressed."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from textual.command import CommandPalette
+
+from kvd.errors import Code, Refusal
+from kvd.wire.admin import AdminFailed, Audit, Because, Evict, Fence, Flush, Rehearse, Report, Why
+from kvd.wire.console import Filter
+from tests.tui.feed import console, lines_of, settle
+from tui.actions import ACTIONS
+from tui.keys import TABLE
+from tui.palette import Found
+
+SIZE = (120, 30)
+
+
+@asynccontextmanager
+async def shown(size=SIZE, rows=40, **options):
+    """A console with its first frame on the screen."""
+    options.setdefault("page", "clients")
+    app, feed = console(rows, **options)
+    async with app.run_test(size=size, notifications=True) as pilot:
+        feed.bring()
+        await settle(app, pilot)
+        yield app, feed, pilot
+
+
+async def press(app, pilot, *keys):
+    """Press, and wait until it is painted."""
+    await pilot.press(*keys)
+    await settle(app, pilot)
+
+
+async def enter(app, pilot, text):
+    """Type a line into the bar, its mode first, and press Enter."""
+    app.ask(text[0], "")
+    app.bar.typed.value = text
+    await press(app, pilot, "enter")
+
+
+def text_of(app):
+    return "\n".join(lines_of(app))
+
+
+PAGES_OWN = {
+    *("lens", "zoom-in", "zoom-out", "next-lit", "component", "only-locked", "only-orphans"),
+    *("eviction", "expand", "pages", "follow", "correlate", "propose"),
+    *("up", "down", "left", "right", "pageup", "pagedown", "home", "end", "panel"),
+}
+
+
+def test_every_action_of_the_table_is_the_consoles_or_a_pages():
+    verbs = {key.action.partition(" ")[0] for key in TABLE}
+    assert verbs - set(ACTIONS) == PAGES_OWN
+    assert set(ACTIONS) <= verbs
+
+
+async def test_arrows_and_letters_move_the_cursor():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "down", "j", "down", "k", "up")
+        assert app.page.chosen() == "client:1"
+        await press(app, pilot, "end")
+        feed_end = app.page.table().asks()
+        assert feed_end.first + feed_end.limit >= 40
+        await press(app, pilot, "home")
+        assert app.page.chosen() == "client:0"
+
+
+async def test_page_keys_move_by_a_screen():
+    async with shown() as (app, feed, pilot):
+        rows = app.page.table().page_rows
+        await press(app, pilot, "pagedown")
+        feed.bring()
+        await settle(app, pilot)
+        assert app.page.chosen() == f"client:{rows - 1}"
+        await press(app, pilot, "pageup")
+        assert app.page.chosen() == "client:0"
+
+
+async def test_tab_moves_on_to_the_next_table():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "tab")
+        assert app.page.chosen() == "lease:0"
+        await press(app, pilot, "tab")
+        assert app.page.chosen() == "client:0"
+
+
+async def test_s_sorts_by_the_next_column_and_capital_s_turns_it_round():
+    async with shown() as (app, feed, pilot):
+        await press(app, pilot, "s")
+        assert app.page.table().asks().sort == "name"
+        await press(app, pilot, "s", "s")
+        assert app.page.table().asks().sort == "-pages"
+        feed.bring()
+        await settle(app, pilot)
+        assert "by -pages" in text_of(app)
+        await press(app, pilot, "S")
+        assert app.page.table().asks().sort == "pages"
+
+
+async def test_a_click_on_a_column_sorts_by_it():
+    async with shown() as (app, _, pilot):
+        table = app.page.table()
+        head = next(line for line in lines_of(app) if line.startswith("  name"))
+        await pilot.click(table, offset=(head.index("state") + 1, 1))
+        assert table.asks().sort == "state"
+        await pilot.click(table, offset=(head.index("state") + 1, 1))
+        assert table.asks().sort == "-state"
+
+
+async def test_a_click_chooses_a_row_and_a_second_one_opens_it():
+    async with shown() as (app, _, pilot):
+        table = app.page.table()
+        await pilot.click(table, offset=(5, 2 + 3))
+        assert (app.page.chosen(), app.card.ref) == ("client:3", "")
+        await pilot.click(table, offset=(5, 2 + 3), times=2)
+        await settle(app, pilot)
+        assert app.card.ref == "client:3"
+
+
+async def test_the_wheel_moves_the_cursor():
+    async with shown() as (app, _, pilot):
+        table = app.page.table()
+        table.on_mouse_scroll_down(_Wheel())
+        assert app.page.chosen() == "client:3"
+        await settle(app, pilot)
+
+
+class _Wheel:
+    def stop(self):
+        pass
+
+
+async def test_a_click_on_the_name_of_a_page_goes_there():
+    async with shown() as (app, _, pilot):
+        x = lines_of(app)[1].index("peers")
+        await pilot.click("Tabs", offset=(x, 0))
+        await settle(app, pilot)
+        assert app.page.id == "page-peers"
+
+
+async def test_a_filter_is_typed_and_asked_of_the_daemon_and_escape_takes_it_off():
+    async with shown() as (app, feed, pilot):
+        await enter(app, pilot, "/state:gone")
+        assert app.page.table().asks().filters == (Filter("state", "has", "gone"),)
+        feed.bring()
+        await settle(app, pilot)
+        assert "clients /state:gone" in text_of(app)
+        await press(app, pilot, "escape")
+        assert app.page.table().asks().filters == ()
+
+
+async def test_a_flaw_of_a_filter_is_shown_where_it_is_and_not_asked():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "/", *"pages>x")
+        flaw, bar = lines_of(app)[-3:-1]
+        assert "expected a number" in flaw
+        assert bar.startswith("/pages>x")
+        assert flaw.index("v") == bar.index("x")
+        await press(app, pilot, "enter")
+        assert app.page.table().asks().filters == ()
+        await press(app, pilot, "escape")
+        assert not lines_of(app)[-2].startswith("/")
+
+
+async def test_keys_are_letters_while_something_is_typed():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, ":", *"q12")
+        assert app.is_running
+        assert lines_of(app)[-2].startswith(":q12")
+        await press(app, pilot, "escape")
+        await press(app, pilot, "2")
+        assert app.page.id == "page-pools"
+
+
+async def test_tab_completes_a_command():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, ":", *"han", "tab")
+        assert lines_of(app)[-2].startswith(":handoffs")
+        await press(app, pilot, "enter")
+        assert app.page.id == "page-handoffs"
+
+
+async def test_an_arrow_recalls_what_was_typed_before():
+    async with shown() as (app, _, pilot):
+        await enter(app, pilot, ":sort -pages")
+        await press(app, pilot, ":", "up")
+        assert lines_of(app)[-2].startswith(":sort -pages")
+        await press(app, pilot, "down")
+        assert lines_of(app)[-2].rstrip() == ":"
+        await press(app, pilot, "backspace", "q")
+    assert app.return_code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "check"),
+    [
+        ("peers", lambda app: app.page.id == "page-peers"),
+        ("lease 3", lambda app: app.card.ref == "lease:3"),
+        ("filter state:gone", lambda app: len(app.page.table().filters) == 1),
+        ("sort -pages", lambda app: app.page.table().sort == "-pages"),
+        ("sort nonsense", lambda app: app.page.table().sort == ""),
+        ("set fps 4", lambda app: app.link.fps == 4),
+        ("theme nord", lambda app: app.theme == "nord"),
+        ("theme nonsense", lambda app: app.theme == "textual-dark"),
+        ("q", lambda app: app.return_code == 0),
+    ],
+)
+async def test_a_command_does_what_it_says(typed, check):
+    async with shown() as (app, _, pilot):
+        await enter(app, pilot, f":{typed}")
+        assert check(app)
+
+
+async def test_space_freezes_and_arrows_walk_through_what_was_collected_meanwhile():
+    async with shown() as (app, feed, pilot):
+        await press(app, pilot, "space")
+        for _ in range(3):
+            feed.bring(findings=9)
+        await settle(app, pilot)
+        assert "FROZEN -" in lines_of(app)[0]
+        assert "findings 2" in lines_of(app)[0]
+        await press(app, pilot, "right")
+        assert "findings 9" in lines_of(app)[0]
+        await press(app, pilot, "left")
+        assert "findings 2" in lines_of(app)[0]
+        await press(app, pilot, ".")
+        assert "findings 9" in lines_of(app)[0]
+        await press(app, pilot, "end")
+        assert "FROZEN" not in lines_of(app)[0]
+
+
+async def test_a_frozen_console_does_not_ask_what_is_now():
+    async with shown() as (app, feed, pilot):
+        await press(app, pilot, "space", "enter")
+        assert not feed.requests
+        assert "frozen: the daemon is asked again" in text_of(app)
+        await press(app, pilot, "space")
+        app.ask_again()
+        await settle(app, pilot)
+        assert Why(0, "client", 0) in feed.requests
+
+
+async def test_g_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
+    async with shown() as (app, feed, pilot):
+        feed.replies[Why] = Because(0, "because", (), ("lease:7", "peer:peers-2"))
+        await press(app, pilot, "enter", "g")
+        await press(app, pilot)
+        assert "client:0 has to do with" in text_of(app)
+        await press(app, pilot, "down", "enter")
+        assert (app.page.id, app.card.ref) == ("page-peers", "peer:peers-2")
+        assert lines_of(app)[1].endswith("clients > client:0 > peer:peers-2")
+        await press(app, pilot, "escape")
+        assert (app.page.id, app.card.ref) == ("page-clients", "client:0")
+        await press(app, pilot, "escape")
+        assert (app.page.id, app.card.ref) == ("page-clients", "")
+
+
+async def test_minus_and_brackets_go_through_where_one_was():
+    async with shown() as (app, _, pilot):
+        seen = []
+        for key in ("2", "5", "-", "-", "[", "[", "]"):
+            await press(app, pilot, key)
+            seen.append(app.page.NAME)
+        assert seen == ["pools", "peers", "pools", "peers", "pools", "peers", "pools"]
+
+
+async def test_the_card_goes_with_the_cursor():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "enter", "down")
+        assert app.card.ref == "client:1"
+        assert r"─ client:1" in text_of(app)
+
+
+async def test_w_gives_the_table_the_whole_width():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "enter")
+        narrow = app.page.table().size.width
+        await press(app, pilot, "w")
+        assert app.page.table().size.width > narrow
+        await press(app, pilot, "w")
+        assert app.page.table().size.width == narrow
+
+
+async def test_z_leaves_only_what_is_wrong():
+    async with shown(page="peers") as (app, _, pilot):
+        await press(app, pilot, "z")
+        assert app.page.table().asks().filters == (Filter("state", "has-not", "up"),)
+        await press(app, pilot, "z")
+        assert app.page.table().asks().filters == ()
+
+
+async def test_t_tags_rows_and_export_writes_only_those(tmp_path):
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "t", "down", "t")
+        assert app.page.table().tagged == {"client:0", "client:2"}
+        await enter(app, pilot, f":export csv {tmp_path}/out.csv")
+        lines = (tmp_path / "out.csv").read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["key", "client:0", "client:2"]
+        assert "2 rows of clients, of 40 written to" in text_of(app)
+
+
+async def test_e_asks_for_a_file_and_replaces_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvd-clients.csv").write_text("mine")
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "e")
+        assert lines_of(app)[-2].startswith(":export csv kvd-clients-1.csv")
+        await press(app, pilot, "enter")
+        assert (tmp_path / "kvd-clients-1.csv").exists()
+        await enter(app, pilot, ":export csv kvd-clients.csv")
+        assert "not written: File exists" in text_of(app)
+    assert (tmp_path / "kvd-clients.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("form", "holds"), [("json", '"view": "clients"'), ("svg", "<svg")])
+async def test_a_view_is_written_in_other_forms(tmp_path, form, holds):
+    async with shown() as (app, _, pilot):
+        await enter(app, pilot, f":export {form} {tmp_path}/out")
+    assert holds in (tmp_path / "out").read_text()
+
+
+async def test_y_copies_what_is_under_the_cursor():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "down", "y")
+        assert app.clipboard == "client:1"
+
+
+async def test_capital_t_is_the_next_theme_and_colours_follow():
+    async with shown() as (app, _, pilot):
+        strip = app.page.table().render_line(1)
+        before = next(segment.style.color for segment in strip if segment.text.strip())
+        await press(app, pilot, "T")
+        assert app.theme == "textual-light"
+        strip = app.page.table().render_line(1)
+        after = next(segment.style.color for segment in strip if segment.text.strip())
+        assert before != after
+
+
+async def test_m_shows_only_the_table_that_keys_are_about():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "tab", "m")
+        assert [table.view for table in app.page.tables()] == ["leases"]
+        await press(app, pilot, "m")
+        assert [table.view for table in app.page.tables()] == ["clients", "leases"]
+
+
+async def test_the_question_mark_shows_the_keys_of_this_page_and_escape_closes_them():
+    async with shown(page="radix") as (app, _, pilot):
+        await press(app, pilot, "?")
+        assert "on the page radix" in text_of(app)
+        assert "only what is locked" in text_of(app)
+        await press(app, pilot, "escape")
+        assert "on the page radix" not in text_of(app)
+
+
+async def test_the_palette_finds_a_key_by_its_words():
+    async with shown() as (app, _, pilot):
+        found = Found(app.screen)
+        hits = {hit.text: hit async for hit in found.search("page peers")}
+        await hits["the page peers  (5)"].command()
+        await settle(app, pilot)
+        assert app.page.id == "page-peers"
+        assert "theme nord" in [hit.text async for hit in found.discover()]
+        await pilot.press("ctrl+p")
+        assert isinstance(app.screen, CommandPalette)
+
+
+async def test_control_arrows_scroll_a_card_that_is_longer_than_the_screen():
+    async with shown() as (app, feed, pilot):
+        feed.replies[Why] = Because(0, "because", tuple(f"fact {n}" for n in range(60)))
+        await press(app, pilot, "enter")
+        assert "fact 59" not in text_of(app)
+        await press(app, pilot, *["ctrl+down"] * 14)
+        assert "fact 59" in text_of(app)
+        await press(app, pilot, *["ctrl+up"] * 14)
+        assert "because" in text_of(app)
+
+
+# ---- what changes something ----------------------------------------------------------------------
+
+WOULD = Report(0, {"evicted_pages": 43}, ("lease 7 holds 3 pages",))
+DONE = Report(0, {"evicted_pages": 41}, ())
+
+
+@pytest.mark.parametrize(
+    ("page", "keys", "verb"),
+    [
+        ("pools", ("F",), Flush(0)),
+        ("pools", ("E", *"100", "enter"), Evict(0, 100)),
+        ("radix", ("E", *"5", "enter"), Evict(0, 5)),
+        ("peers", ("X",), Fence(0)),
+        ("clients", (":", *"flush strict", "enter"), Flush(0, "strict")),
+    ],
+)
+async def test_what_changes_something_is_rehearsed_and_done_only_when_agreed_to(page, keys, verb):
+    async with shown(page=page) as (app, feed, pilot):
+        feed.replies[Rehearse] = WOULD
+        feed.replies[type(verb)] = DONE
+        await press(app, pilot, *keys)
+        await press(app, pilot)
+        assert feed.requests == [Rehearse(0, verb)]
+        assert "43  evicted pages" in text_of(app)
+        assert "! lease 7 holds 3 pages" in text_of(app)
+
+        await press(app, pilot, "enter", "space")
+        assert feed.requests == [Rehearse(0, verb)]
+        await press(app, pilot, "y")
+        await press(app, pilot)
+        assert feed.requests == [Rehearse(0, verb), verb]
+        assert "41  evicted pages" in text_of(app)
+
+
+@pytest.mark.parametrize("key", ["n", "escape"])
+async def test_what_is_not_agreed_to_is_not_done(key):
+    async with shown(page="pools") as (app, feed, pilot):
+        feed.replies[Rehearse] = WOULD
+        await press(app, pilot, "F")
+        await press(app, pilot, key)
+        assert feed.requests == [Rehearse(0, Flush(0))]
+        assert "flush: not done" in text_of(app)
+
+
+async def test_what_the_daemon_cannot_rehearse_is_not_done():
+    async with shown(page="pools") as (app, feed, pilot):
+        why = Refusal(Code.NOT_SUPPORTED, "this daemon is older")
+        feed.replies[Rehearse] = AdminFailed(0, why)
+        await press(app, pilot, "F")
+        await press(app, pilot, "y")
+        assert "this daemon is older" in text_of(app)
+        await press(app, pilot, "escape")
+        assert feed.requests == [Rehearse(0, Flush(0))]
+
+
+async def test_capital_a_names_the_room_of_the_row():
+    async with shown(page="handoffs") as (app, feed, pilot):
+        table = app.page.table()
+        columns = (*table.columns, msgspec.structs.replace(table.columns[2], name="room"))
+        sheet = table.sheet
+        rows = {
+            key: msgspec.structs.replace(one, cells=(*one.cells, 12))
+            for key, one in sheet.rows.items()
+        }
+        table._sheet = msgspec.structs.replace(sheet, columns=columns, rows=rows)
+        await press(app, pilot, "A")
+        assert lines_of(app)[-2].startswith(":abort room 12")
+        assert not feed.requests
+
+
+@pytest.mark.parametrize("keys", [("F",), (":", *"flush", "enter")])
+async def test_readonly_changes_nothing(keys):
+    async with shown(page="pools", readonly=True) as (app, feed, pilot):
+        await press(app, pilot, *keys)
+        assert not feed.requests
+        assert "flush" not in lines_of(app)[-1]
+
+
+async def test_an_audit_is_only_looked_at():
+    async with shown(page="inspect", readonly=True) as (app, feed, pilot):
+        feed.replies[Audit] = Report(0, {"checked_pages": 128}, ())
+        await press(app, pilot, "a")
+        await press(app, pilot)
+        assert feed.requests == [Audit(0)]
+        assert "128  checked pages" in text_of(app)
