@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.console.clients import CLIENTS
 from kvd.console.leases import LEASES
+from kvd.console.order import EVICTION
 from kvd.console.peers import PEERS
 from kvd.console.pools import POOLS
 from kvd.console.rooms import ROOMS
+from kvd.console.tree import LOCKED, ORPHANS, TREE
 from kvd.console.vitals import Worry
 from kvd.console.waiting import WAITING
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 # Any, because each view has objects of its own kind.
 VIEWS: dict[str, View[Any]] = {
-    view.name: view for view in (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
+    view.name: view
+    for view in (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING, TREE, LOCKED, ORPHANS, EVICTION)
 }
 
 

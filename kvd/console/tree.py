@@ -1,0 +1,218 @@
+"""The views of the tree: its opened part, what is locked, and locks that nobody stands for.
+
+``tree`` walks down through opened nodes only, and ``locked`` up from the leases; only the sizes of
+subtrees need a survey of everything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvd.console.crossings import Crossings, holder_counts, locks_of
+from kvd.console.named import lease_holder
+from kvd.console.view import Field, View
+from kvd.core.why_beside import beside
+from kvd.types import count
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from kvd.console.scene import Scene
+    from kvd.console.survey import Survey
+    from kvd.core.radix_node import Node as TreeNode
+    from kvd.wire.console import Holder, Query
+
+NAMED_TOKENS = 6
+"""Of an edge: enough to tell siblings apart, few enough for a line."""
+
+NO_NAMESPACE = "(no namespace)"
+ABANDONED = frozenset({"gone", "lingering"})
+"""States of holders that no engine stands for any more."""
+
+
+class Branch(NamedTuple):
+    """One node that is shown, and what is asked about it."""
+
+    node: TreeNode
+    depth: int
+    crossings: Crossings
+    survey: Survey | None
+    why: str = ""
+    """It is shown, where it is for a reason of its own."""
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def tokens_in_short(node: TreeNode) -> str:
+    """The first tokens of its edge."""
+    edge = node.edge
+    first = np.frombuffer(edge[: NAMED_TOKENS * 4], dtype="<i4").tolist()
+    more = " …" if count(edge) > NAMED_TOKENS else ""
+    return " ".join(map(str, first)) + more
+
+
+def name_of(node: TreeNode) -> str:
+    """A root is its namespace, any other node its first tokens."""
+    if node.parent is None:
+        return node.namespace or NO_NAMESPACE
+    return tokens_in_short(node)
+
+
+def beside_of(scene: Scene, node: TreeNode) -> str:
+    """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
+    said = []
+    for one in beside(scene.node, node) if node.parent is not None else ():
+        locks = f" ({one.locks} locks)" if one.locks else ""
+        said.append(f"{one.component} {one.pages or 'gone'}{locks}")
+    return ", ".join(said)
+
+
+def start_of(node: TreeNode) -> int:
+    """The first token of its edge."""
+    return node.end_tokens - count(node.edge)
+
+
+def _below(_: Scene, one: Branch) -> int | None:
+    return one.survey.below(one.node) if one.survey is not None else None
+
+
+def _last_use(_: Scene, one: Branch) -> float | None:
+    used_s = one.survey.last_use(one.node) if one.survey is not None else one.node.touched_at
+    return used_s or None
+
+
+def _holders(_: Scene, one: Branch) -> tuple[Holder, ...]:
+    return one.crossings.of(one.node)
+
+
+_TOKENS: Field[Branch] = Field("tokens", "tokens", lambda _, one: count(one.node.edge))
+_PAGES: Field[Branch] = Field("pages", "pages", lambda _, one: one.node.n_pages)
+_HITS: Field[Branch] = Field("hits", "count", lambda _, one: one.node.hits, "leases that used it")
+_USED: Field[Branch] = Field("last_use", "since", _last_use, "of anything below it, too")
+_LOCKS: Field[Branch] = Field(
+    "lock_ref", "count", lambda _, one: locks_of(one.node), "leases that keep it from eviction"
+)
+_HOLDERS: Field[Branch] = Field("holders", "holders", _holders, "those, the first few")
+_BESIDE: Field[Branch] = Field(
+    "beside",
+    "text",
+    lambda scene, one: beside_of(scene, one.node),
+    "windows and snapshots that lie there",
+)
+_NAMESPACE: Field[Branch] = Field(
+    "namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE
+)
+_START: Field[Branch] = Field("start", "tokens", lambda _, one: start_of(one.node), "tokens before")
+_NAME: Field[Branch] = Field("name", "text", lambda _, one: name_of(one.node), "its first tokens")
+
+
+# ---- tree ----------------------------------------------------------------------------------------
+
+
+def _opened(scene: Scene, query: Query) -> Iterator[Branch]:
+    """Roots, and the children of opened nodes, each behind its parent."""
+    survey = scene.surveyor.ask(scene.now_s)
+    crossings = Crossings(scene)
+    opened = set(query.opened)
+    roots = scene.node.leases.tree.roots.values()
+    used = [root for root in roots if root.children or locks_of(root)]
+    stack = [(root, 0) for root in _smallest_first(used, survey)]
+    while stack:
+        node, depth = stack.pop()
+        yield Branch(node, depth, crossings, survey)
+        if node.id in opened:
+            below = _smallest_first(node.children.values(), survey)
+            stack += [(child, depth + 1) for child in below]
+
+
+def _smallest_first(nodes: Collection[TreeNode], survey: Survey | None) -> list[TreeNode]:
+    """By the pages of their subtrees, then hits; the younger of equal ones first."""
+    siblings = list(nodes)
+    hits = [node.hits for node in siblings]
+    ids = [-node.id for node in siblings]
+    if survey is None:
+        below = [node.n_pages for node in siblings]
+    else:
+        at, pages = survey.index.get, survey.below_pages
+        places = [at(node.id) for node in siblings]
+        below = [0 if place is None else pages[place] for place in places]
+    return [siblings[place] for place in np.lexsort((ids, hits, below)).tolist()]
+
+
+TREE: View[Branch] = View(
+    "tree",
+    (
+        Field("depth", "depth", lambda _, one: one.depth),
+        _NAME,
+        _TOKENS,
+        _PAGES,
+        Field("below_pages", "pages", _below, "of its subtree; empty until all was looked at"),
+        Field("children", "count", lambda _, one: len(one.node.children)),
+        _HITS,
+        _USED,
+        _LOCKS,
+        _HOLDERS,
+        _BESIDE,
+    ),
+    objects=_opened,
+    key=lambda one: f"node:{one.node.id}",
+)
+
+
+# ---- locked --------------------------------------------------------------------------------------
+
+
+def _locked(scene: Scene, _: Query) -> Iterator[Branch]:
+    crossings = Crossings(scene)
+    for node in reversed(holder_counts(scene.node.leases.leases.values())):
+        if node.parent is not None:
+            yield Branch(node, 0, crossings, None)
+
+
+LOCKED: View[Branch] = View(
+    "locked",
+    (_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
+    objects=_locked,
+    key=lambda one: f"node:{one.node.id}",
+    sort="-pages",
+)
+
+
+# ---- orphans -------------------------------------------------------------------------------------
+
+
+def _orphans(scene: Scene, _: Query) -> Iterator[Branch]:
+    """Nodes on the paths of leases; and what a survey saw locked where no lease is."""
+    survey = scene.surveyor.ask(scene.now_s)
+    crossings = Crossings(scene)
+    whys: dict[TreeNode, str] = {}
+    counts = holder_counts(scene.node.leases.leases.values())
+    for node, holders in counts.items():
+        if locks_of(node) != holders:
+            whys[node] = f"{locks_of(node)} locks, {holders} holders"
+    for node in survey.locked if survey is not None else ():
+        if node.lock_ref and node not in counts:  # what is locked does not leave the tree
+            whys[node] = f"{node.lock_ref} locks, no holder"
+    for lease in scene.node.leases.leases.values():
+        state = lease_holder(scene, lease).state
+        step = lease.anchor if state in ABANDONED else None
+        while step is not None and step.parent is not None:
+            whys.setdefault(step, f"lease {lease.id} is {state}")
+            step = step.parent
+    for node, why in whys.items():
+        yield Branch(node, 0, crossings, survey, why)
+
+
+ORPHANS: View[Branch] = View(
+    "orphans",
+    (
+        Field("why", "text", lambda _, one: one.why),
+        *(_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
+    ),
+    objects=_orphans,
+    key=lambda one: f"node:{one.node.id}",
+    sort="-pages",
+)
