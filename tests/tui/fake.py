@@ -41,12 +41,14 @@ class Engines:
 
 
 class FakeLink:
-    """A ``Source`` for the console; ``frame`` and ``pass_time`` are for the test.
+    """A link as ``tui.link`` has one; ``frame``, ``pass_time`` and ``down`` are for the test.
 
     ``clock`` is the console's own: seconds since some moment of its own, as ``time.monotonic``.
     """
 
     is_replay = False
+    fps = 10.0
+    interval_s = 0.1
 
     def __init__(self, situation: str = "normal", seed: int = 1, name: str = "decode-0") -> None:
         self.town = SITUATIONS[situation](seed)
@@ -56,6 +58,7 @@ class FakeLink:
         self._calls = 0
         self._mirror: Mirror | None = None
         self._wanted: Callable[[], Wanted] | None = None
+        self._hurry = asyncio.Event()
         self._desk = self._new_desk()
 
     def clock(self) -> float:
@@ -69,13 +72,22 @@ class FakeLink:
         self._mirror, self._wanted = mirror, wanted
 
     async def run(self) -> None:
-        """The first frame comes by itself; the others as ``frame`` is called."""
-        self.frame()
-        await asyncio.Event().wait()
+        """A frame at first, and whenever something else is wanted; the others by ``frame``."""
+        while True:
+            self._hurry.clear()
+            self.frame()
+            await self._hurry.wait()
 
-    async def ask(self, request: admin.AdminRequest) -> admin.AdminReply | Refusal:
+    async def ask(self, request: admin.AdminRequest, limit_s: float = 5.0) -> admin.AdminReply:
         """What the daemon says to a request beside the frames."""
         return self.answer(request)
+
+    def hurry(self) -> None:
+        """Something else is wanted."""
+        self._hurry.set()
+
+    def painted(self, took_s: float) -> None:
+        """Frames come when the test says so, however long painting takes."""
 
     # ---- the test's side ---------------------------------------------------------------------
 
@@ -96,11 +108,11 @@ class FakeLink:
         assert isinstance(reply, admin.Frame)
         return reply
 
-    def answer(self, request: admin.AdminRequest) -> admin.AdminReply | Refusal:
+    def answer(self, request: admin.AdminRequest) -> admin.AdminReply:
         """The core's answer; what it changes is changed."""
         match request:
             case _ if self.down:
-                return Refusal(Code.UNREACHABLE, self.down)
+                return _failed(request, Code.UNREACHABLE, self.down)
             case admin.Look():
                 return self.look(request)
             case admin.ListEvents():
@@ -123,7 +135,7 @@ class FakeLink:
         self.town.restart(self.side)
         self._desk = self._new_desk()
 
-    def _from_core(self, request: admin.AdminRequest) -> admin.AdminReply | Refusal:
+    def _from_core(self, request: admin.AdminRequest) -> admin.AdminReply:
         town, reports = self.town, self.side.reports
         before, until_s = len(reports), self.town.now_s + ANSWER_S
         self.side.feed(inputs.FromOperator(town.now_s, b"console", request))
@@ -131,10 +143,14 @@ class FakeLink:
         while len(reports) == before and town.now_s < until_s:
             town.pass_time(0.1)
         if len(reports) == before:
-            return Refusal(Code.UNREACHABLE, f"no answer to {type(request).__name__}")
+            return _failed(request, Code.UNREACHABLE, f"no answer to {type(request).__name__}")
         return reports[-1]
 
     def _new_desk(self) -> Desk:
         """Its looks cost nothing, so that it never answers with an older one."""
         scene = Scene(self.side.node, self.side.recent, Engines(self.town))
         return Desk(scene, self.side.bus.after, 1.0, lambda: 0.0)
+
+
+def _failed(request: admin.AdminRequest, code: Code, why: str) -> admin.AdminFailed:
+    return admin.AdminFailed(request.call, Refusal(code, why))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import subprocess
@@ -15,9 +16,10 @@ from kvd.core.invariants import violations
 from kvd.core.report import snapshot
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
-from kvd.wire.console import EventQuery, Query, Table
+from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Table
 from tests.tui.fake import FakeLink
 from tests.tui.town import SITUATIONS
+from tui.draw.pages import STATES, styles
 from tui.model.mirror import Down, Live, Mirror, Wanted
 
 WANTED = Wanted((Query("clients", limit=20),), EventQuery(0, 50))
@@ -161,7 +163,8 @@ def test_a_link_that_is_down_says_why_and_comes_back():
     link.frame()
     since_s = link.clock()
     assert mirror.standing(since_s, 0.1) == Down("nobody answers", since_s)
-    assert link.answer(admin.Flush(1)) == Refusal(Code.UNREACHABLE, "nobody answers")
+    refusal = Refusal(Code.UNREACHABLE, "nobody answers")
+    assert link.answer(admin.Flush(1)) == admin.AdminFailed(1, refusal)
     link.down = ""
     link.frame()
     assert mirror.standing(link.clock(), 0.1) == Live(0.0)
@@ -188,3 +191,40 @@ def test_a_frame_with_nothing_new_has_no_rows():
     [answer] = link.look(look).answers
     table = msgspec.msgpack.decode(answer, type=Table)
     assert (table.since, table.rows, table.order) == (look.queries[0].have, (), None)
+
+
+async def test_a_frame_comes_at_first_and_when_something_else_is_wanted():
+    link, mirror = FakeLink("normal"), Mirror()
+    link.fill(mirror, lambda: WANTED)
+    running = asyncio.create_task(link.run())
+    counts = []
+    for _ in range(3):
+        await asyncio.sleep(0)
+        counts.append(mirror.frames)
+        if len(counts) == 2:
+            link.hurry()
+            await asyncio.sleep(0)
+    running.cancel()
+    assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize("lens", ["state", "owner", "age", "hits", "locks", "tier"])
+def test_every_level_of_a_real_map_has_a_letter_and_a_style_of_its_own(lens):
+    link = FakeLink("normal")
+    query = MapQuery("", lens, cells=2000)
+    [answer] = link.look(admin.Look(1, (query,))).answers
+    shown = msgspec.msgpack.decode(answer, type=PageMap)
+    assert shown.trouble == ""
+    found = styles(shown)
+    assert len({one.letter for one in shown.levels}) == len(shown.levels)
+    assert "dim" not in {
+        style for level, style in zip(shown.levels, found, strict=True) if level.name != "others"
+    }
+    apart = [style for level, style in zip(shown.levels, found, strict=True) if level.pages]
+    assert len(set(apart)) == len(apart)
+
+
+def test_the_levels_of_states_are_those_that_have_a_style():
+    [answer] = FakeLink("normal").look(admin.Look(1, (MapQuery("", "state"),))).answers
+    shown = msgspec.msgpack.decode(answer, type=PageMap)
+    assert {one.name for one in shown.levels} == set(STATES)
