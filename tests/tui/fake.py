@@ -16,6 +16,7 @@ from kvd.core import inputs
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES
+from kvd.wire.console import MapQuery, Query
 from tests.tui.town import SITUATIONS, Resident, Town
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from tui.model.mirror import Mirror, Wanted
 
+BEAT_S = 0.1
+BEATS_OF_A_LOOK = 5
+OTHERS_LOOK = admin.Look(1, (Query("rooms"), MapQuery("", "state")))
 ANSWER_S = 1.2
 """So long an answer may take that needs another node."""
 
@@ -60,6 +64,7 @@ class FakeLink:
         self._wanted: Callable[[], Wanted] | None = None
         self._hurry = asyncio.Event()
         self._desk = self._new_desk()
+        self.pass_time(self.town.watched_s)
 
     def clock(self) -> float:
         """The console's clock, which is not the daemon's."""
@@ -127,8 +132,12 @@ class FakeLink:
                 return self._from_core(request)
 
     def pass_time(self, seconds: float) -> None:
-        """The nodes live on for so long."""
-        self.town.pass_time(seconds)
+        """The nodes live on for so long, and another console looks at them meanwhile."""
+        for beat in range(1, round(seconds / BEAT_S) + 1):
+            self.town.pass_time(BEAT_S)
+            self._desk.turn(self.town.now_s)
+            if beat % BEATS_OF_A_LOOK == 0:
+                self.look(OTHERS_LOOK)
 
     def restart(self) -> None:
         """The daemon comes back as another incarnation."""

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from kvd.console.recent import Recent
 from kvd.core import inputs
-from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.core.spec import (
+    Component,
+    Mha,
+    Order,
+    PerRequest,
+    PoolSpec,
+    State,
+    StateTensor,
+    Tail,
+)
 from kvd.observe.bus import Bus
 from kvd.wire import admin, client
 from tests.core.side import SAVED, Side, settings, tokens
@@ -34,6 +43,19 @@ def spec(pages: int) -> PoolSpec:
     """A page of 16 tokens of 28 layers: 1.75 MiB."""
     component = Component("kv", 28, Mha(8, 128, 128, "bfloat16"), PAGE)
     return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
+
+
+def mixed(pages: int) -> PoolSpec:
+    """Of a model with an index beside its KV, windows, and recurrent layers."""
+    layout = Mha(4, 128, 128, "bfloat16")
+    components = (
+        Component("kv", 12, layout, PAGE),
+        Component("index", 12, Mha(1, 64, 0, "float8_e4m3fn"), PAGE // 4),
+        Component("swa", 24, layout, PAGE, Tail(128)),
+        Component("state", 20, State((StateTensor("ssm", (32, 128), "float32"),)), 1, PerRequest()),
+    )
+    counts = (pages, 4 * pages, pages // 2, 64)
+    return PoolSpec("main", "swa", Order.PAGE_FIRST, components, counts)
 
 
 class Resident(Side):
@@ -72,6 +94,8 @@ class Town(World):
     def __init__(self, seed: int, pages: int, **more: object) -> None:
         self.chance = random.Random(seed)
         self.dead: set[int] = set()
+        self.watched_s = 1.0
+        """So long a console has been open when the test begins: some things only show with time."""
         self.rooms = 0
         self.now_s = 86_400.0
         self.wire, self.restarts, self.lost, self.cut = [], [], set(), set()
@@ -79,7 +103,7 @@ class Town(World):
         self.hold_copies = self.hold_verify = self.doubts = False
         self.torn_pages = 1
         self.sides = {
-            name: Resident(self, settings(name, pages, spec=spec(pages), **more))
+            name: Resident(self, settings(name, pages, **{"spec": spec(pages), **more}))
             for name in (*PREFILLS, *DECODES)
         }
         self.p, self.d = self.sides[PREFILLS[0]], self.sides[DECODES[0]]
@@ -133,9 +157,7 @@ class Town(World):
 
 def empty(seed: int) -> Town:
     """It has just begun: peers, and nobody who uses it."""
-    town = Town(seed, 1024)
-    town.pass_time(1.0)
-    return town
+    return Town(seed, 1024)
 
 
 def normal(seed: int) -> Town:
@@ -213,7 +235,7 @@ def overloaded(seed: int) -> Town:
             town.pass_time(0.1)
         if len(d.node.admission.queue) >= 240:
             break
-    town.pass_time(2.0)
+    town.watched_s = 2.0
     return town
 
 
@@ -227,7 +249,7 @@ def stuck(seed: int) -> Town:
     room = town.receive(source, toks, 1, deadline_s=20.0)
     town.send(source, toks, room, len(toks) // 4)
     land(town, "prefill0", 2)
-    town.pass_time(9.7)
+    town.watched_s = 9.7
     return town
 
 
@@ -235,7 +257,7 @@ def dead_client(seed: int) -> Town:
     """An engine is dead, and its session still holds what it held."""
     town = normal(seed)
     town.dead.add(4188)
-    town.pass_time(3.0)
+    town.watched_s = 3.0
     return town
 
 
@@ -245,7 +267,7 @@ def leak(seed: int) -> Town:
     town.d.node.leases.pool.take(3)
     town.pass_time(0.1)
     town.d.ask(admin.Audit(1))
-    town.pass_time(4.0)
+    town.watched_s = 4.0
     return town
 
 
@@ -253,7 +275,15 @@ def silent_peer(seed: int) -> Town:
     """Nothing has been heard of one prefill node for a while."""
     town = normal(seed)
     town.cut.add("prefill1")
-    town.pass_time(4.0)
+    town.watched_s = 4.0
+    return town
+
+
+def mixture(seed: int) -> Town:
+    """As ``normal``, with a pool of four components."""
+    town = Town(seed, 1024, spec=mixed(1024))
+    used(town)
+    under_way(town)
     return town
 
 
@@ -265,4 +295,5 @@ SITUATIONS: dict[str, Callable[[int], Town]] = {
     "dead-client": dead_client,
     "leak": leak,
     "silent-peer": silent_peer,
+    "mixture": mixture,
 }
