@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from kvd.console.named import kept_holder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvd.console.scene import Scene
     from kvd.core.parts import PrefillPart
     from kvd.wire.console import Holder
@@ -96,15 +94,20 @@ class Biggest:
 
 
 class Since:
-    """Since when something has been so, for what the node itself does not date."""
+    """Since when something has been so, for what the node itself does not date.
+
+    Who looks asks for all that is so, and says when that was all.
+    """
 
     def __init__(self) -> None:
         self._first_s: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
 
     def of(self, key: str, now_s: float) -> float:
-        """When it was first seen: now, if it is new."""
-        return self._first_s.setdefault(key, now_s)
+        """When it was first seen: now, if the last look did not see it."""
+        found = self._asked[key] = self._first_s.get(key, now_s)
+        return found
 
-    def keep(self, keys: Iterable[str]) -> None:
-        """Forget all that is no longer so."""
-        self._first_s = {key: self._first_s[key] for key in keys if key in self._first_s}
+    def end_look(self) -> None:
+        """Whatever was not asked for is no longer so."""
+        self._first_s, self._asked = self._asked, {}

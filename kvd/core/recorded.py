@@ -32,6 +32,11 @@ class Recorded:
         """As the snapshot shows it."""
         return msgspec.structs.replace(self._state, since_s=self._out.at_s - self._since_s)
 
+    @property
+    def since_s(self) -> float:
+        """When it began to be as it is."""
+        return self._since_s
+
     def said(self, got: RecorderSaid) -> None:
         """It says how it does; a change of state is an event."""
         before, self._state = self._state.state, got.recorder

@@ -1,0 +1,523 @@
+"""What an operator is told to look at: each kind where it is so, and none where all is well."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvd.console.concerns import concerns, worry
+from kvd.console.vitals import Worry
+from kvd.core import inputs
+from kvd.core.audit import EVERY_S
+from kvd.errors import Code, Refusal
+from kvd.wire import client
+from kvd.wire.peer import Closed
+from kvd.wire.snapshot import RecorderState
+from tests.console.stage import Stage
+from tests.core.engines import PROMPT, Sender, cached
+from tests.core.side import spec
+from tests.core.world import World, tokens
+
+
+def kinds(stage: Stage) -> list[tuple[str, str, str]]:
+    return [(one.severity, one.kind, one.subject) for one in concerns(stage.now())]
+
+
+def only(stage: Stage):
+    [found] = concerns(stage.now())
+    return found
+
+
+def after(stage: Stage, seconds: float, tick_s: float = 0.1) -> list[tuple[str, str, str]]:
+    """What there is when a console has looked all the time."""
+    for _ in range(round(seconds / tick_s)):
+        stage.side.world.pass_time(tick_s, tick_s)
+        found = kinds(stage)
+    return found
+
+
+# ---- a good one ----------------------------------------------------------------------------------
+
+
+def test_a_busy_world_in_which_everything_moves_has_none():
+    """Handoffs that compute, send and end; leases that come, commit and go; a cache that fills."""
+    world = World(p_pages=128, d_pages=128)
+    stages = Stage(world.p), Stage(world.d)
+    for turn in range(40):
+        room, prompt = 100 + turn, tokens((1000 * turn, 100))
+        sender = Sender(world, prompt, room)
+        world.d.call(client.Receive, prompt, room=room, source=("p",))
+        world.hold_posts = True
+        for upto in (32, 64):
+            sender.advance(upto)
+            world.pass_time(0.2)
+            world.land_posts()
+        world.hold_posts = False
+        world.land_posts()
+        sender.finish()
+        received = world.d.take()[-1]
+        assert isinstance(received, client.Received)
+        world.pass_time(0.2)
+        assert [kinds(stage) for stage in stages] == [[], []]
+        world.d.call(client.CommitAndRelease, lease=received.lease)
+        world.p.call(client.CommitAndRelease, lease=sender.lease.lease)
+    assert [worry(stage.now()) for stage in stages] == [Worry(), Worry()]
+
+
+# ---- who holds what ------------------------------------------------------------------------------
+
+
+def test_a_page_that_nobody_has_is_found_by_the_audit_and_told():
+    world = World()
+    stage = Stage(world.d)
+    world.d.node.leases.pool.take(1)
+    world.now_s += EVERY_S
+    while not world.d.node.audit.sweeps:
+        world.d.node.step(inputs.AuditTurn(world.now_s, 100))
+    found = only(stage)
+
+    assert (found.severity, found.kind, found.subject) == ("high", "violation", "pool:kv")
+    assert found.evidence.startswith("I1: page ")
+    assert found.rule == "every page is in exactly one place: free, held, cached or in quarantine"
+    assert (found.since_s, found.action) == (world.now_s, "audit")
+    assert worry(stage.now()) == Worry(1, "high")
+
+
+def test_two_violations_of_one_lease_are_two_rows():
+    world = World()
+    stage = Stage(world.d)
+    lease = world.d.lease(tokens((1, 40))).lease
+    held = world.d.node.leases.leases[lease]
+    held.session, held.reads = 77, 1
+    world.now_s += EVERY_S
+    while not world.d.node.audit.sweeps:
+        world.d.node.step(inputs.AuditTurn(world.now_s, 100))
+    found = concerns(stage.now())
+
+    assert {one.subject for one in found} == {"lease:1"}
+    assert len({one.key for one in found}) == len(found) > 1
+    assert found[0].action == "open lease:1"
+
+
+def test_a_lease_that_its_living_engine_does_not_touch_is_old():
+    world = World()
+    stage = Stage(world.d)
+    cached(world.d, tokens((1, 32)))
+    world.d.lease(tokens((1, 40)))
+    assert after(stage, 60, 0.4) == []
+    assert after(stage, 0.4, 0.4) == [("low", "old-lease", "lease:2")]
+    found = only(stage)
+
+    assert found.evidence == (
+        "engine 1001 is there, and has neither extended nor committed 1 lease with 1 page; "
+        "longest lease 2 (lease)"
+    )
+    assert (found.since_s, found.action) == (100.0, "open lease:2")
+    world.d.call(client.CommitLease, tokens((5000, 1)), lease=2)
+    world.d.call(client.ExtendLease, lease=2, n_tokens=64)
+    assert kinds(stage) == []
+
+
+def test_the_old_leases_of_one_engine_are_one_concern():
+    world = World()
+    stage = Stage(world.d)
+    for first in (1, 1001, 2001):
+        world.d.lease(tokens((first, 40)))
+
+    assert after(stage, 60.4, 0.4) == [("low", "old-lease", "client:1")]
+    assert "3 leases with 9 pages" in only(stage).evidence
+
+
+def test_a_lease_that_is_sent_or_not_cached_is_not_old():
+    world = World()
+    stage = Stage(world.p)
+    world.p.lease(tokens((1, 40)), cache=False)
+    world.now_s += 61
+    stage.now()
+
+    assert [one for one in kinds(stage) if one[1] == "old-lease"] == []
+
+
+def test_a_request_that_waits_for_pages_names_the_budget_and_who_has_them():
+    world = World(d_pages=10)
+    stage = Stage(world.d)
+    world.d.lease(tokens((1, 100)))
+    world.d.call(client.Receive, tokens((5000, 64)), room=7, source=("p",))
+    world.d.call(client.OpenLease, tokens((6000, 16)))
+    assert after(stage, 1) == []
+    assert after(stage, 0.1) == [("medium", "waiting", "receive:1")]
+    found = only(stage)
+
+    assert found.evidence == (
+        "receive of engine for room 7 needs 4 pages of kv beyond what is cached of it, 2 "
+        "obtainable: 2 missing; most is kept by lease:1 of engine 1001: lease, 7 pages"
+    )
+    assert (found.since_s, found.action) == (100.0, "open lease:1")
+
+
+def test_a_request_that_gives_up_soon_is_grave():
+    world = World(d_pages=10)
+    stage = Stage(world.d)
+    world.d.lease(tokens((1, 100)))
+    world.d.call(client.OpenLease, tokens((5000, 64)), deadline_s=2.0)
+
+    assert after(stage, 1.7) == [("high", "waiting", "client:1")]
+
+
+def test_requests_that_wait_for_the_same_are_one_concern():
+    world = World(d_pages=10)
+    stage = Stage(world.d)
+    world.d.lease(tokens((1, 100)))
+    world.cut = {"p"}
+    world.pass_time(3)
+    for room in (7, 8):
+        world.d.call(client.Receive, tokens((5000, 16)), room=room, source=("p",))
+    found = [one for one in after(stage, 1.1) if one[1] == "waiting"]
+
+    assert found == [("medium", "waiting", "receive:1")]
+    [said] = [one.evidence for one in concerns(stage.now()) if one.kind == "waiting"]
+    assert said.startswith("receive of engine for room 7 p has been silent for ")
+    assert said.endswith(", and 1 more")
+
+
+def quarantine():
+    """A receive was cancelled under a post: its pages wait for the writer."""
+    world = World()
+    world.hold_posts = True
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.advance(64)
+    world.d.call(client.CancelReceive, receive=1)
+    return world, Stage(world.d)
+
+
+def test_a_quarantine_is_told_first_as_a_wait_and_then_as_a_fence():
+    world, stage = quarantine()
+    assert after(stage, 2) == []
+    assert after(stage, 0.1) == [("low", "quarantine", "lease:1")]
+    found = only(stage)
+    assert found.evidence == (
+        "7 pages of lease 1: p may still write them (the decode engine cancelled it); waits for p "
+        "(70000000) to settle, to restart, or a fence"
+    )
+    assert (found.since_s, found.action) == (100.0, "open lease:1")
+    world.hold_shells = True
+    assert after(stage, 3) == [("medium", "quarantine", "lease:1")]
+    assert only(stage).action == "fence"
+    world.hold_shells = False
+    world.land_posts()
+
+    assert kinds(stage) == []
+
+
+def test_a_dead_engine_leaves_a_quarantine_behind_it_that_is_told():
+    world = World()
+    world.hold_posts = True
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.advance(64)
+    stage = Stage(world.d)
+    world.d.hang_up(1)
+
+    assert after(stage, 2.1) == [("low", "quarantine", "lease:1")]
+    assert "the last process of engine (pid 1001) is gone" in only(stage).evidence
+
+
+def test_a_session_kept_open_by_another_process_is_told_with_what_it_holds():
+    world = World()
+    stage = Stage(world.d)
+    stage.shell.dead = {1001}
+    assert kinds(stage) == []
+    world.d.lease(tokens((1, 40)))
+    found = only(stage)
+    assert (found.severity, found.kind, found.subject) == ("high", "client-gone", "client:1")
+    assert found.evidence == (
+        "pid 1001 of engine is gone, its connection is kept open by a process that inherited it: "
+        "1 lease with 3 pages, 0 handoffs"
+    )
+    world.d.feed(inputs.ClientJoined(world.now_s, 1, "", 1002))
+    world.pass_time(1)
+    found = only(stage)
+
+    assert (found.severity, found.since_s) == ("medium", 100.0)
+    assert found.action == "stop pid 1002: what the session holds is released at once"
+
+
+def test_a_lease_that_is_released_and_still_read_lingers():
+    world = World()
+    world.hold_posts = True
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    sender.advance(64)
+    world.p.call(client.ReleaseLease, lease=sender.lease.lease)
+    stage = Stage(world.p)
+    found = [one for one in after(stage, 2.2) if one[1] == "lingering"]
+
+    assert found == [("low", "lingering", "lease:1")]
+
+
+def test_a_full_pool_says_who_has_most_of_it():
+    world = World(d_pages=10)
+    stage = Stage(world.d)
+    world.d.lease(tokens((1, 100)))
+    world.d.lease(tokens((5000, 32)))
+    found = only(stage)
+
+    assert (found.severity, found.kind, found.subject) == ("medium", "pool-full", "pool:kv")
+    assert found.evidence == (
+        "kv: 0 free, 0 evictable; most is kept by lease:1 of engine 1001: lease, 7 pages; lease:2 "
+        "of engine 1001: lease, 2 pages"
+    )
+    assert found.action == "open lease:1"
+
+
+# ---- what should move ----------------------------------------------------------------------------
+
+
+def streaming(**how: object):
+    """A handoff of which 64 of 100 tokens are computed; posts stay under way."""
+    world = World(**how)
+    world.hold_posts = True
+    stages = Stage(world.p), Stage(world.d)
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    return world, sender, *stages
+
+
+def test_bytes_that_stop_are_grave_where_they_are_sent_and_suspected_where_they_should_come():
+    world, sender, p, d = streaming()
+    sender.advance(64)
+    assert after(p, 2) == []
+    assert after(p, 0.1) == [("high", "stuck-handoff", "send:1")]
+    found = only(p)
+    assert found.evidence == (
+        f"room 7 to d: 1 post under way, 0 of {7 * world.p.node.leases.page_bytes} bytes, and "
+        "nothing since: bytes have stopped"
+    )
+    assert (found.since_s, found.action) == (100.0, "open peer:d")
+    assert kinds(d) == [("low", "stuck-handoff", "receive:1")]
+    assert after(d, 3) == [("medium", "stuck-handoff", "receive:1")]
+
+
+def test_a_console_that_comes_late_sees_at_once_that_bytes_have_stopped():
+    world, sender, p, _ = streaming()
+    sender.advance(64)
+    world.pass_time(2.1)
+
+    assert kinds(p) == [("high", "stuck-handoff", "send:1")]
+
+
+def test_bytes_that_move_again_are_no_concern():
+    world, sender, p, _ = streaming()
+    sender.advance(64)
+    after(p, 2.1)
+    [post] = world.p.flights
+    world.p.feed(inputs.PostMoved(world.now_s, post, 100))
+
+    assert after(p, 1) == []
+
+
+def test_an_engine_that_does_not_compute_is_named():
+    world, sender, p, _ = streaming()
+    world.hold_posts = False
+    sender.advance(32)
+    world.land_posts()
+    assert after(p, 2.2) == [("low", "stuck-handoff", "send:1")]
+    found = only(p)
+    assert found.evidence == (
+        "room 7 to d: 32 of 100 tokens computed, and nothing since: the engine does not compute"
+    )
+    assert found.action == "open client:1"
+    assert after(p, 3)[0][0] == "medium"
+    sender.advance(64)
+
+    assert after(p, 0.3) == []
+
+
+def test_pages_that_are_offered_to_nobody_are_told_on_both_sides():
+    world = World()
+    p, d = Stage(world.p), Stage(world.d)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.pass_time(2.1)
+
+    assert only(p).evidence == (
+        "room 7 to d: its pages are offered, and no engine here has begun to send"
+    )
+    assert only(d).evidence == (
+        "room 7 from p: its pages are offered, and the prefill engine has not begun"
+    )
+
+
+def test_a_send_that_nobody_receives_is_told():
+    world = World()
+    Sender(world)
+    world.pass_time(2.1)
+
+    assert only(Stage(world.p)).evidence == (
+        "room 7 to nobody yet: the engine here sends, and no decode side has offered pages"
+    )
+
+
+def test_a_receiver_that_does_not_end_it_is_told():
+    world, sender, p, _ = streaming()
+    world.hold_posts = False
+    world.lost = {Closed}
+    sender.finish()
+
+    assert after(p, 2.2) == [("medium", "stuck-handoff", "send:1")]
+    assert only(p).evidence == "room 7 to d: all is sent, and the decode side does not end it"
+
+
+def test_a_handoff_in_the_last_fifth_of_its_time_is_late():
+    world = World()
+    stage = Stage(world.d)
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=2.0)
+    for upto in (32, 64):
+        assert after(stage, 0.7) == []
+        sender.advance(upto)
+    assert after(stage, 0.3) == [("medium", "late-handoff", "receive:1")]
+
+    assert only(stage).since_s == pytest.approx(101.6)
+
+
+def test_a_peer_that_falls_silent_is_told_before_and_after_it_is_given_up():
+    world, sender, p, _ = streaming()
+    sender.advance(64)
+    world.pass_time(0.5)
+    world.cut = {"d"}
+    heard_s = world.p.node.peers.by_name["d"].heard_s
+    assert after(p, 1.4) == [("medium", "peer-silent", "peer:d")]
+    assert only(p).since_s == heard_s
+    assert ("high", "stuck-handoff", "send:1") in after(p, 0.5)
+    assert ("high", "peer-lost", "peer:d") in after(p, 1.5)
+    world.cut = set()
+    world.land_posts()
+
+    assert after(p, 2) == []
+
+
+def test_a_peer_that_never_answered_is_told_with_why():
+    world = World()
+    world.cut = {"p"}
+    world.restart(world.d)
+    stage = Stage(world.d)
+    assert after(stage, 2.0) == [("medium", "peer-silent", "peer:p")]
+    world.d.feed(inputs.HandshakeFailed(world.now_s, "out:p", "tcp://p", "keys", "wrong key", 1))
+    found = only(stage)
+
+    assert (found.kind, found.since_s) == ("peer-refused", world.now_s)
+    assert found.evidence == "p at tcp://p has not said Hello: wrong key"
+
+
+def test_a_peer_with_other_pages_is_told_with_the_difference():
+    world = World()
+    world.p.config = msgspec.structs.replace(world.p.config, spec=spec(64, dtype="bfloat16"))
+    world.restart(world.p)
+    world.pass_time(1)
+    found = only(Stage(world.d))
+
+    assert (found.severity, found.kind, found.subject) == ("medium", "peer-refused", "peer:p")
+    assert "ours float32, theirs bfloat16" in found.evidence
+
+
+def test_a_sending_agent_that_cannot_be_made_is_told():
+    world = World()
+    world.d.fails_loading = 1
+    world.restart(world.p)
+    world.pass_time(1)
+    found = only(Stage(world.d))
+
+    assert (found.severity, found.kind, found.evidence) == (
+        *("high", "peer-refused", "no sending agent: no route"),
+    )
+
+
+# ---- the daemon itself ---------------------------------------------------------------------------
+
+
+def test_a_transfer_process_that_is_gone_is_told():
+    world = World()
+    stage = Stage(world.d)
+    world.d.stop_transfer("killed")
+    assert kinds(stage) == [("high", "transfer-down", "")]
+    world.d.start_transfer()
+    world.run()
+
+    assert kinds(stage) == []
+
+
+def test_messages_refused_again_and_again_are_told_and_a_few_are_not():
+    world = World()
+    stage = Stage(world.d)
+    bad = Refusal(Code.BAD_REQUEST, "no message")
+    for _ in range(9):
+        world.d.feed(inputs.Unreadable(world.now_s, "client", "ab12", bad))
+    assert kinds(stage) == []
+    world.d.feed(inputs.Unreadable(world.now_s, "client", "ab12", bad))
+    assert only(stage).evidence == (
+        "10 messages refused within 10 s; the last on client from ab12: bad-request, no message"
+    )
+    world.pass_time(10.2)
+
+    assert kinds(stage) == []
+
+
+def test_a_recorder_that_has_ended_is_told():
+    world = World()
+    stage = Stage(world.d)
+    world.d.feed(inputs.RecorderSaid(world.now_s, RecorderState("ended", why="the disk is full")))
+    world.pass_time(1)
+    found = only(stage)
+
+    assert (found.severity, found.kind, found.since_s) == ("low", "recorder-ended", 100.0)
+    assert found.evidence == "the disk is full"
+
+
+@pytest.mark.parametrize(("lag_s", "severity"), [(0.1, "low"), (0.5, "medium")])
+def test_a_loop_that_is_late_is_told(lag_s, severity):
+    stage = Stage(World().d)
+    stage.scene.lag_s = 0.09
+    assert kinds(stage) == []
+    stage.scene.lag_s = lag_s
+
+    assert kinds(stage) == [(severity, "loop-lag", "")]
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def test_the_gravest_come_first_and_of_those_the_oldest():
+    world, sender, p, _ = streaming()
+    sender.advance(64)
+    p.scene.lag_s = 0.2
+    after(p, 2.1)
+    world.p.stop_transfer("killed")
+    found = kinds(p)
+
+    assert [one[0] for one in found] == sorted(
+        (one[0] for one in found), key=["high", "medium", "low"].index
+    )
+    assert worry(p.now()) == Worry(len(found), "high")
+
+
+def test_what_is_seen_again_later_is_not_as_old_as_before():
+    stage = Stage(World().d)
+    stage.scene.lag_s = 0.2
+    assert only(stage).since_s == 100.0
+    stage.scene.lag_s = 0.0
+    kinds(stage)
+    stage.side.world.pass_time(1)
+    stage.scene.lag_s = 0.2
+
+    assert only(stage).since_s == 101.0
+
+
+def test_concerns_are_a_view_with_rows_that_stay_as_they_are():
+    _, stage = quarantine()
+    stage.side.world.pass_time(2.5)
+    before = stage.window("concerns")
+    stage.side.world.pass_time(1)
+
+    assert [row.key for row in before.rows] == ["concern:quarantine:lease:1"]
+    assert stage.window("concerns") == before
