@@ -9,7 +9,19 @@ import msgspec
 
 from kvd.cli import pools, render
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
-from kvd.wire.admin import Because, ShowStatus, ShowTree, Status, Tree, TreeNode, Why
+from kvd.cli.sheet import said
+from kvd.wire.admin import (
+    AskOtherEnd,
+    Because,
+    OtherEnd,
+    OtherEnds,
+    ShowStatus,
+    ShowTree,
+    Status,
+    Tree,
+    TreeNode,
+    Why,
+)
 from kvd.wire.snapshot import LeaseState, WaitingState
 
 if TYPE_CHECKING:
@@ -31,10 +43,17 @@ class Nodes(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What ``kvd why --format json`` prints."""
+    """What ``kvd why --format json`` prints; ``other_ends`` are of a room."""
 
     sentence: str
     facts: tuple[str, ...]
+    other_ends: tuple[dict[str, object], ...] = ()
+    not_asked: str = ""
+    """Why there are no other ends, where that is because they could not be asked."""
+
+
+OTHER_END_S = 1.0
+"""How long a daemon waits for its peers before it answers."""
 
 
 def snapshot(target: Target) -> Snapshot:
@@ -148,7 +167,25 @@ def why_command(target: Target, form: str, kind: str, one: Named) -> None:
         msg = f"a {kind} has no component: kvd why {kind} {one.number}"
         raise click.UsageError(msg)
     because = ask(target, Why(CALL, kind, one.number, one.component), Because)
+    ends, trouble = _other_ends(target, one.number) if kind == "room" else ((), "")
     if form == "json":
-        render.print_json(Answer(because.sentence, because.facts))
-    else:
-        render.show(render.because(because))
+        by_name = tuple(_by_name(end) for end in ends)
+        render.print_json(Answer(because.sentence, because.facts, by_name, trouble))
+        return
+    render.show(render.because(because), render.other_ends(ends))
+    if trouble:
+        render.show(said(f"the other end was not asked: {trouble}"))
+
+
+def _by_name(end: OtherEnd) -> dict[str, object]:
+    """An end with the names of its fields, which the wire has not."""
+    marks = [msgspec.structs.asdict(mark) for mark in end.marks]
+    return {**msgspec.structs.asdict(end), "marks": marks}
+
+
+def _other_ends(target: Target, room: int) -> tuple[tuple[OtherEnd, ...], str]:
+    """What the peers of a room say of it; or nothing, and why they could not be asked."""
+    try:
+        return ask(target, AskOtherEnd(CALL, room), OtherEnds, wait_s=OTHER_END_S).ends, ""
+    except click.ClickException as error:
+        return (), error.message

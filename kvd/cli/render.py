@@ -25,7 +25,7 @@ from kvd.types import short
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.wire.admin import Because, Beside, Report, Tree, TreeNode
+    from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree, TreeNode
     from kvd.wire.snapshot import (
         HeldState,
         LeaseState,
@@ -309,6 +309,31 @@ def because(answer: Because) -> RenderableType:
     """The sentence that answers, then the facts behind it."""
     facts = [said(f"  {fact}") for fact in answer.facts]
     return Group(said(answer.sentence, "bold"), *facts)
+
+
+def other_ends(ends: Iterable[OtherEnd]) -> RenderableType:
+    """What the peers say of a room, each with its story; or why they say nothing."""
+    lines = []
+    for end in ends:
+        who = f"at the other end of {end.ours.replace(':', ' ')}, {end.peer or end.side}"
+        if end.why_none:
+            lines.append(said(f"{who}: {end.why_none}"))
+            continue
+        lines.append(
+            said(
+                f"{who}: {end.state} on the {end.side} side, waits for "
+                f"{end.waiting_for or 'nothing'}; heard in {end.round_trip_s * 1e3:.1f} ms"
+            )
+        )
+        lines.append(
+            said(
+                f"  prompt {end.prompt_tokens} tokens, decode_prefix_len {end.decode_prefix_len}, "
+                f"{end.moved_bytes} of {end.total_bytes} bytes moved, {end.outstanding_posts} "
+                f"posts under way, {end.deadline_in_s:.1f} s to its deadline"
+            )
+        )
+        lines += [said(f"  {mark.ago_s:.3f} s ago: {mark.what}") for mark in end.marks]
+    return Group(*lines)
 
 
 def report(answer: Report) -> RenderableType:

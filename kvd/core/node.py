@@ -19,6 +19,7 @@ from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
 from kvd.core.fetch import Fetcher
 from kvd.core.hello import impostor
+from kvd.core.inquiries import Inquiries
 from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
 from kvd.core.operators import Operators
@@ -35,6 +36,7 @@ from kvd.wire import events
 from kvd.wire.peer import (
     Abort,
     Accept,
+    AskStory,
     Closed,
     Hello,
     Offer,
@@ -42,6 +44,7 @@ from kvd.wire.peer import (
     Progress,
     Reject,
     Settled,
+    Story,
     Withdrawn,
 )
 
@@ -77,6 +80,7 @@ class Node:
         self.retractor = Retractor(self)
         self.fetcher = self.decoder.fetcher = Fetcher(self)
         self.engines = Engines(self)
+        self.inquiries = Inquiries(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
         self.recorded = Recorded(self.out)
@@ -122,6 +126,8 @@ class Node:
             Settled: self.decoder.settled,
             Ping: self._pinged,
             Reject: self._rejected,
+            AskStory: self.inquiries.asked,
+            Story: self.inquiries.told,
         }
 
     def step(self, happened: i.Input) -> Step:
@@ -267,6 +273,7 @@ class Node:
         self.admission.expire()
         self.decoder.tick()
         self.prefiller.tick()
+        self.inquiries.tick()
         if self.peers.is_beat_due():
             self.decoder.settling.fence_if_due()
             for peer in list(self.peers.by_name.values()):

@@ -41,7 +41,10 @@ class Operators:
         }
 
     def request(self, got: FromOperator) -> None:
-        """One request, one answer."""
+        """One request, one answer; where peers are asked first, it comes when they have spoken."""
+        if isinstance(got.message, admin.AskOtherEnd):
+            self._node.inquiries.ask(got, got.message)
+            return
         verb = self._verbs.get(type(got.message))
         answer: admin.AdminReply | Refusal
         if verb is None:

@@ -104,7 +104,9 @@ class Faults:
     # ---- operators ---------------------------------------------------------------------------
 
     def _abort(self, host: Host) -> None:
-        self._ask(host, admin.AbortRoom(1, self._world.a_recent_room(), "simulated"))
+        room = self._world.a_recent_room()
+        self._ask(host, admin.AskOtherEnd(1, room))
+        self._ask(host, admin.AbortRoom(1, room, "simulated"))
 
     def _ask(self, host: Host, request: admin.AdminRequest) -> None:
         if self._is_awake(host):

@@ -44,6 +44,13 @@ class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
     name: Name = ""
 
 
+class AskOtherEnd(msgspec.Struct, frozen=True, array_like=True, tag="other-end"):
+    """What the peers of a room here say of their ends of it. Answer within 1 s: ``OtherEnds``."""
+
+    call: Call
+    room: int
+
+
 class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """What is on a console's screen now. Answer: ``Frame``, ``frames`` of them, all to this call.
 
@@ -123,6 +130,7 @@ AdminRequest = (
     ShowStatus
     | ShowTree
     | Why
+    | AskOtherEnd
     | Look
     | ListEvents
     | Flush
@@ -200,6 +208,36 @@ class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
     marks: tuple[Mark, ...] = ()
 
 
+class OtherEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The other end of one part here, which is ``ours``: ``receive:4``, ``send:4``.
+
+    As ``peer`` tells it: nothing of it is checked. ``why_none``: why there is nothing to tell; else
+    empty. ``side`` is the peer's. ``deadline_in_s`` and the marks count from the answer's arrival.
+    """
+
+    ours: str
+    peer: str
+    side: str
+    state: str = ""
+    waiting_for: str = ""
+    prompt_tokens: int = 0
+    decode_prefix_len: int = 0
+    moved_bytes: int = 0
+    total_bytes: int = 0
+    outstanding_posts: int = 0
+    deadline_in_s: float = 0.0
+    marks: tuple[Mark, ...] = ()
+    round_trip_s: float = 0.0
+    why_none: str = ""
+
+
+class OtherEnds(msgspec.Struct, frozen=True, array_like=True, tag="other-ends"):
+    """One for each part of the room here."""
+
+    call: int
+    ends: tuple[OtherEnd, ...]
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     """The answer to a ``Look``: ``answers`` are a ``Table`` or a ``PageMap`` each, in order.
 
@@ -260,4 +298,6 @@ class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     refusal: Refusal
 
 
-AdminReply = Status | Tree | Because | Frame | EventPage | Report | AdminFailed | Recorded
+AdminReply = (
+    Status | Tree | Because | OtherEnds | Frame | EventPage | Report | AdminFailed | Recorded
+)

@@ -8,6 +8,7 @@ All messages are safe to repeat. Evolution: new fields at the end with defaults,
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -26,6 +27,13 @@ from kvd.wire.bounds import (
 
 PROTOCOL = 1
 """Version of the peer protocol; another one is refused at Hello with both numbers."""
+
+MAX_TOLD = 512
+"""Characters of a sentence about a handoff that crosses the link."""
+
+MAX_TOLD_MARKS = 32
+
+Saying = Annotated[str, msgspec.Meta(max_length=MAX_TOLD)]
 
 
 class Outcome(enum.Enum):
@@ -189,7 +197,59 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
     refusal: Refusal
 
 
-Message = Hello | Ping | Offer | Abort | Closed | Accept | Progress | Settled | Withdrawn | Reject
+class AskStory(msgspec.Struct, frozen=True, array_like=True, tag="ask-story"):
+    """What do you know of your end of this handoff of ours? Answer: ``Story``, lossy.
+
+    ``side`` is the addressee's: ``decode`` or ``prefill``. A daemon that does not know the question
+    says Reject, and the asker stops waiting after a second.
+    """
+
+    source: Name
+    target: Name
+    ask: Counter
+    handoff: Counter
+    room: int
+    side: Name
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a handoff over there, and how long before it was told."""
+
+    ago_s: float
+    what: Saying
+
+
+class Story(msgspec.Struct, frozen=True, array_like=True, tag="story"):
+    """The answer to ``AskStory``; ``state`` is empty where the asker has no such handoff here."""
+
+    source: Name
+    target: Name
+    ask: Counter
+    state: Name = ""
+    waiting_for: Saying = ""
+    prompt_tokens: Figure = 0
+    decode_prefix_len: Figure = 0
+    moved_bytes: Counter = 0
+    total_bytes: Counter = 0
+    outstanding_posts: Counter = 0
+    deadline_in_s: float = 0.0
+    marks: Annotated[tuple[Told, ...], msgspec.Meta(max_length=MAX_TOLD_MARKS)] = ()
+
+
+Message = (
+    Hello
+    | Ping
+    | Offer
+    | Abort
+    | Closed
+    | Accept
+    | Progress
+    | Settled
+    | Withdrawn
+    | Reject
+    | AskStory
+    | Story
+)
 
 
 def flaw(message: Message) -> str | None:

@@ -12,8 +12,12 @@ from kvd.cli import kvd
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import (
     AdminFailed,
+    AskOtherEnd,
     Because,
     Beside,
+    Mark,
+    OtherEnd,
+    OtherEnds,
     ShowStatus,
     ShowTree,
     Status,
@@ -243,7 +247,7 @@ def test_tree_json_counts_all_nodes(run, daemon):
     assert [node["id"] for node in json.loads(done.stdout)["nodes"]] == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["page", "node", "room", "lease"])
+@pytest.mark.parametrize("kind", ["page", "node", "lease"])
 def test_why_gives_the_sentence_then_the_facts(run, daemon, kind):
     daemon.answer = lambda _request: Because(0, "decode-0 holds it.", ("since 3 s", "room 9117"))
 
@@ -254,7 +258,58 @@ def test_why_gives_the_sentence_then_the_facts(run, daemon, kind):
     assert json.loads(asjson.stdout) == {
         "sentence": "decode-0 holds it.",
         "facts": ["since 3 s", "room 9117"],
+        "other_ends": [],
+        "not_asked": "",
     }
+
+
+ENDS = (
+    OtherEnd(
+        *("receive:4", "prefill-0", "prefill", "streaming", "the engine to compute"),
+        *(100, 64, 128, 896, 1, 29.5, (Mark(0.25, "await-engine -> streaming"),), 0.0004),
+    ),
+    OtherEnd("send:2", "decode-1", "decode", why_none="it has not answered within 1 s"),
+)
+
+
+def of_a_room(ends):
+    """The daemon's answers about room 17, and about its other ends."""
+    return lambda request: (
+        ends if isinstance(request, AskOtherEnd) else Because(0, "prefill-0 holds it.", ())
+    )
+
+
+def test_why_room_tells_the_other_ends_too(run, daemon):
+    daemon.answer = of_a_room(OtherEnds(0, ENDS))
+
+    table, asjson = run("why", "room", "17"), run("why", "room", "17", "--format", "json")
+
+    assert daemon.asked == [Why(0, "room", 17), AskOtherEnd(0, 17)] * 2
+    assert table.stdout.splitlines() == [
+        "prefill-0 holds it.",
+        "at the other end of receive 4, prefill-0: streaming on the prefill side, waits for the "
+        "engine to compute; heard in 0.4 ms",
+        "  prompt 100 tokens, decode_prefix_len 64, 128 of 896 bytes moved, 1 posts under way, "
+        "29.5 s to its deadline",
+        "  0.250 s ago: await-engine -> streaming",
+        "at the other end of send 2, decode-1: it has not answered within 1 s",
+    ]
+    first, second = json.loads(asjson.stdout)["other_ends"]
+    assert first["marks"] == [{"ago_s": 0.25, "what": "await-engine -> streaming"}]
+    assert (first["state"], second["why_none"]) == ("streaming", ENDS[1].why_none)
+
+
+def test_why_room_is_answered_though_the_other_end_cannot_be_asked(run, daemon):
+    refusal = Refusal(Code.BAD_REQUEST, "no message of this socket")
+    daemon.answer = of_a_room(AdminFailed(0, refusal))
+
+    done = run("why", "room", "17")
+
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "prefill-0 holds it.",
+        "the other end was not asked: no message of this socket (bad-request)",
+    ]
 
 
 def test_why_names_a_page_of_another_component_with_it(run, daemon):

@@ -21,6 +21,7 @@ from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import (
     Abort,
     Accept,
+    AskStory,
     Closed,
     Grant,
     Hello,
@@ -32,6 +33,9 @@ from kvd.wire.peer import (
     Progress,
     Reject,
     Settled,
+    Story,
+    Told,
+    Withdrawn,
 )
 from tests.core.world import Side, World, tokens
 
@@ -101,16 +105,18 @@ def decode_in(state: Decode) -> World:
     return world
 
 
+UGLY: dict[object, tuple[object, ...]] = {
+    int: INTEGERS,
+    str: NAMES,
+    bytes: BLOBS,
+    float: FLOATS,
+}
+
+
 def some(rng: random.Random, kind: object) -> object:
     """A value of this annotation, often an ugly one."""
-    if kind is int:
-        return rng.choice(INTEGERS)
-    if kind is str:
-        return rng.choice(NAMES)
-    if kind is bytes:
-        return rng.choice(BLOBS)
-    if kind is float:
-        return rng.choice(FLOATS)
+    if kind in UGLY:
+        return rng.choice(UGLY[kind])
     if kind is bool:
         return rng.random() < 0.5
     if kind in {Outcome, Integrity}:
@@ -119,6 +125,8 @@ def some(rng: random.Random, kind: object) -> object:
         return Refusal(Code.INTERNAL, "why not")
     if kind == Refusal | None:
         return rng.choice((None, Refusal(Code.ABORTED, "because")))
+    if kind == tuple[Told, ...]:
+        return tuple(Told(some(rng, float), some(rng, str)) for _ in range(rng.randint(0, 3)))  # type: ignore[arg-type]
     assert kind == tuple[Grant, ...], kind
     sound = Grant("kv", 0, 100, b"".join(bytes([k, 0, 0, 0]) for k in range(1, 8)))
     grant = rng.choice((sound, msgspec.structs.replace(sound, component="other")))
@@ -137,6 +145,9 @@ KINDS: tuple[type[Message], ...] = (
     Progress,
     Settled,
     Reject,
+    Withdrawn,
+    AskStory,
+    Story,
 )
 
 
