@@ -72,9 +72,10 @@ class FakeLink:
 
     # ---- the console's side ------------------------------------------------------------------
 
-    def fill(self, mirror: Mirror, wanted: Callable[[], Wanted]) -> None:
+    def connect(self, mirror: Mirror, wanted: Callable[[], Wanted]) -> FakeLink:
         """Whom the frames are for, and who says what they shall have."""
         self._mirror, self._wanted = mirror, wanted
+        return self
 
     async def run(self) -> None:
         """A frame at first, and whenever something else is wanted; the others by ``frame``."""

@@ -27,7 +27,7 @@ WANTED = Wanted((Query("clients", limit=20),), EventQuery(0, 50))
 
 def filled(link: FakeLink) -> Mirror:
     mirror = Mirror()
-    link.fill(mirror, lambda: WANTED)
+    link.connect(mirror, lambda: WANTED)
     link.frame()
     return mirror
 
@@ -203,7 +203,7 @@ def test_a_frame_with_nothing_new_has_no_rows():
 
 async def test_a_frame_comes_at_first_and_when_something_else_is_wanted():
     link, mirror = FakeLink("normal"), Mirror()
-    link.fill(mirror, lambda: WANTED)
+    link.connect(mirror, lambda: WANTED)
     running = asyncio.create_task(link.run())
     counts = []
     for _ in range(3):

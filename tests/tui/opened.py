@@ -1,0 +1,32 @@
+"""A console that looks at a real node in a situation: what its screens are tested with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.tui.fake import FakeLink
+from tests.tui.golden import settled
+from tui.app import KvdTui, Options
+from tui.model.mirror import Mirror
+
+if TYPE_CHECKING:
+    from textual.pilot import Pilot
+
+ROUNDS = 3
+"""Of frames until a screen has what it wants: it knows how much that is when it has been laid out,
+and what a card is about when its table has come."""
+
+
+def opened(situation: str = "normal", seed: int = 1, **options: object) -> tuple[KvdTui, FakeLink]:
+    """The console, which has the clock of its link, and the link."""
+    link = FakeLink(situation, seed)
+    return KvdTui(Mirror(), link.connect, Options(**options), link.clock), link
+
+
+async def brought(app: KvdTui, link: FakeLink, pilot: Pilot[object]) -> None:
+    """Whatever is wanted now has come, and is painted."""
+    for _ in range(ROUNDS):
+        await settled(pilot)
+        link.frame()
+        app.tick()
+    await settled(pilot)
