@@ -1,15 +1,9 @@
-"""The link against admin sockets: daemons that are there, silent, gone, back, or behind ssh."""
+"""The link against admin sockets: daemons that are there, silent, gone, and back."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,61 +12,12 @@ from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed, Because, Evict, Flush, Look, Report, Why
 from kvd.wire.console import EventQuery
 from tests.cli.admin_peer import Daemon
-from tests.tui.frames import LEASES, frame, lease, table
+from tests.tui.frames import LEASES
+from tests.tui.links import LIMIT_S, WANTED, Watched, answer, processes, running
 from tui import link as link_module
-from tui.endpoint import Local, Remote
+from tui.endpoint import Local
 from tui.link import Link
-from tui.model.mirror import Connecting, Down, Live, Mirror, Wanted
-
-LIMIT_S = 15.0
-ROOT = Path(__file__).parents[2]
-WANTED = Wanted((LEASES,), EventQuery(0))
-
-
-class Watched(Mirror):
-    """A mirror that says when something has come to it."""
-
-    def __init__(self):
-        super().__init__()
-        self._news = asyncio.Event()
-
-    def take(self, frame, heard_s):
-        super().take(frame, heard_s)
-        self._news.set()
-
-    def failed(self, why, now_s):
-        super().failed(why, now_s)
-        self._news.set()
-
-    def now(self):
-        return self.standing(asyncio.get_running_loop().time(), 60.0)
-
-    async def until(self, is_it):
-        async with asyncio.timeout(LIMIT_S):
-            while not is_it(self.now()):
-                self._news.clear()
-                await self._news.wait()
-        return self.now()
-
-    async def live(self):
-        return await self.until(lambda one: isinstance(one, Live))
-
-    async def down(self, words):
-        return await self.until(lambda one: isinstance(one, Down) and words in one.why)
-
-
-@contextlib.asynccontextmanager
-async def running(endpoint, mirror, **options):
-    """A link that runs; it must end when it is told to."""
-    link = Link(endpoint, mirror, lambda: WANTED, fps=20.0, **options)
-    task = asyncio.ensure_future(link.run())
-    try:
-        yield link
-    finally:
-        task.cancel()
-        async with asyncio.timeout(LIMIT_S):
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+from tui.model.mirror import Connecting, Mirror
 
 
 @pytest.fixture
@@ -87,18 +32,7 @@ def endpoint(path):
 
 @pytest.fixture
 def daemon(endpoint):
-    """Answers looks with two leases, evictions with a report, and refuses the rest."""
     one = Daemon(endpoint.endpoint)
-
-    def answer(request):
-        match request:
-            case Look(queries=queries):
-                return frame(0, *[table(lease(1), lease(2)) for _ in queries])
-            case Evict(pages=pages):
-                return Report(0, {"evicted_pages": pages}, ())
-            case _:
-                return AdminFailed(0, Refusal(Code.UNKNOWN_LEASE, "there is no lease 8"))
-
     one.answer = answer
     yield one
     one.close()
@@ -106,25 +40,8 @@ def daemon(endpoint):
 
 @pytest.fixture
 def process(endpoint):
-    """Starts daemons in processes of their own."""
-    started = []
-
-    def start(incarnation="a" * 32):
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.tui.looked_at", endpoint.endpoint, incarnation],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-        )
-        started.append(child)
-        assert child.stdout.readline() == b"ready\n"
-        return child
-
-    yield start
-    for child in started:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+    with processes(endpoint) as start:
+        yield start
 
 
 async def test_frames_come_to_the_mirror(daemon, endpoint):
@@ -273,170 +190,3 @@ async def test_a_daemon_that_knows_no_looks_is_down_with_its_own_words(daemon, e
     assert standing == Connecting(
         "the daemon refuses to be looked at: no message of this socket: Invalid value 'look'"
     )
-
-
-# ---- behind ssh ----------------------------------------------------------------------------------
-
-SSH = """#!{python}
-# Forwards as ssh -N -L LOCAL:REMOTE does: one connection after the other, each way.
-import os, socket, sys, threading
-if os.environ.get("KVD_TEST_SSH_SAYS"):
-    sys.exit(os.environ["KVD_TEST_SSH_SAYS"])
-local, remote = sys.argv[sys.argv.index("-L") + 1].split(":")
-open(os.environ["KVD_TEST_SSH_LOG"], "a").write(f"{{os.getpid()}} {{' '.join(sys.argv[1:])}}\\n")
-def pump(source, sink):
-    while data := source.recv(65536):
-        sink.sendall(data)
-    source.close(), sink.shutdown(socket.SHUT_RDWR)
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(local)
-listener.listen()
-while True:
-    near, _ = listener.accept()
-    far = socket.socket(socket.AF_UNIX)
-    try:
-        far.connect(remote)
-    except OSError as exc:
-        print(f"channel 1: open failed: connect failed: {{exc.strerror}}", file=sys.stderr)
-        near.close()
-        continue
-    for pair in ((near, far), (far, near)):
-        threading.Thread(target=pump, args=pair, daemon=True).start()
-"""
-
-
-@pytest.fixture
-def ssh(tmp_path, monkeypatch):
-    """A program ``ssh`` that forwards on this host; what it was called with, one line each."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "ssh").write_text(SSH.format(python=sys.executable))
-    (tools / "ssh").chmod(0o755)
-    log = tmp_path / "called"
-    log.touch()
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("KVD_TEST_SSH_LOG", str(log))
-    monkeypatch.setattr(link_module, "PAUSES_BY_SSH_S", (0.1, 0.2))
-    return log
-
-
-def is_running(pid):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-async def test_a_socket_behind_ssh_is_as_good_as_one_here(daemon, path, ssh):
-    mirror = Watched()
-    async with running(Remote("op", "node-7", 0, str(path)), mirror) as link:
-        await mirror.live()
-        answer = await link.ask(Evict(0, 3))
-
-    assert answer.changed == {"evicted_pages": 3}
-    [line] = ssh.read_text().splitlines()
-    pid, called = line.split(" ", 1)
-    assert called.endswith(f":{path} -- op@node-7")
-    assert "-o BatchMode=yes" in called
-    local = Path(called.split("-L ")[1].split(":")[0])
-    assert not local.parent.exists()
-    assert not is_running(int(pid))
-
-
-async def test_an_ssh_that_ends_is_started_again(daemon, path, ssh):
-    mirror = Watched()
-    async with running(Remote("", "node-7", 0, str(path)), mirror):
-        await mirror.live()
-        os.kill(int(ssh.read_text().split()[0]), signal.SIGTERM)
-        await mirror.down("node-7: ")
-        await mirror.live()
-
-    assert len(ssh.read_text().splitlines()) == 2
-
-
-async def test_what_ssh_says_is_the_reason(ssh, monkeypatch):
-    monkeypatch.setenv("KVD_TEST_SSH_SAYS", "op@node-7: Permission denied (publickey).")
-    mirror = Watched()
-    async with running(Remote("op", "node-7", 0, "/run/kvd/admin.sock"), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-
-    assert standing == Connecting(
-        "node-7: op@node-7: Permission denied (publickey). (ssh ended with 1)"
-    )
-
-
-async def test_a_socket_that_is_not_there_behind_ssh_is_told_by_ssh(path, ssh, endpoint, process):
-    """And when the daemon comes, the same ssh leads to it."""
-    mirror = Watched()
-    async with running(Remote("", "node-7", 0, str(path)), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-        assert standing == Connecting(
-            "node-7: channel 1: open failed: connect failed: No such file or directory"
-        )
-        process()
-        await mirror.live()
-
-    assert len(ssh.read_text().splitlines()) == 1
-
-
-async def test_a_host_without_ssh_is_told_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    mirror = Watched()
-    async with running(Remote("", "node-7", 0, "/x"), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-
-    assert standing == Connecting("node-7: ssh cannot be run: No such file or directory")
-
-
-SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
-
-
-@pytest.fixture
-def sshd(tmp_path, monkeypatch):
-    """``ssh`` leads to a real server with keys of its own, by a pipe: no port, nothing listens."""
-    if SSHD is None:
-        pytest.skip("there is no sshd here")
-    for name in ("host", "mine"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True
-        )
-    shutil.copy(tmp_path / "mine.pub", tmp_path / "authorized")
-    config = tmp_path / "sshd_config"
-    config.write_text(
-        f"HostKey {tmp_path}/host\nUsePAM no\nAuthorizedKeysFile {tmp_path}/authorized\n"
-        "PidFile none\nStrictModes no\nPermitRootLogin prohibit-password\n"
-    )
-    checked = subprocess.run(
-        [SSHD, "-t", "-f", config], capture_output=True, text=True, check=False
-    )
-    if checked.returncode:
-        pytest.skip(f"sshd does not run here: {checked.stderr.strip()}")
-    (tmp_path / "known").write_text(f"node-7 {(tmp_path / 'host.pub').read_text()}")
-    (tmp_path / "ssh_config").write_text(
-        f"IdentityFile {tmp_path}/mine\nUserKnownHostsFile {tmp_path}/known\n"
-        f"ProxyCommand {SSHD} -i -f {config}\n"
-    )
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "ssh").write_text(
-        f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/ssh_config "$@"\n'
-    )
-    (tools / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-
-
-async def test_a_real_ssh_server_leads_to_the_daemon(sshd, daemon, path):
-    mirror = Watched()
-    async with running(Remote("", "node-7", 0, str(path)), mirror) as link:
-        await mirror.live()
-        answer = await link.ask(Evict(0, 3))
-
-    assert answer.changed == {"evicted_pages": 3}
-
-
-async def test_a_real_ssh_server_without_the_socket_is_told_as_it_tells(sshd, path):
-    mirror = Watched()
-    async with running(Remote("", "node-7", 0, str(path)), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-
-    assert "open failed" in standing.why

@@ -183,6 +183,48 @@ def test_a_map_without_cells_on_top_of_another_is_dropped():
     assert talk.turn(page_map()).queries == (MAP,)
 
 
+@pytest.mark.parametrize(
+    "wrong", [page_map(b"\x00\x02"), page_map(lit=(2,)), page_map(pages_each=0)]
+)
+def test_a_map_that_cannot_be_drawn_is_dropped(wrong):
+    talk = Talk(MAP)
+    talk.turn(page_map())
+
+    talk.turn(wrong)
+
+    assert talk.mirror.moment().page_map(MAP) is None
+    assert [one.kind for one in talk.mirror.notices] == ["misfit"]
+
+
+def test_an_empty_mirror_that_is_told_everything_is_this_one():
+    talk = Talk(LEASES, MAP, *[Query("leases", first=at) for at in range(9)], events=EVENTS)
+    for revision in (1, 2):
+        answers = [table(lease(1), revision=revision), page_map(revision=revision)]
+        rows = [table(lease(at), revision=revision) for at in range(6)]
+        talk.turn(*answers, *rows, events=[event(revision)], upto=revision)
+    other = Mirror()
+
+    for look, made in talk.mirror.whole():
+        assert len(look.queries) <= 8
+        other.expect(look)
+        other.take(made, 0.0)
+
+    assert other.moment() == talk.mirror.moment()
+    assert other.queries(talk.wanted.queries) == talk.mirror.queries(talk.wanted.queries)
+    assert list(other.notices) == []
+
+
+def test_a_mirror_that_is_rewound_knows_nothing_and_says_nothing(talk):
+    talk.turn(table(lease(1), revision=7))
+
+    talk.mirror.rewind()
+
+    assert talk.mirror.whole() == []
+    assert len(talk.mirror.moments) == 0
+    assert talk.turn(table(), head=vitals(incarnation="b" * 32)).queries == (LEASES,)
+    assert talk.notices() == []
+
+
 def test_the_same_query_is_asked_for_once():
     rooms = Query("rooms")
     mirror = Mirror()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.wire.console import EventQuery, Filter, MapQuery, Query
-from kvd.wire.events import Evicted
+from kvd.wire.console import EventQuery, Filter, Level, MapQuery, Query
+from kvd.wire.events import ClientGone, Evicted
 from tests.tui.frames import LEASES, changes, frame, lease, page_map, table, vitals
 from tui.model.log import MAX_ITEMS, Gap, Log
 from tui.model.mirror import Mirror, Wanted
@@ -155,8 +155,46 @@ def test_maps_and_logs_are_found_whatever_the_asker_has():
 
     assert seen.page_map(msgspec.structs.replace(query, have=1)) == page_map()
     assert seen.page_map(MapQuery("kv", "owner")) is None
+    assert seen.page_map(MapQuery("swa", "state")) is None
     assert [one.seq for one in seen.log(EventQuery(77)).items()] == [3]
     assert seen.log(EventQuery(0, about="lease:7")).items() == []
+
+
+@pytest.mark.parametrize(
+    ("first_page", "pages_each", "cells", "shown"),
+    [
+        (0, 2, 4, [0, 1, 2, 0]),
+        (0, 4, 2, [1, 2]),
+        (0, 8, 9, [2]),
+        (0, 1, 8, [0, 0, 1, 1, 2, 2, 0, 0]),
+        (3, 2, 2, [2, 2]),
+        (6, 2, 9, [0]),
+    ],
+)
+def test_a_map_in_another_grid_shows_the_worst_of_what_its_cells_touch(
+    first_page, pages_each, cells, shown
+):
+    """Eight pages in cells of two are here: free, held, quarantined, free."""
+    levels = (Level(".", "free", 4), Level("H", "held", 2), Level("Q", "quarantined", 2))
+    here = page_map(bytes([0, 1, 2, 0]), pages_each=2, levels=levels, lit=(2,))
+    query = MapQuery("kv", "state", pages_each=2, cells=4)
+    seen = Moment(0.0, vitals(), {}, {query: here}, {})
+
+    made = seen.page_map(
+        MapQuery("kv", "state", first_page=first_page, pages_each=pages_each, cells=cells)
+    )
+
+    assert list(made.cells) == shown
+    assert [made.cells[at] for at in made.lit] == [2] * len(made.lit)
+
+
+def test_kinds_that_were_not_asked_for_are_found_among_all_events():
+    mirror = Mirror()
+    mirror.look(1, Wanted((), EventQuery(0)))
+    gone = ClientGone(4, 1.0, 1, "engine-1", 0, 0)
+    mirror.take(frame(1, events=[Evicted(3, 1.0, 4, 1, "room"), gone], upto=4), 0.0)
+
+    assert mirror.moment().log(EventQuery(0, kinds=("client-gone",))).items() == [gone]
 
 
 def test_a_log_keeps_the_last_events_and_an_older_one_stays_as_it_was():

@@ -12,7 +12,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.wire.console import Cell, Column, Filter, Query, Row
+    from kvd.wire.console import Cell, Column, Filter, MapQuery, PageMap, Query, Row
     from tui.model.sheets import Sheet
 
 WORDS = frozenset({"text", "state", "ref", "holders"})
@@ -71,6 +71,36 @@ def _sorted(rows: list[Row], sort: str, sheet: Sheet) -> list[Row]:
         return rows
     falls = sort.startswith("-")
     return sorted(rows, key=lambda row: rank(row.cells[at], 0 if falls else 1), reverse=falls)
+
+
+def regrid(page_map: PageMap, slot: MapQuery) -> PageMap:
+    """A map in the grid of ``slot``: the worst of the cells that a new one touches.
+
+    Where the grid is finer than what is here, neighbours look alike. ``lit`` goes with the
+    cells.
+    """
+    cells = page_map.cells or b""
+    here = [
+        _touched(page_map, slot.first_page + at * slot.pages_each, slot.pages_each)
+        for at in range(min(slot.cells, page_map.total_pages))
+        if slot.first_page + at * slot.pages_each < page_map.total_pages
+    ]
+    lit = set(page_map.lit)
+    return msgspec.structs.replace(
+        page_map,
+        revision=0,
+        first_page=slot.first_page,
+        pages_each=slot.pages_each,
+        cells=bytes(max(cells[one.start : one.stop], default=0) for one in here),
+        lit=tuple(at for at, one in enumerate(here) if not lit.isdisjoint(one)) if lit else (),
+    )
+
+
+def _touched(page_map: PageMap, first_page: int, pages: int) -> range:
+    """Which cells of a map have some of these pages."""
+    first = first_page - page_map.first_page
+    each = page_map.pages_each
+    return range(max(0, first // each), max(0, -(-(first + pages) // each)))
 
 
 def rank(cell: Cell, nowhere: int) -> tuple[int, str, float]:

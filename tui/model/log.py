@@ -15,6 +15,8 @@ from kvd.wire.events import Event
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvd.wire.console import EventQuery
+
 MAX_ITEMS = 2000
 CHUNK_ITEMS = 64
 
@@ -31,6 +33,20 @@ class Gap(msgspec.Struct, frozen=True):
 
 
 Item = Event | Gap
+
+
+def log_slot(query: EventQuery) -> EventQuery:
+    """What was asked for, whoever has how much of it: the name of a log."""
+    return msgspec.structs.replace(query, after=0, limit=0)
+
+
+def of_kinds(log: Log, kinds: tuple[str, ...]) -> Log:
+    """Only the events with these tags; gaps stay, as what is in them is not known."""
+    wanted = set(kinds)
+    items = [
+        one for one in log.items() if isinstance(one, Gap) or one.__struct_config__.tag in wanted
+    ]
+    return Log().add(items, log.last_seq)
 
 
 class Log(msgspec.Struct, frozen=True):

@@ -25,14 +25,14 @@ from kvd.wire.console import (
     Vitals,
 )
 from tui.model import sheets
-from tui.model.log import Gap, Log
+from tui.model.log import Gap, Log, log_slot
 from tui.model.moments import Moment, Moments
 from tui.model.rates import Rates
-from tui.model.sheets import Misfit, Sheet, Slot, slot_of
+from tui.model.sheets import Answer, Misfit, Sheet, Slot, slot_of
 from tui.model.standing import Connecting, Down, Lagging, Live, Standing, aged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvd.wire.events import Event
     from tui.model.log import Item
@@ -59,7 +59,8 @@ class Wanted(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True):
     """A line for the operator about what is shown, not about the daemon's pages.
 
-    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer).
+    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer),
+    ``tape`` (a recording).
     """
 
     heard_s: float
@@ -118,7 +119,7 @@ class Mirror:
         """The next thing to send; ``take`` then waits for the frame of that call."""
         events = None
         if wanted.events is not None:
-            log = self._logs.get(_log_of(wanted.events), Log())
+            log = self._logs.get(log_slot(wanted.events), Log())
             events = msgspec.structs.replace(wanted.events, after=log.last_seq)
         self._expected = Look(call, self.queries(wanted.queries), events)
         return self._expected
@@ -143,7 +144,7 @@ class Mirror:
         look = self._expected
         if look is None or frame.call != look.call:
             waited = f"the one of {look.call} is due" if look is not None else "none is due"
-            self._notice(heard_s, "misfit", f"a frame of call {frame.call} came, {waited}")
+            self.note(heard_s, "misfit", f"a frame of call {frame.call} came, {waited}")
             return
         self._expected = None
         is_other = self._turn(frame.vitals, heard_s)
@@ -159,6 +160,35 @@ class Mirror:
             self._hear(look.events, frame, heard_s)
         self.rates.take(frame.vitals)
         self.moments.add(self.moment())
+
+    def note(self, heard_s: float, kind: str, text: str) -> None:
+        """Tell the operator something about what is shown."""
+        self.notices.append(Notice(heard_s, kind, text))
+
+    def rewind(self) -> None:
+        """Know nothing again, silently: what comes next is of another time of the same daemon."""
+        self._vitals = None
+        self._sheets.clear()
+        self._maps.clear()
+        self._logs.clear()
+        self.notices.clear()
+        self.rates.forget()
+        self.moments.forget()
+
+    def whole(self) -> list[tuple[Look, Frame]]:
+        """All that is here, as looks of somebody who has nothing and the frames for them.
+
+        Taken one after the other by an empty mirror they make this one.
+        """
+        if self._vitals is None:
+            return []
+        pairs = [(slot, sheets.whole(sheet)) for slot, sheet in self._sheets.items()]
+        answers: list[tuple[Slot, Answer]] = [*pairs, *self._maps.items()]
+        parts = [
+            answers[at : at + MAX_QUERIES] for at in range(0, max(1, len(answers)), MAX_QUERIES)
+        ]
+        made = [_told(self._vitals, part) for part in parts]
+        return [*made, *(_told(self._vitals, [], slot, log) for slot, log in self._logs.items())]
 
     def moment(self) -> Moment:
         """The picture as of the last frame."""
@@ -176,7 +206,7 @@ class Mirror:
         self._logs.clear()
         self.rates.forget()
         who = vitals.node if vitals.node == before.node else f"{before.node}, now {vitals.node},"
-        self._notice(
+        self.note(
             heard_s,
             "restart",
             f"{who} has restarted: incarnation {before.incarnation[:8]} ended, "
@@ -219,29 +249,37 @@ class Mirror:
                     self._sheets.pop(slot, None)
                 case MapQuery() as map_slot:
                     self._maps.pop(map_slot, None)
-        self._notice(heard_s, "misfit", f"dropped, and asked for again: {why}")
+        self.note(heard_s, "misfit", f"dropped, and asked for again: {why}")
 
     def _hear(self, asked: EventQuery, frame: Frame, heard_s: float) -> None:
         """Put events into their log. What was before the first ask is no loss."""
-        slot = _log_of(asked)
+        slot = log_slot(asked)
         log = self._logs.get(slot, Log())
         fresh: list[Event] = [one for one in frame.events if one.seq > log.last_seq]
         items: list[Item] = list(fresh)
         if log.last_seq and (frame.lost or frame.skipped):
             items.insert(0, Gap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
             if frame.lost:
-                self._notice(heard_s, "lost", f"{frame.lost} events had left the daemon's ring")
+                self.note(heard_s, "lost", f"{frame.lost} events had left the daemon's ring")
             if frame.skipped:
-                self._notice(heard_s, "skipped", f"{frame.skipped} events did not fit a frame")
+                self.note(heard_s, "skipped", f"{frame.skipped} events did not fit a frame")
         last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
         _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
 
-    def _notice(self, heard_s: float, kind: str, text: str) -> None:
-        self.notices.append(Notice(heard_s, kind, text))
 
-
-def _log_of(query: EventQuery) -> EventQuery:
-    return msgspec.structs.replace(query, after=0)
+def _told(
+    vitals: Vitals,
+    answers: Sequence[tuple[Slot, Answer]],
+    slot: EventQuery | None = None,
+    log: Log | None = None,
+) -> tuple[Look, Frame]:
+    """A look without any ``have``, and its frame."""
+    events = [] if log is None else [one for one in log.items() if not isinstance(one, Gap)]
+    encode = msgspec.msgpack.Encoder().encode
+    look = Look(0, tuple(query for query, _ in answers), slot)
+    raws = tuple(msgspec.Raw(encode(answer)) for _, answer in answers)
+    upto = log.last_seq if log is not None else 0
+    return look, Frame(0, vitals, raws, tuple(events), 0, 0, upto)
 
 
 def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:

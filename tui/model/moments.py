@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
-from tui.model.local import derive
-from tui.model.log import Log
+from tui.model.local import derive, regrid
+from tui.model.log import Log, log_slot, of_kinds
 from tui.model.sheets import Sheet, slot_of
 
 MAX_MOMENTS = 600
@@ -56,14 +56,26 @@ class Moment(msgspec.Struct, frozen=True):
         return derive(alike, slot, self.now_s) if alike else None
 
     def page_map(self, query: MapQuery) -> PageMap | None:
-        """The answer to ``query``, or None: a map cannot be made of another one."""
+        """The answer to ``query``; else the same by the same lens in another grid; or None."""
         slot = slot_of(query)
         assert isinstance(slot, MapQuery)
-        return self.maps.get(slot)
+        exact = self.maps.get(slot)
+        if exact is not None:
+            return exact
+        alike = [one for was, one in self.maps.items() if _is_alike(was, slot, one) and one.cells]
+        return regrid(min(alike, key=lambda one: one.pages_each), slot) if alike else None
 
     def log(self, query: EventQuery) -> Log:
-        """The events that ``query`` asked for, as far as they were kept."""
-        return self.logs.get(msgspec.structs.replace(query, after=0), Log())
+        """The events that ``query`` asked for, as far as they were kept.
+
+        Of kinds that were not asked for by themselves: those among all events.
+        """
+        slot = log_slot(query)
+        exact = self.logs.get(slot)
+        if exact is not None:
+            return exact
+        everything = self.logs.get(msgspec.structs.replace(slot, kinds=()), Log())
+        return of_kinds(everything, slot.kinds) if slot.kinds else everything
 
 
 NOTHING = Moment(0.0, None, {}, {}, {})
@@ -137,6 +149,19 @@ class Moments:
         self.freeze()
         self._at = max(0, min(len(self._ring) - 1, self._at + count))
         self._frozen = self._ring[self._at]
+
+    def forget(self) -> None:
+        """Drop everything: what comes next is of another time."""
+        self._ring.clear()
+        self._weights.clear()
+        self.weight_bytes = 0
+        self._frozen = None
+
+
+def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:
+    """Whether a map shows the component of ``slot`` by its lens, in whatever grid."""
+    same = slot.component in (was.component, page_map.component)
+    return same and was.lens == slot.lens
 
 
 def weight_bytes(before: Moment, moment: Moment) -> int:

@@ -123,11 +123,23 @@ def fold_map(before: PageMap | None, slot: MapQuery, page_map: PageMap) -> PageM
             f"asked for the map of {slot.component} by {slot.lens}, answered with "
             f"{page_map.component} by {page_map.lens}"
         )
-    if page_map.cells is not None or page_map.trouble:
+    if page_map.trouble:
         return page_map
+    if page_map.cells is not None:
+        return _checked(page_map)
     if before is None or before.cells is None or before.revision != page_map.revision:
         return Misfit(f"map of {page_map.component}: nothing new, but what was is not here")
-    return msgspec.structs.replace(page_map, cells=before.cells)
+    return _checked(msgspec.structs.replace(page_map, cells=before.cells))
+
+
+def _checked(page_map: PageMap) -> PageMap | Misfit:
+    """The map, if every cell has a level and every lit one is a cell: drawing relies on it."""
+    cells = page_map.cells or b""
+    if max(cells, default=0) >= max(1, len(page_map.levels)) or page_map.pages_each < 1:
+        return Misfit(f"map of {page_map.component}: a cell has a level that there is not")
+    if any(not 0 <= at < len(cells) for at in page_map.lit):
+        return Misfit(f"map of {page_map.component}: a cell is lit that there is not")
+    return page_map
 
 
 def whole(sheet: Sheet) -> Table:
