@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.console.lockhistory import with_lock_history
 from kvd.core.freeze import TooManyObjects, state_hash
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.errors import Code, Refusal
@@ -47,6 +48,8 @@ class AdminPort:
         self._bus = bus
         self._recording = recording
         self._look = look
+        self._asked: admin.AdminRequest | None = None
+        """What the core is answering now."""
 
     def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Serve ``socket``, a bound ROUTER."""
@@ -58,8 +61,18 @@ class AdminPort:
         self._socket.close(linger_s=0.5)
 
     def report(self, effect: effects.Report) -> None:
-        """Carry out ``Report``."""
-        self._send(effect.operator, effect.message)
+        """Carry out ``Report``; how a node came to its locks is in the ring, not in the core."""
+        message = effect.message
+        match self._asked:
+            case admin.Why(kind="node", id=number) if isinstance(message, admin.Because):
+                _, happened = self._bus.after(0)
+                reactor = self._reactor
+                message = with_lock_history(
+                    message, reactor.node, number, happened, reactor.clock()
+                )
+            case _:
+                pass
+        self._send(effect.operator, message)
 
     def _take(self, frames: list[bytes]) -> None:
         operator = frames[0]
@@ -79,7 +92,9 @@ class AdminPort:
         elif isinstance(message, admin.Record):
             self._record(operator, message)
         else:
+            self._asked = message
             self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
+            self._asked = None
 
     def _show(self, operator: bytes, asked: admin.Look) -> None:
         """A frame; a bug in it costs this console this frame."""

@@ -315,6 +315,10 @@ async def test_operators_see_who_holds_what_and_why(engines: Engines):
     assert all("decode-engine" in sentences[kind] for kind in ("page", "lease"))
     assert "ready" in sentences["room"]
     assert [(one.lock_ref, one.pages) for one in tree.nodes] == [(1, 6)]
+    because = pair.decode.ask(admin.Why(1, "node", tree.nodes[0].id), admin.Because)
+    [locked] = because.marks
+    assert locked.what == f"+1 lease {lease} of decode-engine (receive from p), committed"
+    assert 0.0 <= locked.ago_s < 60.0
 
 
 async def test_flush_skips_what_is_locked_and_strict_flush_changes_nothing(engines: Engines):
