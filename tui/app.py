@@ -6,6 +6,7 @@ paints the visible page from the picture that is shown, which is the newest unle
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, ClassVar
 
@@ -89,7 +90,8 @@ class KvdTui(App[None]):
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
+        # The terminal's own colours, as then none is sent at all; else Textual sends greys.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock

@@ -232,7 +232,8 @@ class LineTable(Canvas):
         """Fit the columns anew when something is wider than it was, or the room is another."""
         rows = [[text for text, _ in row] for row in texts]
         wishes = fitting.natural(self.columns, rows)
-        key = (self.view, width, self.columns, self.is_wide, self._shift, self.sort, self.rules)
+        slot = self._sheet.slot if self._sheet is not None else None
+        key = (slot, width, self.columns, self.is_wide, self._shift, self.rules)
         if key == self._fit_for:
             if all(wish <= was for wish, was in zip(wishes, self._wishes, strict=True)):
                 return

@@ -23,6 +23,9 @@ Result = TypeVar("Result")
 MARGIN = 4
 """Columns and lines of the screen that stay free around it."""
 
+FRAME_LINES = 6
+"""The border, the heading and the last line, each with a blank one."""
+
 
 def broken(text: str, width: int) -> list[str]:
     """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
@@ -89,14 +92,14 @@ class Popup(ModalScreen[Result], inherit_bindings=False):
         """Make every line anew."""
         width = max(20, min(self._columns, self.app.size.width - MARGIN))
         lines = list(self.body(width))
-        room = max(3, self.app.size.height - MARGIN - 4)
+        room = max(3, self.app.size.height - MARGIN - FRAME_LINES)
         self._top = max(0, min(self._top, len(lines) - room))
         shown = lines[self._top : self._top + room]
         more = len(lines) - len(shown) - self._top
         tail = (*self.last(), Span(f"   {more} lines more", "dim")) if more else self.last()
         canvas = self.query_one(Canvas)
         canvas.styles.width = width + 4
-        canvas.styles.height = len(shown) + 5
+        canvas.styles.height = len(shown) + FRAME_LINES
         head: Line = (said(self._heading, "head"),)
         canvas.paint([head, (), *shown, (), spans.fit(tail, width)])
 
