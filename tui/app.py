@@ -28,7 +28,7 @@ from tui.palette import Found
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
-from tui.widgets.card import Card, Told, question
+from tui.widgets.card import PAGES_OF, Card, Told, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tui.link import FrameLink
     from tui.model.mirror import Mirror, Notice
     from tui.model.moments import Moment
+    from tui.screens.page import Page
     from tui.widgets.linetable import LineTable
 
 NARROW_COLUMNS = 100
@@ -292,7 +293,13 @@ class KvdTui(App[None]):
     # ---- going somewhere --------------------------------------------------------------------
 
     async def open(self, ref: str) -> None:
-        """Go to the page that shows this, put the cursor on it, and open its card."""
+        """Go to the page that shows this, put the cursor on it, and open its card.
+
+        ``pages:node:9`` is the node on the page of the pools, with its pages lit up.
+        """
+        if ref.startswith(PAGES_OF):
+            await self.go(self.trail.open("pools", ref.removeprefix(PAGES_OF)))
+            return
         name = self.page.NAME
         if not self.page.seek(ref):
             name = page_of(ref) or name
@@ -354,6 +361,10 @@ class KvdTui(App[None]):
             await orders.obey(self, message.text)
         self.hurry()
         self.tick()
+
+    async def on_page_wish(self, message: Page.Wish) -> None:
+        """A page would have something opened."""
+        await self.open(message.ref)
 
     async def on_line_table_opened(self, message: LineTable.Opened) -> None:
         """A row was clicked twice."""

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from kvd.wire.admin import Because, Frame
-from kvd.wire.console import Column, Holder, Latency, Row, Sources, Table, Vitals
+from kvd.wire.console import Column, Holder, Latency, MapQuery, PageMap, Row, Sources, Table, Vitals
 from kvd.wire.snapshot import Totals
 from tui.app import KvdTui, Options
 from tui.model.mirror import Mirror
@@ -102,6 +102,9 @@ class Feed:
         self.mirror.take(frame, time.monotonic())
 
     def _answer(self, query) -> msgspec.Raw:
+        if isinstance(query, MapQuery):
+            nothing = PageMap(query.component, query.lens, 0, 0.0, 0.0, 0, 0, 0, 1, (), None)
+            return msgspec.Raw(msgspec.msgpack.encode(nothing))
         numbers = self.numbers.get(query.view, list(range(self.rows)))
         window = numbers[query.first : query.first + query.limit]
         rows = tuple(row(query.view, number) for number in window)

@@ -49,7 +49,7 @@ def text_of(app):
 
 PAGES_OWN = {
     *("lens", "zoom-in", "zoom-out", "next-lit", "component", "only-locked", "only-orphans"),
-    *("eviction", "expand", "pages", "follow", "correlate", "propose"),
+    *("eviction", "expand", "open-node", "pages", "light", "follow", "correlate", "propose"),
     *("up", "down", "left", "right", "pageup", "pagedown", "home", "end", "panel"),
 }
 

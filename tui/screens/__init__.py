@@ -11,9 +11,9 @@ from tui.screens.empty import (
     InspectPage,
     OverviewPage,
     PeersPage,
-    PoolsPage,
-    RadixPage,
 )
+from tui.screens.pools import PoolsPage
+from tui.screens.radix import RadixPage
 
 if TYPE_CHECKING:
     from tui.screens.page import Page

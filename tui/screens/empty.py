@@ -27,28 +27,6 @@ class OverviewPage(Page):
         yield LineTable("pools")
 
 
-class PoolsPage(Page):
-    """The memory."""
-
-    NAME = "pools"
-    REFS = ("page", "pool")
-
-    @override
-    def compose(self) -> ComposeResult:
-        yield LineTable("pools")
-
-
-class RadixPage(Page):
-    """The prefix tree."""
-
-    NAME = "radix"
-    REFS = ("node",)
-
-    @override
-    def compose(self) -> ComposeResult:
-        yield LineTable("tree")
-
-
 class HandoffsPage(Page):
     """Handoffs under way."""
 

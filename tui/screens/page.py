@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.containers import Container
+from textual.message import Message
 
 from tui.widgets.linetable import LineTable
 
@@ -38,6 +39,13 @@ class Page(Container):
     """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
+
+    class Wish(Message):
+        """The page would have this opened."""
+
+        def __init__(self, ref: str) -> None:
+            super().__init__()
+            self.ref = ref
 
     DEFAULT_CSS = "Page { layout: vertical; width: 1fr; height: 1fr; }"
 

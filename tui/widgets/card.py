@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"})
 """Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
+WITH_PAGES = frozenset({"lease", "node", "client"})
+"""Kinds whose pages the page map can light up."""
+PAGES_OF = "pages:"
+"""Before one of these: to be opened on the page map."""
 
 
 def question(ref: str) -> Why | None:
@@ -121,7 +125,7 @@ def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
 
 
 def links_of(told: Told) -> tuple[str, ...]:
-    """What there is to go to: what the answer names, then what the row does; each once."""
+    """What there is to go to: what the answer names, then what the row does, then its pages."""
     found = list(told.answer.links) if isinstance(told.answer, Because) else []
     if told.row is not None:
         for column, cell in zip(told.columns, told.row.cells, strict=True):
@@ -129,6 +133,8 @@ def links_of(told: Told) -> tuple[str, ...]:
                 found += [holder.ref for holder in cell]
             elif column.kind == "ref" and isinstance(cell, str):
                 found.append(cell)
+    if told.ref.partition(":")[0] in WITH_PAGES:
+        found.append(PAGES_OF + told.ref)
     return tuple(dict.fromkeys(ref for ref in found if ref and ref != told.ref))
 
 

@@ -46,11 +46,12 @@ class Fit(msgspec.Struct, frozen=True):
 class Rules(msgspec.Struct, frozen=True):
     """What a page says of a table's columns: ``first`` stay longest, ``never`` are not shown.
 
-    ``is_tight``: rather many narrow columns than few wide ones.
+    ``narrow`` may be cut so that others have room. ``is_tight``: that is so of all of them.
     """
 
     first: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
     is_tight: bool = False
 
 
@@ -84,7 +85,7 @@ def fit(
         usable,
         key=lambda at: rules.first.index(names[at]) if names[at] in rules.first else len(names),
     )
-    least = {at: _least(columns[at].kind, wishes[at], rules) for at in usable}
+    least = {at: _least(columns[at], wishes[at], rules) for at in usable}
     taken: list[int] = []
     room = width + GAP
     for at in ranked:
@@ -99,10 +100,11 @@ def fit(
     return _widened(sorted(taken), least, wishes, room, len(usable))
 
 
-def _least(kind: str, wish: int, rules: Rules) -> int:
+def _least(column: Column, wish: int, rules: Rules) -> int:
     """What a column must have to be shown at all."""
-    cap = CAPS.get(kind, wish)
-    return max(1, min(wish, cap, TIGHT if rules.is_tight and kind in CAPS else cap))
+    cap = CAPS.get(column.kind, wish)
+    is_tight = column.name in rules.narrow or (rules.is_tight and column.kind in CAPS)
+    return max(1, min(wish, cap, TIGHT if is_tight else cap))
 
 
 def _widened(

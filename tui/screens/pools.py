@@ -1,0 +1,163 @@
+"""The memory: components, and the map of the pages of one of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from tui.screens.page import Page
+from tui.widgets.card import WITH_PAGES, Card
+from tui.widgets.pagemap import PageMapPanel
+from tui.widgets.poollines import ASKS, PoolLines
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+
+    from kvd.wire.console import Column, Row
+    from tui.model.moments import Moment
+    from tui.model.sheets import Slot
+
+SCREEN_ROWS = 8
+"""Lines of cells that a page key moves over: a map has no other screens."""
+ZOOM = 2.0
+
+
+class PoolsPage(Page):
+    """Components above, the map of the chosen one below; the cursor is on a page.
+
+    What is opened here of ``WITH_PAGES`` is lit: a lease, a node, or a client, with all its pages.
+    """
+
+    NAME = "pools"
+    REFS = ("page", "pool")
+    CAN_MOVE = True
+
+    @override
+    def compose(self) -> ComposeResult:
+        yield PoolLines()
+        yield PageMapPanel()
+
+    @property
+    def lines(self) -> PoolLines:
+        """The components."""
+        return self.query_one(PoolLines)
+
+    @property
+    def map(self) -> PageMapPanel:
+        """The map."""
+        return self.query_one(PageMapPanel)
+
+    @override
+    def queries(self) -> tuple[Slot, ...]:
+        return (ASKS, *self.map.asks())
+
+    @override
+    def show(self, moment: Moment) -> None:
+        lines, shown = self.lines, self.map
+        lines.show(moment)
+        shown.first_component = next(iter(lines.names), "")
+        shown.show(moment)
+
+    @override
+    def chosen(self) -> str:
+        return self.map.ref
+
+    @override
+    def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
+        sheet = self.lines.sheet
+        if sheet is None or ref not in sheet.rows:
+            return None, ()
+        return sheet.rows[ref], sheet.columns
+
+    @override
+    def seek(self, ref: str) -> bool:
+        """Go to a page or a component; light up what else can be lit, but it is not here."""
+        kind, _, rest = ref.partition(":")
+        if kind in WITH_PAGES:
+            self.map.light(ref)
+            return False
+        component, _, number = rest.rpartition(":")
+        if kind == "page" and number.isdecimal():
+            self._turn(component)
+            self.map.move_to(int(number))
+            return True
+        if kind == "pool":
+            self._turn(rest)
+            return True
+        return False
+
+    def _turn(self, component: str) -> None:
+        """The map of this component; the first one has no name until it is known."""
+        first = next(iter(self.lines.names), "")
+        self.lines.choose(component or first)
+        self.map.turn("" if component == first else component)
+
+    @override
+    async def act(self, action: str) -> bool:
+        shown = self.map
+        match action:
+            case "lens":
+                shown.next_lens()
+            case "zoom-in":
+                shown.zoom(ZOOM)
+            case "zoom-out":
+                shown.zoom(1 / ZOOM)
+            case "next-lit":
+                shown.next_lit()
+            case "light":
+                shown.light(self._holder())
+            case "component":
+                self._turn(self.lines.next())
+            case _:
+                return self._move(action)
+        self._repaint()
+        return True
+
+    def _move(self, action: str) -> bool:
+        shown = self.map
+        match action:
+            case "up":
+                shown.move(rows=-1)
+            case "down":
+                shown.move(rows=1)
+            case "left":
+                shown.move(columns=-1)
+            case "right":
+                shown.move(columns=1)
+            case "pageup":
+                shown.move(rows=-SCREEN_ROWS)
+            case "pagedown":
+                shown.move(rows=SCREEN_ROWS)
+            case "home":
+                shown.move_to(0)
+            case "end":
+                shown.move_to(shown.total_pages - 1)
+            case _:
+                return False
+        return True
+
+    def _holder(self) -> str:
+        """Of what the open card names, the next one that can be lit; after the last one nothing."""
+        links = self.screen.query_one(Card).links
+        found = [ref for ref in links if ref.partition(":")[0] in WITH_PAGES]
+        at = found.index(self.map.mark) + 1 if self.map.mark in found else 0
+        return found[at] if at < len(found) else ""
+
+    def _repaint(self) -> None:
+        self.lines.redraw()
+        self.map.redraw()
+
+    def on_pool_lines_chosen(self, message: PoolLines.Chosen) -> None:
+        """A component was clicked."""
+        self._turn(message.component)
+        self._repaint()
+
+    def on_page_map_panel_opened(self) -> None:
+        """A page was clicked twice."""
+        self.post_message(self.Wish(self.chosen()))
+
+    def on_page_map_panel_moved(self) -> None:
+        """A page was clicked: the card goes with it."""
+        if self.screen.query_one(Card).ref:
+            self.post_message(self.Wish(self.chosen()))

@@ -1,0 +1,324 @@
+"""The map of one component's pages, with what it means, how old it is, and whose the pages are.
+
+Only as many cells are asked for as there is room for. The cursor is on a page, and stays on it
+whatever a cell stands for; what is lit is what the operator came here with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.message import Message
+
+from kvd.text import clean
+from kvd.wire.console import MAX_CELLS, MapQuery
+from tui.draw import bars, pages, spans
+from tui.draw.pages import Grid, Window
+from tui.draw.spans import Block, Line, Span, said
+from tui.model import cells
+from tui.widgets.canvas import Canvas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual import events
+
+    from kvd.wire.console import PageMap
+    from tui.model.moments import Moment
+
+LENSES = ("state", "owner", "age", "hits", "locks", "tier")
+"""In the order in which the key goes through them."""
+OWNER_LINES = 3
+"""Of the histogram, where there is little room."""
+BESIDE_COLUMNS = 120
+"""From this width on the histogram stands beside the legend."""
+BESIDE_LINES = 5
+
+
+class PageMapPanel(Canvas):
+    """The map, its legend, and its keys' doing. ``asks`` is what to ask for."""
+
+    class Moved(Message):
+        """The cursor is on another page, by the mouse."""
+
+    class Opened(Message):
+        """A page was clicked twice."""
+
+    def __init__(self) -> None:
+        super().__init__(id="map")
+        self.component = ""
+        """Empty: the first one, until its name is known."""
+        self.first_component = ""
+        self.lens = LENSES[0]
+        self.mark = ""
+        self.page = 0
+        """The page under the cursor."""
+        self.window: Window | None = None
+        """What is shown of the component; None: all of it."""
+        self._shown: PageMap | None = None
+        self._owners: PageMap | None = None
+        self._totals: dict[str, int] = {}
+        """By component, once any map of it has come."""
+        self._legend_lines: dict[tuple[str, int], int] = {}
+        self._drawn: list[Line] = []
+        self._drawn_for: tuple[object, ...] = ()
+        self._seeks_lit = False
+        self._now_s = 0.0
+
+    # ---- what to ask ------------------------------------------------------------------------
+
+    @property
+    def ref(self) -> str:
+        """The page under the cursor: ``page:17``, ``page:swa:17``; empty where there is none."""
+        if self._shown is None or self.page >= self._shown.total_pages:
+            return ""
+        if self.component in {"", self.first_component}:
+            return f"page:{self.page}"
+        return f"page:{self.component}:{self.page}"
+
+    @property
+    def total_pages(self) -> int:
+        """Of the component; 0 until it is known."""
+        return self._totals.get(self.component, 0)
+
+    @property
+    def grid(self) -> Grid:
+        """The lines that cells have, no more of them than the component fills."""
+        shape: pages.Shape = "letters" if self.app.no_color else "blocks"
+        grid = Grid(max(1, self.size.width), 1, shape)
+        room = max(1, self.size.height - 2 - self._foot_lines)
+        needed = -(-self.total_pages // (grid.width * grid.each)) if self.total_pages else room
+        return grid._replace(height=max(1, min(room, needed, MAX_CELLS // grid.cells)))
+
+    @property
+    def _foot_lines(self) -> int:
+        """Below the map and the line about the cursor: legend, figures, owners."""
+        legend = self._legend_lines.get((self.lens, self._legend_width), 1)
+        if self.size.width >= BESIDE_COLUMNS:
+            return max(legend + 1, BESIDE_LINES)
+        return legend + 1 + OWNER_LINES
+
+    @property
+    def _legend_width(self) -> int:
+        return self.size.width // 2 if self.size.width >= BESIDE_COLUMNS else self.size.width
+
+    def asks(self) -> tuple[MapQuery, ...]:
+        """The map as it fits, and how many pages everybody has, where the lens does not say."""
+        total, grid, mark = self.total_pages, self.grid, self.mark
+        if total:
+            first, each = self._window(total, grid)
+            count = min(grid.cells, -(-(total - first) // each))
+        else:
+            first, each, count = 0, 1, 0
+        asked = MapQuery(self.component, self.lens, 0, first, each, count, mark)
+        if self.lens == "owner":
+            return (asked,)
+        return asked, MapQuery(self.component, "owner", cells=0)
+
+    def _window(self, total: int, grid: Grid) -> Window:
+        if self.window is None:
+            return pages.whole(total, grid.cells)
+        return pages.placed(*self.window, total, grid.cells)
+
+    # ---- showing ----------------------------------------------------------------------------
+
+    def show(self, moment: Moment) -> None:
+        """Paint what changed since the last time."""
+        self._now_s = moment.now_s
+        asked = self.asks()
+        exact = moment.page_map(asked[0])
+        if exact is None or exact.trouble:
+            alike = [one for one in self._of_component(moment) if one.cells]
+            self._shown = alike[-1] if alike else exact
+        else:
+            self._shown = exact
+            self._totals[self.component] = exact.total_pages
+            if self._seeks_lit and exact.cells:
+                self._seeks_lit = False
+                self.page = pages.pages_of(exact, min(exact.lit, default=0)).start
+        owned = [one for one in self._of_component(moment) if one.lens == "owner" and one.levels]
+        self._owners = owned[-1] if owned else None
+        self.redraw()
+
+    def _of_component(self, moment: Moment) -> list[PageMap]:
+        """Maps that are in the picture: to be seen until the one that was asked for comes."""
+        return [one for slot, one in moment.maps.items() if slot.component == self.component]
+
+    def redraw(self) -> None:
+        """Make every line, and have those painted that differ from what is there."""
+        if not self.is_attached or not self.size.width:
+            return
+        width, height, shown = *self.size, self._shown
+        grid = self.grid
+        if shown is None or shown.trouble or shown.cells is None:
+            why = clean(shown.trouble) if shown is not None else "asked for; not here yet"
+            self.paint([self._caption(shown, width), spans.line(f"  {why}", "dim")])
+            return
+        legend = pages.legend(shown, self._legend_width)
+        key = (self.lens, self._legend_width)
+        self._legend_lines[key] = max(len(legend), self._legend_lines.get(key, 1))
+        cursor = pages.cell_of(shown, self.page)
+        lines = [
+            self._caption(shown, width),
+            *self._map(shown, grid, cursor),
+            spans.fit(self._cursor_words(shown, cursor), width),
+        ]
+        lines += self._foot(shown, legend, width, height - len(lines))
+        self.paint(lines[:height])
+
+    def _map(self, shown: PageMap, grid: Grid, cursor: int | None) -> Sequence[Line]:
+        """The cells; drawn once for what they are made of."""
+        looks = tuple((level.letter, level.name) for level in shown.levels)
+        made_of = (shown.cells, shown.lit, looks, shown.lens, grid, cursor)
+        if made_of != self._drawn_for:
+            self._drawn, self._drawn_for = pages.draw(shown, grid, cursor), made_of
+        return self._drawn
+
+    def _caption(self, shown: PageMap | None, width: int) -> Line:
+        name = shown.component if shown is not None else self.component
+        made = [Span("─ ", "border"), said(name or "pages", "head")]
+        words: list[Span] = [Span(f"lens {self.lens}", "key")]
+        tail: Line = ()
+        if shown is not None and shown.total_pages:
+            each = f"1 cell = {pages.thousands(shown.pages_each)} pages"
+            words.append(Span(each if shown.pages_each > 1 else "1 cell = 1 page"))
+            total = pages.thousands(shown.total_pages)
+            size = f" x {cells.size(shown.page_bytes)}" if shown.page_bytes else ""
+            words.append(Span(f"{total} pages{size}"))
+            if shown.lens != self.lens or not shown.cells:
+                words.append(Span(f"asked for {self.lens}", "warn"))
+            age = cells.age(max(0.0, self._now_s - shown.at_s))
+            tail = (Span(f"seen {age} ago in {shown.took_s * 1000:.0f}ms", "dim"),)
+        if self.mark:
+            count = len(shown.lit) if shown is not None else 0
+            lit = f"{count} cell{'s' * (count > 1)} lit" if count else "nothing lit here"
+            words.insert(1, said(f"{self.mark}: {lit}", "lit"))
+        for word in words:
+            if spans.width_of([*made, word]) + spans.width_of(tail) + 6 <= width:
+                made += [Span("  "), word]
+        return spans.spread(tuple(made), (*tail, Span(" ─", "border")), width, Span("─", "border"))
+
+    def _cursor_words(self, shown: PageMap, cursor: int | None) -> list[Span]:
+        if cursor is None:
+            return [Span(f"page {self.page} is not in this part of the map", "dim")]
+        return list(pages.told(shown, cursor))
+
+    def _foot(self, shown: PageMap, legend: list[Line], width: int, height: int) -> list[Line]:
+        median, largest = shown.runs
+        runs = f"free runs: median {pages.thousands(median)}, largest {pages.thousands(largest)}"
+        figures = [*legend, spans.line(f"{runs} pages", "dim")]
+        if width < BESIDE_COLUMNS:
+            return [*figures, *self._owned(width, height - len(figures))]
+        left = self._legend_width
+        owned = self._owned(width - left - 2, height)
+        return spans.beside([Block(figures, left), Block(owned, width - left - 2)], 2)
+
+    def _owned(self, width: int, height: int) -> list[Line]:
+        """Whose the pages are that are not free."""
+        if self._owners is None or height <= 0:
+            return []
+        return bars.histogram(bars.levels(self._owners)[1:], width, height)
+
+    # ---- moving -----------------------------------------------------------------------------
+
+    def move(self, rows: int = 0, columns: int = 0) -> None:
+        """The cursor to another cell; the window goes with it."""
+        shown, grid = self._shown, self.grid
+        if shown is None or not shown.cells:
+            return
+        cell = pages.cell_of(shown, self.page)
+        there = cell
+        if cell is not None:
+            row, last = cell // grid.width, (len(shown.cells) - 1) // grid.width
+            rows_here = max(-row, min(rows, last - row))
+            there = grid.moved(cell, rows=rows_here, columns=columns, cells=len(shown.cells))
+        if there is None:
+            self.page = shown.first_page
+        elif there != cell:
+            self.page = pages.pages_of(shown, there).start
+        elif self.window is not None:
+            self.page += rows * grid.width * self.window.pages_each
+            self._see()
+        self.redraw()
+
+    def move_to(self, page: int) -> None:
+        """The cursor to this page; the window to where it is."""
+        self.page = max(0, min(page, self.total_pages - 1)) if self.total_pages else max(0, page)
+        self._see()
+        self.redraw()
+
+    def _see(self) -> None:
+        """Move the window so that the cursor is in it."""
+        total, grid, window = self.total_pages, self.grid, self.window
+        if not total:
+            return
+        self.page = max(0, min(self.page, total - 1))
+        if window is None:
+            return
+        first, each = window
+        if self.page < first:
+            behind = -(-(first - self.page) // (grid.width * each))
+            window = pages.placed(first - behind * grid.width * each, each, total, grid.cells)
+        elif self.page >= first + grid.cells * each:
+            ahead = (self.page - first) // each // grid.width - grid.height * grid.each + 1
+            window = pages.placed(first + ahead * grid.width * each, each, total, grid.cells)
+        self.window = window
+
+    def zoom(self, times: float) -> None:
+        """Closer, or farther where ``times`` is under 1, so that the cursor stays where it is."""
+        total, grid = self.total_pages, self.grid
+        if not total:
+            return
+        now = self._window(total, grid)
+        then = pages.zoomed(now, self.page, total, cells=grid.cells, times=times)
+        widest = pages.whole(total, grid.cells).pages_each
+        self.window = None if then.pages_each >= widest else then
+
+    def next_lit(self) -> bool:
+        """The cursor to the next cell that is lit, from the last one to the first; if any is."""
+        shown = self._shown
+        if shown is None or not shown.lit:
+            return False
+        cell = pages.cell_of(shown, self.page)
+        lit = sorted(shown.lit)
+        there = next((one for one in lit if cell is None or one > cell), lit[0])
+        self.page = pages.pages_of(shown, there).start
+        self.redraw()
+        return True
+
+    def next_lens(self) -> None:
+        """Look at something else of the same pages."""
+        self.lens = LENSES[(LENSES.index(self.lens) + 1) % len(LENSES)]
+
+    def turn(self, component: str) -> None:
+        """The map of another component, all of it."""
+        if component != self.component:
+            self.component, self.window, self.page = component, None, 0
+            self._shown = self._owners = None
+
+    def light(self, ref: str) -> None:
+        """Light up the pages of this, and go to the first one; nothing: none is lit."""
+        if ref != self.mark:
+            self.mark, self.window, self._seeks_lit = ref, None, bool(ref)
+
+    # ---- the mouse --------------------------------------------------------------------------
+
+    def on_click(self, event: events.Click) -> None:
+        """A page is chosen, and opened by the second click."""
+        shown = self._shown
+        cell = self.grid.cell_at(event.y - 1, event.x)
+        if shown is None or cell is None or cell >= len(shown.cells or b""):
+            return
+        self.page = pages.pages_of(shown, cell).start
+        self.redraw()
+        self.post_message(self.Opened() if event.chain == 2 else self.Moved())
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Farther."""
+        event.stop()
+        self.zoom(0.5)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Closer."""
+        event.stop()
+        self.zoom(2.0)
