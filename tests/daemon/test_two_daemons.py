@@ -321,6 +321,29 @@ async def test_operators_see_who_holds_what_and_why(engines: Engines):
     assert 0.0 <= locked.ago_s < 60.0
 
 
+async def test_operators_of_either_daemon_hear_of_the_other_end(engines: Engines):
+    p, d, pair = engines.p, engines.d, engines.pair
+    tokens, room = tokens_of(100, seed=52), engines.room()
+    lease = await p.lease(tokens)
+    receive = await d.receive(room, tokens, "p")
+    send = await p.send(room, tokens, lease=lease)
+    await send.accepted()
+
+    there, here = (
+        daemon.ask(admin.AskOtherEnd(1, room), admin.OtherEnds).ends
+        for daemon in (pair.decode, pair.prefill)
+    )
+    await send.abort("enough")
+    with pytest.raises(HandoffError):
+        await receive.done()
+
+    assert [(one.peer, one.side, one.state, one.why_none) for one in (*there, *here)] == [
+        ("p", "prefill", "streaming", ""),
+        ("d", "decode", "receiving", ""),
+    ]
+    assert all(0 < one.round_trip_s < 1 and one.marks for one in (*there, *here))
+
+
 async def test_flush_skips_what_is_locked_and_strict_flush_changes_nothing(engines: Engines):
     """scenario A37, scenario A40."""
     p, d, decode = engines.p, engines.d, engines.pair.decode

@@ -44,6 +44,17 @@ KEPT = [
         peer.Abort("1", "2", 7, 9, "deadline"),
         "96a561626f7274a131a1320709a8646561646c696e65",
     ),
+    (
+        PEER_MESSAGES,
+        peer.AskStory("s", "t", 1, 2, 7, "prefill"),
+        "97a961736b2d73746f7279a173a174010207a770726566696c6c",
+    ),
+    (
+        PEER_MESSAGES,
+        peer.Story("s", "t", 1, "streaming", "x", 100, 64, 0, 384, 1, 29.5, (peer.Told(0.5, "y"),)),
+        "9da573746f7279a173a17401a973747265616d696e67a178644000cd018001cb403d8000000000009192cb3f"
+        "e0000000000000a179",
+    ),
     (CLIENT_REQUESTS, client.MatchPrefix(1, "ns"), "93a56d6174636801a26e73"),
     (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
     (
