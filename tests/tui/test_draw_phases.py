@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvd.wire import client
 from kvd.wire.admin import Mark
 from tests.core.world import World, tokens
-from tui.draw.phases import End, Phase, aged, draw, lasting, phases, silence
+from tui.draw.phases import MAX_MARKS, End, Phase, aged, draw, lasting, phases, silence
 from tui.draw.spans import text_of, width_of
 
 HERE = End(
@@ -127,6 +129,21 @@ def test_an_end_that_cannot_be_asked_says_why():
 @pytest.mark.parametrize("width", [0, 1, 7, 43, 44, 45, 90, 200])
 def test_every_line_takes_the_width_at_any_width(width):
     assert {width_of(one) for one in draw([HERE, THERE, OVER], width, 3.0)} == {width}
+
+
+@pytest.mark.parametrize("ago_s", [math.nan, math.inf, -math.inf, -5.0, 1e300])
+def test_what_a_peer_tells_of_its_time_breaks_nothing(ago_s):
+    marks = (Mark(ago_s, "漢字 -> 漢字漢字 (x)"), Mark(2.0, "b -> c (y)"), Mark(ago_s, "c -> d ()"))
+    hostile = THERE._replace(state="\x1b[2J", marks=marks)
+    for width in (10, 44, 90):
+        lines = draw([HERE, hostile], width, 3.0)
+        assert {width_of(one) for one in lines} == {width}
+        assert "\x1b" not in "".join(text_of(one) for one in lines)
+
+
+def test_a_peer_that_tells_too_much_is_heard_to_the_end_only():
+    told = tuple(Mark(1000.0 - at, f"s{at} -> s{at + 1} ()") for at in range(500))
+    assert len(phases(THERE._replace(marks=told))) == MAX_MARKS
 
 
 def test_the_longest_silence_is_named_with_what_came_before_it():

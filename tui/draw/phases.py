@@ -6,6 +6,7 @@ that what took a millisecond stays to be seen beside what takes seconds. Duratio
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.text import clean, duration
@@ -22,6 +23,7 @@ from tui.draw.spans import (
     width_of,
     wrapped,
 )
+from tui.draw.spans import columns as columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,6 +52,8 @@ NAME_COLUMNS = 24
 """Of a peer and its side, before the chart."""
 LEAST_COLUMNS = 20
 """Of a chart; where there are fewer, the words have to do."""
+MAX_MARKS = 64
+"""Of one end; a daemon tells sixteen."""
 ARROW = " -> "
 OPEN_END = ">"
 
@@ -86,14 +90,15 @@ class Phase(NamedTuple):
 
 def phases(end: End) -> tuple[Phase, ...]:
     """The phases of one end, oldest first; marks that are no transition stand in a phase."""
-    moves = [(mark.ago_s, *_move(mark.what)) for mark in end.marks if ARROW in mark.what]
+    marks = sound(end.marks)
+    moves = [(mark.ago_s, *_move(mark.what)) for mark in marks if ARROW in mark.what]
     found: list[Phase] = []
-    first_ago_s = end.marks[0].ago_s if end.marks else 0.0
+    first_ago_s = marks[0].ago_s if marks else 0.0
     starts = [(ago_s, after, why) for ago_s, before, after, why in moves if before != after]
     if moves and first_ago_s > moves[0][0]:
-        starts.insert(0, (first_ago_s, moves[0][1], end.marks[0].what))
-    elif not moves and end.marks:
-        starts = [(first_ago_s, end.state, end.marks[0].what)]
+        starts.insert(0, (first_ago_s, moves[0][1], marks[0].what))
+    elif not moves and marks:
+        starts = [(first_ago_s, end.state, marks[0].what)]
     for at, (ago_s, state, why) in enumerate(starts):
         is_last = at + 1 == len(starts)
         if is_last and state in OVER:
@@ -101,6 +106,12 @@ def phases(end: End) -> tuple[Phase, ...]:
         until_ago_s = 0.0 if is_last else starts[at + 1][0]
         found.append(Phase(state, ago_s, until_ago_s, why, is_last))
     return tuple(found)
+
+
+def sound(marks: Sequence[Mark]) -> list[Mark]:
+    """The last marks in the order of time: nobody has checked what a peer tells of itself."""
+    known = [mark for mark in marks[-MAX_MARKS:] if math.isfinite(mark.ago_s)]
+    return sorted(known, key=lambda mark: -mark.ago_s)
 
 
 def aged(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
@@ -130,7 +141,8 @@ def draw(ends: Sequence[End], width: int, deadline_in_s: float | None = None) ->
 def silence(ends: Sequence[End]) -> str:
     """The longest time in which neither end did anything, in words; empty if nothing ever did."""
     marks = sorted(
-        ((mark.ago_s, end.name, mark.what) for end in ends for mark in end.marks), reverse=True
+        ((mark.ago_s, end.name, mark.what) for end in ends for mark in sound(end.marks)),
+        reverse=True,
     )
     if not marks:
         return ""
@@ -200,9 +212,9 @@ def _bar(phase: Phase, columns: int) -> str:
     room = columns - 1 - len(tail)
     name = clean(phase.state)
     label = next(
-        (one for one in (f"{name} {lasting(phase.lasted_s)}", name) if len(one) <= room), ""
+        (one for one in (f"{name} {lasting(phase.lasted_s)}", name) if columns_of(one) <= room), ""
     )
-    return f"│{label}{'─' * (room - len(label))}{tail}"
+    return f"│{label}{'─' * (room - columns_of(label))}{tail}"
 
 
 def _scale(axis: _Axis, deadline_in_s: float | None, width: int) -> Line:
