@@ -124,7 +124,8 @@ def holds(condition: Filter, row: Row, columns: Sequence[Column], now_s: float) 
     """Whether one condition is true of ``row`` at ``now_s`` on the daemon's clock."""
     pairs = list(zip(columns, row.cells, strict=True))
     if not condition.column:
-        found = any(_has(cell, condition.value) for col, cell in pairs if col.kind in WORDS)
+        words = [cell for column, cell in pairs if column.kind in WORDS]
+        found = any(cell and _has(cell, condition.value) for cell in words)
         return found != condition.test.endswith("-not")
     for column, cell in pairs:
         if column.name == condition.column:
