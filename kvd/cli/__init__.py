@@ -23,7 +23,9 @@ VERBS = {
     "locks": Verb("kvd.cli.look:locks_command", "Leases: who holds what, why, how long.", LOOK),
     "rooms": Verb("kvd.cli.look:rooms_command", "Handoffs under way on this side.", LOOK),
     "peers": Verb("kvd.cli.look:peers_command", "Other daemons as this one knows them.", LOOK),
-    "why": Verb("kvd.cli.look:why_command", "Who holds a page, node, room or lease.", LOOK),
+    "why": Verb(
+        "kvd.cli.look:why_command", "Who holds a page, node, room or lease, and why.", LOOK
+    ),
     "events": Verb("kvd.cli.events:events_command", "What happened, and what happens.", LOOK),
     "record": Verb("kvd.cli.record:record_command", "Save the last minutes of inputs.", LOOK),
     "replay": Verb("kvd.cli.record:replay_command", "Replay a recording, step by step.", LOOK),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -47,6 +47,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     sentence: str
     facts: tuple[str, ...]
+    links: tuple[str, ...] = ()
+    marks: tuple[dict[str, object], ...] = ()
     other_ends: tuple[dict[str, object], ...] = ()
     not_asked: str = ""
     """Why there are no other ends, where that is because they could not be asked."""
@@ -137,40 +139,44 @@ def peers_command(target: Target, form: str) -> None:
         render.show(render.peers(peers))
 
 
-class Named(NamedTuple):
-    """A number, and the component that it is a page of; empty where none was named."""
-
-    component: str
-    number: int
+NUMBERED = ("page", "node", "room", "lease", "receive", "send", "client")
 
 
-def _named(_: click.Context, __: click.Parameter, text: str) -> Named:
-    """``17`` or ``swa:17``."""
-    component, _colon, digits = text.rpartition(":")
+def _named(kind: str, one: str) -> Why:
+    """What is asked: ``17`` or ``swa:17``, and for a peer its name."""
+    if kind == "peer":
+        return Why(CALL, kind, 0, name=one)
+    component, _colon, digits = one.rpartition(":")
     if not (digits.isascii() and digits.isdigit() and int(digits) < 2**63):
-        msg = f"{text!r} is no number; a page of another component than the first is swa:17"
-        raise click.BadParameter(msg)
-    return Named(component, int(digits))
+        msg = f"{one!r} is no number; a page of another component than the first is swa:17"
+        raise click.BadParameter(msg, param_hint="ID")
+    if component and kind != "page":
+        msg = f"a {kind} has no component: kvd why {kind} {digits}"
+        raise click.UsageError(msg)
+    return Why(CALL, kind, int(digits), component)
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(["page", "node", "room", "lease"]))
-@click.argument("one", metavar="ID", callback=_named)
+@click.argument("kind", type=click.Choice([*NUMBERED, "peer"]))
+@click.argument("one", metavar="ID")
 @with_target
 @with_format
-def why_command(target: Target, form: str, kind: str, one: Named) -> None:
+def why_command(target: Target, form: str, kind: str, one: str) -> None:
     """Say who holds a page, node, room or lease, why, and since when.
 
     A page of a component beside the first is named with it: kvd why page swa:17
+
+    A handoff is a room, or one part of it: kvd why receive 4, kvd why send 4. Who takes part is
+    asked for with kvd why client 3 and kvd why peer NAME.
     """
-    if one.component and kind != "page":
-        msg = f"a {kind} has no component: kvd why {kind} {one.number}"
-        raise click.UsageError(msg)
-    because = ask(target, Why(CALL, kind, one.number, one.component), Because)
-    ends, trouble = _other_ends(target, one.number) if kind == "room" else ((), "")
+    asked = _named(kind, one)
+    because = ask(target, asked, Because)
+    ends, trouble = _other_ends(target, asked.id) if kind == "room" else ((), "")
     if form == "json":
+        marks = tuple(msgspec.structs.asdict(mark) for mark in because.marks)
         by_name = tuple(_by_name(end) for end in ends)
-        render.print_json(Answer(because.sentence, because.facts, by_name, trouble))
+        answer = Answer(because.sentence, because.facts, because.links, marks, by_name, trouble)
+        render.print_json(answer)
         return
     render.show(render.because(because), render.other_ends(ends))
     if trouble:

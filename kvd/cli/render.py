@@ -306,9 +306,10 @@ def _node_name(node: TreeNode, depth: int) -> str:
 
 
 def because(answer: Because) -> RenderableType:
-    """The sentence that answers, then the facts behind it."""
+    """The sentence that answers, the facts behind it, and what else to ask about."""
     facts = [said(f"  {fact}") for fact in answer.facts]
-    return Group(said(answer.sentence, "bold"), *facts)
+    links = [said(f"  see also {', '.join(answer.links)}", "dim")] if answer.links else []
+    return Group(said(answer.sentence, "bold"), *facts, *links)
 
 
 def other_ends(ends: Iterable[OtherEnd]) -> RenderableType:

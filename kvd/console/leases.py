@@ -71,7 +71,7 @@ LEASES: View[Lease] = View(
         Field(
             "locked_node",
             "ref",
-            lambda _, one: f"node:{one.anchor.id}" if one.anchor is not None else None,
+            lambda _, one: f"node:{one.anchor.id}" if one.anchor and one.anchor.parent else None,
             "where its lock begins; everything above is locked too",
         ),
         Field("holders", "text", lambda _, one: ", ".join(sorted(one.holders))),

@@ -125,12 +125,13 @@ def room_states(node: Node) -> list[RoomState]:
     decoder, prefiller = node.decoder, node.prefiller
     decode = [*decoder.parts.values(), *decoder.ready.values()]
     prefill = [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
-    return [_decode_room(node, part) for part in decode] + [
-        _prefill_room(node, part) for part in prefill
+    return [decode_room(node, part) for part in decode] + [
+        prefill_room(node, part) for part in prefill
     ]
 
 
-def _decode_room(node: Node, part: DecodePart) -> RoomState:
+def decode_room(node: Node, part: DecodePart) -> RoomState:
+    """One part of the decode side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.prefix_tokens
     return RoomState(
@@ -158,7 +159,8 @@ def _decode_room(node: Node, part: DecodePart) -> RoomState:
     )
 
 
-def _prefill_room(node: Node, part: PrefillPart) -> RoomState:
+def prefill_room(node: Node, part: PrefillPart) -> RoomState:
+    """One part of the prefill side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.decode_prefix_len
     return RoomState(

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvd.core.answer import Answer, has_page, holder_refs, lease_refs, links_of
 from kvd.core.beside_rules import needed_nodes
 from kvd.core.buffers import Buffers
 from kvd.core.owners import describe_holder
-from kvd.core.report import lease_state
 from kvd.core.spec import companion_factor, is_companion
 from kvd.core.states import States
 from kvd.core.windows import Windows
+from kvd.core.words import lease_waits_for
 from kvd.errors import Code, Refusal
-from kvd.types import NULL_PAGE, count, page_ids
+from kvd.types import NULL_PAGE, count, pack_ids, page_ids
 from kvd.wire.admin import Beside
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def first_page(node: Node, component: str, page: int) -> int | None:
     return None
 
 
-def page_beside(node: Node, component: str, page: int) -> list[str] | Refusal:
+def page_beside(node: Node, component: str, page: int) -> Answer | Refusal:
     """Who has this page of a component with page ids of its own, or of a saved area."""
     keeper, area = node.leases.beside.named(component), node.leases.saved.pools
     saved = next((name for name, pool in area.items() if pool.name == component), "")
@@ -55,43 +54,55 @@ def page_beside(node: Node, component: str, page: int) -> list[str] | Refusal:
     if not NULL_PAGE <= page < pool.total_pages:
         return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{pool.total_pages - 1}")
     if page == NULL_PAGE:
-        return [f"{what} is the null page: never handed out, never freed; in a row it means none"]
+        return Answer(
+            f"{what} is the null page: never handed out, never freed; in a row it means none"
+        )
     return _saved(node, saved, page, what) if keeper is None else _held(node, keeper, page, what)
 
 
-def _saved(node: Node, component: str, page: int, what: str) -> list[str]:
+def _saved(node: Node, component: str, page: int, what: str) -> Answer:
     """Whose retracted lease wants it back, in the area of that component."""
     for lease in node.leases.leases.values():
         for part in () if lease.saved is None else lease.saved.parts:
             if part.component == component and _has(part.slots, page):
-                return [
+                kept = part.first + page_ids(part.slots).index(page)
+                return Answer(
                     f"{what} is held by {describe_holder(node, lease)}, which is "
                     f"{lease.standing.value}",
-                    f"it keeps page {part.first + page_ids(part.slots).index(page)} of its row",
-                ]
-    return [f"{what} is free"]
+                    (f"it keeps page {kept} of its row",),
+                    links_of(*holder_refs(lease)),
+                )
+    return Answer(f"{what} is free")
 
 
-def _held(node: Node, keeper: Keeper, page: int, what: str) -> list[str]:
+def _held(node: Node, keeper: Keeper, page: int, what: str) -> Answer:
     """Which lease, or which node of the tree, has it."""
     for lease in node.leases.leases.values():
         if _has(keeper.own(lease), page):
             verb = "in quarantine under" if lease.quarantine else "held by"
-            waits_for = lease_state(node, lease).waiting_for
-            return [
+            waits_for = lease_waits_for(node, lease)
+            said = [f"waits for {waits_for}"] if waits_for else []
+            return Answer(
                 f"{what} is {verb} {describe_holder(node, lease)}",
-                _in_lease(keeper, lease, page),
-                *([f"waits for {waits_for}"] if waits_for else []),
-            ]
+                (_in_lease(keeper, lease, page), *said),
+                links_of(*holder_refs(lease)),
+            )
     for edge in keeper.nodes:
         pages = keeper.pages_at(edge)
         if _has(pages, page):
-            return [f"{what} is cached {_at(keeper, edge, page)}", *_needing(node, keeper, edge)]
-    return [f"{what} is free"]
+            needing = [
+                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
+            ]
+            return Answer(
+                f"{what} is cached {_at(keeper, edge, page)}",
+                tuple(_needing(node, needing)),
+                links_of(f"node:{edge.id}", *lease_refs(needing)),
+            )
+    return Answer(f"{what} is free")
 
 
 def _has(pages: Pages, page: int) -> bool:
-    return page in np.frombuffer(pages, dtype="<i4")
+    return has_page(pages, pack_ids([page]))
 
 
 def _in_lease(keeper: Keeper, lease: Lease, page: int) -> str:
@@ -132,13 +143,9 @@ def _at(keeper: Keeper, edge: TreeEdge, page: int) -> str:
     return f"beside node {edge.id}: the window of tokens {start} to {start + size}"
 
 
-def _needing(node: Node, keeper: Keeper, edge: TreeEdge) -> list[str]:
-    """The leases that need what lies at this node."""
-    found = [
-        f"needed by {describe_holder(node, lease)}"
-        for lease in node.leases.leases.values()
-        if edge in needed_nodes(keeper, lease)
-    ]
+def _needing(node: Node, leases: list[Lease]) -> list[str]:
+    """The leases that need what lies there."""
+    found = [f"needed by {describe_holder(node, lease)}" for lease in leases]
     return found or ["needed by nobody: it can be evicted"]
 
 
@@ -162,7 +169,10 @@ def said_of_node(node: Node, edge: TreeEdge) -> list[str]:
         if edge in keeper.nodes:
             n_pages = count(keeper.pages_at(edge))
             what = "a snapshot" if isinstance(keeper, States) else f"{n_pages} pages"
-            said += [f"{name}: {what}, {one}" for one in _needing(node, keeper, edge)]
+            needing = [
+                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
+            ]
+            said += [f"{name}: {what}, {one}" for one in _needing(node, needing)]
         elif isinstance(keeper, Windows):
             said.append(f"{name}: a tombstone, its tokens are cached and their window is gone")
     return said

@@ -247,20 +247,39 @@ def test_tree_json_counts_all_nodes(run, daemon):
     assert [node["id"] for node in json.loads(done.stdout)["nodes"]] == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["page", "node", "lease"])
+@pytest.mark.parametrize("kind", ["page", "node", "lease", "receive", "send", "client"])
 def test_why_gives_the_sentence_then_the_facts(run, daemon, kind):
-    daemon.answer = lambda _request: Because(0, "decode-0 holds it.", ("since 3 s", "room 9117"))
+    daemon.answer = lambda _request: Because(
+        0,
+        "decode-0 holds it.",
+        ("since 3 s", "room 9117"),
+        ("lease:7", "client:2"),
+        (Mark(2.5, "queued -> offered (admitted)"),),
+    )
 
     table, asjson = run("why", kind, "17"), run("why", kind, "17", "--format", "json")
 
     assert daemon.asked == [Why(0, kind, 17)] * 2
-    assert table.stdout == "decode-0 holds it.\n  since 3 s\n  room 9117\n"
+    assert table.stdout == (
+        "decode-0 holds it.\n  since 3 s\n  room 9117\n  see also lease:7, client:2\n"
+    )
     assert json.loads(asjson.stdout) == {
         "sentence": "decode-0 holds it.",
         "facts": ["since 3 s", "room 9117"],
+        "links": ["lease:7", "client:2"],
+        "marks": [{"ago_s": 2.5, "what": "queued -> offered (admitted)"}],
         "other_ends": [],
         "not_asked": "",
     }
+
+
+def test_why_takes_a_peer_by_its_name(run, daemon):
+    daemon.answer = lambda _request: Because(0, "peer 12:b is up", ())
+
+    done = run("why", "peer", "12:b")
+
+    assert (done.exit_code, done.stdout) == (0, "peer 12:b is up\n")
+    assert daemon.asked == [Why(0, "peer", 0, "", "12:b")]
 
 
 ENDS = (
@@ -328,6 +347,7 @@ def test_why_names_a_page_of_another_component_with_it(run, daemon):
         (("page", "-1"), "No such option"),
         (("page", str(2**63)), "is no number"),
         (("lease", "swa:17"), "a lease has no component: kvd why lease 17"),
+        (("client", "decode-0"), "'decode-0' is no number"),
     ],
 )
 def test_why_refuses_what_is_no_number_and_components_of_anything_but_pages(run, words, said):

@@ -352,7 +352,11 @@ def test_an_unknown_flush_mode_changes_nothing():
 @pytest.mark.parametrize(
     ("kind", "number", "message"),
     [
-        ("pages", 1, "'pages' is none of page, node, room, lease"),
+        ("pages", 1, "'pages' is none of page, node, room, lease, receive, send, client, peer"),
+        ("receive", 7, "there is no receive 7: over, or never was; see its events"),
+        ("send", 7, "there is no send 7: over, or never was; see its events"),
+        ("client", 7, "there is no client 7: gone, or never was"),
+        ("peer", 7, "there is no peer '': this node knows d"),
         ("page", 64, "page 64: this pool has pages 0..63"),
         ("page", -1, "page -1: this pool has pages 0..63"),
         ("node", 99, "the tree has no node 99: evicted, or never was"),

@@ -1,0 +1,112 @@
+"""Why of whoever holds: leases, and the clients that they belong to."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from kvd.core import why_beside
+from kvd.core.answer import MAX_LINKS, Answer, lease_refs, links_of
+from kvd.core.owners import describe_holder, owner_of
+from kvd.core.report import lease_state
+from kvd.core.standing import Standing
+from kvd.core.words import lease_word
+from kvd.errors import Code, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.lease import Lease
+    from kvd.core.node import Node
+    from kvd.core.parts import DecodePart, PrefillPart
+
+
+def of_lease(node: Node, number: int) -> Answer | Refusal:
+    """What it holds and locks, for whom, and what it waits for."""
+    lease = node.leases.leases.get(number)
+    if lease is None:
+        return Refusal(Code.BAD_REQUEST, f"there is no lease {number}: released, or never was")
+    state = lease_state(node, lease)
+    said = [f"holders: {', '.join(state.holders) or 'none'}"]
+    said += [
+        f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
+        for one in state.beside
+    ]
+    said += why_beside.said_of_lease(node, lease)
+    if lease.quarantine:
+        said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
+    if lease.standing is not Standing.RUNNING:
+        since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
+        said.append(
+            f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "
+            f"{state.prompt_tokens} tokens saved"
+        )
+    if state.waiting_for:
+        said.append(f"waits for {state.waiting_for}")
+    parts = list(_parts_of(node, lease))
+    refs = [f"client:{lease.session}"]
+    if lease.anchor is not None and lease.anchor.parent is not None:
+        refs.append(f"node:{lease.anchor.id}")
+    refs += [ref for ref, _ in parts]
+    if lease.room:
+        refs.append(f"room:{lease.room}")
+    peers = [part.peer for _, part in parts]
+    peers += [lease.quarantine.peer] if lease.quarantine is not None else []
+    refs += [f"peer:{name}" for name in peers if name]
+    return Answer(
+        f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
+        f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
+        tuple(said),
+        links_of(*refs),
+        tuple(mark for _, part in parts for mark in part.story.marks(node.out.at_s)),
+    )
+
+
+def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, DecodePart | PrefillPart]]:
+    """The handoffs that fill it, have filled it, or read it, as links."""
+    decoder, prefiller = node.decoder, node.prefiller
+    for receive in (*decoder.parts.values(), *decoder.ready.values()):
+        if receive.lease is lease:
+            yield f"receive:{receive.id}", receive
+    for send in prefiller.by_room.values():
+        if send.engine is not None and send.engine.lease is lease:
+            yield f"send:{send.id}", send
+
+
+def of_client(node: Node, number: int) -> Answer | Refusal:
+    """Who it is and what it holds; one that is gone may have left leases behind."""
+    session = node.sessions.by_id.get(number)
+    leases = [one for one in node.leases.leases.values() if one.session == number]
+    if session is None and not leases:
+        return Refusal(Code.BAD_REQUEST, f"there is no client {number}: gone, or never was")
+    receives = [part for part in node.decoder.parts.values() if part.session == number]
+    sends = [part for part in node.prefiller.by_room.values() if part.session == number]
+    biggest = heapq.nlargest(MAX_LINKS, leases, key=lambda one: one.held_pages)
+    pages = sum(one.held_pages for one in leases)
+    has = (
+        f"{len(leases)} leases with {pages} pages of their own, {len(receives)} receives and "
+        f"{len(sends)} sends under way"
+    )
+    if session is None:
+        sentence = f"client {number} is gone and has left {has}"
+    else:
+        pids = ", ".join(map(str, session.pids))
+        age_s = node.out.at_s - session.since_s
+        name, _ = owner_of(node, number)
+        sentence = f"client {number} is {name} (pid {pids}), attached for {age_s:.1f} s: {has}"
+    waiting = [one for one in node.admission.queue if one.claim.session == number]
+    facts = [_lease_fact(node, one) for one in biggest]
+    if len(leases) > len(biggest):
+        facts.append(f"and {len(leases) - len(biggest)} leases more")
+    if waiting:
+        oldest_s = node.out.at_s - min(one.since_s for one in waiting)
+        facts.append(f"{len(waiting)} requests of it wait for room, the first for {oldest_s:.1f} s")
+    under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    return Answer(sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS]))
+
+
+def _lease_fact(node: Node, lease: Lease) -> str:
+    n_locked = lease.anchor.end_tokens if lease.anchor is not None else 0
+    locked = f", locks {n_locked} cached tokens" if n_locked else ""
+    said = describe_holder(node, lease)
+    return f"{said}: {lease_word(lease)}, {lease.held_pages} pages{locked}"
