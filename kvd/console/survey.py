@@ -122,16 +122,10 @@ class Survey:
         planes = [plane for plane in self.planes if plane.has_nodes]
         first = 0
         while first < len(nodes):
-            seen = [
-                one if (above := one.parent) is None or above.children.get(one.key) is one else GONE
-                for one in nodes[first : first + NODES]
-            ]
-            children = [one.children for one in seen]
-            nodes.extend(chain.from_iterable([some.values() for some in children if some]))
-            self._parents.append(
-                np.repeat(np.arange(first, first + len(seen)), list(map(len, children)))
-            )
-            self.index.update((one.id, first + k) for k, one in enumerate(seen))
+            seen, n_children = _next_nodes(nodes, first)
+            ids = [one.id for one in seen]
+            self.index.update(zip(ids, range(first, first + len(ids)), strict=True))
+            self._parents.append(np.repeat(np.arange(first, first + len(ids)), n_children))
             self._own_pages.extend([len(one.pages) // ID_BYTES for one in seen])
             self.used_s.extend([one.touched_at for one in seen])
             self._hits.extend([one.hits for one in seen])
@@ -184,6 +178,25 @@ class Survey:
             np.zeros(n_nodes, np.bool_),
             np.zeros(n_nodes, np.uint8),
         )
+
+
+def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list[int]]:
+    """Some nodes from that place on, and how many children each has, which join ``nodes``.
+
+    As many levels as it takes: a long chain has one node a level.
+    """
+    seen: list[TreeNode] = []
+    n_children: list[int] = []
+    while len(seen) < NODES and first + len(seen) < len(nodes):
+        level = [
+            one if (above := one.parent) is None or above.children.get(one.key) is one else GONE
+            for one in nodes[first + len(seen) : first + NODES]
+        ]
+        children = [one.children for one in level]
+        n_children += map(len, children)
+        nodes.extend(chain.from_iterable([some.values() for some in children if some]))
+        seen += level
+    return seen, n_children
 
 
 def _things_of_leases(leases: Sequence[Lease], plane: Plane) -> Things:

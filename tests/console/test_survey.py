@@ -71,6 +71,21 @@ def test_a_subtree_has_the_pages_of_its_nodes():
     }
 
 
+def test_a_long_chain_of_nodes_is_looked_at_many_levels_at_once():
+    world = World(p_pages=600)
+    tree, pool = world.p.node.leases.tree, world.p.node.leases.pool
+    node = tree.match(tokens((0, 0)), "")
+    for number in range(500):
+        node = tree.extend(node, tokens((1000 * number, PAGE)), pool.take(1)).node
+    survey = Survey(world.p.node, None, 1.0)
+    steps = sum(1 for _ in survey.steps)
+
+    root = tree.roots[""]
+    assert survey.below(root) == 500
+    assert survey.below(node) == 1
+    assert steps < 20
+
+
 def test_saved_pages_of_a_retracted_lease_are_a_component_of_their_own():
     world = World()
     lease = world.p.lease(tokens((1, 40)))
@@ -137,14 +152,15 @@ def test_what_moves_during_a_survey_is_put_right_by_the_next(seed, monkeypatch):
         assert sum_of(pages, HELD) == pool.held_pages
 
 
-def test_a_node_that_is_evicted_before_it_is_looked_at_is_not_in_the_survey():
+def test_a_node_that_is_evicted_before_it_is_looked_at_is_not_in_the_survey(monkeypatch):
+    monkeypatch.setattr("kvd.console.survey.NODES", 1)
     world = World()
     for first in (1, 1000):
         lease = world.p.lease(tokens((first, 3 * PAGE)))
         world.p.call(client.CommitAndRelease, lease=lease.lease)
     survey = Survey(world.p.node, None, 1.0)
     for _ in survey.steps:
-        if survey._nodes:  # the roots are on the list, and nothing below them was seen
+        if survey.index:  # the root was looked at, and its children are next
             break
     world.p.node.step(FromOperator(world.now_s, b"op", admin.Flush(1)))
     for _ in survey.steps:
