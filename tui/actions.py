@@ -84,6 +84,26 @@ async def _step(app: KvdTui, count: str) -> None:
     app.mirror.moments.step(int(count))
 
 
+async def _play(app: KvdTui, _: str) -> None:
+    replay = app.replay
+    if replay is not None and (replay.is_held or replay.at_end):
+        replay.play()
+    elif replay is not None:
+        replay.hold()
+
+
+async def _wind(app: KvdTui, seconds: str) -> None:
+    replay = app.replay
+    if replay is not None:
+        app.mirror.moments.live()
+        replay.seek(max(0.0, min(replay.length_s, replay.position_s + float(seconds))))
+
+
+async def _speed(app: KvdTui, factor: str) -> None:
+    if app.replay is not None:
+        app.replay.pace(app.replay.speed * float(factor))
+
+
 async def _command(app: KvdTui, _: str) -> None:
     app.ask(":", "")
 
@@ -165,6 +185,9 @@ ACTIONS: dict[str, Action] = {
     "freeze": _freeze,
     "live": _live,
     "step": _step,
+    "play": _play,
+    "wind": _wind,
+    "speed": _speed,
     "command": _command,
     "filter": _filter,
     "faults": _faults,

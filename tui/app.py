@@ -25,6 +25,7 @@ from tui.actions import ACTIONS
 from tui.model.mirror import Wanted
 from tui.model.trail import Place, Trail
 from tui.palette import Found
+from tui.replay import ReplayLink
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
@@ -54,10 +55,9 @@ FROZEN = Refusal(Code.NOT_SUPPORTED, "frozen: the daemon is asked again when thi
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How the console was started; ``is_replay``: frames come from a file."""
+    """How the console was started."""
 
     readonly: bool = False
-    is_replay: bool = False
     fps: float = 10.0
     theme: str = THEMES[0]
     page: str = keys.PAGES[0]
@@ -160,6 +160,11 @@ class KvdTui(App[None]):
         """The picture that is shown."""
         return self.mirror.moments.shown
 
+    @property
+    def replay(self) -> ReplayLink | None:
+        """The player, where what is shown comes from a recording."""
+        return self.link if isinstance(self.link, ReplayLink) else None
+
     def wanted(self) -> Wanted:
         """What the visible page wants to know; the link asks before each frame."""
         return Wanted(self.page.queries(), self.page.events())
@@ -181,6 +186,7 @@ class KvdTui(App[None]):
         if seen != self._seen:
             self._seen = seen
             self.page.show(moment)
+            self.hurry()
             self.call_after_refresh(self._painted, start_s)
 
     def _painted(self, start_s: float) -> None:
@@ -210,7 +216,7 @@ class KvdTui(App[None]):
             now_s,
             wanted_fps,
             moments.behind_s if moments.is_frozen else None,
-            self.options.is_replay,
+            _where(self.replay) if self.replay is not None else "",
             1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.moment.vitals, now, width)
@@ -233,7 +239,8 @@ class KvdTui(App[None]):
         page = self.page
         has_table = page.table() is not None
         found = {
-            "write": not self.options.readonly and not self.options.is_replay,
+            "write": not self.options.readonly and self.replay is None,
+            "replay": self.replay is not None,
             "table": has_table,
             "tables": len(page.tables()) > 1,
             "filter": has_table or page.CAN_FILTER,
@@ -376,3 +383,10 @@ class KvdTui(App[None]):
         if message.table is not self.page.table():
             self.page.activate(message.table)
         self.hurry()
+
+
+def _where(replay: ReplayLink) -> str:
+    """How far a recording has been played."""
+    state = " HELD" if replay.is_held else " END" if replay.at_end else ""
+    speed = "" if replay.speed == 1.0 else f" x{replay.speed:g}"
+    return f"REPLAY{state}{speed} {replay.position_s:.1f} of {replay.length_s:.1f}s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,14 @@ from tui import endpoint as places
 from tui.keys import PAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
     from tui.app import KvdTui
+    from tui.link import FrameLink
+    from tui.model.mirror import Mirror, Wanted
+
+    Connect: TypeAlias = Callable[[Mirror, Callable[[], Wanted]], FrameLink]
 
 MIN_FPS, MAX_FPS = 0.2, 20.0
 SIZE = re.compile(r"(\d{2,3})x(\d{2,3})")
@@ -44,6 +52,18 @@ DEFAULT_SIZE = "132x40"
     show_default=True,
     help="The page to begin with.",
 )
+@click.option(
+    "--record",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what is seen to a new file, to be replayed.",
+)
+@click.option(
+    "--replay",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Show what was recorded, without a daemon.",
+)
 @click.option("--once", is_flag=True, help="Print one frame as text, and end.")
 @click.option(
     "--screenshot",
@@ -62,40 +82,66 @@ def main(  # noqa: PLR0913 - click passes every option by its name
     fps: float,
     theme: str,
     screen: str,
+    record: Path | None,
+    replay: Path | None,
     once: bool,
     screenshot: Path | None,
     size: str,
 ) -> None:
     """Browse a daemon: who holds which page, why, and since when. ? shows the keys."""
-    where = places.read(connect or _configured())
-    if isinstance(where, places.Flaw):
-        raise click.BadParameter(where.why, param_hint="--connect")
+    if replay is not None and (connect is not None or record is not None):
+        raise click.UsageError("--replay needs no daemon: leave out --connect and --record")
     found = SIZE.fullmatch(size)
     if found is None:
         raise click.BadParameter(f"{size!r} is no size; write {DEFAULT_SIZE}", param_hint="--size")
-    app = _console(where, readonly=readonly, fps=fps, theme=theme, screen=screen)
-    if not once and screenshot is None:
-        app.run()
-        raise SystemExit(app.return_code or 0)
-    _once(app, (int(found[1]), int(found[2])), screenshot, is_shown=once)
+    with contextlib.ExitStack() as until_end:
+        make = _replaying(replay) if replay is not None else _linked(connect, record, until_end)
+        app = _console(make, readonly=readonly, fps=fps, theme=theme, screen=screen)
+        if not once and screenshot is None:
+            app.run()
+            raise SystemExit(app.return_code or 0)
+        _once(app, (int(found[1]), int(found[2])), screenshot, is_shown=once)
 
 
-def _console(
-    where: places.Local | places.Remote, *, readonly: bool, fps: float, theme: str, screen: str
-) -> KvdTui:
-    """The console of a daemon. Textual is loaded here: help and refusals need none of it."""
+def _linked(connect: str | None, record: Path | None, until_end: contextlib.ExitStack) -> Connect:
+    """A link to a daemon, which a recorder listens to if there is to be one."""
+    where = places.read(connect or _configured())
+    if isinstance(where, places.Flaw):
+        raise click.BadParameter(where.why, param_hint="--connect")
+    from tui.link import Link  # noqa: PLC0415 - loads ZeroMQ
+    from tui.tape import Flaw, Recorder  # noqa: PLC0415
+
+    witness = Recorder.open(record) if record is not None else None
+    if isinstance(witness, Flaw):
+        raise click.BadParameter(witness.why, param_hint="--record")
+    if witness is not None:
+        until_end.callback(witness.close)
+    return lambda mirror, wanted: Link(where, mirror, wanted, witness=witness)
+
+
+def _replaying(file: Path) -> Connect:
+    """A player of a recording."""
+    from tui.replay import ReplayLink  # noqa: PLC0415 - loads ZeroMQ
+    from tui.tape import Flaw, Tape  # noqa: PLC0415
+
+    tape = Tape.open(file)
+    if isinstance(tape, Flaw):
+        raise click.BadParameter(tape.why, param_hint="--replay")
+    return lambda mirror, wanted: ReplayLink(tape, mirror)
+
+
+def _console(make: Connect, *, readonly: bool, fps: float, theme: str, screen: str) -> KvdTui:
+    """The console. Textual is loaded here: help and refusals need none of it."""
     from textual.theme import BUILTIN_THEMES  # noqa: PLC0415
 
     from tui.app import KvdTui, Options  # noqa: PLC0415
-    from tui.link import Link  # noqa: PLC0415
     from tui.model.mirror import Mirror  # noqa: PLC0415
     from tui.themes import THEMES  # noqa: PLC0415
 
     if theme not in {*BUILTIN_THEMES, *THEMES}:
         known = " ".join(sorted({*BUILTIN_THEMES, *THEMES}))
         raise click.BadParameter(f"{theme!r} is none of {known}", param_hint="--theme")
-    options = Options(readonly=readonly, fps=fps, theme=theme, page=screen)
-    return KvdTui(Mirror(), lambda mirror, wanted: Link(where, mirror, wanted, fps=fps), options)
+    return KvdTui(Mirror(), make, Options(readonly=readonly, fps=fps, theme=theme, page=screen))
 
 
 def _once(app: KvdTui, size: tuple[int, int], file: Path | None, *, is_shown: bool) -> None:

@@ -25,6 +25,7 @@ NEEDS = {
     "chosen": "on a row",
     "card": "when something is open",
     "frozen": "when frozen",
+    "replay": "with --replay",
     "faults": "pages that know what a fault is",
     "move": "pages with something to move in",
 }
@@ -98,6 +99,12 @@ TABLE: tuple[Key, ...] = (
     Key(("left",), "step -1", "one picture back", "time", needs=("frozen",), footer="back"),
     Key(("right", "."), "step 1", "one picture on", "time", needs=("frozen",), footer="on"),
     Key(("end",), "live", "go on live", "time", needs=("frozen",), footer="live"),
+    Key(("P",), "play", "hold the recording, or play on", "time", needs=("replay",),
+        footer="play"),
+    Key(("<",), "wind -10", "10 s back in the recording", "time", needs=("replay",)),
+    Key((">",), "wind 10", "10 s on in the recording", "time", needs=("replay",)),
+    Key(("{",), "speed 0.5", "play half as fast", "time", needs=("replay",)),
+    Key(("}",), "speed 2", "play twice as fast", "time", needs=("replay",)),
     Key(("space",), "freeze", "freeze, or go on live; it goes on collecting", "time",
         footer="freeze"),
     # moving and opening

@@ -168,7 +168,7 @@ async def carry_out(app: KvdTui, request: Verb | Audit | Record) -> None:
     name = name_of(request)
     if not isinstance(request, Audit | Record):
         if "write" not in app.has():
-            app.say(NOT_IN_REPLAY if app.options.is_replay else NOT_HERE, is_bad=True)
+            app.say(NOT_HERE if app.replay is None else NOT_IN_REPLAY, is_bad=True)
             return
         would = told(await app.link.ask(Rehearse(0, request)))
         if isinstance(would, Because | Recorded):

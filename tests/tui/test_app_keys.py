@@ -10,11 +10,17 @@ from textual.command import CommandPalette
 
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed, Audit, Because, Evict, Fence, Flush, Rehearse, Report, Why
-from kvd.wire.console import Filter
+from kvd.wire.codec import ADMIN_REPLIES
+from kvd.wire.console import Filter, Query
+from tests.tui.fake import FakeLink
 from tests.tui.feed import console, lines_of, settle
 from tui.actions import ACTIONS
+from tui.app import KvdTui, Options
 from tui.keys import TABLE
+from tui.model.mirror import Mirror, Wanted
 from tui.palette import Found
+from tui.replay import ReplayLink
+from tui.tape import Recorder, Tape
 
 SIZE = (120, 30)
 
@@ -467,3 +473,52 @@ async def test_an_audit_is_only_looked_at():
         await press(app, pilot)
         assert feed.requests == [Audit(0)]
         assert "128  checked pages" in text_of(app)
+
+
+# ---- a recording ---------------------------------------------------------------------------------
+
+
+def replaying(path):
+    """A console that plays a recording of two seconds of a node."""
+    tape = Tape.open(path)
+    return KvdTui(Mirror(), lambda mirror, _: ReplayLink(tape, mirror), Options(page="clients"))
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Two seconds of a node, a frame each tenth of a second."""
+    path = tmp_path / "incident.tape"
+    recorder = Recorder.open(path)
+    mirror, link = Mirror(), FakeLink("normal")
+    wanted = Wanted((Query("clients", limit=40), Query("leases", sort="since", limit=40)))
+    for call in range(1, 21):
+        look = mirror.look(call, wanted)
+        raw = ADMIN_REPLIES.encode(link.look(look))
+        mirror.take(link.look(look), link.clock())
+        recorder.write(look, raw, link.clock(), mirror)
+        link.pass_time(0.1)
+    recorder.close()
+    return path
+
+
+async def test_a_recording_is_held_wound_and_played_at_another_speed(recording):
+    app = replaying(recording)
+    async with app.run_test(size=SIZE) as pilot:
+        await press(app, pilot, "P")
+        assert lines_of(app)[0].rstrip().endswith("of 1.9s")
+        assert "REPLAY HELD" in lines_of(app)[0]
+        assert "sglang-0" in text_of(app)
+        await press(app, pilot, ">")
+        assert app.replay.position_s == pytest.approx(1.9)
+        await press(app, pilot, "<", "}")
+        assert (app.replay.position_s, app.replay.speed) == (0.0, 2.0)
+        assert "REPLAY HELD x2 0.0 of 1.9s" in lines_of(app)[0]
+
+
+async def test_nothing_can_be_changed_in_a_recording(recording):
+    app = replaying(recording)
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await press(app, pilot, "P")
+        await enter(app, pilot, ":flush")
+        await press(app, pilot)
+        assert "nothing can be changed from here" in text_of(app)

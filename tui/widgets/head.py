@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 class Situation(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock; ``is_replay``: frames come from a file. ``slowed_to``: the frames a
-    second that there are, where the daemon or the terminal does not keep up with ``fps``; else 0.
+    ``now_s`` is on our clock. ``replay``: how far a recording is, where frames come from one.
+    ``slowed_to``: the frames a second that there are, where the daemon or the terminal does not
+    keep up with ``fps``; else 0.
     """
 
     standing: Standing
     now_s: float
     fps: float
     frozen_s: float | None = None
-    is_replay: bool = False
+    replay: str = ""
     slowed_to: float = 0.0
 
 
@@ -116,10 +117,12 @@ def _picture(now: Situation) -> Line:
         return spans.merged((Span(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
     if link:
         return link
+    if now.replay:
+        return (said(now.replay, "warn"),)
     rate = f"{now.fps:g}/s"
     if now.slowed_to:
         return (Span(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
-    return (Span(f"{'REPLAY' if now.is_replay else 'LIVE'} {rate}", "ok"),)
+    return (Span(f"LIVE {rate}", "ok"),)
 
 
 class Head(Canvas):
