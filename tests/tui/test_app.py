@@ -6,6 +6,7 @@ import pytest
 
 from kvd.wire.admin import Why
 from tests.tui.feed import console, lines_of, settle, vitals
+from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.keys import PAGES
 from tui.widgets.head import tab_line
 

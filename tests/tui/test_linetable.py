@@ -7,6 +7,7 @@ import pytest
 
 from kvd.wire.console import Column, Query, Row
 from tests.tui.feed import console, lines_of, settle
+from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.draw.spans import text_of
 from tui.model.moments import Moment
 from tui.model.sheets import Sheet
