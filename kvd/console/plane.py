@@ -8,7 +8,8 @@ is worked out for the things, and looked up for the pages on somebody's screen.
 
 ``kept`` are pages that this survey has not seen: they changed their place while it went on, or
 they are nobody's. They are shown as the survey before saw them, and as nobody's if that did not
-see them either. That is a hint: what is broken is the audit's to say (``core.sweep``).
+see them either, nor a second look at where they may have gone. On a node with very many leases that
+is a hint: what is broken is the audit's to say (``core.sweep``).
 """
 
 from __future__ import annotations
@@ -191,9 +192,21 @@ class Plane:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def keep(self, before: Plane | None) -> None:
-        """Pages that were not seen are as they were ``before``; or nobody's."""
+    def suspects(self, before: Plane | None) -> npt.NDArray[np.intp]:
+        """Pages that were not seen, and not ``before`` either."""
         unseen = np.flatnonzero(self.thing == UNSEEN)
+        if before is None or not unseen.size or before.total_pages != self.total_pages:
+            return unseen[:0]
+        return unseen[before.things.missed[before.thing[unseen]] > 0]
+
+    def keep(self, before: Plane | None, found: npt.NDArray[np.intp]) -> None:
+        """Pages that were not seen are as they were ``before``; or nobody's.
+
+        Those ``found`` since are somewhere, which the next survey will see.
+        """
+        is_unseen = self.thing == UNSEEN
+        is_unseen[found] = False
+        unseen = np.flatnonzero(is_unseen)
         if before is None or not unseen.size or before.total_pages != self.total_pages:
             return
         old = before.thing[unseen]

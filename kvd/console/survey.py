@@ -30,6 +30,8 @@ from kvd.types import ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    import numpy.typing as npt
+
     from kvd.core.lease import Lease
     from kvd.core.node import Node
 
@@ -45,6 +47,8 @@ FORGET_S = 10.0
 FREE_PAGES = 65_536
 NODES = 256
 LEASES = 64
+AGAIN = 2048
+"""Leases and nodes that are looked at once more at once, where pages are missing: 2 ms."""
 SUMMED_NODES = 4096
 
 GONE = TreeNode(0, None, b"", b"", b"")
@@ -109,7 +113,12 @@ class Survey:
             nodes = self._things_of_nodes(plane, locks.get(plane.name))
             plane.things = plane.things.and_also(nodes, *of_leases[plane.name])
             yield
-            plane.keep(before.plane(plane.name) if before is not None else None)
+            last = before.plane(plane.name) if before is not None else None
+            suspects = plane.suspects(last)
+            found = suspects[:0]
+            if suspects.size:
+                found = yield from self._look_again(node, plane, suspects)
+            plane.keep(last, found)
             yield
             yield from plane.count()
             plane.find_runs()
@@ -165,6 +174,36 @@ class Survey:
                 of_leases[plane.name].append(_things_of_leases(there, plane))
                 yield from plane.see([plane.of(one) for one in there], thing)
             yield
+
+    def _look_again(
+        self, node: Node, plane: Plane, suspects: npt.NDArray[np.intp]
+    ) -> Generator[None, None, npt.NDArray[np.intp]]:
+        """Those that are free now, a lease's, or at a node where they can have come since.
+
+        All at one moment unless there is very much: so what moves all the time is found.
+        """
+        is_there = np.zeros(plane.total_pages, np.bool_)
+
+        def see(pieces: Sequence[bytes]) -> None:
+            ids = np.frombuffer(b"".join(pieces), dtype="<i4")
+            is_there[ids[(ids > 0) & (ids < plane.total_pages)]] = True
+
+        see([plane.pool.free_ids()])
+        by_id = node.leases.leases
+        numbers, nodes = list(by_id), self._later_nodes(node, plane)
+        for first in range(0, max(len(numbers), len(nodes)), AGAIN):
+            some = numbers[first : first + AGAIN]
+            see([plane.of(by_id[one]) for one in some if one in by_id])
+            see(plane.at(nodes[first : first + AGAIN]))
+            yield
+        return suspects[is_there[suspects] > 0]
+
+    def _later_nodes(self, node: Node, plane: Plane) -> list[TreeNode]:
+        """Nodes that the walk has not seen; of a component beside the first all that have some."""
+        if plane.keeper is not None:
+            return list(plane.keeper.nodes)
+        order = node.leases.tree.order if plane.has_nodes else ()
+        return [one for one in order if one.id not in self.index]
 
     def _things_of_nodes(self, plane: Plane, locks: array[int] | None) -> Things:
         n_nodes = len(self._hits)

@@ -136,13 +136,16 @@ def test_what_moves_during_a_survey_is_put_right_by_the_next(seed, monkeypatch):
     monkeypatch.setattr("kvd.console.survey.LEASES", 1)
     monkeypatch.setattr("kvd.console.survey.FREE_PAGES", 4)
     engine = worked("everything", seed, 100)
-    survey = None
-    for _ in range(4):
+    survey, n_unseen = None, 0
+    for _ in range(8):
         survey = Survey(engine.node, survey, engine.now_s)
         for _ in survey.steps:
             engine.work(1)
         for plane in survey.planes:
             assert plane.pages.sum() == plane.total_pages - 1
+            n_unseen += plane.pages[plane.things.missed > 0].sum()
+            assert not plane.pages[plane.things.what == Is.NOBODY].sum(), (seed, plane.name)
+    assert n_unseen, "nothing moved"
     before = survey
     quiet = surveyed(engine.node, before)
     for plane, pool in zip(quiet.planes, pool_states(engine.node), strict=False):
