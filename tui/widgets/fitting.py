@@ -97,7 +97,12 @@ def fit(
             least[at] = max(1, width)
             taken.append(at)
             room = 0
-    return _widened(sorted(taken), least, wishes, room, len(usable))
+    shown = tuple(sorted(taken))
+    kinds = [column.kind for column in columns]
+    caps = [min(wish, CAPS.get(kind, wish)) for kind, wish in zip(kinds, wishes, strict=True)]
+    room = _widen(shown, least, caps, room)
+    _widen(shown, least, wishes, room)
+    return Fit(shown, tuple(least[at] for at in shown), len(usable) - len(taken))
 
 
 def _least(column: Column, wish: int, rules: Rules) -> int:
@@ -107,13 +112,11 @@ def _least(column: Column, wish: int, rules: Rules) -> int:
     return max(1, min(wish, cap, TIGHT if is_tight else cap))
 
 
-def _widened(
-    taken: list[int], least: dict[int, int], wishes: Sequence[int], room: int, usable: int
-) -> Fit:
-    """Room that is left goes to those that were cut, from the left."""
+def _widen(taken: Sequence[int], widths: dict[int, int], wishes: Sequence[int], room: int) -> int:
+    """Room that is left goes to those that have less than they wish, from the left; the rest."""
     for at in taken:
-        more = min(room, wishes[at] - least[at])
+        more = min(room, wishes[at] - widths[at])
         if more > 0:
-            least[at] += more
+            widths[at] += more
             room -= more
-    return Fit(tuple(taken), tuple(least[at] for at in taken), usable - len(taken))
+    return room

@@ -231,7 +231,9 @@ class PoolLines(Canvas):
         if not key:
             return []
         told = [str(sheet.cell(key, name) or "") for name in WORDS]
-        made = [said("  " + ", ".join(one for one in told if one), "dim")]
+        state = str(sheet.cell(key, "state") or "")
+        made = [Span("  "), said(f"{state}, ", "bad")] if " " in state else [Span("  ")]
+        made.append(said(", ".join(one for one in told if one), "dim"))
         at = sheet.index("held_by")
         if at >= 0 and sheet.rows[key].cells[at]:
             holders = cells.show(sheet.rows[key].cells[at], "holders", self._now_s, 120)

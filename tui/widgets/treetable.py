@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from typing_extensions import override
 
 from kvd.wire.console import MAX_OPENED
@@ -42,6 +43,11 @@ RULES = {
         narrow=("name", "namespace"),
     ),
 }
+WITHOUT_BESIDE = {
+    view: msgspec.structs.replace(rules, never=(*rules.never, "beside"))
+    for view, rules in RULES.items()
+}
+"""Where no node has anything of other components: nobody misses the column."""
 MAX_NAMED = 8192
 """Nodes of which the parent is remembered: more than anybody scrolls past."""
 CLOSED, OPENED, LEAF = "▶", "▼", " "
@@ -72,8 +78,16 @@ class TreeTable(LineTable):
     def show(self, moment: Moment) -> None:
         before = self.sheet
         super().show(moment)
-        if self.is_tree and self.sheet is not None and self.sheet is not before:
-            self._learn(self.sheet)
+        sheet = self.sheet
+        if sheet is None or sheet is before:
+            return
+        if self.is_tree:
+            self._learn(sheet)
+        at = sheet.index("beside")
+        if at >= 0 and not any(row.cells[at] for row in sheet.rows.values()):
+            self.rules = WITHOUT_BESIDE[self.view]
+        else:
+            self.rules = RULES[self.view]
 
     # ---- opening ----------------------------------------------------------------------------
 
