@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvd.console.desk import Desk
+from kvd.console.lockhistory import with_lock_history
 from kvd.console.scene import Scene
 from kvd.console.watch import Watch
 from kvd.core import inputs
@@ -154,7 +155,19 @@ class FakeLink:
             town.pass_time(0.1)
         if len(reports) == before:
             return _failed(request, Code.UNREACHABLE, f"no answer to {type(request).__name__}")
-        return reports[-1]
+        return self._with_history(request, reports[-1])
+
+    def _with_history(
+        self, request: admin.AdminRequest, reply: admin.AdminReply
+    ) -> admin.AdminReply:
+        """How a node came to its locks is in the ring of events, which the core has not."""
+        match request, reply:
+            case admin.Why(kind="node", id=number), admin.Because():
+                _, happened = self.side.bus.after(0)
+                node = self.side.node
+                return with_lock_history(reply, node, number, happened, self.town.now_s)
+            case _:
+                return reply
 
     def _new_desk(self) -> Desk:
         """Its looks cost nothing, so that it never answers with an older one."""

@@ -54,6 +54,7 @@ LIST_COLUMNS = (
     Column("name", "text"),
     Column("pages", "pages"),
     Column("why", "text"),
+    Column("rank", "count"),
 )
 CHILDREN = {1: (2, 3), 2: (4, 5), 3: (), 4: (), 5: (6,), 6: ()}
 NAMES = {1: HOSTILE, 2: "10 11 12 …", 3: "20 21", 4: "30", 5: "40 41", 6: "50"}
@@ -97,7 +98,10 @@ class Memory(Feed):
         if query.view == "tree":
             return TREE_COLUMNS, list(self._below(1, 0, set(query.opened)))
         numbers = self.orphans if query.view == "orphans" else (4, 6)
-        rows = [Row(f"node:{n}", (HOSTILE, 320, NAMES[n], n, "locked by 1")) for n in numbers]
+        rows = [
+            Row(f"node:{n}", (HOSTILE, 320, NAMES[n], n, "locked by 1", rank))
+            for rank, n in enumerate(numbers, start=1)
+        ]
         return LIST_COLUMNS, rows
 
     def _pool(self, name, tier, total, holders, saved):

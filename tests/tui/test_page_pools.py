@@ -8,6 +8,7 @@ from kvd.wire.admin import Because, Why
 from kvd.wire.console import MapQuery
 from tests.tui.feed import lines_of, settle
 from tests.tui.memory import SHOWN, memory
+from tui.draw.pages import Grid
 from tui.widgets.pagemap import LENSES
 
 NARROW, WIDE, HUGE = (80, 24), (132, 40), (200, 60)
@@ -97,14 +98,14 @@ async def test_without_colour_a_cell_is_the_letter_of_its_level(monkeypatch):
         assert lines_of(app)[at + 1].startswith("◆cQ.cQ.cQ")
 
 
-async def test_a_small_component_has_no_more_lines_than_it_fills():
+async def test_a_small_component_has_a_letter_a_page_and_no_more_lines_than_it_fills():
     app, feed = memory("pools")
     async with app.run_test(size=WIDE) as pilot:
         await bring(app, feed, pilot, "c")
         assert map_of(app).component == "kv.saved"
         await bring(app, feed, pilot, "c")
         assert map_of(app).component == "swa"
-        assert map_of(app).grid.height == 4
+        assert map_of(app).grid == Grid(132, 8, "letters")
         assert map_of(app).asks()[0].cells == 1000
         assert line_with(app, "▶ swa")
         assert line_with(app, "─ swa  lens state  1 cell = 1 page  1 000 pages x 64.0Ki")

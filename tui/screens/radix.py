@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.wire.console import Query
+from kvd.text import clean
+from kvd.wire.console import Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
 from tui.screens.page import Page
@@ -24,8 +25,10 @@ LISTS = {"only-locked": "locked", "only-orphans": "orphans", "eviction": "evicti
 """Actions that show a list of nodes, and by the same key the tree again."""
 COUNTED = {"locked": Query("locked", limit=0), "orphans": Query("orphans", limit=0)}
 """Lists whose length is shown beside the tree."""
-NEXT = Query("eviction", limit=4)
-"""What would be evicted next."""
+NEXT = Query("eviction", limit=4, filters=(Filter("rank", "over", 0.0),))
+"""What would be evicted next: not what would be passed."""
+NEXT_COLUMNS = 20
+"""Of the name of each of them."""
 TALL_LINES = 24
 """From this height on the page has room for what would be evicted next."""
 TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("orphans", "o", "orphans"),
@@ -146,6 +149,7 @@ class RadixPage(Page):
         for rank, key in enumerate(sheet.order[: NEXT.limit], start=1):
             count = sheet.cell(key, "pages")
             pages = f" {count} pages" if isinstance(count, int) else ""
-            made += [Span(f"#{rank} ", "key"), said(f"{key} {sheet.cell(key, 'name')}")]
+            name = spans.cut(clean(str(sheet.cell(key, "name"))), NEXT_COLUMNS)
+            made += [Span(f"#{rank} ", "key"), said(f"{key} "), Span(name)]
             made += [Span(pages, "dim"), Span("   ")]
         return spans.fit(made, self.size.width)

@@ -83,11 +83,15 @@ class PageMapPanel(Canvas):
 
     @property
     def grid(self) -> Grid:
-        """The lines that cells have, no more of them than the component fills."""
-        shape: pages.Shape = "letters" if self.app.no_color else "blocks"
-        grid = Grid(max(1, self.size.width), 1, shape)
+        """The lines that cells have, no more of them than the component fills.
+
+        Where each page has room for a letter of its own, it has that; and without colour.
+        """
+        width, total = max(1, self.size.width), self.total_pages
         room = max(1, self.size.height - 2 - self._foot_lines)
-        needed = -(-self.total_pages // (grid.width * grid.each)) if self.total_pages else room
+        is_small = 0 < total <= width * room
+        grid = Grid(width, 1, "letters" if is_small or self.app.no_color else "blocks")
+        needed = -(-total // (width * grid.each)) if total else room
         return grid._replace(height=max(1, min(room, needed, MAX_CELLS // grid.cells)))
 
     @property
