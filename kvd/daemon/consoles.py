@@ -5,8 +5,8 @@ What must not live here: what a console may see, and what that may cost (``kvd.c
 
 from __future__ import annotations
 
-import os
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.console.desk import Desk
@@ -101,10 +101,11 @@ class Consoles:
 
 
 def _exists(pid: int) -> bool:
+    """Whether it runs; one that nobody has reaped does not. Some 15 us."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:
+    except OSError:  # another user's, where /proc hides those
         return True
-    return True
+    return stat.rpartition(b")")[2].split()[:1] != [b"Z"]
