@@ -1,11 +1,12 @@
 """Asking the daemon, on the loop that runs already: one look at a time, as often as is painted.
 
-Theory of operation. A look is sent, and the next one only when its frame has come; so a slow
-daemon, or a slow way to it, makes frames rare, never late. A daemon that is connected and silent
-(stopped, or busy) is waited for on the same connection, however long it takes: every other way
-would leave it a heap of questions. A connection that is lost takes its look with it, and another
-one is made after a pause. Questions and verbs go by the same connection and are told apart by
-their number.
+Theory of operation. A look asks for ``FRAMES`` frames, one every interval, and the next look is
+sent when half of them have come, or when something else is wanted; it ends the one before. So a
+slow daemon, or a slow way to it, makes frames rare, and none is later than those few. A daemon that
+is connected and silent (stopped, or busy) is waited for on the same connection, however long it
+takes: every other way would leave it a heap of questions. A connection that is lost takes its look
+with it, and another one is made after a pause. Questions and verbs go by the same connection and
+are told apart by their number.
 
 What must not live here: what a frame means (``model.mirror``), what is wanted (the pages).
 """
@@ -51,6 +52,11 @@ SHARE = 4.0
 WIRE_SHARE = 2.0
 """And waiting for it one in so many: a slow line is not kept full."""
 SMOOTH = 0.2
+FRAMES = 10
+EVERY_LEAST_S, EVERY_MOST_S = 0.05, 60.0
+"""What the daemon takes."""
+PACE = (0.7, 1.5)
+"""Frames that come as often as wanted, near enough."""
 
 
 class FrameLink(Protocol):
@@ -92,7 +98,7 @@ class _Lost(Exception):
 class Link:
     """Brings frames of the daemon at ``endpoint`` to ``mirror``.
 
-    ``wanted`` is asked before each look. ``witness``: a recorder. Run it on any asyncio loop.
+    ``wanted`` is asked after each frame. ``witness``: a recorder. Run it on any asyncio loop.
     """
 
     def __init__(
@@ -113,6 +119,8 @@ class Link:
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._line: Line | None = None
         self._look_call = 0
+        self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        """Frames of that look; those of an earlier one are dropped."""
         self._hurry = asyncio.Event()
         self._paint_s = self._work_s = 0.0
         self._trip_s = 0.0
@@ -232,50 +240,73 @@ class Link:
             self._pending.clear()
 
     async def _look(self, line: Line) -> None:
-        """One look, its frame, and the pause until the next is due."""
+        """One look and half of its frames, and the pause until the next look is due."""
         begun_s = _now_s()
         self._hurry.clear()
-        wanted = self.witness.wants(self._mirror, begun_s) if self.witness is not None else None
-        is_extra = wanted is not None
+        extra = self.witness.wants(self._mirror, begun_s) if self.witness is not None else None
+        wanted = extra if extra is not None else self._wanted()
+        every_s = min(max(self.interval_s, EVERY_LEAST_S), EVERY_MOST_S)
+        self._arrived = asyncio.Queue()
         self._look_call = next(self._calls)
-        look = self._mirror.look(self._look_call, wanted if wanted is not None else self._wanted())
-        answer = self._pending[look.call] = asyncio.get_running_loop().create_future()
+        look = self._mirror.look(
+            self._look_call, wanted, 1 if extra is not None else FRAMES, every_s
+        )
         line.send(ADMIN_REQUESTS.encode(look))
-        raw = await self._answered(line, answer)
-        self._pending.pop(look.call, None)
-        heard_s = _now_s()
-        self._trip_s += SMOOTH * (min(heard_s - begun_s, ANSWER_S) - self._trip_s)
-        is_frame = self._take(look, raw, heard_s)
-        self._work_s += SMOOTH * (_now_s() - heard_s - self._work_s)
-        if is_frame and is_extra:
-            return
-        left_s = begun_s + self.interval_s - _now_s()
-        if left_s > 0:
+        heard_s = begun_s
+        for count in range(1, max(2, look.frames // 2 + 1)):
+            raw = await self._next(line, look.every_s)
+            if raw is None:
+                break
+            heard_s = _now_s()
+            if count == 1:
+                self._trip_s += SMOOTH * (min(heard_s - begun_s, ANSWER_S) - self._trip_s)
+            is_fit = self._take(look, raw, heard_s)
+            self._work_s += SMOOTH * (_now_s() - heard_s - self._work_s)
+            if not is_fit or self._is_over(look, wanted):
+                break
+        left_s = heard_s + self.interval_s - _now_s()
+        if extra is None and left_s > 0 and not self._hurry.is_set():
             await self._rest(line, left_s)
 
-    async def _answered(self, line: Line, answer: asyncio.Future[bytes]) -> bytes:
-        """The frame, however late it is; that it is late is told. Raises ``_Lost``."""
-        await _first_of(answer, line.lost, limit_s=ANSWER_S)
-        if not answer.done() and not line.lost.done():
-            self._mirror.failed(
-                f"connected, and no answer for more than {ANSWER_S:g} s: the daemon is stopped, "
-                "or very busy",
-                _now_s(),
-            )
-            await _first_of(answer, line.lost)
-        if not answer.done():
-            raise _Lost("the daemon has hung up")
-        return answer.result()
+    def _is_over(self, look: Look, wanted: Wanted) -> bool:
+        """Whether something else is wanted by now, or not as often."""
+        pace = self.interval_s / look.every_s
+        return self._wanted() != wanted or not PACE[0] < pace < PACE[1]
+
+    async def _next(self, line: Line, every_s: float) -> bytes | None:
+        """The next frame, however late; that it is late is told. None: somebody is in a hurry.
+
+        Raises ``_Lost``.
+        """
+        frame = asyncio.ensure_future(self._arrived.get())
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        try:
+            await _first_of(frame, hurry, line.lost, limit_s=ANSWER_S + every_s)
+            if not (frame.done() or hurry.done() or line.lost.done()):
+                self._mirror.failed(
+                    f"connected, and no answer for more than {ANSWER_S:g} s: the daemon is "
+                    "stopped, or very busy",
+                    _now_s(),
+                )
+                await _first_of(frame, line.lost)
+            if frame.done():
+                return frame.result()
+            if line.lost.done():
+                raise _Lost("the daemon has hung up")
+            return None
+        finally:
+            hurry.cancel()
+            frame.cancel()
 
     def _take(self, look: Look, raw: bytes, heard_s: float) -> bool:
-        """Fold the answer in; whether it was a frame. A refusal is a state of the link."""
+        """Fold the answer in; whether others of its look will fit. A refusal is a state."""
         reply = ADMIN_REPLIES.decode(raw)
         match reply:
             case Frame():
-                self._mirror.take(reply, heard_s)
+                is_fit = self._mirror.take(reply, heard_s)
                 if self.witness is not None:
                     self.witness.write(look, raw, heard_s, self._mirror)
-                return True
+                return is_fit
             case AdminFailed(_, refusal):
                 why = f"the daemon refuses to be looked at: {clean(refusal.message)}"
             case Refusal():
@@ -299,8 +330,10 @@ class Link:
     def _hear(self, raw: bytes) -> None:
         """A message: for whoever waits for its number; what has none is for the look."""
         call = _call_of(raw)
-        answer = self._pending.get(call if call >= 0 else self._look_call)
-        if answer is not None and not answer.done():
+        answer = self._pending.get(call)
+        if call in {self._look_call, -1}:
+            self._arrived.put_nowait(raw)
+        elif answer is not None and not answer.done():
             answer.set_result(raw)
 
 

@@ -6,6 +6,7 @@ It is a peer of the protocol, not a stand-in for our code: a ZMQ ROUTER that spe
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -143,14 +144,27 @@ class Daemon:
         self._thread.start()
 
     def _serve(self) -> None:
+        watch: tuple[bytes, admin.Look, int, float] | None = None
         while not self._stop.is_set():
-            if not self._router.poll(20):
+            if watch is not None and watch[3] <= time.monotonic():
+                sender, look, left, due_s = watch
+                self._reply(sender, look)
+                watch = (sender, look, left - 1, due_s + look.every_s) if left > 1 else None
+            if not self._router.poll(10):
                 continue
             sender, *_, frame = self._router.recv_multipart()
             request = ADMIN_REQUESTS.decode(frame)
             self.asked.append(msgspec.structs.replace(request, call=0))
-            reply = msgspec.structs.replace(self.answer(request), call=request.call)
-            self._router.send_multipart([sender, ADMIN_REPLIES.encode(reply)])
+            answer = self._reply(sender, request)
+            if isinstance(request, admin.Look):
+                due_s = time.monotonic() + request.every_s
+                owes_more = request.frames > 1 and isinstance(answer, admin.Frame)
+                watch = (sender, request, request.frames - 1, due_s) if owes_more else None
+
+    def _reply(self, sender: bytes, request: admin.AdminRequest) -> admin.AdminReply:
+        reply = msgspec.structs.replace(self.answer(request), call=request.call)
+        self._router.send_multipart([sender, ADMIN_REPLIES.encode(reply)])
+        return reply
 
     def close(self) -> None:
         """Stop answering."""

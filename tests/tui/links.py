@@ -29,8 +29,9 @@ class Watched(Mirror):
         self._news = asyncio.Event()
 
     def take(self, frame, heard_s):
-        super().take(frame, heard_s)
+        is_fit = super().take(frame, heard_s)
         self._news.set()
+        return is_fit
 
     def failed(self, why, now_s):
         super().failed(why, now_s)

@@ -50,7 +50,7 @@ async def test_frames_come_to_the_mirror(daemon, endpoint):
         await mirror.live()
 
     assert mirror.moment().sheet(LEASES).order == ("lease:1", "lease:2")
-    assert daemon.asked[0] == Look(0, (LEASES,), EventQuery(0))
+    assert daemon.asked[0] == Look(0, (LEASES,), EventQuery(0), link_module.FRAMES, 0.05)
 
 
 async def test_one_look_is_under_way_and_no_more_than_are_painted(daemon, endpoint):

@@ -71,9 +71,10 @@ class Told(Mirror):
         self.ended = asyncio.Event()
 
     def take(self, frame, heard_s):
-        super().take(frame, heard_s)
+        is_fit = super().take(frame, heard_s)
         if frame.vitals.at_s > self._last_s:
             self.ended.set()
+        return is_fit
 
 
 def plain(moment):

@@ -47,6 +47,7 @@ MAX_SHEETS = 24
 MAX_MAPS = 4
 MAX_LOGS = 4
 MAX_NOTICES = 200
+EVERY_S = 0.1
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -84,6 +85,10 @@ class Mirror:
         self._maps: dict[MapQuery, PageMap] = {}
         self._logs: dict[EventQuery, Log] = {}
         self._expected: Look | None = None
+        self._due = 0
+        """Frames of that look that are still to come."""
+        self._is_whole = True
+        """Nothing of the frame that is being folded in had to be dropped."""
 
     @property
     def vitals(self) -> Vitals | None:
@@ -115,18 +120,19 @@ class Mirror:
         slots = list(dict.fromkeys(slot_of(one) for one in wanted))[:MAX_QUERIES]
         return tuple(msgspec.structs.replace(one, have=self._have(one)) for one in slots)
 
-    def look(self, call: int, wanted: Wanted) -> Look:
-        """The next thing to send; ``take`` then waits for the frame of that call."""
+    def look(self, call: int, wanted: Wanted, frames: int = 1, every_s: float = EVERY_S) -> Look:
+        """The next thing to send; ``take`` then waits for so many frames of that call."""
         events = None
         if wanted.events is not None:
             log = self._logs.get(log_slot(wanted.events), Log())
             events = msgspec.structs.replace(wanted.events, after=log.last_seq)
-        self._expected = Look(call, self.queries(wanted.queries), events)
-        return self._expected
+        look = Look(call, self.queries(wanted.queries), events, frames, every_s)
+        self.expect(look)
+        return look
 
     def expect(self, look: Look) -> None:
-        """Wait for the frame of a look that somebody else made: of a recording."""
-        self._expected = look
+        """Wait for the frames of this look; of a recording somebody else made it."""
+        self._expected, self._due = look, look.frames
 
     def _have(self, slot: Slot) -> int:
         match slot:
@@ -139,14 +145,22 @@ class Mirror:
 
     # ---- what came ---------------------------------------------------------------------------
 
-    def take(self, frame: Frame, heard_s: float) -> None:
-        """Fold ``frame`` in; it came at ``heard_s`` on our clock. Never raises."""
+    def take(self, frame: Frame, heard_s: float) -> bool:
+        """Fold ``frame`` in; it came at ``heard_s`` on our clock. Never raises.
+
+        Returns:
+            Whether further frames of the same look fit. Not where something had to be dropped: they
+            would tell of changes to what is not here.
+        """
         look = self._expected
         if look is None or frame.call != look.call:
             waited = f"the one of {look.call} is due" if look is not None else "none is due"
             self.note(heard_s, "misfit", f"a frame of call {frame.call} came, {waited}")
-            return
-        self._expected = None
+            return False
+        self._due -= 1
+        if not self._due:
+            self._expected = None
+        self._is_whole = True
         is_other = self._turn(frame.vitals, heard_s)
         self._vitals, self._heard_s, self._standing = frame.vitals, heard_s, Live(0.0)
         self.frames += 1
@@ -160,6 +174,7 @@ class Mirror:
             self._hear(look.events, frame, heard_s)
         self.rates.take(frame.vitals)
         self.moments.add(self.moment())
+        return self._is_whole and not is_other
 
     def note(self, heard_s: float, kind: str, text: str) -> None:
         """Tell the operator something about what is shown."""
@@ -243,6 +258,7 @@ class Mirror:
                 self._drop((query,), heard_s, "a table came for a map, or a map for a table")
 
     def _drop(self, queries: Iterable[Slot], heard_s: float, why: str) -> None:
+        self._is_whole = False
         for query in queries:
             match slot_of(query):
                 case Query() as slot:
