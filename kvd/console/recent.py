@@ -21,6 +21,10 @@ MAX_ENDED = 4096
 MAX_PEERS = 256
 MAX_REFUSED = 64
 """Refused messages that are remembered: enough to tell a flood from a mistake."""
+RECEIVE = "receive from "
+"""How the reason of a lease begins whose tokens come from a peer."""
+GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
+"""Codes of handoffs that somebody did not want any more: their tokens are not lost."""
 DELIVERED = frozenset({"delivered", "committed"})
 
 
@@ -40,7 +44,9 @@ class Recent:
         self.ended: deque[HandoffEnded] = deque(maxlen=MAX_ENDED)
         """Handoffs by their end, the newest last."""
         self.by_peer: dict[str, Traffic] = {}
-        self.cached = self.received = self.restored = self.lost = 0
+        self.cached = self.received = self.restored = 0
+        self.new = self.evicted = self.lost = self.unaligned = 0
+        """Tokens: see ``Sources``."""
         self.touched: OrderedDict[int, float] = OrderedDict()
         """By lease: when it was opened, extended or committed last; longest ago first."""
         self.quarantined: dict[int, float] = {}
@@ -69,7 +75,15 @@ class Recent:
 
     def sources(self) -> Sources:
         """Where the tokens of all leases came from."""
-        return Sources(self.cached, self.received, self.restored, 0, 0, self.lost, 0)
+        return Sources(
+            self.cached,
+            self.received,
+            self.restored,
+            self.new,
+            self.evicted,
+            self.lost,
+            self.unaligned,
+        )
 
     def latency(self, now_s: float) -> Latency:
         """Of the handoffs that ended in the last minute, as far as they are remembered."""
@@ -94,6 +108,13 @@ class Recent:
     def _handoff_ended(self, event: HandoffEnded) -> None:
         self.ended.append(event)
         is_delivered = event.outcome in DELIVERED
+        is_receive = event.side == "decode"
+        if is_receive and event.lease:
+            delta_tokens = event.prompt_tokens - event.decode_prefix_len
+            if is_delivered:
+                self.received += delta_tokens
+            elif event.code not in GIVEN_UP:
+                self.lost += delta_tokens
         traffic = self.by_peer.get(event.peer)
         if traffic is None:
             if len(self.by_peer) >= MAX_PEERS:
@@ -101,15 +122,8 @@ class Recent:
             traffic = self.by_peer[event.peer] = Traffic()
         traffic.delivered += is_delivered
         traffic.failed += not is_delivered
-        if event.side == "decode":
-            traffic.in_bytes += event.moved_bytes
-            delta_tokens = event.prompt_tokens - event.decode_prefix_len
-            if is_delivered:
-                self.received += delta_tokens
-            else:
-                self.lost += delta_tokens
-        else:
-            traffic.out_bytes += event.moved_bytes
+        traffic.in_bytes += event.moved_bytes * is_receive
+        traffic.out_bytes += event.moved_bytes * (not is_receive)
 
     def _lease_touched(self, event: events.LeaseExtended | events.LeaseCommitted) -> None:
         touched = self.touched
@@ -128,6 +142,14 @@ class Recent:
     def _lease_opened(self, event: events.LeaseOpened) -> None:
         self.touched[event.lease] = event.at_s
         self.cached += event.prefix_tokens
+        if event.reason.startswith(RECEIVE):
+            return  # what it misses is on its way: its handoff tells what became of it
+        missed = event.missed_tokens
+        self.unaligned += event.prompt_tokens - event.prefix_tokens - missed
+        if event.why_missed == "new":
+            self.new += missed
+        else:
+            self.evicted += missed
 
     def _resumed(self, event: events.Resumed) -> None:
         self.restored += event.restored_tokens

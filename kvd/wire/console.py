@@ -186,8 +186,9 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
     """Where the tokens of all leases came from, since the incarnation began; counters.
 
     ``cached``, ``received`` and ``restored`` were there or came; the rest was, or is to be,
-    computed: ``new`` was never seen, ``evicted`` was cached once, ``lost`` should have come from a
-    peer, ``unaligned`` is the end of a prompt that fills no page.
+    computed: ``new`` was never seen; ``evicted`` was cached once, as far as is remembered, or its
+    window or state was; ``lost`` should have come from a peer; ``unaligned`` is the end of a prompt
+    that fills no page.
     """
 
     cached: int = 0

@@ -92,9 +92,9 @@ def test_bench_lists_its_verbs_without_loading_them():
     done = CliRunner().invoke(kvd, ["bench", "--help"])
 
     assert done.exit_code == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[-8:]] == [
+    assert [line.split()[0] for line in done.stdout.splitlines()[-9:]] == [
         *("radix", "stream", "integrity", "control", "multiturn", "families"),
-        *("recorder", "footprint"),
+        *("recorder", "console", "footprint"),
     ]
 
 

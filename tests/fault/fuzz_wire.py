@@ -144,7 +144,7 @@ class Asking:
             self.tally.trouble(f"unreadable answer {frames[0][:60]!r}: {message}")
             return
         self.heard(wire, message)
-        if isinstance(message, client.Push):
+        if isinstance(message, client.Push) or self.is_further(wire, message):
             return
         self.tally.answered += 1
         self._n_owed -= 1
@@ -158,6 +158,10 @@ class Asking:
 
     def heard(self, wire: Wire, message) -> None:
         """An answer or a push; for those who want to know."""
+
+    def is_further(self, wire: Wire, message) -> bool:
+        """Whether it is a second answer, and more than one were asked for."""
+        return False
 
 
 class Clients(Asking):
@@ -308,6 +312,8 @@ class Operators(Asking):
 
     def again(self) -> None:
         self._obeyed: set[type] = set()
+        self._further: Counter[int] = Counter()
+        """Frames that looks asked for beyond their first one, by call."""
         self.wires = [Wire(self.target.daemon.admin) for _ in range(3)]
         self.make.known = {"kind": ["page", "node", "room", "lease"], "id": list(range(1, 60))}
         self.make.known |= {"limit": [1, 5], "room": ROOMS, "after_seq": [10**6]}
@@ -321,9 +327,17 @@ class Operators(Asking):
                 if type(message) in self._obeyed:
                     frame = frame[:-1]
                 self._obeyed.add(type(message))
+            if isinstance(message, admin.Look):
+                self._further[message.call] += 50 * (message.frames - 1)  # it may be said 50 times
             frames = [frame] if rng.random() > 0.02 else [frame] * rng.choice((2, 3, 50))
             call = ADMIN_REQUESTS.call_of(frame) if len(frames) == 1 else NO_CALL
             self.ask(rng.choice(self.wires), call, *frames)
+
+    def is_further(self, wire: Wire, message) -> bool:
+        if not isinstance(message, admin.Frame) or wire.owed[message.call]:
+            return False
+        self._further[message.call] -= 1
+        return self._further[message.call] >= 0
 
     def calm(self) -> None:
         self.finish()
