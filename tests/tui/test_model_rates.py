@@ -155,3 +155,23 @@ def test_the_rate_of_a_row_is_of_the_last_second():
         rates.take(sheet(None, table(lease(1, held), at_s=100 + tenth / 10)))
 
     assert rates.rate("lease:1") == 0
+
+
+def test_what_a_row_was_is_told_by_steps_and_as_of_then():
+    rates = RowRates("held")
+    for quarter in range(21):
+        held = min(quarter, 8)
+        rates.take(sheet(None, table(lease(1, held), at_s=100 + quarter / 4)))
+
+    assert rates.series("lease:1", 4) == [4, 0, 0, 0]
+    assert rates.series("lease:1", 9, end_s=102.0) == [4, 4]
+    assert (rates.rate("lease:1"), rates.rate("lease:1", end_s=102.0)) == (0, 4)
+    assert rates.series("lease:9", 4) == []
+
+
+def test_what_a_row_was_is_forgotten_after_a_while():
+    rates = RowRates("held", keep_s=2.0)
+    for second in range(30):
+        rates.take(sheet(None, table(lease(1, second), at_s=100 + second)))
+
+    assert rates.series("lease:1", 30) == [1, 1]

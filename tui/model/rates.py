@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,8 @@ from kvd.wire.console import Sources
 from kvd.wire.snapshot import Totals
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.wire.console import Vitals
     from tui.model.sheets import Sheet
 
@@ -121,7 +123,7 @@ class Rates:
         return left.figures[which] + share * (right.figures[which] - left.figures[which])
 
 
-def _edges(samples: list[Sample], count: int, step_s: float) -> list[float]:
+def _edges(samples: Sequence[Sample | Point], count: int, step_s: float) -> list[float]:
     """Where the steps begin and end, one more than there are steps; empty for none."""
     if len(samples) < 2:
         return []
@@ -152,37 +154,86 @@ def _figures(vitals: Vitals) -> tuple[float, ...]:
 
 
 class RowRates:
-    """How fast one column grows in each row of a table, per second: bytes of a handoff."""
+    """How fast one column grows in each row of a table, per second: bytes of a handoff.
 
-    def __init__(self, column: str, over_s: float = 1.0) -> None:
+    What was is kept for ``keep_s``. ``end_s``: as of then, for a screen that stands still.
+    """
+
+    def __init__(self, column: str, over_s: float = 1.0, keep_s: float = 90.0) -> None:
         self._column = column
         self._over_s = over_s
-        self._seen: dict[str, deque[tuple[float, float]]] = {}
+        self._keep_s = keep_s
+        self._seen: dict[str, deque[Point]] = {}
 
     def take(self, sheet: Sheet) -> None:
         """Remember the column of every row; rows that have left the window are forgotten."""
         at = sheet.index(self._column)
-        seen: dict[str, deque[tuple[float, float]]] = {}
+        seen: dict[str, deque[Point]] = {}
         for key, row in sheet.rows.items() if at >= 0 else ():
             cell = row.cells[at]
             if isinstance(cell, int | float):
                 seen[key] = self._grown(key, sheet.at_s, cell)
         self._seen = seen
 
-    def rate(self, key: str) -> float | None:
+    def rate(self, key: str, end_s: float | None = None) -> float | None:
         """Growth per second over the last ``over_s``; None until two moments are known."""
-        points = self._seen.get(key)
-        if points is None or len(points) < 2:
+        points = self._until(key, end_s)
+        if len(points) < 2:
             return None
-        (start_s, first), (end_s, last) = points[0], points[-1]
-        return (last - first) / (end_s - start_s)
+        last = points[-1]
+        start = max(0, bisect_right(points, last.at_s - self._over_s, key=_when) - 1)
+        first = points[min(start, len(points) - 2)]
+        return (last.value - first.value) / (last.at_s - first.at_s)
 
-    def _grown(self, key: str, at_s: float, value: float) -> deque[tuple[float, float]]:
+    def series(
+        self, key: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
+    ) -> list[float]:
+        """The last ``count`` steps, each as growth per second, the latest last.
+
+        Fewer where less is known. Steps begin at multiples of ``step_s``, as those of ``Rates``.
+        """
+        points = self._until(key, end_s)
+        edges = _edges(points, count, step_s)
+        values = [_value_at(points, edge) for edge in edges]
+        return [(right - left) / step_s for left, right in itertools.pairwise(values)]
+
+    def _until(self, key: str, end_s: float | None) -> list[Point]:
+        points = self._seen.get(key, ())
+        return [one for one in points if end_s is None or one.at_s <= end_s]
+
+    def _grown(self, key: str, at_s: float, value: float) -> deque[Point]:
         points = self._seen.get(key)
-        if points is None or value < points[-1][1]:
+        if points is None or value < points[-1].value:
             points = deque()
-        if not points or at_s > points[-1][0]:
-            points.append((at_s, value))
-        while len(points) > 2 and points[1][0] <= at_s - self._over_s:
+        if points and at_s <= points[-1].at_s:
+            return points
+        if len(points) > 1 and points[-1].at_s - points[-2].at_s < STEP_S:
+            points.pop()
+        points.append(Point(at_s, value))
+        while len(points) > 2 and points[1].at_s <= at_s - self._keep_s:
             points.popleft()
         return points
+
+
+class Point(NamedTuple):
+    """What a cell was at one moment of the daemon's clock."""
+
+    at_s: float
+    value: float
+
+
+def _when(point: Point) -> float:
+    return point.at_s
+
+
+def _value_at(points: list[Point], at_s: float) -> float:
+    """Between two points: on the line between them."""
+    after = bisect_left(points, at_s, key=_when)
+    if after >= len(points):
+        return points[-1].value
+    right = points[after]
+    if after == 0 or right.at_s == at_s:
+        return right.value
+    left = points[after - 1]
+    share = (at_s - left.at_s) / (right.at_s - left.at_s)
+    return left.value + share * (right.value - left.value)
