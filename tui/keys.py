@@ -95,6 +95,8 @@ TABLE: tuple[Key, ...] = (
     Key(("x",), "propose", "put the proposed command in the bar", "inspect", ("inspect",),
         ("chosen",), footer="do"),
     Key(("a",), "audit", "check every invariant now", "inspect", ("inspect",), footer="audit"),
+    Key(("h",), "handoffs", "its handoffs", "peers", ("peers", "clients"), ("chosen",),
+        footer="handoffs"),
     # freezing, and the time that has passed
     Key(("left",), "step -1", "one picture back", "time", needs=("frozen",), footer="back"),
     Key(("right", "."), "step 1", "one picture on", "time", needs=("frozen",), footer="on"),

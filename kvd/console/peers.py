@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 class Neighbour:
     """One daemon: as it said itself, as we dial it, or both; with what is open with it now."""
 
-    __slots__ = ("address", "in_bytes", "name", "out_bytes", "peer", "receives", "sends", "traffic")
+    __slots__ = (
+        *("address", "in_bytes", "name", "out_bytes", "peer", "posts", "receives", "sends"),
+        "traffic",
+    )
 
     def __init__(self, name: str, peer: Peer | None, address: str, traffic: Traffic) -> None:
         self.name = name
@@ -28,7 +31,7 @@ class Neighbour:
         """None: it has not said Hello."""
         self.address = address
         self.traffic = traffic
-        self.receives = self.sends = 0
+        self.receives = self.sends = self.posts = 0
         self.in_bytes = traffic.in_bytes
         self.out_bytes = traffic.out_bytes
 
@@ -50,15 +53,17 @@ def neighbours(scene: Scene) -> dict[str, Neighbour]:
 def _count_open(scene: Scene, found: dict[str, Neighbour]) -> None:
     prefiller = scene.node.prefiller
     receives, sends = Counter[str](), Counter[str]()
-    incoming, outgoing = Counter[str](), Counter[str]()
+    incoming, outgoing, posts = Counter[str](), Counter[str](), Counter[str]()
     for receive in scene.node.decoder.parts.values():
         receives[receive.peer] += 1
         incoming[receive.peer] += receive.moved_bytes
     for send in (*prefiller.by_room.values(), *prefiller.last_word.settled.values()):
         sends[send.peer] += 1
+        posts[send.peer] += len(send.outstanding)
         outgoing[send.peer] += prefiller.posts.live_bytes(send)
     for one in found.values():
         one.receives, one.sends = receives[one.name], sends[one.name]
+        one.posts = posts[one.name]
         one.in_bytes += incoming[one.name]
         one.out_bytes += outgoing[one.name]
 
@@ -101,6 +106,7 @@ PEERS: View[Neighbour] = View(
         ),
         Field("receives", "count", lambda _, one: one.receives, "under way from it"),
         Field("sends", "count", lambda _, one: one.sends, "under way to it"),
+        Field("posts", "count", lambda _, one: one.posts, "under way to it"),
         Field("in_bytes", "bytes", lambda _, one: one.in_bytes, "counter"),
         Field("out_bytes", "bytes", lambda _, one: one.out_bytes, "counter"),
         Field("delivered", "count", lambda _, one: one.traffic.delivered, "counter"),

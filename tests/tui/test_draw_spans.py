@@ -12,6 +12,7 @@ from tui.draw.spans import (
     columns,
     cut,
     fit,
+    headed,
     left,
     line,
     merged,
@@ -121,3 +122,8 @@ def test_things_are_wrapped_where_the_next_one_does_not_fit():
 
 def test_a_thing_too_wide_for_any_line_is_cut():
     assert [text_of(one) for one in wrapped([line("abcdefgh"), line("x")], 5)] == ["abcd…", "x    "]
+
+
+def test_a_title_stands_in_a_rule_as_wide_as_there_is_room():
+    assert text_of(headed((Span("peer"),), 12)) == "─ peer ─────"
+    assert text_of(headed((Span("a long name"),), 8)) == "─ a lon…"

@@ -174,6 +174,12 @@ def spread(at_left: Line, at_right: Line, width: int, fill: Span | None = None) 
     return merged((*at_left, Span(" "), ruler, Span(" "), *at_right))
 
 
+def headed(title: Line, width: int) -> Line:
+    """A rule over something, with its title in it."""
+    parts = (Span("─ ", "border"), *title, Span(" "))
+    return fit((*parts, Span("─" * max(0, width - width_of(parts)), "border")), width)
+
+
 def wrapped(items: Iterable[Line], width: int, gap: int = 2) -> list[Line]:
     """Things next to each other, ``gap`` columns apart, on as few lines as that takes."""
     lines: list[list[Span]] = []

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from tui.screens.clients import ClientsPage
 from tui.screens.empty import (
     EventsPage,
-    HandoffsPage,
     InspectPage,
     OverviewPage,
-    PeersPage,
 )
+from tui.screens.handoffs import HandoffsPage
+from tui.screens.peers import PeersPage
 from tui.screens.pools import PoolsPage
 from tui.screens.radix import RadixPage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -10,8 +10,6 @@ from tui.screens.page import Page
 from tui.widgets.linetable import LineTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from textual.app import ComposeResult
 
 
@@ -25,29 +23,6 @@ class OverviewPage(Page):
     def compose(self) -> ComposeResult:
         yield LineTable("concerns")
         yield LineTable("pools")
-
-
-class HandoffsPage(Page):
-    """Handoffs under way."""
-
-    NAME = "handoffs"
-    REFS = ("room", "receive", "send")
-
-    @override
-    def compose(self) -> ComposeResult:
-        yield LineTable("rooms", title="handoffs")
-
-
-class PeersPage(Page):
-    """The other nodes."""
-
-    NAME = "peers"
-    FAULTS: ClassVar[Mapping[str, str]] = {"peers": "!state:up"}
-    REFS = ("peer",)
-
-    @override
-    def compose(self) -> ComposeResult:
-        yield LineTable("peers")
 
 
 class EventsPage(Page):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.containers import Container
 from textual.message import Message
 
-from tui.widgets.linetable import LineTable
+from tui.widgets.linetable import HEAD_LINES, LineTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +52,7 @@ class Page(Container):
     def __init__(self) -> None:
         super().__init__(id=f"page-{self.NAME}")
         self._hidden: list[Widget] = []
+        self._heights: dict[str, str] = {}
 
     def tables(self) -> list[LineTable]:
         """Every table that can be seen."""
@@ -137,6 +138,18 @@ class Page(Container):
             self._hidden += beside
             kept = parent
         return True
+
+    def shorten(self, table: LineTable) -> None:
+        """Give a table above others the lines that its rows need, at most two fifths of them all.
+
+        For tables whose rows are few and stay: others would jump.
+        """
+        rows = table.sheet.total if table.sheet is not None else 0
+        lines = max(HEAD_LINES + 2, min(HEAD_LINES + 1 + rows, self.size.height * 2 // 5))
+        height = "1fr" if self._hidden else str(lines)
+        if self.size.height and height != self._heights.get(table.view):
+            self._heights[table.view] = height
+            table.styles.height = height
 
     async def act(self, action: str) -> bool:
         """Do an action of the table of keys; whether it was one of this page's."""

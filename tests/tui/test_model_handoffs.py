@@ -1,0 +1,131 @@
+"""How far, how fast, how long still; and how a handoff, a peer and a client read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvd.wire.console import Column, Query, Row
+from tui.model import cells, engines, handoffs, neighbours
+from tui.model.dress import Facts, Wardrobe, facts_of
+from tui.model.rates import RowRates
+from tui.model.sheets import Sheet
+
+KINDS = {
+    **dict.fromkeys(("state", "side", "peer", "waiting_for", "name", "pids", "layout"), "text"),
+    **dict.fromkeys(("done_bytes", "total_bytes", "leases", "held", "failed"), "count"),
+    "oldest": "since",
+}
+
+
+def sheet(at_s: float = 100.0, key: str = "receive:4", **cells_by_name) -> Sheet:
+    columns = tuple(Column(name, KINDS[name]) for name in cells_by_name)
+    row = Row(key, tuple(cells_by_name.values()))
+    return Sheet(Query("rooms"), columns, (key,), {key: row}, 1, 1, at_s, 1)
+
+
+def facts(**cells_by_name) -> Facts:
+    found = facts_of(sheet(**cells_by_name), "receive:4")
+    assert found is not None
+    return found
+
+
+def moving(at_s: float, done_bytes: int, state: str = "receiving") -> Sheet:
+    return sheet(at_s, state=state, done_bytes=done_bytes, total_bytes=4000)
+
+
+def dressed(*sheets: Sheet) -> Facts:
+    rates = RowRates("done_bytes")
+    wardrobe = Wardrobe(handoffs.COLUMNS, lambda row: handoffs.made(row, rates))
+    for one in sheets:
+        rates.take(one)
+        last = wardrobe.dress(one)
+    found = facts_of(last, "receive:4")
+    assert found is not None
+    return found
+
+
+def test_the_rest_takes_as_long_as_the_bytes_of_the_last_second_say():
+    row = dressed(moving(100.0, 1000), moving(101.0, 2000))
+    assert [row.number(name) for name in ("progress", "rate", "eta")] == [0.5, 1000, 2.0]
+    assert row.text("done") == "1.95Ki/3.91Ki"
+    assert handoffs.rate(row) == ("1000B/s", "plain")
+    assert handoffs.eta(row) == ("~2.00s", "plain")
+
+
+def test_bytes_that_have_stopped_stand_out_and_end_never():
+    row = dressed(moving(100.0, 1000), moving(101.0, 1000))
+    assert handoffs.rate(row) == ("0/s", "warn")
+    assert handoffs.eta(row) == (cells.NOTHING, "dim")
+
+
+def test_one_that_has_ended_has_no_rate_and_is_dim():
+    row = dressed(moving(100.0, 1000), moving(101.0, 4000, "delivered"))
+    assert (row.number("progress"), row.number("rate"), row.number("eta")) == (1.0, None, None)
+    assert handoffs.progress(row, 4) == ("████ 100%", "dim")
+    assert handoffs.state(row) == ("+ delivered", "ok")
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "bar"),
+    [
+        (0, 4000, "░░░░   0%"),
+        (2500, 4000, "██▌░  62%"),
+        (9000, 4000, "████ 100%"),
+        (-5, 4000, "░░░░   0%"),
+        (5, 0, "        -"),
+        (math.inf, 4000, "        -"),
+        (5, None, "        -"),
+    ],
+)
+def test_a_bar_is_as_long_as_the_share_whatever_the_daemon_says(done, total, bar):
+    row = dressed(sheet(state="receiving", done_bytes=done, total_bytes=total))
+    assert handoffs.progress(row, 4)[0] == bar
+
+
+def test_a_state_has_a_letter_and_an_unknown_one_is_told_as_it_is():
+    assert handoffs.state(facts(state="receiving")) == ("R receiving", "arriving")
+    assert handoffs.state(facts(state="new\x1b[31m"))[0] == r"? new\x1b[31m"
+    assert len(set(handoffs.LETTERS.values())) == len(handoffs.LETTERS)
+
+
+def test_the_arrow_says_where_the_bytes_go():
+    assert handoffs.peer(facts(side="decode", peer="peer:p\x1b0"))[0] == r"← p\x1b0"
+    assert handoffs.peer(facts(side="prefill", peer="peer:d0"))[0] == "→ d0"
+    assert handoffs.peer(facts(side="decode", peer=""))[0] == "← nobody yet"
+
+
+def test_what_went_between_us_and_a_peer_is_told_both_ways():
+    traffic = neighbours.Traffic()
+    for second, (got, gave) in enumerate([(0, 0), (4096, 0), (8192, 1024)]):
+        columns = (Column("in_bytes", "bytes"), Column("out_bytes", "bytes"))
+        row = Row("peer:p", (got, gave))
+        one = Sheet(Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1)
+        traffic.incoming.take(one)
+        traffic.outgoing.take(one)
+    incoming, outgoing = traffic.ways("peer:p", 102.0, 4, 1.0)
+    assert (incoming.now, incoming.lately) == (4096, [4096, 4096])
+    assert (outgoing.now, outgoing.lately) == (1024, [0, 1024])
+
+
+@pytest.mark.parametrize(
+    ("words", "look"),
+    [("same", ("same", "ok")), ("pages of 32 tokens\x1b", (r"pages of 32 tokens\x1b", "warn"))],
+)
+def test_a_layout_unlike_ours_is_said_in_words(words, look):
+    assert neighbours.layout(facts(layout=words)) == look
+
+
+def test_pages_of_a_client_that_lives_come_back_by_stopping_it():
+    row = facts(name="eng", state="alive", pids="7 8", leases=2, held=10, oldest=90.0)
+    assert engines.advice(row, 100.0) == (
+        "eng holds 10 pages by 2 leases, the oldest for 10s. kvd never takes pages from a living "
+        "process: stop pid 7 8, and its leases are released within 1 s"
+    )
+
+
+def test_a_client_that_is_gone_or_holds_nothing_needs_no_stopping():
+    gone = facts(name="eng", state="gone", pids="7", leases=2, held=10, oldest=90.0)
+    assert "Its processes are gone: what it held is released within 1 s" in engines.advice(gone, 1)
+    assert engines.advice(facts(name="eng", state="alive", leases=0), 1) == "eng holds nothing"

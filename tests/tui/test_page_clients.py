@@ -1,0 +1,147 @@
+"""The page of the clients: whether they live, what they hold, what can be done, and its keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tui.golden import same_picture, same_text
+from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tui.model.engines import COLUMNS
+
+HOSTILE = "[red]x\x1b[31m"
+ESCAPED = r"[red]x\x1b[31m"
+
+
+def leases_of(stage: Stage) -> set[str]:
+    """Whose the leases are that are shown."""
+    sheet = stage.app.page.leases.sheet
+    return {sheet.cell(key, "client") for key in sheet.order}
+
+
+async def test_a_client_has_a_letter_and_a_word_for_whether_it_lives():
+    async with staged("clients", "dead-client", SMALL) as stage:
+        rows = [line.split()[:3] for line in stage.text.splitlines()]
+        assert ["sglang-1", "!", "gone"] in rows
+        assert ["sglang-0", "+", "alive"] in rows
+
+
+async def test_calls_are_told_per_second():
+    async with staged("clients") as stage:
+        desk = stage.link._desk
+        desk._scene.engines.calls = lambda session: int(100 * stage.link.town.now_s)
+        for _ in range(4):
+            await stage.pass_time(1.0)
+        table = stage.app.page.table()
+        assert table.sheet.cell("client:1", "calls_s") == pytest.approx(100, abs=2)
+
+
+async def test_below_are_the_leases_of_the_client_under_the_cursor():
+    async with staged("clients") as stage:
+        await stage.press("down")
+        assert "leases of sglang-0 (client:1)" in stage.text
+        assert leases_of(stage) == {"client:1"}
+        await stage.press("down")
+        assert leases_of(stage) == {"client:2"}
+
+
+async def test_the_page_says_how_pages_come_back():
+    async with staged("clients", "dead-client") as stage:
+        await stage.press("down")
+        words = " ".join(stage.text.split())
+        assert "kvd never takes pages from a living process: stop pid 4120 4121," in words
+        await stage.press("down")
+        assert "Its processes are gone: what it held is released" in " ".join(stage.text.split())
+
+
+async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they_are():
+    async with staged("clients") as stage:
+        await stage.press("down", "tab")
+        assert stage.app.page.chosen().startswith("lease:")
+        await stage.press("/", *"room=1", "enter")
+        assert leases_of(stage) == {"client:1"}
+        assert stage.app.page.leases.sheet.total == 1
+
+
+async def test_a_lease_that_is_gone_to_is_shown_until_another_client_is_chosen():
+    async with staged("clients") as stage:
+        await stage.app.open("lease:11")
+        await stage.frame()
+        assert stage.app.page.chosen() == "lease:11"
+        assert stage.app.card.ref == "lease:11"
+        assert leases_of(stage) == {"client:2"}
+        await stage.press("tab", "down")
+        assert "leases of sglang-0 (client:1)" in stage.text
+
+
+async def test_z_leaves_clients_whose_processes_are_gone():
+    async with staged("clients", "dead-client") as stage:
+        await stage.press("z")
+        assert list(stage.app.page.table().sheet.order) == ["client:2"]
+
+
+async def test_h_shows_its_handoffs():
+    async with staged("clients") as stage:
+        await stage.press("down", "h")
+        assert stage.app.page.NAME == "handoffs"
+        assert [stage.app.page.table().sheet.cell(key, "client") for key in
+                stage.app.page.table().sheet.order] == ["client:1", "client:1"]  # fmt: skip
+
+
+async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
+    async with staged("clients") as stage:
+        table = stage.app.page.table()
+        seen = set()
+        for _ in range(len(table.source.columns) + 1):
+            table.sort_next()
+            seen.add(table.sort.removeprefix("-"))
+        await stage.frame()
+        assert not seen & {column.name for column in COLUMNS}
+        assert table.sheet.trouble == ""
+
+
+async def test_a_hostile_name_is_written_out_wherever_it_stands():
+    def join(link) -> None:
+        link.town.d.join(HOSTILE, 999)
+
+    async with staged("clients", prepare=join) as stage:
+        await stage.press("home", "enter")
+        assert stage.app.page.chosen() == "client:4"
+        assert stage.text.count(ESCAPED) >= 3
+        assert "\x1b" not in stage.text
+
+
+async def test_of_ten_thousand_leases_only_those_on_the_screen_are_asked_for():
+    async with staged("clients", "overloaded") as stage:
+        await stage.press("down", "tab", "end")
+        table = stage.app.page.leases
+        assert table.sheet.total > 1000
+        assert len(table.sheet.rows) < 60
+        assert table.chosen() == table.sheet.order[-1]
+        same_text(stage.app, "clients-overloaded")
+
+
+@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
+async def test_the_page_of_a_node_at_work(size):
+    async with staged("clients", size=size) as stage:
+        await stage.press("down")
+        name = f"clients-{size[0]}x{size[1]}"
+        (same_picture if size == MIDDLE else same_text)(stage.app, name)
+
+
+async def test_the_page_without_any_client():
+    async with staged("clients", "empty", SMALL) as stage:
+        same_text(stage.app, "clients-empty")
+
+
+async def test_the_page_of_a_daemon_that_is_gone():
+    async with staged("clients", "dead-client", SMALL) as stage:
+        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
+        await stage.pass_time(3.0)
+        same_text(stage.app, "clients-down")
+
+
+async def test_the_page_frozen():
+    async with staged("clients", size=SMALL) as stage:
+        await stage.press("down", "space")
+        await stage.pass_time(2.0)
+        same_text(stage.app, "clients-frozen")

@@ -1,0 +1,206 @@
+"""The page of the handoffs: the table, both ends of the one under the cursor, and its keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core.report import room_states
+from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
+from tests.tui.golden import same_picture, same_text
+from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.town import land
+from tui.model.handoffs import COLUMNS
+from tui.widgets.life import LifePanel
+
+HOSTILE = "[red]x\x1b[31m"
+ESCAPED = r"[red]x\x1b[31m"
+
+
+def life_of(stage: Stage) -> list[str]:
+    lines = stage.app.page.query_one(LifePanel).lines
+    return ["".join(span.text for span in line).rstrip() for line in lines]
+
+
+def rooms_of(stage: Stage) -> list[int]:
+    return [one.room for one in room_states(stage.link.side.node)]
+
+
+async def test_each_handoff_has_its_state_its_peer_and_how_far_it_is():
+    async with staged("handoffs") as stage:
+        rows = [line for line in stage.text.splitlines() if "prefill" in line][:5]
+    assert rows[0].startswith("▸ R receiving  ← prefill0  ████████▌░░░░░░░░  50%  35.0Mi/70.0Mi")
+    assert rows[1].startswith("  ! failed     ← prefill1                       -  0B")
+    assert rows[4].startswith("  O offered    ← prefill0  ░░░░░░░░░░░░░░░░░   0%  0B/10.5Mi")
+
+
+async def test_the_rate_is_of_the_bytes_that_came_and_says_when_it_ends():
+    async with staged("handoffs") as stage:
+        for _ in range(3):
+            land(stage.link.town, "prefill0", 1)
+            await stage.pass_time(0.4)
+        first = next(line for line in stage.text.splitlines() if line.startswith("▸"))
+    assert "Mi/s" in first
+    assert "~" in first
+
+
+async def test_the_life_of_the_one_under_the_cursor_is_shown_and_follows_it():
+    async with staged("handoffs") as stage:
+        assert life_of(stage)[0].startswith("─ receive:8  room 8  ← prefill0  R receiving ─")
+        await stage.press("down", "down")
+        assert life_of(stage)[0].startswith("─ receive:9  room 9  ← prefill1  R receiving ─")
+        assert AskOtherEnd(0, 9) in stage.asked
+
+
+async def test_the_other_end_is_drawn_beside_ours():
+    async with staged("handoffs", "stuck") as stage:
+        lines = life_of(stage)
+    assert lines[1].startswith("deadline in ")
+    assert lines[2].startswith("decode-0 decode")
+    assert lines[3].startswith("prefill0 prefill")
+    assert "│streaming" in lines[3]
+    assert any(line.startswith("longest silence ") for line in lines)
+    assert any("posts under way" in line for line in lines)
+
+
+async def test_an_end_that_does_not_answer_has_its_reason_shown():
+    async with staged("handoffs", "silent-peer") as stage:
+        await stage.press("down")
+        assert any(line.startswith("prefill1: it has been silent for ") for line in life_of(stage))
+
+
+async def test_one_that_failed_stays_for_a_moment_with_its_reason_written_out():
+    def give_up(link) -> None:
+        link.answer(AbortRoom(0, 11, HOSTILE))
+
+    async with staged("handoffs", prepare=give_up) as stage:
+        await stage.press("end")
+        assert sum("! failed" in line for line in stage.text.splitlines()[:16]) == 2
+        assert any(line.startswith("failed: ") and ESCAPED in line for line in life_of(stage))
+        await stage.pass_time(4.0)
+        assert "! failed" not in stage.text
+        assert stage.text.count("receiving") >= 3
+
+
+async def test_nobody_is_asked_about_a_life_that_is_not_to_be_seen():
+    async with staged("handoffs") as stage:
+        await stage.press("m")
+        stage.asked.clear()
+        stage.app.page.ask_here()
+        stage.app.page.ask_there()
+        await stage.frame()
+        assert stage.asked == []
+        assert "story of both ends" not in stage.text
+
+
+async def test_a_frozen_page_asks_nobody_and_shows_what_was():
+    async with staged("handoffs", "stuck") as stage:
+        await stage.press("space")
+        before = life_of(stage)
+        stage.asked.clear()
+        await stage.pass_time(3.0)
+        stage.app.page.ask_here()
+        stage.app.page.ask_there()
+        await stage.frame()
+        assert life_of(stage) == before
+        assert not [one for one in stage.asked if isinstance(one, Why | AskOtherEnd)]
+
+
+async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed():
+    async with staged("handoffs") as stage:
+        await stage.press("down", "down", "A")
+        assert ":abort room 9" in stage.text
+        await stage.press("enter")
+        assert any(isinstance(one, Rehearse) for one in stage.asked)
+        assert 9 in rooms_of(stage)
+        await stage.press("y")
+        aborted = [one for one in stage.asked if isinstance(one, AbortRoom)]
+        assert [one.room for one in aborted] == [9]
+
+
+async def test_capital_x_shows_what_a_fence_would_do_and_escape_does_not():
+    async with staged("handoffs") as stage:
+        await stage.press("X")
+        assert Rehearse(0, Fence(0)) in stage.asked
+        await stage.press("escape")
+        assert not any(isinstance(one, Fence) for one in stage.asked)
+
+
+async def test_z_leaves_those_without_a_byte_for_long():
+    async with staged("handoffs", "stuck") as stage:
+        await stage.press("z")
+        assert "handoffs /moved>2s" in stage.text
+        assert stage.app.page.table().sheet.total == 1
+    async with staged("handoffs") as stage:
+        await stage.press("z")
+        assert stage.app.page.table().sheet.total == 0
+
+
+async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
+    async with staged("handoffs") as stage:
+        table = stage.app.page.table()
+        seen = set()
+        for _ in range(len(table.source.columns) + 1):
+            table.sort_next()
+            seen.add(table.sort.removeprefix("-"))
+        await stage.frame()
+        assert seen == {"", *(column.name for column in table.source.columns)}
+        assert not seen & {column.name for column in COLUMNS}
+        assert table.sheet.trouble == ""
+
+
+async def test_a_column_that_is_made_here_sorts_by_what_it_is_made_of():
+    async with staged("handoffs") as stage:
+        stage.app.page.table().sort_by("progress")
+        assert stage.app.page.table().asks().sort == "-done_bytes"
+
+
+async def test_enter_opens_it_and_g_leads_to_its_peer():
+    async with staged("handoffs") as stage:
+        await stage.press("enter")
+        assert stage.app.card.ref == "receive:8"
+        await stage.press("g")
+        choices = stage.text
+        assert "peer:prefill0" in choices
+        assert "lease:" in choices
+        assert "client:" in choices
+        await stage.press("escape", "escape")
+        assert stage.app.card.ref == ""
+        await stage.app.open("peer:prefill0")
+        await stage.frame()
+        assert stage.app.page.NAME == "peers"
+        assert stage.app.page.chosen() == "peer:prefill0"
+
+
+async def test_a_room_is_found_by_its_part():
+    async with staged("handoffs") as stage:
+        await stage.app.open("room:10")
+        await stage.frame()
+        assert stage.app.page.chosen() == "receive:10"
+        assert not stage.app.page.seek("room:99")
+
+
+@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
+async def test_the_page_of_a_node_at_work(size):
+    async with staged("handoffs", size=size) as stage:
+        await stage.press("down", "down")
+        name = f"handoffs-{size[0]}x{size[1]}"
+        (same_picture if size == MIDDLE else same_text)(stage.app, name)
+
+
+async def test_the_page_without_any_handoff():
+    async with staged("handoffs", "empty", SMALL) as stage:
+        same_text(stage.app, "handoffs-empty")
+
+
+async def test_the_page_of_a_daemon_that_is_gone():
+    async with staged("handoffs", size=SMALL) as stage:
+        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
+        await stage.pass_time(3.0)
+        same_text(stage.app, "handoffs-down")
+
+
+async def test_the_page_frozen():
+    async with staged("handoffs", "stuck", SMALL) as stage:
+        await stage.press("space")
+        await stage.pass_time(2.0)
+        same_text(stage.app, "handoffs-frozen")

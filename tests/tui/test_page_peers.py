@@ -1,0 +1,135 @@
+"""The page of the peers: both directions of each, the one under the cursor in words, its keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.wire.admin import Fence, Rehearse
+from tests.tui.golden import same_picture, same_text
+from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.town import land
+from tui.model.neighbours import COLUMNS
+from tui.widgets.peerpanel import UNKNOWN, PeerPanel
+
+
+def panel_of(stage: Stage) -> str:
+    lines = stage.app.page.query_one(PeerPanel).lines
+    return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
+
+
+async def test_each_peer_has_both_ways_and_what_became_of_its_handoffs():
+    async with staged("peers") as stage:
+        names = stage.text.splitlines()[3].split()
+        first = stage.text.splitlines()[4].split()
+    assert names[:8] == ["state", "name", "in", "in_trace", "out", "out_trace", "open", "delivered"]
+    assert first[:4] == ["▸", "+", "up", "prefill0"]
+    assert "←3 →0" in " ".join(first)
+
+
+async def test_bytes_that_come_are_a_rate_and_a_chart():
+    async with staged("peers") as stage:
+        for _ in range(4):
+            land(stage.link.town, "prefill0", 1)
+            await stage.pass_time(0.6)
+        row = stage.text.splitlines()[4]
+        assert "Mi/s" in row
+        assert "from it" in panel_of(stage)
+        assert "⣿" in panel_of(stage)
+
+
+async def test_a_peer_that_is_lost_is_told_in_words_and_stands_out():
+    async with staged("peers", "silent-peer", SMALL) as stage:
+        assert "  ! lost  prefill1" in stage.text
+        await stage.press("down")
+        assert "! lost: it has been silent for so long that it counts as gone" in panel_of(stage)
+
+
+async def test_the_one_under_the_cursor_has_its_layout_its_agent_and_its_incarnation():
+    async with staged("peers") as stage:
+        words = panel_of(stage)
+    assert "layout same" in words
+    assert "agent loaded" in words
+    assert "incarnation 0000000000000001707265" in words
+    assert "posts under way" in words
+
+
+async def test_what_one_daemon_cannot_know_is_not_drawn_and_said_to_be_unknown():
+    async with staged("peers") as stage:
+        assert UNKNOWN in stage.text
+
+
+async def test_z_leaves_peers_that_are_not_up():
+    async with staged("peers", "silent-peer") as stage:
+        await stage.press("z")
+        assert list(stage.app.page.table().sheet.order) == ["peer:prefill1"]
+        await stage.press("z")
+        assert stage.app.page.table().sheet.total == 2
+
+
+async def test_h_shows_its_handoffs_and_minus_comes_back():
+    async with staged("peers") as stage:
+        await stage.press("down", "h")
+        assert stage.app.page.NAME == "handoffs"
+        assert 'handoffs /peer="peer:prefill1"' in stage.text
+        assert {"prefill0"} & set(stage.text.split()) == set()
+        await stage.press("-")
+        assert stage.app.page.NAME == "peers"
+
+
+async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
+    async with staged("peers") as stage:
+        table = stage.app.page.table()
+        seen = set()
+        for _ in range(len(table.source.columns) + 1):
+            table.sort_next()
+            seen.add(table.sort.removeprefix("-"))
+        await stage.frame()
+        assert not seen & {column.name for column in COLUMNS}
+        assert table.sheet.trouble == ""
+
+
+async def test_capital_x_shows_what_a_fence_would_do():
+    async with staged("peers") as stage:
+        await stage.press("X")
+        assert Rehearse(0, Fence(0)) in stage.asked
+
+
+async def test_a_hostile_name_is_written_out():
+    def rename(link) -> None:
+        peers = link.side.node.peers
+        peer = peers.by_name.pop("prefill1")
+        peer.name = "[red]x\x1b[31m"
+        peers.by_name[peer.name] = peer
+
+    async with staged("peers", prepare=rename) as stage:
+        assert r"[red]x\x1b[31m" in stage.text
+        assert "\x1b" not in stage.text
+
+
+async def test_enter_opens_the_card_of_the_peer():
+    async with staged("peers") as stage:
+        await stage.press("down", "enter")
+        assert stage.app.card.ref == "peer:prefill1"
+        await stage.press("escape")
+        assert stage.app.card.ref == ""
+
+
+@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
+async def test_the_page_of_a_node_at_work(size):
+    async with staged("peers", size=size) as stage:
+        name = f"peers-{size[0]}x{size[1]}"
+        (same_picture if size == MIDDLE else same_text)(stage.app, name)
+
+
+async def test_the_page_of_a_daemon_that_is_gone():
+    async with staged("peers", size=SMALL) as stage:
+        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
+        await stage.pass_time(3.0)
+        same_text(stage.app, "peers-down")
+
+
+async def test_the_page_frozen():
+    async with staged("peers", "silent-peer", SMALL) as stage:
+        await stage.press("space")
+        await stage.pass_time(2.0)
+        same_text(stage.app, "peers-frozen")

@@ -1,0 +1,79 @@
+"""Clients as an operator reads them: whether they live, how busy they are, and what can be done.
+
+Pure. The rows are those of the view ``clients``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.text import clean
+from kvd.wire.console import Column
+from tui.model import cells
+
+if TYPE_CHECKING:
+    from kvd.wire.console import Cell
+    from tui.draw.spans import Style
+    from tui.model.dress import Facts
+    from tui.model.rates import RowRates
+
+COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
+"""What is made here; the rest is the daemon's."""
+FIRST = ("name", "state", "pids", "held", "locked", "leases", "oldest", "calls_s")
+MATTERS = (
+    *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "locked", "receives"),
+    *("sends", "since", "calls"),
+)
+STANDS_FOR = {"calls_s": "calls"}
+RATE_OVER_S = 2.0
+
+LEASES = (
+    *("id", "state", "held", "since", "waiting_for", "holders", "room", "reason", "locked_node"),
+    *("locked", "row", "quarantined", "touched", "prompt_tokens", "prefix_tokens", "why"),
+)
+"""Columns of the leases of one client that stay longest; whose they are, the caption says."""
+LEASES_HIDDEN = ("owner", "client", "pid")
+
+LETTERS = {"alive": "+", "gone": "!", "partly gone": "~"}
+STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "partly gone": "warn"}
+
+
+def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
+    """The cells of ``COLUMNS``."""
+    return (rates.rate(row.row.key, row.at_s),)
+
+
+def state(row: Facts) -> tuple[str, Style]:
+    """A letter, the word, and its style."""
+    word = row.text("state")
+    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+
+
+def calls(row: Facts) -> tuple[str, Style]:
+    """Requests per second."""
+    found = row.number("calls_s")
+    if found is None:
+        return cells.NOTHING, "dim"
+    return f"{found:.1f}" if found < 100 else cells.compact(round(found)), "plain"
+
+
+def advice(row: Facts, now_s: float) -> str:
+    """What it holds, and how that comes back: kvd takes no page from a process that lives."""
+    name, pids = row.text("name") or row.row.key, row.text("pids")
+    leases, held = row.number("leases") or 0, row.number("held") or 0
+    oldest_s = row.number("oldest")
+    oldest = "" if oldest_s is None else f", the oldest for {cells.age(now_s - oldest_s)}"
+    word = row.text("state")
+    if not leases:
+        return f"{name} holds nothing"
+    holds = f"{name} holds {held:.0f} pages by {leases:.0f} leases{oldest}."
+    if word == "gone":
+        return (
+            f"{holds} Its processes are gone: what it held is released within 1 s; pages that a "
+            "remote may still write stay until no post can reach them"
+        )
+    stop = f"stop pid {pids}" if pids else "stop its process"
+    return (
+        f"{holds} kvd never takes pages from a living process: {stop}, and its leases are "
+        "released within 1 s"
+    )

@@ -1,0 +1,156 @@
+"""Peers as an operator reads them: what goes between us and each of them, and the look of cells.
+
+Pure. The rows are those of the view ``peers``; rates are how its counters grow here. What goes
+between two other nodes no daemon knows but they.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.text import clean
+from kvd.wire.console import Column
+from tui.draw import chart
+from tui.model import cells
+from tui.model.rates import RowRates
+
+if TYPE_CHECKING:
+    from kvd.wire.console import Cell
+    from tui.draw.spans import Style
+    from tui.model.dress import Facts
+
+TRACE_COLUMNS = 12
+"""Of a small chart in a row; each is ``TRACE_STEP_S``."""
+TRACE_STEP_S = 2.0
+
+COLUMNS = (
+    Column("in", "bytes", "from it, of the last second, per second"),
+    Column("in_trace", "text", f"the same, {TRACE_STEP_S:.0f} s a column"),
+    Column("out", "bytes", "to it, of the last second, per second"),
+    Column("out_trace", "text", f"the same, {TRACE_STEP_S:.0f} s a column"),
+    Column("open", "text", "handoffs from it and to it that have not ended"),
+    Column("path", "text", "what carries the bytes"),
+)
+"""What is made here; the rest is the daemon's."""
+FIRST = (
+    *("state", "name", "in", "in_trace", "out", "out_trace", "open", "delivered", "failed"),
+    *("rtt", "posts", "heard", "path", "layout", "agent", "trouble"),
+)
+MATTERS = (
+    *("state", "name", "in", "out", "open", "failed", "rtt", "heard", "delivered", "in_trace"),
+    *("out_trace", "layout", "posts", "agent", "path", "trouble", "in_bytes", "out_bytes"),
+)
+HIDDEN = ("receives", "sends")
+"""Said by ``open``."""
+STANDS_FOR = {
+    "in": "in_bytes",
+    "in_trace": "in_bytes",
+    "out": "out_bytes",
+    "out_trace": "out_bytes",
+    "open": "receives",
+    "path": "name",
+}
+
+LETTERS = {"up": "+", "suspect": "~", "lost": "!", "silent": "?"}
+STATES: dict[str, Style] = {"up": "ok", "suspect": "warn", "lost": "bad", "silent": "warn"}
+MEANS = {
+    "up": "it answers",
+    "suspect": "it has not been heard for a while",
+    "lost": "it has been silent for so long that it counts as gone",
+    "silent": "it has not said Hello yet",
+}
+SAME = "same"
+"""What the daemon says of a layout like ours."""
+
+
+class Way(NamedTuple):
+    """What went one way between us and one peer: now, and lately, in bytes per second."""
+
+    now: float | None
+    lately: list[float]
+
+
+class Traffic:
+    """Both ways of every peer."""
+
+    def __init__(self) -> None:
+        self.incoming = RowRates("in_bytes")
+        self.outgoing = RowRates("out_bytes")
+
+    def ways(
+        self, key: str, end_s: float, count: int = TRACE_COLUMNS, step_s: float = TRACE_STEP_S
+    ) -> tuple[Way, Way]:
+        """From this peer, and to it, as of then."""
+        incoming, outgoing = [
+            Way(rates.rate(key, end_s), rates.series(key, count, step_s=step_s, end_s=end_s))
+            for rates in (self.incoming, self.outgoing)
+        ]
+        return incoming, outgoing
+
+    def made(self, row: Facts, path: str) -> tuple[Cell, ...]:
+        """The cells of ``COLUMNS``."""
+        incoming, outgoing = self.ways(row.row.key, row.at_s)
+        receives, sends = row.number("receives"), row.number("sends")
+        return (
+            incoming.now,
+            trace(incoming),
+            outgoing.now,
+            trace(outgoing),
+            f"←{receives or 0:.0f} →{sends or 0:.0f}",
+            path,
+        )
+
+
+def trace(way: Way) -> str:
+    """Lately, a step a column."""
+    return chart.spark(way.lately, TRACE_COLUMNS).text
+
+
+def state(row: Facts) -> tuple[str, Style]:
+    """A letter, the word, and its style."""
+    word = row.text("state")
+    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+
+
+def bytes_in(row: Facts) -> tuple[str, Style]:
+    """From it, per second."""
+    return _rate(row.number("in"), "arriving")
+
+
+def bytes_out(row: Facts) -> tuple[str, Style]:
+    """To it, per second."""
+    return _rate(row.number("out"), "sending")
+
+
+def trace_in(row: Facts) -> tuple[str, Style]:
+    """From it, lately."""
+    return row.text("in_trace"), "arriving"
+
+
+def trace_out(row: Facts) -> tuple[str, Style]:
+    """To it, lately."""
+    return row.text("out_trace"), "sending"
+
+
+def layout(row: Facts) -> tuple[str, Style]:
+    """Whether its pages are like ours; or in words why not."""
+    words = row.text("layout")
+    return clean(words), "ok" if words == SAME else "warn"
+
+
+def failed(row: Facts) -> tuple[str, Style]:
+    """How many handoffs with it were given up."""
+    count = row.number("failed") or 0
+    return f"{count:.0f}", "bad" if count else "dim"
+
+
+def trouble(row: Facts) -> tuple[str, Style]:
+    """What is wrong with it."""
+    words = row.text("trouble")
+    return (clean(words), "bad") if words else (cells.NOTHING, "dim")
+
+
+def _rate(found: float | None, style: Style) -> tuple[str, Style]:
+    if found is None:
+        return cells.NOTHING, "dim"
+    return f"{cells.size(found)}/s", style if found > 0 else "dim"
