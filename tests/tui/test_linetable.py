@@ -52,6 +52,17 @@ def test_one_column_is_shown_however_narrow_the_terminal_is():
     assert fit(columns("text", "text"), [40, 40], 10, Rules()).widths == (10,)
 
 
+def test_columns_that_may_be_narrow_are_cut_so_that_others_have_room():
+    kinds, rules = columns("text", "count", "holders"), Rules(narrow=("c0", "c2"))
+    shown = fit(kinds, [60, 10, 60], 60, rules)
+    assert (shown.widths, shown.hidden) == ((28, 10, 18), 0)
+
+
+def test_room_that_is_left_goes_to_all_up_to_their_cap_before_one_has_more():
+    kinds, rules = columns("text", "holders"), Rules(narrow=("c0", "c1"))
+    assert fit(kinds, [90, 90], 100, rules).widths == (54, 44)
+
+
 def test_tight_makes_room_for_more_columns():
     kinds, wishes = columns("text", "text", "text"), [28, 28, 28]
     assert len(fit(kinds, wishes, 60, Rules()).at) == 2

@@ -25,10 +25,12 @@ class Shown:
         self.app, self.link, self.pilot = app, link, pilot
 
     async def press(self, *names: str) -> None:
-        """Keys, each with what it leads to."""
+        """Keys, each with the rows it leads to; then what those lead to."""
         for name in names:
             await self.pilot.press(name)
-            await self.bring()
+            self.link.frame()
+            self.app.tick()
+        await self.bring()
 
     async def bring(self) -> None:
         await brought(self.app, self.link, self.pilot)
@@ -44,7 +46,7 @@ async def at(page: str, situation: str = "normal", size=NARROW) -> AsyncIterator
     app, link = opened(situation, page=page)
     async with app.run_test(size=size) as pilot:
         shown = Shown(app, link, pilot)
-        await shown.bring()
+        await pilot.pause()
         link.pass_time(0.5)
         await shown.bring()
         yield shown

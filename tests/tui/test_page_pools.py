@@ -333,3 +333,22 @@ async def test_g_offers_the_pages_of_a_lease():
         await bring(app, feed, pilot, "2")
         assert (app.page.NAME, app.card.ref) == ("pools", "lease:7")
         assert map_of(app).mark == "lease:7"
+
+
+async def test_where_nothing_is_lit_n_says_how_to_light_something():
+    app, feed = memory("pools")
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await bring(app, feed, pilot, "n")
+        assert any("nothing is lit here" in line for line in lines_of(app))
+
+
+async def test_m_leaves_only_the_map_and_brings_the_components_back():
+    app, feed = memory("pools")
+    async with app.run_test(size=NARROW) as pilot:
+        await bring(app, feed, pilot)
+        cells = map_of(app).asks()[0].cells
+        await bring(app, feed, pilot, "m")
+        assert not any("component" in line for line in lines_of(app))
+        assert map_of(app).asks()[0].cells > cells
+        await bring(app, feed, pilot, "m")
+        assert line_with(app, "component")

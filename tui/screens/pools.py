@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
 ZOOM = 2.0
+NOTHING_LIT = "nothing is lit here: p on a node, g on a lease or client, L on the card of a page"
 
 
 class PoolsPage(Page):
@@ -87,6 +88,12 @@ class PoolsPage(Page):
             return True
         return False
 
+    @override
+    def maximise(self) -> bool:
+        """Only the map, and the components again."""
+        self.lines.display = not self.lines.display
+        return not self.lines.display
+
     def _turn(self, component: str) -> None:
         """The map of this component; the first one has no name until it is known."""
         first = next(iter(self.lines.names), "")
@@ -104,7 +111,8 @@ class PoolsPage(Page):
             case "zoom-out":
                 shown.zoom(1 / ZOOM)
             case "next-lit":
-                shown.next_lit()
+                if not shown.next_lit():
+                    self.notify(NOTHING_LIT, markup=False)
             case "light":
                 shown.light(self._holder())
             case "component":
