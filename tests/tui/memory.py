@@ -67,6 +67,7 @@ class Memory(Feed):
         super().__init__()
         self.evicted = 0
         self.trouble = ""
+        self.first_name = "kv"
         self.maps: list[MapQuery] = []
         self.orphans = (5,)
 
@@ -91,8 +92,9 @@ class Memory(Feed):
 
     def _rows(self, query):
         if query.view == "pools":
+            holders = (Holder(HOSTILE, 88.0, "lease:7"),)
             return POOL_COLUMNS, [
-                self._pool("kv", "device", 1_000_000, (Holder(HOSTILE, 88.0, "lease:7"),), 64),
+                self._pool(self.first_name, "device", 1_000_000, holders, 64),
                 self._pool("swa", "host", 1000, (), 0),
             ]
         if query.view == "tree":
@@ -126,7 +128,7 @@ class Memory(Feed):
         if query.mark:
             lit = tuple(sorted({(page - first) // each for page in LIT if page >= first}))
         return PageMap(
-            component=query.component or "kv",
+            component=query.component or self.first_name,
             lens=query.lens,
             revision=1,
             at_s=self.at_s - 0.4,

@@ -7,7 +7,7 @@ import pytest
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import MapQuery
 from tests.tui.feed import lines_of, settle
-from tests.tui.memory import SHOWN, memory
+from tests.tui.memory import HOSTILE, SHOWN, memory
 from tui.draw.pages import Grid
 from tui.widgets.pagemap import LENSES
 
@@ -282,10 +282,12 @@ async def test_a_map_that_there_is_not_says_why():
 
 async def test_hostile_names_reach_the_screen_as_text_only():
     app, feed = memory("pools")
+    feed.first_name = HOSTILE
     async with app.run_test(size=WIDE) as pilot:
         await bring(app, feed, pilot, "l")
         text = "\n".join(lines_of(app))
-        assert text.count(SHOWN) >= 3
+        assert f"─ {SHOWN}  lens owner" in text
+        assert text.count(SHOWN) == 4
         assert "\x1b" not in text
         assert "\u202e" not in text
 

@@ -84,6 +84,15 @@ async def test_enter_opens_the_node_and_its_card_with_the_story_of_its_locks():
         assert line_with(app, "-0.30s lock_ref 2: engine-2")
 
 
+async def test_a_node_is_marked_as_open_before_the_daemon_has_said_what_is_below_it():
+    app, feed = memory("radix")
+    async with app.run_test(size=WIDE) as pilot:
+        await bring(app, feed, pilot)
+        await pilot.press("x")
+        await settle(app, pilot)
+        assert line_with(app, f"▼ {SHOWN}")
+
+
 @pytest.mark.parametrize(
     ("key", "view", "title"),
     [
