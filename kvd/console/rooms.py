@@ -106,28 +106,32 @@ def _over(key: str, end: HandoffEnded) -> Handoff:
 
 
 def _rooms(scene: Scene, _: Query) -> Iterator[Handoff]:
-    """Every part that has not ended, both sides, and whatever has ended lately.
+    """Every part that has not ended, both sides, the oldest first; then what has ended lately.
 
-    A delivered one is a lease like others.
+    A delivered one is a lease like others. Under load most have been delivered: those come last,
+    the latest first, so that what is under way and what has failed is at the top.
     """
     scene.progress.look(scene)
     shown = set()
     prefiller = scene.node.prefiller
     receives, sends = scene.node.decoder.parts, prefiller.by_room
-    for one in (
+    alive = [
         *[_receive(scene, part) for part in receives.values()],
         *[_send(scene, part) for part in sends.values()],
         *[_send(scene, part) for part in prefiller.last_word.settled.values()],
-    ):
+    ]
+    for one in sorted(alive, key=lambda one: one.since_s):
         shown.add(one.key)
         yield one
+    over = []
     for end in reversed(scene.recent.ended):
         if scene.now_s - end.at_s > SHOWN_S:
             break
         key = f"{'receive' if end.side == 'decode' else 'send'}:{end.part}"
         if key not in shown:
             shown.add(key)
-            yield _over(key, end)
+            over.append(_over(key, end))
+    yield from sorted(over, key=lambda one: one.state == "delivered")
 
 
 def _waits_for(scene: Scene, one: Handoff) -> str:
@@ -181,5 +185,4 @@ ROOMS: View[Handoff] = View(
     ),
     objects=_rooms,
     key=lambda one: one.key,
-    sort="since",
 )

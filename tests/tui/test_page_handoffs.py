@@ -29,8 +29,8 @@ async def test_each_handoff_has_its_state_its_peer_and_how_far_it_is():
     async with staged("handoffs") as stage:
         rows = [line for line in stage.text.splitlines() if "prefill" in line][:5]
     assert rows[0].startswith("▸ R receiving  ← prefill0  ████████▌░░░░░░░░  50%  35.0Mi/70.0Mi")
-    assert rows[1].startswith("  ! failed     ← prefill1                       -  0B")
-    assert rows[4].startswith("  O offered    ← prefill0  ░░░░░░░░░░░░░░░░░   0%  0B/10.5Mi")
+    assert rows[4].startswith("  ! failed     ← prefill1                       -  0B")
+    assert rows[3].startswith("  O offered    ← prefill0  ░░░░░░░░░░░░░░░░░   0%  0B/10.5Mi")
 
 
 async def test_the_rate_is_of_the_bytes_that_came_and_says_when_it_ends():
@@ -46,7 +46,7 @@ async def test_the_rate_is_of_the_bytes_that_came_and_says_when_it_ends():
 async def test_the_life_of_the_one_under_the_cursor_is_shown_and_follows_it():
     async with staged("handoffs") as stage:
         assert life_of(stage)[0].startswith("─ receive:8  room 8  ← prefill0  R receiving ─")
-        await stage.press("down", "down")
+        await stage.press("down")
         assert life_of(stage)[0].startswith("─ receive:9  room 9  ← prefill1  R receiving ─")
         assert AskOtherEnd(0, 9) in stage.asked
 
@@ -73,7 +73,7 @@ async def test_one_that_failed_stays_for_a_moment_with_its_reason_written_out():
         link.answer(AbortRoom(0, 11, HOSTILE))
 
     async with staged("handoffs", prepare=give_up) as stage:
-        await stage.press("end")
+        await stage.press("end", "up")
         assert sum("! failed" in line for line in stage.text.splitlines()[:16]) == 2
         assert any(line.startswith("failed: ") and ESCAPED in line for line in life_of(stage))
         await stage.pass_time(4.0)
@@ -107,7 +107,7 @@ async def test_a_frozen_page_asks_nobody_and_shows_what_was():
 
 async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed():
     async with staged("handoffs") as stage:
-        await stage.press("down", "down", "A")
+        await stage.press("down", "A")
         assert ":abort room 9" in stage.text
         await stage.press("enter")
         assert any(isinstance(one, Rehearse) for one in stage.asked)
