@@ -94,12 +94,16 @@ def cut(text: str, width: int) -> str:
 
 def left(text: str, width: int) -> str:
     """``text`` in exactly ``width`` columns, at the left."""
+    if text.isascii() and len(text) <= width:
+        return text.ljust(width)
     short = cut(text, width)
     return short + " " * (width - columns(short))
 
 
 def right(text: str, width: int) -> str:
     """``text`` in exactly ``width`` columns, at the right: for figures."""
+    if text.isascii() and len(text) <= width:
+        return text.rjust(width)
     short = cut(text, width)
     return " " * (width - columns(short)) + short
 
@@ -126,13 +130,16 @@ def fit(one: Iterable[Span], width: int, style: Style = "plain") -> Line:
 def merged(spans: Iterable[Span]) -> Line:
     """The same line with equal neighbours made one, and without empty spans."""
     made: list[Span] = []
-    for span in spans:
-        if not span.text:
-            continue
-        if made and made[-1][1:] == span[1:]:
-            made[-1] = span._replace(text=made[-1].text + span.text)
-        else:
-            made.append(span)
+    text, look = "", None
+    for more, style, under in spans:
+        if (style, under) == look:
+            text += more
+        elif more:
+            if look is not None:
+                made.append(Span(text, *look))
+            text, look = more, (style, under)
+    if look is not None:
+        made.append(Span(text, *look))
     return tuple(made)
 
 

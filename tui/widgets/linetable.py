@@ -289,12 +289,16 @@ class LineTable(Canvas):
         )
         if texts is None:
             return (Span(mark, "key"), Span("…", "dim"))
+        columns, gap = self.columns, ""
         made = [Span(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
-            pad = spans.right if self.columns[at].kind in cells.FIGURES else spans.left
-            made += [Span(pad(text, width), style), Span(" " * fitting.GAP)]
-        made.pop()
+            pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
+            if style == "plain":
+                made.append(Span(gap + pad(text, width)))
+            else:
+                made += [Span(gap), Span(pad(text, width), style)]
+            gap = " " * fitting.GAP
         if not is_chosen:
             return spans.merged(made)
         return tuple(one._replace(under="cursor") for one in spans.fit(made, self.size.width))
