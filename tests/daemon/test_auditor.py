@@ -104,5 +104,6 @@ def test_finding_carries_the_last_events_about_its_lease():
     (found,) = bench.node.audit.state().found
     assert (found.lease, found.owner) == (lease.id, "session 77 (gone)")
     assert [line.partition(": ")[2] for line in found.transitions[1:]] == [
-        f"lease-opened lease={lease.id} session=1 reason=lease room=0 prefix_tokens=0 held_pages=3"
+        f"lease-opened lease={lease.id} session=1 reason=lease room=0 prefix_tokens=0 held_pages=3 "
+        "prompt_tokens=40 missed_tokens=32 why_missed=new locked_node=0"
     ]
