@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvd.wire.admin import Audit
@@ -50,7 +51,7 @@ async def _back(app: KvdTui, _: str) -> None:
 
 
 async def _related(app: KvdTui, _: str) -> None:
-    app.order(orders.related(app))
+    app.order(partial(orders.related, app))
 
 
 async def _help(app: KvdTui, _: str) -> None:
@@ -168,7 +169,7 @@ async def _order(app: KvdTui, verb: str) -> None:
 
 
 async def _audit(app: KvdTui, _: str) -> None:
-    app.order(orders.carry_out(app, Audit(0)))
+    app.order(partial(orders.carry_out, app, Audit(0)))
 
 
 ACTIONS: dict[str, Action] = {

@@ -6,8 +6,10 @@ paints the visible page from the picture that is shown, which is the newest unle
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.timer import Timer
+    from textual.worker import Worker
 
     from tui.link import FrameLink
     from tui.model.mirror import Mirror, Notice
@@ -111,6 +114,7 @@ class KvdTui(App[None]):
         self._noticed: Notice | None = None
         self.register_theme(HIGH_CONTRAST)
         self._asked = Wanted()
+        self._going = asyncio.Lock()
         self.link = connect(mirror, self.wanted)
         self.link.fps = self.options.fps
 
@@ -133,7 +137,7 @@ class KvdTui(App[None]):
     def on_mount(self) -> None:
         """Start to ask, and to paint."""
         self.theme = self.options.theme
-        self.run_worker(self.link.run(), name="link", exit_on_error=True)
+        _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
         self.set_fps(self.options.fps)
         self.set_interval(CARD_S, self.ask_again)
         self.call_after_refresh(self.tick)
@@ -166,7 +170,12 @@ class KvdTui(App[None]):
         return self.link if isinstance(self.link, ReplayLink) else None
 
     def wanted(self) -> Wanted:
-        """What the visible page wants to know; the link asks before each frame."""
+        """What the visible page wants to know; the link asks before each frame.
+
+        A link may ask once more while the pages are taken down: nothing else is wanted then.
+        """
+        if not self.is_running:
+            return self._asked
         return Wanted(self.page.queries(), self.page.events())
 
     def say(self, text: str, is_bad: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -272,9 +281,9 @@ class KvdTui(App[None]):
         self.hurry()
         self.tick()
 
-    def order(self, work: Coroutine[None, None, None]) -> None:
+    def order(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Have something done that asks the daemon or the operator on its way."""
-        self.run_worker(work, name="order", group="order")
+        _: Worker[None] = self.run_worker(work, name="order", group="order")
 
     def ask(self, mode: str, text: str) -> None:
         """Have the operator type a command or a filter."""
@@ -313,20 +322,24 @@ class KvdTui(App[None]):
         await self.go(self.trail.open(name, ref))
 
     async def go(self, place: Place) -> None:
-        """Show a page and what is open on it; the page is made when it is first shown."""
-        if place.page not in self._pages:
-            self._pages[place.page] = ALL[place.page]()
-            await self._switcher.add_content(self._pages[place.page])
-        self.page = self._pages[place.page]
-        self._switcher.current = self.page.id
-        if place.ref:
-            self.page.seek(place.ref)
-            self.card.open(place.ref)
-            self.ask_again()
-        else:
-            self.card.close()
-        self.place_card()
-        self.call_after_refresh(self._arrived)
+        """Show a page and what is open on it; the page is made when it is first shown.
+
+        Keys and orders may go somewhere at once: one after the other, as making a page takes time.
+        """
+        async with self._going:
+            if place.page not in self._pages:
+                self._pages[place.page] = ALL[place.page]()
+                await self._switcher.add_content(self._pages[place.page])
+            self.page = self._pages[place.page]
+            self._switcher.current = self.page.id
+            if place.ref:
+                self.page.seek(place.ref)
+                self.card.open(place.ref)
+                self.ask_again()
+            else:
+                self.card.close()
+            self.place_card()
+            self.call_after_refresh(self._arrived)
 
     def _arrived(self) -> None:
         """The page knows its size now, and so what it wants."""
@@ -338,7 +351,10 @@ class KvdTui(App[None]):
     def ask_again(self) -> None:
         """Ask about what is open, and show what its row says meanwhile."""
         if self.card.ref:
-            self.run_worker(self._ask(self.card.ref), name="card", group="card", exclusive=True)
+            # A coroutine is made when its turn comes: one that is cancelled before that is never
+            # awaited, which Python complains of.
+            ask = partial(self._ask, self.card.ref)
+            _: Worker[None] = self.run_worker(ask, group="card", exclusive=True)
 
     async def _ask(self, ref: str) -> None:
         """One answer for the card; a frozen one keeps what it had."""
@@ -347,7 +363,7 @@ class KvdTui(App[None]):
         if asked is not None and not self.mirror.moments.is_frozen:
             reply = orders.told(await self.link.ask(asked))
             answer = reply if isinstance(reply, Because | Refusal) else None
-        if card.ref != ref or card.told is None:
+        if not self.is_running or card.ref != ref or card.told is None:
             return
         if answer is None:
             answer = card.told.answer or (FROZEN if asked is not None else None)

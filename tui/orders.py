@@ -7,6 +7,7 @@ done only when the operator agrees to that.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -111,7 +112,7 @@ async def obey(app: KvdTui, text: str) -> None:
         case commands.Open(ref=ref):
             await app.open(ref)
         case commands.Ask(request=request):
-            app.order(carry_out(app, request))
+            app.order(partial(carry_out, app, request))
         case commands.Quit():
             app.exit()
         case _:
@@ -186,9 +187,9 @@ def start(app: KvdTui, verb: str) -> None:
     """A key that changes something: asks at once, or has the operator say how much or which."""
     match verb:
         case "flush":
-            app.order(carry_out(app, Flush(0)))
+            app.order(partial(carry_out, app, Flush(0)))
         case "fence":
-            app.order(carry_out(app, Fence(0)))
+            app.order(partial(carry_out, app, Fence(0)))
         case "evict":
             app.ask(":", "evict ")
         case _:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import warnings
+
 import pytest
 
 from kvd.wire.admin import Why
@@ -131,3 +135,30 @@ def test_pages_are_cut_short_where_there_is_no_room_for_their_names():
     assert len(text) == 80
     assert ">6events<" in text or ">6 events" in text
     assert vitals().node == "decode-node"
+
+
+async def test_a_question_that_another_one_overtakes_is_never_begun():
+    app, feed = console(page="clients")
+    async with app.run_test(size=SIZE) as pilot:
+        feed.bring()
+        await settle(app, pilot)
+        await pilot.press("enter")
+        feed.requests.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            app.ask_again()
+            app.ask_again()
+            await settle(app, pilot)
+            gc.collect()
+    assert feed.requests == [Why(0, "client", 0)]
+
+
+async def test_two_ways_to_a_page_that_is_not_there_yet_are_gone_one_after_the_other():
+    app, _feed = console()
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(app, pilot)
+        ways = [app.open("peer:peers-1"), app.open("peer:peers-2")]
+        async with asyncio.timeout(10.0):
+            await asyncio.gather(*ways)
+        assert app.page.is_mounted
+        assert (app.page.NAME, app.card.ref) == ("peers", "peer:peers-2")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tui.golden import picture_of, text_of
 from tests.tui.opened import brought, opened
+from tui.keys import PAGES
 
 
 async def shown(situation: str, down: str = "", **options: object) -> tuple[str, str]:
@@ -39,3 +40,12 @@ async def test_a_daemon_that_cannot_be_reached_is_said_over_what_was_seen_last()
 @pytest.mark.parametrize("situation", ["normal", "stuck"])
 async def test_the_same_steps_give_the_same_picture(situation):
     assert await shown(situation, page="clients") == await shown(situation, page="clients")
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_a_link_that_asks_what_is_wanted_after_the_pages_are_gone_gets_an_answer(page):
+    app, link = opened("empty", page=page)
+    async with app.run_test(size=(132, 40)) as pilot:
+        await brought(app, link, pilot)
+        before = app.wanted()
+    assert app.wanted() == before
