@@ -27,18 +27,16 @@ def locks_of(node: TreeNode) -> int:
 
 
 class Crossings:
-    """The holders of nodes at one moment; found when they are first asked for."""
+    """The holders of nodes as they were when this was made: one look at all leases."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._first: dict[TreeNode, list[Lease]] | None = None
+        self._first = first_holders(scene.node.leases.leases.values())
 
     def of(self, node: TreeNode) -> tuple[Holder, ...]:
         """Some ``HOLDERS`` leases that lock this node."""
         if not locks_of(node):
             return ()
-        if self._first is None:
-            self._first = first_holders(self._scene.node.leases.leases.values())
         return tuple([lease_holder(self._scene, one) for one in self._first.get(node, ())])
 
 

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from kvd.console.scene import Scene
     from kvd.console.view import View
 
+MAX_ANSWERS = 16
+"""Encoded answers that are kept until the next look: consoles have the last revisions, or none."""
+
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class Feed:
-    """What a query was last answered with. ``update`` now and then, ``answer`` anybody."""
+    """What a query was last answered with. ``look`` now and then, ``answer`` anybody."""
 
     def __init__(self, view: View[Any], query: Query, revisions: Iterator[int]) -> None:
         self.asked_s = self.at_s = float("-inf")
+        """``at_s``: when the last look was over."""
         self._view = view
         self._query = query
         self._revisions = revisions
@@ -43,9 +47,9 @@ class Feed:
         """Of what ``answer`` says; 0 where it says why there is nothing."""
         return 0 if self._trouble else self._revision
 
-    def update(self, scene: Scene) -> None:
-        """The window as it is now."""
-        window = self._view.window(scene, self._query)
+    def look(self, scene: Scene) -> Iterator[None]:
+        """The window as it is now, a step at a time: answered when it is over."""
+        window = yield from self._view.look(scene, self._query)
         self.at_s = scene.now_s
         self._answers.clear()
         if isinstance(window, Flaw):
@@ -71,14 +75,16 @@ class Feed:
 
     def answer(self, have: int) -> bytes:
         """What a console with that revision lacks: a ``Table``, encoded once for all who ask."""
-        found = self._answers.get(have)
+        since = have if self._born <= have <= self._revision else 0
+        found = self._answers.get(since)
         if found is None:
-            found = self._answers[have] = _ENCODE(self._table(have))
+            if len(self._answers) >= MAX_ANSWERS:
+                self._answers.clear()
+            found = self._answers[since] = _ENCODE(self._table(since))
         return found
 
-    def _table(self, have: int) -> Table:
-        is_known = self._born <= have <= self._revision
-        since = have if is_known else 0
+    def _table(self, since: int) -> Table:
+        """All of it if ``since`` is 0."""
         return Table(
             view=self._view.name,
             revision=self.revision,
@@ -86,7 +92,7 @@ class Feed:
             at_s=self.at_s,
             total=self._total,
             of=self._of,
-            columns=() if is_known else self._view.columns,
+            columns=() if since else self._view.columns,
             order=None if self._order_changed <= since else self._order,
             rows=tuple([row for row, changed in self._rows.values() if changed > since]),
             trouble=self._trouble,

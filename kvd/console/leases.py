@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvd.console.named import client_ref, owner
 from kvd.console.view import Field, View
+from kvd.core.lease import Lease
 from kvd.core.standing import Standing
 from kvd.core.words import lease_waits_for, lease_word
 from kvd.types import count
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
-    from kvd.core.lease import Lease
+
 
 _AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
 
@@ -46,7 +49,16 @@ def _away(_: Scene, lease: Lease) -> float | None:
     return lease.retracted_s if lease.standing in _AWAY else None
 
 
-LEASES: View[Lease] = View(
+class Leases(View[Lease]):
+    """Leases may be gone before their row is made."""
+
+    @override
+    def is_there(self, scene: Scene, one: Lease) -> bool:
+        """Whether it has not been released meanwhile."""
+        return one.id in scene.node.leases.leases
+
+
+LEASES = Leases(
     "leases",
     (
         Field("id", "count", lambda _, one: one.id),

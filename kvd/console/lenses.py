@@ -6,11 +6,11 @@ one is always what is free, the last one what nobody has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.console.plane import Is
+from kvd.console.plane import Is, Shown
 from kvd.core.owners import owner_of
 from kvd.wire.console import Level
 
@@ -55,13 +55,6 @@ _TIERS = (("d", "device"), ("h", "host"), ("n", "nowhere"))
 _CACHED = (Is.CACHED, Is.LOCKED)
 
 
-class Shown(NamedTuple):
-    """A value for each thing of a plane, and what the values mean."""
-
-    values: Values
-    levels: tuple[Level, ...]
-
-
 def state(plane: Plane, _: Node, __: float) -> Shown:
     """Free, cached, held, and what is under way."""
     return _shown(plane, plane.things.what, _STATES)
@@ -70,20 +63,19 @@ def state(plane: Plane, _: Node, __: float) -> Shown:
 def owner(plane: Plane, node: Node, _: float) -> Shown:
     """Whose they are: kvd's own cache, the sessions with the most pages, the others."""
     things = plane.things
-    sessions, place = np.unique(things.session, return_inverse=True)
-    pages = np.bincount(place, weights=plane.pages)
+    owned = np.flatnonzero(things.session)  # nodes are nobody's, and there are many of them
+    sessions, place = np.unique(things.session[owned], return_inverse=True)
+    pages = np.bincount(place, weights=plane.pages[owned])
     biggest = np.argsort(-pages, kind="stable")
-    named = sorted(int(sessions[at]) for at in biggest if pages[at] and sessions[at])
-    if len(named) > OWNERS_NAMED:
-        most = [int(sessions[at]) for at in biggest if sessions[at]][:OWNERS_NAMED]
-        named = sorted(most)
+    named = sorted(int(sessions[at]) for at in biggest[:OWNERS_NAMED] if pages[at])
     words = [_FREE, ("c", "cache"), ("o", "others")]
     words += [(chr(ord("A") + k), owner_of(node, one)[0]) for k, one in enumerate(named)]
     value_of = np.full(sessions.size, 2)
-    value_of[sessions == 0] = 1
     for k, one in enumerate(named):
         value_of[sessions == one] = 3 + k
-    return _shown(plane, _apart(things.what, value_of[place], len(words)), (*words, _NOBODY))
+    values = np.ones(things.session.size, np.intp)
+    values[owned] = value_of[place]
+    return _shown(plane, _apart(things.what, values, len(words)), (*words, _NOBODY))
 
 
 def age(plane: Plane, _: Node, at_s: float) -> Shown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.lease import ARRIVAL, ENGINE
 from kvd.core.words import lease_word
 from kvd.wire.console import Holder
 
@@ -42,11 +41,16 @@ def lease_holder(scene: Scene, lease: Lease, pages: str = "") -> Holder:
     session = scene.node.sessions.by_id.get(lease.session)
     who = owner(scene, lease.session) if session is None else f"{session.name} {session.pids[0]}"
     room = f" room {lease.room}" if lease.room else ""
-    state = lease_word(lease)
-    if state == "held":
-        is_gone = session is None and (ENGINE in lease.holders or ARRIVAL in lease.holders)
-        state = "gone" if is_gone else ""
-    return Holder(f"{who}: {lease.reason}{room}{pages}", lease.since_s, f"lease:{lease.id}", state)
+    what = f"{who}: {lease.reason}{room}{pages}"
+    return Holder(what, lease.since_s, f"lease:{lease.id}", state_of(scene, lease))
+
+
+def state_of(scene: Scene, lease: Lease) -> str:
+    """Empty for one that runs; ``gone`` where its owner is, else its state: see ``Holder``."""
+    word = lease_word(lease)
+    if word != "held":
+        return word
+    return "" if lease.session in scene.node.sessions.by_id else "gone"
 
 
 def kept_holder(scene: Scene, kept: Kept) -> Holder:

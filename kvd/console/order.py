@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.console.crossings import Crossings, locks_of
-from kvd.console.tree import NO_NAMESPACE, beside_of, name_of, start_of
-from kvd.console.view import Field, View
+from kvd.console.tree import NO_NAMESPACE, Nodes, beside_of, name_of, start_of
+from kvd.console.view import Field
 from kvd.types import count
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class Turn(NamedTuple):
     crossings: Crossings
 
 
-def _turns(scene: Scene, _: Query) -> Iterator[Turn]:
+def _turns(scene: Scene, _: Query) -> Iterator[Turn | None]:
     crossings = Crossings(scene)
+    yield None
     rank = pages = 0
     for node in scene.node.leases.tree.order.peek(PEEKED):
         if node.lock_ref:
@@ -52,7 +53,7 @@ def _skipped(_: Scene, one: Turn) -> str:
     return f"locked by {locks} lease{'s' if locks > 1 else ''}" if locks else ""
 
 
-EVICTION: View[Turn] = View(
+EVICTION: Nodes[Turn] = Nodes(
     "eviction",
     (
         Field("rank", "count", lambda _, one: one.rank, "who goes first; empty: passed"),

@@ -1,7 +1,8 @@
 """The page map: the pages of one component as cells, through a lens, for whoever asks alike.
 
-Made anew when there is a new survey; the cells have a revision that changes when they do. What is
-asked for with the same window, lens and mark is made and encoded once.
+Made anew when there is a new survey, a step at a time; the cells have a revision that changes when
+they do. What is asked for with the same window, lens and mark is made and encoded once, what a lens
+says of a survey once for all.
 
 What must not live here: where pages are (``survey``), what a value means (``lenses``).
 """
@@ -20,7 +21,7 @@ from kvd.core.spec import companion_factor, is_companion
 from kvd.wire.console import PageMap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from kvd.core.node import Node
     from kvd.wire.console import MapQuery
 
+PAGES_AT_ONCE = 262_144
+LEASES_AT_ONCE = 256
+"""In one step."""
+
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 FEW = 16
@@ -39,7 +44,7 @@ FEW = 16
 
 
 class MapFeed:
-    """What a query was last answered with. ``update`` now and then, ``answer`` anybody."""
+    """What a query was last answered with. ``look`` now and then, ``answer`` anybody."""
 
     def __init__(self, query: MapQuery, revisions: Iterator[int]) -> None:
         self.asked_s = self.at_s = float("-inf")
@@ -57,15 +62,17 @@ class MapFeed:
         """Of what ``answer`` says; 0 where it says why there is nothing."""
         return self._shown.revision
 
-    def update(self, scene: Scene) -> None:
-        """The pages as they were seen last."""
-        self.at_s = scene.now_s
+    def look(self, scene: Scene) -> Iterator[None]:
+        """The pages as they were seen last, a step at a time."""
         survey = scene.surveyor.ask(scene.now_s)
+        yield
         if survey is None or survey is self._survey:
+            self.at_s = scene.now_s
             return
+        made = yield from map_in_steps(self._query, survey, scene.node)
+        self.at_s = scene.now_s
         self._survey = survey
         self._answers.clear()
-        made = page_map(self._query, survey, scene.node)
         cells = made.cells or b""
         if not self._revision or cells != self._cells:
             self._revision = next(self._revisions)
@@ -86,22 +93,28 @@ class MapFeed:
         return found
 
 
-def page_map(query: MapQuery, survey: Survey, node: Node) -> PageMap:
-    """What a survey says of a query; ``revision`` is not set."""
+def map_in_steps(query: MapQuery, survey: Survey, node: Node) -> Generator[None, None, PageMap]:
+    """What a survey says of a query; ``revision`` is not set. Each step some 2 ms at most."""
     plane = survey.plane(query.component)
-    lens = LENSES.get(query.lens)
     if plane is None:
         return _nothing(query, _no_plane(query.component, survey, node))
-    if lens is None:
+    if query.lens not in LENSES:
         return _nothing(query, f"there is no lens {query.lens!r}: it is {', '.join(LENSES)}")
-    values, levels = lens(plane, node, survey.at_s)
-    window = plane.thing[query.first_page : query.first_page + query.cells * query.pages_each]
-    lit: tuple[int, ...] = ()
+    values, levels = plane.through(query.lens, lambda: LENSES[query.lens](plane, node, survey.at_s))
+    yield
+    marked = np.zeros(values.size, np.uint8)
     if query.mark:
-        is_marked = np.zeros(values.size, np.uint8)
-        is_marked[list(_marked(query.mark, plane, survey, node))] = 1
-        cells = _highest(is_marked[window], query.pages_each)
-        lit = tuple(np.flatnonzero(cells).tolist())
+        yield from _mark(marked, query.mark, plane, survey, node)
+    last = query.first_page + query.cells * query.pages_each
+    window = plane.thing[query.first_page : last]
+    cells, lit = [], []
+    at_once = max(1, PAGES_AT_ONCE // query.pages_each) * query.pages_each
+    for start in range(0, window.size, at_once):
+        things = window[start : start + at_once]
+        cells.append(_highest(values[things], query.pages_each).tobytes())
+        if query.mark:
+            lit.append(_highest(marked[things], query.pages_each).tobytes())
+        yield
     return PageMap(
         component=plane.name,
         lens=query.lens,
@@ -113,8 +126,8 @@ def page_map(query: MapQuery, survey: Survey, node: Node) -> PageMap:
         first_page=query.first_page,
         pages_each=query.pages_each,
         levels=levels,
-        cells=_highest(values[window], query.pages_each).tobytes(),
-        lit=lit,
+        cells=b"".join(cells),
+        lit=tuple(np.flatnonzero(np.frombuffer(b"".join(lit), np.uint8)).tolist()),
         runs=plane.runs,
     )
 
@@ -140,39 +153,46 @@ def _highest(values: npt.NDArray[np.uint8], each: int) -> npt.NDArray[np.uint8]:
 # ---- marks ---------------------------------------------------------------------------------------
 
 
-def _marked(mark: str, plane: Plane, survey: Survey, node: Node) -> Iterator[int]:
-    """The things that ``lease:7``, ``node:3`` or ``client:2`` is, or needs."""
+def _mark(
+    marked: npt.NDArray[np.uint8], mark: str, plane: Plane, survey: Survey, node: Node
+) -> Iterator[None]:
+    """Write 1 at the things that ``lease:7``, ``node:3`` or ``client:2`` is, or needs."""
     what, _, number = mark.partition(":")
     if not number.isdecimal():
         return
     leases = node.leases.leases
     match what:
         case "node" if int(number) in survey.index:
-            yield FIRST_NODE + survey.index[int(number)]
+            marked[FIRST_NODE + survey.index[int(number)]] = 1
         case "lease" if int(number) in leases:
-            yield from _of_leases([leases[int(number)]], plane, survey)
+            marked[_things([leases[int(number)]], plane, survey, set())] = 1
         case "client":
-            session = int(number)
-            its = [one for one in leases.values() if one.session == session]
-            yield from _of_leases(its, plane, survey)
+            its = [one for one in leases.values() if one.session == int(number)]
+            seen: set[int] = set()
+            for start in range(0, len(its), LEASES_AT_ONCE):
+                some = its[start : start + LEASES_AT_ONCE]
+                marked[_things(some, plane, survey, seen)] = 1
+                yield
         case _:
             pass
 
 
-def _of_leases(leases: Iterable[Lease], plane: Plane, survey: Survey) -> Iterator[int]:
-    """The leases, and the nodes whose part of this component they need."""
-    needed: set[int] = set()
+def _things(leases: Iterable[Lease], plane: Plane, survey: Survey, seen: set[int]) -> list[int]:
+    """The leases, and the nodes whose part of this component they need, but for those ``seen``."""
+    found = []
+    needed: list[int] = []
     for lease in leases:
         if lease.id in survey.leases:
-            yield survey.leases[lease.id]
+            found.append(survey.leases[lease.id])
         if plane.keeper is not None:
-            needed.update(one.id for one in needed_nodes(plane.keeper, lease))
+            needed += [one.id for one in needed_nodes(plane.keeper, lease)]
             continue
         step = lease.anchor
-        while step is not None and not plane.saves and step.id not in needed:
-            needed.add(step.id)
+        while step is not None and not plane.saves and step.id not in seen:
+            seen.add(step.id)
+            needed.append(step.id)
             step = step.parent
-    yield from [FIRST_NODE + survey.index[one] for one in needed if one in survey.index]
+    return found + [FIRST_NODE + survey.index[one] for one in needed if one in survey.index]
 
 
 # ---- what there is not ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kvd.core.spec import has_bytes, kind, page_bytes
 from kvd.types import NO_PAGES, Pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvd.core.pages import PagePool
     from kvd.core.radix_node import Node as TreeNode
     from kvd.core.spec import Component
+    from kvd.wire.console import Level
 
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
@@ -116,6 +117,13 @@ class Things(NamedTuple):
         return Things(*columns)
 
 
+class Shown(NamedTuple):
+    """A value for each thing of a plane, and what the values mean."""
+
+    values: npt.NDArray[np.uint8]
+    levels: tuple[Level, ...]
+
+
 class Plane:
     """One component, or one saved area, during a survey and after it.
 
@@ -143,6 +151,14 @@ class Plane:
         """By thing; the null page is not counted."""
         self.runs = (0, 0)
         """Pages of the median and of the largest run of free pages."""
+        self._shown: dict[str, Shown] = {}
+
+    def through(self, lens: str, look: Callable[[], Shown]) -> Shown:
+        """What the lens of that name shows, once the survey is over: looked at once."""
+        found = self._shown.get(lens)
+        if found is None:
+            found = self._shown[lens] = look()
+        return found
 
     # ---- what to look at ---------------------------------------------------------------------
 

@@ -6,18 +6,20 @@ subtrees need a survey of everything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from array import array
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from kvd.console.crossings import Crossings, holder_counts, locks_of
-from kvd.console.named import lease_holder
+from kvd.console.named import state_of
 from kvd.console.view import Field, View
 from kvd.core.why_beside import beside
 from kvd.types import count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Generator, Iterator
 
     from kvd.console.scene import Scene
     from kvd.console.survey import Survey
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = 6
 """Of an edge: enough to tell siblings apart, few enough for a line."""
+
+SHOWN_AT_ONCE = 1024
+SIBLINGS_AT_ONCE = 4096
+"""In one step: a millisecond at most."""
 
 NO_NAMESPACE = "(no namespace)"
 ABANDONED = frozenset({"gone", "lingering"})
@@ -41,6 +47,26 @@ class Branch(NamedTuple):
     survey: Survey | None
     why: str = ""
     """It is shown, where it is for a reason of its own."""
+
+
+class HasNode(Protocol):
+    """A row of a node."""
+
+    @property
+    def node(self) -> TreeNode:
+        """Which."""
+
+
+R = TypeVar("R", bound=HasNode)
+
+
+class Nodes(View[R]):
+    """Nodes may be evicted before their row is made."""
+
+    @override
+    def is_there(self, scene: Scene, one: R) -> bool:
+        """Whether it has not been evicted meanwhile."""
+        return one.node.parent is None or one.node in scene.node.leases.tree.order
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -112,37 +138,54 @@ _NAME: Field[Branch] = Field("name", "text", lambda _, one: name_of(one.node), "
 # ---- tree ----------------------------------------------------------------------------------------
 
 
-def _opened(scene: Scene, query: Query) -> Iterator[Branch]:
+def _opened(scene: Scene, query: Query) -> Iterator[Branch | None]:
     """Roots, and the children of opened nodes, each behind its parent."""
     survey = scene.surveyor.ask(scene.now_s)
+    yield None
     crossings = Crossings(scene)
+    yield None
     opened = set(query.opened)
     roots = scene.node.leases.tree.roots.values()
     used = [root for root in roots if root.children or locks_of(root)]
-    stack = [(root, 0) for root in _smallest_first(used, survey)]
+    shown = yield from _smallest_first(used, survey)
+    stack = [(root, 0) for root in shown]
+    n_shown = 0
     while stack:
         node, depth = stack.pop()
         yield Branch(node, depth, crossings, survey)
+        n_shown += 1
+        if n_shown % SHOWN_AT_ONCE == 0:
+            yield None
         if node.id in opened:
-            below = _smallest_first(node.children.values(), survey)
+            below = yield from _smallest_first(node.children.values(), survey)
             stack += [(child, depth + 1) for child in below]
 
 
-def _smallest_first(nodes: Collection[TreeNode], survey: Survey | None) -> list[TreeNode]:
+def _smallest_first(
+    nodes: Collection[TreeNode], survey: Survey | None
+) -> Generator[None, None, list[TreeNode]]:
     """By the pages of their subtrees, then hits; the younger of equal ones first."""
     siblings = list(nodes)
-    hits = [node.hits for node in siblings]
-    ids = [-node.id for node in siblings]
-    if survey is None:
-        below = [node.n_pages for node in siblings]
-    else:
-        at, pages = survey.index.get, survey.below_pages
-        places = [at(node.id) for node in siblings]
-        below = [0 if place is None else pages[place] for place in places]
-    return [siblings[place] for place in np.lexsort((ids, hits, below)).tolist()]
+    hits, ids, below = array("q"), array("q"), array("q")
+    for start in range(0, len(siblings), SIBLINGS_AT_ONCE):
+        some = siblings[start : start + SIBLINGS_AT_ONCE]
+        hits.extend([node.hits for node in some])
+        ids.extend([-node.id for node in some])
+        if survey is None:
+            below.extend([node.n_pages for node in some])
+        else:
+            at, pages = survey.index.get, survey.below_pages
+            places = [at(node.id) for node in some]
+            below.extend([0 if place is None else pages[place] for place in places])
+        if len(some) == SIBLINGS_AT_ONCE:
+            yield
+    order = np.lexsort((ids, hits, below))
+    if len(siblings) > SIBLINGS_AT_ONCE:
+        yield
+    return [siblings[place] for place in order.tolist()]
 
 
-TREE: View[Branch] = View(
+TREE: Nodes[Branch] = Nodes(
     "tree",
     (
         Field("depth", "depth", lambda _, one: one.depth),
@@ -165,14 +208,17 @@ TREE: View[Branch] = View(
 # ---- locked --------------------------------------------------------------------------------------
 
 
-def _locked(scene: Scene, _: Query) -> Iterator[Branch]:
+def _locked(scene: Scene, _: Query) -> Iterator[Branch | None]:
     crossings = Crossings(scene)
-    for node in reversed(holder_counts(scene.node.leases.leases.values())):
+    yield None
+    counts = holder_counts(scene.node.leases.leases.values())
+    yield None
+    for node in reversed(counts):
         if node.parent is not None:
             yield Branch(node, 0, crossings, None)
 
 
-LOCKED: View[Branch] = View(
+LOCKED: Nodes[Branch] = Nodes(
     "locked",
     (_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
     objects=_locked,
@@ -184,10 +230,13 @@ LOCKED: View[Branch] = View(
 # ---- orphans -------------------------------------------------------------------------------------
 
 
-def _orphans(scene: Scene, _: Query) -> Iterator[Branch]:
-    """Nodes on the paths of leases; and what a survey saw locked where no lease is."""
+def _orphans(scene: Scene, _: Query) -> Iterator[Branch | None]:
+    """Nodes on the paths of leases; and what a survey saw locked where no lease is.
+
+    Locks and leases are counted at one moment: they change together.
+    """
     survey = scene.surveyor.ask(scene.now_s)
-    crossings = Crossings(scene)
+    yield None
     whys: dict[TreeNode, str] = {}
     counts = holder_counts(scene.node.leases.leases.values())
     for node, holders in counts.items():
@@ -196,17 +245,20 @@ def _orphans(scene: Scene, _: Query) -> Iterator[Branch]:
     for node in survey.locked if survey is not None else ():
         if node.lock_ref and node not in counts:  # what is locked does not leave the tree
             whys[node] = f"{node.lock_ref} locks, no holder"
+    yield None
     for lease in scene.node.leases.leases.values():
-        state = lease_holder(scene, lease).state
+        state = state_of(scene, lease)
         step = lease.anchor if state in ABANDONED else None
         while step is not None and step.parent is not None:
             whys.setdefault(step, f"lease {lease.id} is {state}")
             step = step.parent
+    yield None
+    crossings = Crossings(scene)
     for node, why in whys.items():
         yield Branch(node, 0, crossings, survey, why)
 
 
-ORPHANS: View[Branch] = View(
+ORPHANS: Nodes[Branch] = Nodes(
     "orphans",
     (
         Field("why", "text", lambda _, one: one.why),

@@ -3,6 +3,11 @@
 The window is found by the getters of the columns that are filtered or sorted by; whole rows are
 built only for the objects in it. So ten thousand leases cost one comparison each, not a row each.
 
+A look is made in steps of a millisecond or so, because a table may be of a hundred thousand nodes
+and the loop has other things to do. The node lives on in between: a large table is a picture of no
+moment, each row was so at some moment of the look, and what has gone meanwhile is left out. A small
+one is one step or two.
+
 What must not live here: what has changed (``feed``), and how often anybody may look (``desk``).
 """
 
@@ -15,7 +20,7 @@ import msgspec
 from kvd.wire.console import Cell, Column, Filter, Query, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvd.console.scene import Scene
 
@@ -23,6 +28,11 @@ T = TypeVar("T")
 
 MOMENTS = frozenset({"since", "until"})
 WORDS = frozenset({"text", "state", "ref", "holders"})
+
+OBJECTS = 128
+"""Objects that are filtered or ranked in one step."""
+ROWS = 64
+"""Rows that are built in one step."""
 
 
 class Field(Generic[T]):
@@ -54,7 +64,8 @@ class Flaw(msgspec.Struct, frozen=True):
 class View(Generic[T]):
     """One table. ``sort`` is its own order, as in ``Query``; empty: as the objects come.
 
-    ``objects`` are asked for with the query, because some views are a matter of what is opened.
+    ``objects`` are asked for with the query, because some views are a matter of what is opened;
+    None among them is the end of a step.
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class View(Generic[T]):
         name: str,
         fields: Sequence[Field[T]],
         *,
-        objects: Callable[[Scene, Query], Iterable[T]],
+        objects: Callable[[Scene, Query], Iterable[T | None]],
         key: Callable[[T], str],
         sort: str = "",
     ) -> None:
@@ -74,75 +85,125 @@ class View(Generic[T]):
         self._key = key
         self._sort = sort
 
+    def is_there(self, scene: Scene, one: T) -> bool:
+        """Whether one that was found in an earlier step can still be read; others override it."""
+        return True
+
     def window(self, scene: Scene, query: Query) -> Window | Flaw:
-        """The rows asked for, or which column there is none of."""
+        """The rows asked for, or which column there is none of; at one moment."""
+        steps = self.look(scene, query)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: Window | Flaw = end.value
+                return found
+
+    def look(self, scene: Scene, query: Query) -> Generator[None, None, Window | Flaw]:
+        """The same a step at a time."""
         unknown = self._unknown(query)
         if unknown:
             known = ", ".join(self._by_name)
             return Flaw(f"{self.name} has no column {unknown!r}: it has {known}")
-        passing = everything = list(self._objects(scene, query))
-        for condition in query.filters:
-            holds = self._holds(scene, condition)
-            passing = [one for one in passing if holds(one)]
-        last = query.first + query.limit
-        shown = self._sorted(scene, query.sort or self._sort, passing)[query.first : last]
-        rows = tuple(
-            Row(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
-            for one in shown
-        )
-        return Window(rows, len(passing), len(everything))
+        everything: list[T] = []
+        for one in self._objects(scene, query):
+            if one is None:
+                yield
+            else:
+                everything.append(one)
+        sort = query.sort or self._sort
+        passing, ranks = everything, None
+        if query.filters or sort:
+            passing, ranks = yield from self._passing(scene, query, sort, everything)
+        places: Sequence[int] = range(len(passing))
+        if ranks is not None:
+            places = _in_order(ranks, is_falling=sort.startswith("-"))
+            yield
+        shown = [passing[place] for place in places[query.first : query.first + query.limit]]
+        rows: list[Row] = []
+        for start in range(0, len(shown), ROWS):
+            rows += [
+                Row(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
+                for one in shown[start : start + ROWS]
+                if self.is_there(scene, one)
+            ]
+            yield
+        return Window(tuple(rows), len(passing), len(everything))
 
     def _unknown(self, query: Query) -> str:
         asked = [query.sort.removeprefix("-"), *[one.column for one in query.filters]]
         return next((name for name in asked if name and name not in self._by_name), "")
 
-    def _sorted(self, scene: Scene, sort: str, objects: list[T]) -> list[T]:
-        """By one column, those without a value last; equal ones stay as they are.
+    def _passing(
+        self, scene: Scene, query: Query, sort: str, everything: list[T]
+    ) -> Generator[None, None, tuple[list[T], list[Rank] | None]]:
+        """What passes the filters, and its ranks if it is sorted."""
+        tests = self._tests(scene, query.filters)
+        get = self._by_name[sort.removeprefix("-")].get if sort else None
+        passing: list[T] = []
+        ranks: list[Rank] = []
+        for start in range(0, len(everything), OBJECTS):
+            some = everything[start : start + OBJECTS]
+            some = [one for one in some if self.is_there(scene, one)]
+            for holds in tests:
+                some = [one for one in some if holds(one)]
+            passing += some
+            if get is not None:
+                ranks += [_rank(get(scene, one)) for one in some]
+            yield
+        return passing, ranks if get is not None else None
 
-        A sort of plain values beats a heap of ranks even where only a window is wanted.
-        """
-        if not sort:
-            return objects
-        get = self._by_name[sort.removeprefix("-")].get
-        ranks = [_rank(get(scene, one)) for one in objects]
-        places = [place for place, rank in enumerate(ranks) if rank is not None]
-        # Any, because a column has texts or numbers, and never both.
-        by_rank: Callable[[int], Any] = ranks.__getitem__
-        places.sort(key=by_rank, reverse=sort.startswith("-"))
-        if len(places) < len(ranks):
-            places += [place for place, rank in enumerate(ranks) if rank is None]
-        return [objects[place] for place in places]
+    def _tests(self, scene: Scene, filters: Sequence[Filter]) -> list[Callable[[T], bool]]:
+        """The conditions as tests of one object: one by one, those of any text together."""
+        tests = [self._test(scene, one) for one in filters if one.column]
+        of_any = [one for one in filters if not one.column]
+        return [*tests, self._test_any(scene, of_any)] if of_any else tests
 
-    def _holds(self, scene: Scene, condition: Filter) -> Callable[[T], bool]:
-        """The condition as a test of one object."""
-        if condition.column:
-            field = self._by_name[condition.column]
-            get, kind = field.get, field.column.kind
-            return lambda one: _test(condition, get(scene, one), kind, scene.now_s)
-        wanted = str(condition.value).casefold()
-        words = [field.get for field in self.fields if field.column.kind in WORDS]
-        is_wanted = not condition.test.endswith("-not")
+    def _test(self, scene: Scene, condition: Filter) -> Callable[[T], bool]:
+        field = self._by_name[condition.column]
+        get, kind = field.get, field.column.kind
+        return lambda one: _holds(condition, get(scene, one), kind, scene.now_s)
+
+    def _test_any(self, scene: Scene, conditions: Sequence[Filter]) -> Callable[[T], bool]:
+        """Some text of the object has each of what is wanted, and none what is not."""
+        wanted = [(str(one.value).casefold(), not one.test.endswith("-not")) for one in conditions]
+        getters = [field.get for field in self.fields if field.column.kind in WORDS]
 
         def holds(one: T) -> bool:
-            for get in words:
-                cell = get(scene, one)
-                if cell and (
-                    wanted in cell.casefold() if isinstance(cell, str) else _has(cell, wanted)
-                ):
-                    return is_wanted
-            return not is_wanted
+            cells = [get(scene, one) for get in getters]
+            texts = [text for cell in cells if cell for text in _texts(cell)]
+            return all(
+                any(word in text for text in texts) is is_wanted for word, is_wanted in wanted
+            )
 
         return holds
 
 
-def _rank(cell: Cell) -> str | float | None:
-    """A cell as something that compares with the others of its column."""
+Rank = str | float | None
+"""A cell as something that compares with the others of its column; None comes last."""
+
+
+def _in_order(ranks: Sequence[Rank], *, is_falling: bool) -> list[int]:
+    """The places of the ranks by rank; equal ones stay as they are.
+
+    A sort of plain values beats a heap of ranks even where only a window is wanted.
+    """
+    places = [place for place, rank in enumerate(ranks) if rank is not None]
+    # Any, because a column has texts or numbers, and never both.
+    by_rank: Callable[[int], Any] = ranks.__getitem__
+    places.sort(key=by_rank, reverse=is_falling)
+    if len(places) < len(ranks):
+        places += [place for place, rank in enumerate(ranks) if rank is None]
+    return places
+
+
+def _rank(cell: Cell) -> Rank:
     if isinstance(cell, str):
         return cell.casefold()
     return float(len(cell)) if isinstance(cell, tuple) else cell
 
 
-def _test(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
+def _holds(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
     value = condition.value
     match condition.test:
         case "has":
@@ -173,11 +234,14 @@ def _figure(cell: Cell, kind: str, now_s: float) -> float | None:
 
 def _has(cell: Cell, value: str | float) -> bool:
     wanted = str(value).casefold()
+    return any(wanted in text for text in _texts(cell))
+
+
+def _texts(cell: Cell) -> list[str]:
+    """What can be looked for in it."""
     if isinstance(cell, tuple):
-        return any(
-            wanted in one.who.casefold() or wanted in one.ref or wanted in one.state for one in cell
-        )
-    return cell is not None and wanted in str(cell).casefold()
+        return [text for one in cell for text in (one.who.casefold(), one.ref, one.state)]
+    return [] if cell is None else [str(cell).casefold()]
 
 
 def _is(cell: Cell, value: str | float) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvd.console.pagemap import page_map
+from kvd.console.pagemap import map_in_steps
 from kvd.console.survey import Survey
 from kvd.wire.console import MapQuery
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from kvd.core.node import Node
     from kvd.wire.console import PageMap
+
+T = TypeVar("T")
 
 
 def surveyed(node: Node, before: Survey | None = None, at_s: float = 200.0) -> Survey:
@@ -23,10 +27,20 @@ def surveyed(node: Node, before: Survey | None = None, at_s: float = 200.0) -> S
     return survey
 
 
+def in_one(steps: Generator[None, None, T]) -> T:
+    """What comes of the steps, one after the other."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
 def map_of(node: Node, survey: Survey | None = None, **query: object) -> PageMap:
     """A map of one page a cell; ``query`` says otherwise."""
     asked = MapQuery(**{"component": "", "lens": "state", **query})  # type: ignore[arg-type]
-    return page_map(asked, survey or surveyed(node), node)
+    return in_one(map_in_steps(asked, survey or surveyed(node), node))
 
 
 def pages_by_level(shown: PageMap) -> dict[str, int]:

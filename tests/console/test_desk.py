@@ -7,7 +7,8 @@ import itertools
 import msgspec
 import pytest
 
-from kvd.console.desk import Desk
+from kvd.console.desk import MAX_CREDIT_S, MAX_FEEDS, Desk
+from kvd.console.feed import MAX_ANSWERS
 from kvd.console.recent import Recent
 from kvd.console.scene import Scene
 from kvd.console.watch import Watch
@@ -29,17 +30,17 @@ class NoEngines:
 
 
 class Service:
-    """A desk over a world's decode node, at moments that the test chooses; its looks cost 1 ms."""
+    """A desk over a decode node, at moments that the test chooses; a step costs 0.1 ms."""
 
-    def __init__(self, world: World, budget: float = 0.5, look_s: float = 0.001) -> None:
+    def __init__(self, world: World, budget: float = 0.5, step_s: float = 0.0001) -> None:
         self.node = world.d.node
         self.bus = Bus()
         recent = Recent()
         self.bus.subscribe(recent.take, wants=recent.wants)
-        ticks = itertools.count(0.0, look_s)
-        self.desk = Desk(
-            Scene(self.node, recent, NoEngines()), self.bus.after, budget, lambda: next(ticks)
-        )
+        ticks = itertools.count(0.0, step_s)
+        self.timer = lambda: next(ticks)
+        scene = Scene(self.node, recent, NoEngines())
+        self.desk = Desk(scene, self.bus.after, budget, self.timer)
         self.now_s = 100.0
 
     def look(self, *queries: Query | MapQuery, events: EventQuery | None = None) -> Frame:
@@ -125,16 +126,85 @@ def test_what_there_is_not_is_said(service, query, why):
 
 
 def test_without_credit_the_last_look_is_answered_and_says_how_old_it_is():
-    service = Service(World(), budget=0.01, look_s=0.1)
+    service = Service(World(), budget=0.01)
     first = service.table(Query("clients"))
     service.node.sessions.by_id[1].pids.append(99)
+    service.desk._credit_s = -1.0
     poor = service.table(Query("clients", have=first.revision))
-    service.now_s += 60.0
+    service.now_s += 200.0
     rich = service.table(Query("clients", have=first.revision))
 
     assert (poor.at_s, poor.rows) == (first.at_s, ())
     assert rich.at_s == service.now_s
     assert [row.key for row in rich.rows] == ["client:1"]
+
+
+def many_sessions(service: Service) -> None:
+    kind = type(service.node.sessions.by_id[1])
+    for number in range(2, 20_000):
+        service.node.sessions.by_id[number] = kind(number, f"engine-{number}", 0.0)
+
+
+def test_a_large_table_is_looked_at_in_turns_that_the_credit_pays_for(service):
+    many_sessions(service)
+    query = Query("clients", sort="name")
+    longest_s, n_frames = 0.0, 0
+    frame = None
+    while frame is None or not frame.revision:
+        service.now_s += 0.05
+        begun_s = service.timer()
+        [answer] = service.look(query).answers
+        longest_s = max(longest_s, service.timer() - begun_s)
+        frame = msgspec.msgpack.decode(answer, type=Table)
+        n_frames += 1
+
+    assert frame.total == 19_999
+    assert 2 < n_frames < 20
+    assert longest_s < MAX_CREDIT_S + 0.002
+
+
+def test_a_small_table_does_not_wait_for_a_large_one(service):
+    many_sessions(service)
+    tables = [
+        msgspec.msgpack.decode(answer, type=Table)
+        for answer in service.look(Query("clients", sort="name"), Query("pools")).answers
+    ]
+
+    assert "not looked at yet" in tables[0].trouble
+    assert [one.key for one in tables[1].rows] == ["pool:kv"]
+
+
+def test_a_look_that_nobody_waits_for_is_given_up(service):
+    many_sessions(service)
+    service.look(Query("clients", sort="name"))
+    service.now_s += 0.05
+    service.desk.turn(service.now_s)
+    assert service.desk._looks
+    service.now_s += 2.0
+    service.desk.turn(service.now_s)
+    assert not service.desk._looks
+
+
+def test_of_too_many_feeds_the_one_asked_for_longest_ago_is_dropped(service):
+    nan = Filter("leases", "over", float("nan"))
+    first = service.table(Query("pools"))
+    for number in range(2 * MAX_FEEDS):
+        service.now_s += 0.01
+        service.look(Query("clients", first=number), Query("clients", filters=(nan,)))
+        if number % 10 == 0:
+            assert service.table(Query("pools", have=first.revision)).since == first.revision
+
+    assert len(service.desk._feeds) <= MAX_FEEDS
+
+
+def test_answers_to_revisions_that_were_never_sent_are_not_kept(service):
+    feed_of = service.desk._feeds
+    query = Query("clients")
+    service.table(query)
+    for have in range(1000):
+        service.look(Query("clients", have=have))
+
+    assert len(feed_of[query]._answers) <= MAX_ANSWERS
 
 
 def test_a_map_is_answered_beside_a_table_in_the_order_asked(service):

@@ -9,6 +9,7 @@ from kvd.console.views import VIEWS
 from kvd.core import inputs
 from kvd.wire import client
 from kvd.wire.console import Filter, Holder, Query
+from tests.console.looked import in_one
 from tests.console.stage import Stage
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.families import SPECS
@@ -324,3 +325,33 @@ def test_an_idle_node_says_the_same_later():
     world.pass_time(1)
 
     assert {name: p.window(name) for name in before} == before
+
+
+def test_what_is_gone_before_its_row_is_made_is_left_out():
+    world = World()
+    d = Stage(world.d)
+    leases = [world.d.lease(tokens((first, 32))) for first in (0, 1000, 2000)]
+    steps = VIEWS["leases"].look(d.now(), Query("leases", sort="-id"))
+    next(steps)
+    world.d.call(client.ReleaseLease, lease=leases[1].lease)
+
+    assert [row.key for row in in_one(steps).rows] == [
+        f"lease:{leases[2].lease}",
+        f"lease:{leases[0].lease}",
+    ]
+
+
+def test_a_node_that_is_evicted_before_its_row_is_made_is_left_out():
+    world = World()
+    cached(world.d, tokens((1, 64)))
+    root = world.d.node.leases.tree.roots[""]
+    [child] = root.children.values()
+    scene = Stage(world.d).now()
+    steps = VIEWS["tree"].look(scene, Query("tree", opened=(root.id,), sort="name"))
+    for _ in range(3):
+        next(steps)  # the last of these has ranked them
+    world.d.node.leases.flush()
+    found = in_one(steps)
+
+    assert found.of == 2
+    assert f"node:{child.id}" not in [row.key for row in found.rows]
