@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvd.console.audit import AUDIT
 from kvd.console.clients import CLIENTS
 from kvd.console.concerns import CONCERNS, worry
 from kvd.console.leases import LEASES
@@ -23,4 +24,4 @@ HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
 CACHED = (TREE, LOCKED, ORPHANS, EVICTION)
 
 # Any, because each view has objects of its own kind.
-VIEWS: dict[str, View[Any]] = {view.name: view for view in (CONCERNS, *HELD, *CACHED)}
+VIEWS: dict[str, View[Any]] = {view.name: view for view in (CONCERNS, AUDIT, *HELD, *CACHED)}

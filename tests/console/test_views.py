@@ -7,7 +7,8 @@ import pytest
 from kvd.console.view import Flaw
 from kvd.console.views import VIEWS
 from kvd.core import inputs
-from kvd.wire import client
+from kvd.core.audit import EVERY_S
+from kvd.wire import admin, client
 from kvd.wire.console import Filter, Holder, Query
 from tests.console.looked import in_one
 from tests.console.stage import Stage
@@ -287,6 +288,35 @@ def test_every_component_with_pages_of_its_own_has_a_row():
     assert list(rows) == ["pool:kv", "pool:buffer"]
     assert rows["pool:kv"]["companions"] == "index (4 for each page)"
     assert rows["pool:buffer"]["buffer"] == "64 tokens a request, 0 hits, 0 misses"
+
+
+# ---- the audit -----------------------------------------------------------------------------------
+
+
+def test_the_audit_says_when_it_last_looked_and_what_that_took():
+    world = World()
+    stage = Stage(world.d)
+    before = stage.row("audit", "audit:standing")
+    assert cells(before, "state", "sweeps", "ended", "took_s", "objects") == (
+        *("waiting", 0, None, None, None),
+    )
+    world.now_s += EVERY_S
+    while not world.d.node.audit.sweeps:
+        world.d.node.step(inputs.AuditTurn(world.now_s, 100))
+        world.now_s += 0.5
+    ended_s = world.now_s - 0.5
+    world.now_s += 7.0
+    after = stage.row("audit", "audit:standing")
+    assert cells(after, "state", "findings", "sweeps", "ended") == ("ok", 0, 1, ended_s)
+    assert after["pages"] == stage.row("pools", "pool:kv")["total"]
+
+
+def test_the_audit_is_broken_while_a_rule_is():
+    world = World()
+    world.d.node.leases.pool.take(1)
+    world.d.node.step(inputs.FromOperator(world.now_s, b"op", admin.Audit(1)))
+    row = Stage(world.d).row("audit", "audit:standing")
+    assert cells(row, "state", "findings") == ("broken", 1)
 
 
 # ---- all of them ---------------------------------------------------------------------------------
