@@ -42,11 +42,10 @@ async def _open(app: KvdTui, _: str) -> None:
 
 
 async def _back(app: KvdTui, _: str) -> None:
-    """Close what is open, one step of the way that led there; then take the filter off."""
-    table = app.page.table()
+    """Close what is open, one step of the way that led there; then show more of the page."""
     if app.card.ref:
         await app.go(app.trail.up())
-    elif table is not None and table.filter_text:
+    elif not await app.page.act("back") and app.page.filter_text:
         orders.filter_by(app, "")
 
 
@@ -110,14 +109,12 @@ async def _command(app: KvdTui, _: str) -> None:
 
 
 async def _filter(app: KvdTui, _: str) -> None:
-    table = app.page.table()
-    app.ask("/", table.filter_text if table is not None else "")
+    app.ask("/", app.page.filter_text)
 
 
 async def _faults(app: KvdTui, _: str) -> None:
-    table, wanted = app.page.table(), app.page.faults()
-    is_on = table is not None and table.filter_text == wanted
-    orders.filter_by(app, "" if is_on else wanted)
+    wanted = app.page.faults()
+    orders.filter_by(app, "" if app.page.filter_text == wanted else wanted)
 
 
 async def _card(app: KvdTui, lines: str) -> None:

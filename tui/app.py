@@ -52,6 +52,8 @@ NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
 SLOWER = 1.2
 """Frames that are so many times rarer than asked for are worth a word."""
+IN_THE_LOG = frozenset({"lost", "skipped"})
+"""Notices that are lines among the events; where those are many, telling each is in the way."""
 CARD_S = 0.5
 """How often what is open is asked about."""
 FROZEN = Refusal(Code.NOT_SUPPORTED, "frozen: the daemon is asked again when this is live")
@@ -239,7 +241,8 @@ class KvdTui(App[None]):
         notices = self.mirror.notices
         if notices and notices[-1] is not self._noticed:
             self._noticed = notices[-1]
-            self.say(notices[-1].text, is_bad=True)
+            if self._noticed.kind not in IN_THE_LOG:
+                self.say(self._noticed.text, is_bad=True)
 
     # ---- keys -------------------------------------------------------------------------------
 

@@ -78,9 +78,7 @@ def told(reply: AdminReply | Refusal) -> Report | Recorded | Because | Refusal:
 def judge(app: KvdTui, mode: str, text: str) -> Flaw | None:
     """What is wrong with a text of the bar; None for nothing."""
     if mode == "/":
-        table = app.page.table()
-        columns = table.columns if table is not None else ()
-        found: object = filters.parse(text, columns)
+        found: object = filters.parse(text, app.page.filter_columns())
     else:
         found = commands.parse(text)
         if isinstance(found, commands.FilterBy):
@@ -91,11 +89,9 @@ def judge(app: KvdTui, mode: str, text: str) -> Flaw | None:
 def context(app: KvdTui) -> commands.Context:
     """What there is to choose from now."""
     table = app.page.table()
-    if table is None:
-        return commands.Context(themes=tuple(app.available_themes))
-    sheet = table.sheet
+    sheet = table.sheet if table is not None else None
     keys = sheet.order if sheet is not None else ()
-    names = tuple(column.name for column in table.columns)
+    names = tuple(column.name for column in app.page.filter_columns())
     return commands.Context(names, tuple(app.available_themes), (*app.card.links, *keys))
 
 
@@ -207,6 +203,14 @@ def room_of(app: KvdTui) -> str:
         return ""
     at = table.sheet.index("room")
     return str(row.cells[at]) if at >= 0 else ""
+
+
+def propose(app: KvdTui, action: str) -> None:
+    """Put a command that was proposed into the bar, to be looked at first; words are shown."""
+    if action and not isinstance(commands.parse(action), Flaw):
+        app.ask(":", action)
+    else:
+        app.say(clean(action) or "nothing is proposed")
 
 
 # ---- going on --------------------------------------------------------------------------------

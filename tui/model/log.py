@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.wire.events import Event
+from tui.model.happenings import refs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,11 +41,17 @@ def log_slot(query: EventQuery) -> EventQuery:
     return msgspec.structs.replace(query, after=0, limit=0)
 
 
-def of_kinds(log: Log, kinds: tuple[str, ...]) -> Log:
-    """Only the events with these tags; gaps stay, as what is in them is not known."""
-    wanted = set(kinds)
+def only(log: Log, slot: EventQuery) -> Log:
+    """The events that ``slot`` asks for; gaps stay, as what is in them is not known."""
+    kinds, about = set(slot.kinds), slot.about
     items = [
-        one for one in log.items() if isinstance(one, Gap) or one.__struct_config__.tag in wanted
+        one
+        for one in log.items()
+        if isinstance(one, Gap)
+        or (
+            (not kinds or one.__struct_config__.tag in kinds)
+            and (not about or about in refs_of(one))
+        )
     ]
     return Log().add(items, log.last_seq)
 

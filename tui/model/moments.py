@@ -13,7 +13,7 @@ import msgspec
 
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
 from tui.model.local import derive, regrid
-from tui.model.log import Log, log_slot, of_kinds
+from tui.model.log import Log, log_slot, only
 from tui.model.sheets import Sheet, slot_of
 
 MAX_MOMENTS = 600
@@ -68,14 +68,14 @@ class Moment(msgspec.Struct, frozen=True):
     def log(self, query: EventQuery) -> Log:
         """The events that ``query`` asked for, as far as they were kept.
 
-        Of kinds that were not asked for by themselves: those among all events.
+        What was not asked for by itself is found among all events, if those were.
         """
         slot = log_slot(query)
         exact = self.logs.get(slot)
         if exact is not None:
             return exact
-        everything = self.logs.get(msgspec.structs.replace(slot, kinds=()), Log())
-        return of_kinds(everything, slot.kinds) if slot.kinds else everything
+        everything = self.logs.get(EventQuery(0, 0))
+        return only(everything, slot) if everything is not None else Log()
 
 
 NOTHING = Moment(0.0, None, {}, {}, {})

@@ -75,13 +75,20 @@ class Rates:
 
     def now(self, name: str, *, over_s: float = 1.0, end_s: float | None = None) -> float:
         """How fast a counter grew in the last ``over_s``, per second; 0 where that is not known."""
+        grown, known_s = self.grown((name,), over_s=over_s, end_s=end_s)
+        return grown[0] / known_s if known_s else 0.0
+
+    def grown(
+        self, names: Sequence[str], *, over_s: float, end_s: float | None = None
+    ) -> tuple[list[float], float]:
+        """By how much counters grew in the last ``over_s``, and over how many s that is known."""
         samples = self._until(end_s)
         if len(samples) < 2:
-            return 0.0
+            return [0.0] * len(names), 0.0
         end = samples[-1].at_s
         start = max(samples[0].at_s, end - over_s)
-        grown = self._at(samples, name, end) - self._at(samples, name, start)
-        return max(0.0, grown) / (end - start) if end > start else 0.0
+        grown = [self._at(samples, one, end) - self._at(samples, one, start) for one in names]
+        return [max(0.0, one) for one in grown], max(0.0, end - start)
 
     def per_second(
         self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tui.screens.clients import ClientsPage
-from tui.screens.empty import (
-    EventsPage,
-    InspectPage,
-    OverviewPage,
-)
+from tui.screens.events import EventsPage
 from tui.screens.handoffs import HandoffsPage
+from tui.screens.inspect import InspectPage
+from tui.screens.overview import OverviewPage
 from tui.screens.peers import PeersPage
 from tui.screens.pools import PoolsPage
 from tui.screens.radix import RadixPage

@@ -113,6 +113,17 @@ class Page(Container):
                 return table.sheet.rows[ref], table.columns
         return None, ()
 
+    @property
+    def filter_text(self) -> str:
+        """The filter as it was typed; empty for none."""
+        table = self.table()
+        return table.filter_text if table is not None else ""
+
+    def filter_columns(self) -> tuple[Column, ...]:
+        """What can be filtered by."""
+        table = self.table()
+        return table.columns if table is not None else ()
+
     def filter_by(self, text: str) -> None:
         """Show only what passes; for a page that has no table and says ``CAN_FILTER``."""
 
@@ -146,10 +157,16 @@ class Page(Container):
         """
         rows = table.sheet.total if table.sheet is not None else 0
         lines = max(HEAD_LINES + 2, min(HEAD_LINES + 1 + rows, self.size.height * 2 // 5))
-        height = "1fr" if self._hidden else str(lines)
-        if self.size.height and height != self._heights.get(table.view):
-            self._heights[table.view] = height
-            table.styles.height = height
+        if self.size.height:
+            self.give(table, lines)
+
+    def give(self, widget: Widget, lines: int) -> None:
+        """Make a panel so many lines high; what is left when others are hidden has all of them."""
+        height = "1fr" if self._hidden and widget.display else str(lines)
+        name = widget.id or ""
+        if height != self._heights.get(name):
+            self._heights[name] = height
+            widget.styles.height = height
 
     async def act(self, action: str) -> bool:
         """Do an action of the table of keys; whether it was one of this page's."""

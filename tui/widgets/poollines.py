@@ -205,7 +205,7 @@ class PoolLines(Canvas):
         made = [
             Span("▶ " if is_chosen else "  ", "key"),
             Span(spans.left(name, name_columns) + " " * GAP, style),
-            *bars.stacked(bars.pool(_pages(sheet, key)), bar_columns),
+            *bars.stacked(bars.pool(pages_of(sheet, key)), bar_columns),
         ]
         for one in figures:
             text, told = self._figure(sheet, key, one)
@@ -241,7 +241,7 @@ class PoolLines(Canvas):
         return made if spans.text_of(made).strip() else []
 
 
-def _pages(sheet: Sheet, key: str) -> bars.PoolPages:
+def pages_of(sheet: Sheet, key: str) -> bars.PoolPages:
     """The pages of a component by state, as far as they are known."""
     found = {name: sheet.cell(key, name) for name in bars.PoolPages._fields}
     return bars.PoolPages(

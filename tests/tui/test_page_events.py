@@ -1,0 +1,279 @@
+"""The page of the events: what its keys do, and what it shows of a real node."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.wire.admin import AbortRoom, AskOtherEnd
+from tests.tui.golden import same_picture, same_text
+from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tui.model.log import Gap
+
+HOSTILE = "[red]x\x1b[31m\u202e"
+ESCAPED = r"[red]x\x1b[31m\u202e"
+
+
+def lines_of(stage: Stage) -> list[str]:
+    lines = stage.app.page.log_lines.lines
+    return ["".join(span.text for span in line).rstrip() for line in lines]
+
+
+def keys_of(stage: Stage) -> list[str]:
+    return [one.key for one in stage.app.page.log_lines.entries]
+
+
+def happen(stage: Stage, count: int = 1) -> None:
+    """Somebody asks for a room to be given up: an event each."""
+    for _ in range(count):
+        stage.link.town.keep(stage.link.side, stage.link.town.prompt(4), 1)
+
+
+async def test_it_follows_the_newest_until_one_goes_up():
+    async with staged("events") as stage:
+        last = stage.link.side.node.out.seq
+        assert stage.app.page.chosen() == f"event:{last}"
+        assert "following" in lines_of(stage)[0]
+        await stage.press("up", "up")
+        assert stage.app.page.chosen() == f"event:{last - 2}"
+        assert "2 newer below" in lines_of(stage)[0]
+        happen(stage)
+        await stage.frame()
+        assert stage.app.page.chosen() == f"event:{last - 2}"
+        newest = stage.link.side.node.out.seq
+        assert f"{newest - last + 2} newer below" in lines_of(stage)[0]
+        await stage.press("f")
+        assert stage.app.page.chosen() == f"event:{newest}"
+        await stage.press("f")
+        happen(stage)
+        await stage.frame()
+        assert stage.app.page.chosen() == f"event:{newest}"
+        await stage.press("end")
+        assert stage.app.page.chosen() == f"event:{stage.link.side.node.out.seq}"
+        assert "following" in lines_of(stage)[0]
+
+
+async def test_home_and_page_keys_move_over_the_whole_log():
+    async with staged("events", size=SMALL) as stage:
+        total = len(keys_of(stage))
+        await stage.press("home")
+        assert stage.app.page.chosen() == "event:1"
+        await stage.press("pagedown")
+        assert stage.app.page.chosen() == f"event:{stage.app.page.log_lines.page_rows}"
+        await stage.press("pageup", "down")
+        assert stage.app.page.chosen() == "event:2"
+        assert f"{total - 2} newer below" in lines_of(stage)[0]
+
+
+async def test_a_line_has_its_age_and_the_seconds_of_the_daemons_clock():
+    async with staged("events") as stage:
+        event = stage.app.page.log_lines.entry.item
+        age_s = stage.link.town.now_s - event.at_s
+        assert lines_of(stage)[-1].startswith(f"▸    {age_s:.1f}s  {event.at_s:.3f} · moved ")
+
+
+async def test_enter_shows_the_record_and_g_leads_to_all_that_it_names():
+    async with staged("events") as stage:
+        await stage.press("/", *"kind=handoff-ended", "enter", "enter")
+        ref = stage.app.page.chosen()
+        assert stage.app.card.ref == ref
+        assert "daemon's clock" in stage.text
+        assert "decode_prefix_len" in stage.text
+        links = stage.app.card.links
+        assert [one.partition(":")[0] for one in links] == ["receive", "room", "lease", "peer"]
+        await stage.press("g")
+        assert all(one in stage.text for one in links)
+        await stage.press("4")
+        assert (stage.app.page.NAME, stage.app.card.ref) == ("peers", links[3])
+        await stage.press("escape")
+        assert stage.app.card.ref == ref
+
+
+async def test_the_record_stays_while_others_come_and_goes_with_the_cursor():
+    async with staged("events") as stage:
+        await stage.press("enter")
+        ref = stage.app.card.ref
+        happen(stage)
+        await stage.frame()
+        assert (stage.app.card.ref, stage.app.page.chosen()) == (ref, ref)
+        await stage.press("up")
+        assert stage.app.card.ref == stage.app.page.chosen() != ref
+
+
+async def test_kinds_are_left_out_by_the_daemon_and_words_here():
+    async with staged("events") as stage:
+        await stage.press("/", *"kind:lease room", "enter")
+        asked = stage.app.page.events()
+        assert asked.kinds == (
+            "lease-committed",
+            "lease-extended",
+            "lease-opened",
+            "lease-released",
+        )
+        entries = stage.app.page.log_lines.entries
+        assert entries
+        assert all("room" in line for line in lines_of(stage)[1:])
+        assert "/kind:lease room" in lines_of(stage)[0]
+        await stage.press("escape")
+        assert stage.app.page.events().kinds == ()
+        assert len(keys_of(stage)) == stage.link.side.node.out.seq
+
+
+async def test_a_filter_that_is_none_is_refused_while_it_is_typed():
+    async with staged("events") as stage:
+        await stage.press("/", *"colour:red", "enter")
+        assert "there is no column 'colour'" in stage.text
+        await stage.press("escape")
+        assert stage.app.page.filter_text == ""
+
+
+async def test_z_leaves_troubles_and_faults_and_brings_the_rest_back():
+    async with staged("events", "leak") as stage:
+        await stage.press("z")
+        letters = {line[21:22] for line in lines_of(stage)[1:]}
+        assert letters == {"!", "X"}
+        await stage.press("z")
+        assert stage.app.page.filter_text == ""
+
+
+async def test_c_leaves_what_is_about_the_same_then_the_next_that_it_names_then_all():
+    async with staged("events") as stage:
+        total = len(keys_of(stage))
+        await stage.press("c")
+        chosen = stage.app.page.chosen()
+        assert stage.app.page.events().about == "room:11"
+        assert "about room:11" in lines_of(stage)[0]
+        assert all("room 11" in line for line in lines_of(stage)[1:] if "~" not in line)
+        await stage.press("c")
+        assert stage.app.page.events().about == "peer:prefill0"
+        assert stage.app.page.chosen() == chosen
+        await stage.press("c")
+        assert stage.app.page.events().about == ""
+        assert len(keys_of(stage)) == total
+
+
+async def test_escape_shows_all_again_after_c():
+    async with staged("events") as stage:
+        await stage.press("c", "escape")
+        assert stage.app.page.about == ""
+
+
+async def test_of_a_room_the_other_end_tells_its_part_of_the_story_in_the_order_of_time():
+    async with staged("events", "stuck") as stage:
+        await stage.press("/", *"kind:moved", "enter", "c")
+        await stage.frame()
+        assert AskOtherEnd(0, 7) in stage.asked
+        [told] = [line for line in lines_of(stage) if " ~ prefill0 " in line]
+        assert "prefill: await-engine -> streaming" in told
+        at = [entry.at_s for entry in stage.app.page.log_lines.entries]
+        assert at == sorted(at)
+
+
+async def test_an_end_that_does_not_answer_says_so_in_the_log():
+    async with staged("events", "silent-peer") as stage:
+        await stage.press("/", *"kind:moved prefill1", "enter", "c")
+        await stage.frame()
+        assert any("~ prefill1" in line and "silent" in line for line in lines_of(stage))
+
+
+async def test_nobody_is_asked_about_a_room_while_it_is_frozen_or_hidden():
+    async with staged("events", "stuck") as stage:
+        await stage.press("/", *"kind:moved", "enter", "c", "space")
+        stage.asked.clear()
+        stage.app.page.ask_there()
+        page = stage.app.page
+        await stage.press("space", "1")
+        page.ask_there()
+        await stage.frame()
+        assert not [one for one in stage.asked if isinstance(one, AskOtherEnd)]
+
+
+async def test_while_hidden_the_log_is_not_asked_for_and_what_was_missed_is_a_line():
+    async with staged("events") as stage:
+        before = stage.app.page.events()
+        await stage.press("8")
+        assert stage.app.wanted().events is None
+        happen(stage, 300)
+        await stage.press("6")
+        assert stage.app.page.events() == before
+        gaps = [one.item for one in stage.app.page.log_lines.entries if isinstance(one.item, Gap)]
+        assert [gap.skipped > 0 for gap in gaps] == [True]
+        assert "more than a frame takes" not in stage.text
+        await stage.press("home", *["pagedown"] * 3)
+        assert any("? gap" in line for line in lines_of(stage))
+
+
+async def test_a_restart_is_a_line():
+    async with staged("events") as stage:
+        stage.link.restart()
+        await stage.pass_time(0.5)
+        [line] = [line for line in lines_of(stage) if "! restart" in line]
+        assert "decode-0 has restarted: incarnation 00000000 ended" in line
+        await stage.press("home")
+        assert stage.app.page.chosen() == ""
+
+
+async def test_frozen_events_stand_still_and_can_be_narrowed():
+    async with staged("events") as stage:
+        await stage.press("space")
+        before = lines_of(stage)
+        happen(stage, 3)
+        await stage.pass_time(1.0)
+        assert lines_of(stage) == before
+        await stage.press("c")
+        assert {"room 11" in line or "~" in line for line in lines_of(stage)[1:]} == {True}
+
+
+async def test_a_click_chooses_a_line_and_a_second_one_opens_it():
+    async with staged("events") as stage:
+        await stage.pilot.click("#log", offset=(10, 3))
+        await stage.frame()
+        chosen = stage.app.page.chosen()
+        assert lines_of(stage)[3].startswith("▸")
+        assert stage.app.card.ref == ""
+        await stage.pilot.click("#log", offset=(10, 3), times=2)
+        await stage.frame()
+        assert stage.app.card.ref == chosen
+
+
+async def test_hostile_reasons_are_written_out_in_the_log_and_in_the_record():
+    def give_up(link) -> None:
+        link.answer(AbortRoom(0, 11, HOSTILE))
+
+    async with staged("events", size=LARGE, prepare=give_up) as stage:
+        await stage.press("/", *"kind=handoff-ended", "enter")
+        assert ESCAPED in lines_of(stage)[-1]
+        await stage.press("enter")
+        assert any(ESCAPED in line.split("why")[-1] for line in stage.text.splitlines())
+        assert "\x1b" not in stage.text
+        assert "\u202e" not in stage.text
+
+
+@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
+async def test_the_page_looks_as_it_is_kept(size):
+    async with staged("events", size=size) as stage:
+        name = f"events-{size[0]}x{size[1]}"
+        (same_picture if size == MIDDLE else same_text)(stage.app, name)
+
+
+@pytest.mark.parametrize("situation", ["empty", "overloaded"])
+async def test_situations_look_as_they_are_kept(situation):
+    async with staged("events", situation, SMALL) as stage:
+        same_text(stage.app, f"events-{situation}")
+
+
+async def test_a_room_from_both_ends_looks_as_it_is_kept():
+    async with staged("events", "stuck") as stage:
+        await stage.press("/", *"kind:moved", "enter", "c", "enter")
+        await stage.frame()
+        same_text(stage.app, "events-room")
+
+
+async def test_down_and_frozen_look_as_they_are_kept():
+    async with staged("events", size=SMALL) as stage:
+        await stage.press("space", "up")
+        await stage.pass_time(2.0)
+        same_text(stage.app, "events-frozen")
+        await stage.press("space")
+        stage.link.down = "connection refused"
+        await stage.pass_time(3.0)
+        same_text(stage.app, "events-down")

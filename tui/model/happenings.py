@@ -1,0 +1,298 @@
+"""Events as an operator reads them: how grave, in what words, and what they are about. Pure.
+
+Words are made from templates by kind, so that a new field of an event is one word here. Whatever
+names others chose is in them: all that leaves this module went through ``kvd.text.clean``.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Literal, get_args
+
+from kvd.text import clean, duration
+from kvd.wire.console import Column, Row
+from kvd.wire.events import Event, HandoffEnded, Moved, PagesCorrupt
+from tui.model import cells
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvd.wire.console import Cell, Filter
+    from tui.draw.spans import Style
+
+Level = Literal["routine", "notice", "trouble", "fault"]
+
+LETTERS: Mapping[Level, str] = {"routine": "·", "notice": "i", "trouble": "!", "fault": "X"}
+STYLES: Mapping[Level, Style] = {
+    "routine": "dim",
+    "notice": "plain",
+    "trouble": "warn",
+    "fault": "bad",
+}
+
+ROUTINE = frozenset(
+    {
+        *("lease-opened", "lease-extended", "lease-committed", "lease-released", "evicted"),
+        *("waiting", "moved", "agent-changed"),
+    }
+)
+"""What every request does."""
+TROUBLE = frozenset(
+    {
+        *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
+        *("message-refused", "recording-ended", "violation-healed"),
+    }
+)
+FAULTS = frozenset({"violation", "pages-corrupt"})
+DELIVERED = frozenset({"delivered", "committed"})
+
+KINDS: tuple[str, ...] = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(Event)))
+"""Every kind there is."""
+NOTABLE: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ROUTINE)
+"""Without what every request does: few enough to be seen in passing."""
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "client-attached": ("client {session} {name}, pid {pid}",),
+    "client-gone": (
+        "client {session} {name} hung up; given back",
+        " {leases} leases",
+        " {handoffs} handoffs",
+    ),
+    "lease-opened": (
+        "lease {lease}",
+        " of client {session}",
+        " ({reason})",
+        " room {room}",
+        ": {held_pages} pages held",
+        ", prompt {prompt_tokens} tokens",
+        ", {prefix_tokens} cached",
+        ", {missed_tokens} missed: {why_missed}",
+    ),
+    "lease-extended": ("lease {lease}: {held_pages} pages held",),
+    "lease-committed": (
+        "lease {lease}: {cached_tokens} tokens cached",
+        ", {duplicate_pages} pages were there already",
+    ),
+    "lease-released": (
+        "lease {lease} released: {cause}",
+        " ({reason})",
+        ", {freed_pages} pages freed",
+        " after {age_s}",
+    ),
+    "retracted": (
+        "lease {lease} of client {session}: {freed_pages} pages freed",
+        ", {saved_bytes} saved",
+        " in {took_s}",
+    ),
+    "resumed": (
+        "lease {lease} of client {session} runs again",
+        ", {restored_bytes} restored",
+        ", {spared_bytes} not needed",
+        ", away for {away_s}",
+    ),
+    "quarantined": ("lease {lease}: {pages} pages, {peer} may still write: {why}",),
+    "quarantine-ended": ("lease {lease}: {pages} pages free after {age_s}: {proof}",),
+    "evicted": ("{pages} pages", " of {component}", " in {nodes} nodes", ": {reason}"),
+    "waiting": (
+        "client {session} waits for room",
+        " in room {room}",
+        ": {needed_pages} pages needed",
+        ", {headroom_pages} to be had",
+    ),
+    "moved": (
+        "room {room} {side}",
+        " {peer}",
+        ": {before}->{after} ({trigger})",
+        ": {why}",
+    ),
+    "handoff-ended": (
+        "room {room} {side}",
+        " {peer}",
+        ": {outcome}",
+        " {code}",
+        " {reason}",
+        ", {moved_bytes} moved",
+        ", {saved_bytes} not needed",
+        " in {took_s}",
+    ),
+    "pages-corrupt": (
+        "room {room} from {peer}: {bad_pages} of {checked_pages} pages are not what was sent",
+        " ({component})",
+        ": {why}",
+    ),
+    "peer-up": ("{peer} incarnation {incarnation}", " generation {generation}"),
+    "peer-suspect": ("{peer} silent for {silent_s}",),
+    "peer-lost": ("{peer} silent for {silent_s}: its rooms are drained",),
+    "peer-replaced": ("{peer} has restarted: {before} ended, {after} is here",),
+    "peer-refused": ("{peer} {code}: {why}",),
+    "handshake-failed": ("{peer} {address} {reason}: {why}", ", {times} times"),
+    "agent-changed": ("{peer} generation {generation}: {state}", ": {why}"),
+    "transfer-started": ("generation {generation}", ": {why}"),
+    "message-refused": ("on {socket} from {sender}: {code}, {why}",),
+    "flushed": ("{freed_pages} pages freed, {kept_pages} kept",),
+    "violation": ("{what}", "; lease {lease}", "; node {tree_node}", "; {owner} {pid}"),
+    "violation-healed": ("{what}, after {lasted_s}",),
+    "recording-started": ("every input from here on",),
+    "recording-ended": ("{why}",),
+    "recording-saved": ("{path}", ": {why}"),
+}
+"""By kind; a part after the first is left out where one of its fields has nothing in it."""
+
+
+def _fields(part: str) -> tuple[str, ...]:
+    return tuple(name for _, name, _, _ in string.Formatter().parse(part) if name)
+
+
+_PARTS = {kind: [(part, _fields(part)) for part in parts] for kind, parts in _WORDS.items()}
+
+_NAMES = {
+    "lease": "lease",
+    "room": "room",
+    "session": "client",
+    "peer": "peer",
+    "locked_node": "node",
+    "tree_node": "node",
+}
+"""Fields that name a thing, and how a reference calls its kind; as the daemon has them."""
+_RANKS = ("room", "lease", "node", "client", "peer")
+"""By what an event is about first: the narrowest."""
+SIDES = {"decode": "receive", "prefill": "send"}
+
+
+def tag_of(event: Event) -> str:
+    """Its kind."""
+    return str(event.__struct_config__.tag)
+
+
+def level_of(event: Event) -> Level:
+    """How grave it is."""
+    if isinstance(event, HandoffEnded):
+        return "notice" if event.outcome in DELIVERED else "trouble"
+    return levels_of(tag_of(event))[0]
+
+
+def levels_of(tag: str) -> tuple[Level, ...]:
+    """How grave events of a kind may be."""
+    if tag == "handoff-ended":
+        return ("notice", "trouble")
+    if tag in FAULTS:
+        return ("fault",)
+    if tag in TROUBLE:
+        return ("trouble",)
+    return ("routine",) if tag in ROUTINE else ("notice",)
+
+
+def words(event: Event) -> str:
+    """What happened, on one line."""
+    made = ""
+    for part, names in _PARTS.get(tag_of(event), ()):
+        found = {name: getattr(event, name) for name in names}
+        if not made or all(found.values()):
+            made += part.format_map({name: shown(name, one) for name, one in found.items()})
+    return clean(made)
+
+
+def shown(name: str, value: object) -> str:
+    """The value of a field, with the unit that its name says."""
+    match value:
+        case tuple():
+            return ", ".join(str(one) for one in value)
+        case int() | float() if name.endswith("_bytes"):
+            return cells.size(value)
+        case float() if name.endswith("_s"):
+            return duration(value)
+        case _:
+            return str(value)
+
+
+def refs_of(event: Event) -> tuple[str, ...]:
+    """What it names that the daemon can tell the events of: the narrowest first."""
+    found: dict[str, int] = {}
+    for name in event.__struct_fields__:
+        kind, value = _NAMES.get(name), getattr(event, name)
+        if kind is not None and value:
+            found[f"{kind}:{value}"] = _RANKS.index(kind)
+    return tuple(sorted(found, key=found.__getitem__))
+
+
+def links_of(event: Event) -> tuple[str, ...]:
+    """All that it names: those of ``refs_of``, its part of a handoff, its pages."""
+    found = refs_of(event)
+    match event:
+        case Moved(side=side, part=part) | HandoffEnded(side=side, part=part) if side in SIDES:
+            return (f"{SIDES[side]}:{part}", *found)
+        case PagesCorrupt(part=part, component=component, pages=pages):
+            head = f"page:{component}:" if component else "page:"
+            return (f"receive:{part}", *found, *[f"{head}{page}" for page in pages])
+        case _:
+            return found
+
+
+# ---- as rows -------------------------------------------------------------------------------------
+
+COLUMNS = (
+    Column("kind", "text"),
+    Column("level", "state"),
+    Column("words", "text"),
+    Column("about", "text"),
+    Column("at", "since"),
+)
+"""What events are filtered by."""
+
+_UNITS = {"_bytes": "bytes", "_tokens": "tokens", "_pages": "pages", "_s": "seconds"}
+
+
+def row_of(event: Event) -> Row:
+    """An event as a row of ``COLUMNS``."""
+    about = " ".join(links_of(event))
+    return Row(key_of(event), (tag_of(event), level_of(event), words(event), about, event.at_s))
+
+
+def key_of(event: Event) -> str:
+    """What it is opened by."""
+    return f"event:{event.seq}"
+
+
+def record_of(event: Event) -> tuple[Row, tuple[Column, ...]]:
+    """Every field of an event, and what it names, as a row with columns of its own."""
+    made: list[tuple[str, str, Cell]] = [
+        ("what", "text", words(event)),
+        ("kind", "text", tag_of(event)),
+        ("level", "text", level_of(event)),
+        ("number", "count", event.seq),
+        ("ago", "since", event.at_s),
+        ("daemon's clock", "text", f"{event.at_s:.6f} s"),
+    ]
+    made += [(ref.partition(":")[0], "ref", ref) for ref in links_of(event)]
+    for name in event.__struct_fields__[2:]:
+        value = getattr(event, name)
+        if isinstance(value, tuple):
+            made.append((name, "text", shown(name, value)))
+        else:
+            kind = next((kind for end, kind in _UNITS.items() if name.endswith(end)), "text")
+            made.append((name, kind if isinstance(value, int | float) else "text", value))
+    columns = tuple(Column(name, kind) for name, kind, _ in made)
+    return Row(key_of(event), tuple(cell for _, _, cell in made)), columns
+
+
+def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:
+    """The kinds whose events may pass, to ask only for these; none where all may."""
+    wanted = list(filters)
+    found = tuple(kind for kind in KINDS if all(_may_pass(kind, one) for one in wanted))
+    return () if len(found) == len(KINDS) else found or ("none",)
+
+
+def _may_pass(kind: str, one: Filter) -> bool:
+    if one.column not in {"kind", "level"}:
+        return True
+    has = (kind,) if one.column == "kind" else levels_of(kind)
+    value = str(one.value).casefold()
+    match one.test:
+        case "has":
+            return any(value in own for own in has)
+        case "has-not":
+            return any(value not in own for own in has)
+        case "is":
+            return value in has
+        case _:
+            return any(value != own for own in has)
