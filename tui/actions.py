@@ -38,7 +38,7 @@ async def _forward(app: KvdTui, _: str) -> None:
 
 
 async def _open(app: KvdTui, _: str) -> None:
-    await app.open(app.page.chosen())
+    await app.open(app.page.chosen() or app.card.ref)
 
 
 async def _back(app: KvdTui, _: str) -> None:

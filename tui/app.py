@@ -117,6 +117,8 @@ class KvdTui(App[None]):
         self.register_theme(HIGH_CONTRAST)
         self._asked = Wanted()
         self._going = asyncio.Lock()
+        self._sought = ""
+        """What was gone to, while its row has not come."""
         self.link = connect(mirror, self.wanted)
         self.link.fps = self.options.fps
 
@@ -197,6 +199,8 @@ class KvdTui(App[None]):
         if seen != self._seen:
             self._seen = seen
             self.page.show(moment)
+            if self._sought and self.page.seek(self._sought):
+                self._sought = ""
             self.hurry()
             self.call_after_refresh(self._painted, start_s)
 
@@ -257,7 +261,7 @@ class KvdTui(App[None]):
             "tables": len(page.tables()) > 1,
             "filter": has_table or page.CAN_FILTER,
             "move": has_table or page.CAN_MOVE,
-            "chosen": bool(page.chosen()),
+            "chosen": bool(page.chosen() or self.card.ref),
             "card": bool(self.card.ref),
             "frozen": self.mirror.moments.is_frozen,
             "faults": bool(page.faults()),
@@ -272,7 +276,7 @@ class KvdTui(App[None]):
 
     async def do(self, action: str) -> None:
         """Do an action of the table of keys: the console's own, else the page's."""
-        page, chosen = self.page, self.page.chosen()
+        page, chosen, self._sought = self.page, self.page.chosen(), ""
         verb, _, rest = action.partition(" ")
         if verb in ACTIONS:
             await ACTIONS[verb](self, rest)
@@ -335,8 +339,11 @@ class KvdTui(App[None]):
                 await self._switcher.add_content(self._pages[place.page])
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
+            self._sought = ""
             if place.ref:
-                self.page.seek(place.ref)
+                is_here = self.page.seek(place.ref)
+                if not is_here and place.ref.partition(":")[0] in self.page.REFS:
+                    self._sought = place.ref
                 self.card.open(place.ref)
                 self.ask_again()
             else:

@@ -193,16 +193,15 @@ def start(app: KvdTui, verb: str) -> None:
 
 
 def room_of(app: KvdTui) -> str:
-    """The room under the cursor; empty where there is none."""
-    kind, _, number = app.page.chosen().partition(":")
-    if kind == "room":
-        return number
-    table = app.page.table()
-    row = table.row() if table is not None else None
-    if table is None or row is None or table.sheet is None:
-        return ""
-    at = table.sheet.index("room")
-    return str(row.cells[at]) if at >= 0 else ""
+    """The room of what is open, else of the row under the cursor; empty where there is none."""
+    ref = app.card.ref or app.page.chosen()
+    row, columns = app.page.row(ref)
+    names = [column.name for column in columns]
+    if row is not None and "room" in names:
+        return str(row.cells[names.index("room")])
+    links = app.card.links if app.card.ref else ()
+    found = (one.partition(":") for one in (ref, *links))
+    return next((number for kind, _, number in found if kind == "room"), "")
 
 
 def propose(app: KvdTui, action: str) -> None:

@@ -1,0 +1,55 @@
+"""Going to something: the cursor, the card and what keys do are about the same thing."""
+
+from __future__ import annotations
+
+from tests.tui.golden import text_of
+from tests.tui.opened import brought, opened
+from tests.tui.staged import MIDDLE, staged
+from tui.widgets.life import LifePanel
+
+
+async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
+    app, link = opened(page="clients")
+    async with app.run_test(size=MIDDLE) as pilot:
+        await brought(app, link, pilot)
+        await app.open("receive:10")
+        await brought(app, link, pilot)
+        life = "".join(span.text for span in app.page.query_one(LifePanel).lines[0])
+        assert app.page.chosen() == app.card.ref == "receive:10"
+        assert life.startswith("─ receive:10  room 10 ")
+
+
+async def test_a_key_that_moves_the_cursor_ends_the_search_for_a_row():
+    async with staged("clients") as stage:
+        await stage.app.open("receive:9999")
+        await stage.frame()
+        await stage.press("down")
+        chosen = stage.app.page.chosen()
+        await stage.frame()
+        assert stage.app.page.chosen() == chosen == stage.app.card.ref
+
+
+async def test_abort_is_about_what_is_open_wherever_the_cursor_is():
+    async with staged("handoffs") as stage:
+        await stage.press("down", "enter")
+        assert stage.app.card.ref == "receive:9"
+        stage.app.page.table().move(1)
+        await stage.frame()
+        await stage.press("A")
+        assert ":abort room 9\n" in text_of(stage.app)
+
+
+async def test_abort_names_no_room_when_what_is_open_has_none_any_more():
+    async with staged("handoffs") as stage:
+        await stage.app.open("receive:9999")
+        await stage.frame()
+        await stage.press("A")
+        assert ":abort room\n" in text_of(stage.app)
+
+
+async def test_g_answers_for_what_is_open_when_no_row_is_under_the_cursor():
+    async with staged("clients") as stage:
+        await stage.app.open("lease:9999")
+        await stage.frame()
+        await stage.press("g")
+        assert "lease:9999 has to do with" in text_of(stage.app)
