@@ -25,6 +25,8 @@ drain is scheduled.
 from __future__ import annotations
 
 import enum
+import errno
+import socket as unix
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -75,6 +77,29 @@ class Sent(enum.Enum):
 def is_ipv6(endpoint: str) -> bool:
     """Whether an endpoint has an IPv6 address: libzmq takes those only when told so."""
     return endpoint.startswith("tcp://[")
+
+
+def nobody_listens(endpoint: str) -> str:
+    """Why nobody can be reached there, in a sentence; empty where somebody may be.
+
+    ZMQ would wait in silence for a daemon to come; the file of its socket tells at once.
+    """
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc" or path.startswith("@"):
+        return ""
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM | unix.SOCK_NONBLOCK) as probe:
+        code = probe.connect_ex(path)
+    match code:
+        case 0 | errno.EAGAIN:
+            return ""
+        case errno.ENOENT:
+            return f"there is no socket at {path}"
+        case errno.ECONNREFUSED:
+            return f"nobody listens on {path} any more"
+        case errno.EACCES | errno.EPERM:
+            return f"permission denied on {path}: join the group of the socket (usually kvd)"
+        case _:
+            return f"{path} cannot be reached: {errno.errorcode.get(code, str(code))}"
 
 
 def open_router(

@@ -3,6 +3,8 @@
 Tokens and page ids are ``bytes`` of little-endian int32. That is the wire format, the tree's
 edge format and the allocator's format at once: slicing is a memcpy, comparing is a memcmp, and
 nothing is ever a Python object per token or per page.
+
+NumPy is imported by what uses it: a tool that only speaks to a daemon starts without it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 from typing import NewType
 
 import msgspec
-import numpy as np
 
 Tokens = NewType("Tokens", bytes)
 """Token ids, little-endian int32, 4 bytes each."""
@@ -59,17 +60,23 @@ def count(ids: bytes) -> int:
 
 def page_ids(pages: Pages) -> list[int]:
     """The page ids as integers, for people and for tests."""
+    import numpy as np  # noqa: PLC0415
+
     out: list[int] = np.frombuffer(pages, dtype="<i4").tolist()
     return out
 
 
 def pack_ids(ids: list[int]) -> bytes:
     """The opposite of ``page_ids``; for tests and small lists."""
+    import numpy as np  # noqa: PLC0415
+
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def runs_of(pages: Pages) -> list[PageRun]:
     """The maximal ascending runs of ``pages``, in order: [7, 8, 9, 3] is 7x3, 3x1."""
+    import numpy as np  # noqa: PLC0415
+
     ids = np.frombuffer(pages, dtype="<i4")
     if not ids.size:
         return []

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvd.client.admin import MAX_ANSWER_BYTES
 from kvd.sockets import LoopSocket, open_dealer
+from kvd.wire.codec import MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class Line:
         self.lost: asyncio.Future[None] = loop.create_future()
         """Done when the connection has ended."""
         self._on_frame = on_frame
-        self._dealer = open_dealer(context, max_frame_bytes=MAX_ANSWER_BYTES)
+        self._dealer = open_dealer(context, max_frame_bytes=MAX_REPLY_BYTES)
         self._monitor = LoopSocket(
             self._dealer.get_monitor_socket(_WATCHED), self._watch, loop=loop
         )

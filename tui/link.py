@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never
 import msgspec
 import zmq
 
-from kvd.client.admin import nobody_listens
 from kvd.errors import Code, Refusal
+from kvd.sockets import nobody_listens
 from kvd.text import clean
 from kvd.wire.admin import AdminFailed, Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -12,16 +10,13 @@ import msgspec
 import zmq
 
 from kvd.errors import Code, KvdError, Refusal
-from kvd.sockets import open_dealer
-from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
+from kvd.sockets import nobody_listens, open_dealer
+from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from kvd.wire.admin import AdminReply, AdminRequest
-
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""A snapshot of a big node; more is no answer of this protocol."""
 
 
 class AdminClient:
@@ -35,7 +30,7 @@ class AdminClient:
         self._endpoint = endpoint
         self._last_call = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = open_dealer(self._context, max_frame_bytes=MAX_ANSWER_BYTES)
+        self._dealer = open_dealer(self._context, max_frame_bytes=MAX_REPLY_BYTES)
         self._dealer.connect(endpoint)
 
     def request(self, message: AdminRequest, *, timeout_s: float = 5.0) -> AdminReply:
@@ -90,26 +85,3 @@ class AdminClient:
                 numbers={"timeout_s": timeout_s},
             )
         )
-
-
-def nobody_listens(endpoint: str) -> str:
-    """Why nobody can be reached there, in a sentence; empty where somebody may be.
-
-    ZMQ would wait in silence for a daemon to come; the file of its socket tells at once.
-    """
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc" or path.startswith("@"):
-        return ""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        code = probe.connect_ex(path)
-    match code:
-        case 0 | errno.EAGAIN:
-            return ""
-        case errno.ENOENT:
-            return f"there is no socket at {path}"
-        case errno.ECONNREFUSED:
-            return f"nobody listens on {path} any more"
-        case errno.EACCES | errno.EPERM:
-            return f"permission denied on {path}: join the group of the socket (usually kvd)"
-        case _:
-            return f"{path} cannot be reached: {errno.errorcode.get(code, str(code))}"

@@ -54,6 +54,12 @@ def test_the_daemon_does_not_load_what_its_log_does_not_use():
     assert loaded("import kvd.daemon.app", "rich", "pygments") == "[]"
 
 
+def test_the_console_starts_without_arrays_engines_and_configuration():
+    """It has a second until its first frame, and Textual takes half of it."""
+    unused = ("numpy", "kvd.client", "kvd.core", "kvd.config", "torch", "transformers")
+    assert loaded("import tui.cli, tui.app, tui.link", *unused) == "[]"
+
+
 def test_kvd_help_answers_at_once():
     """In processor time, the best of a few runs: a busy machine only ever adds."""
     best_s = min(_help_cpu_s() for _ in range(ATTEMPTS))
