@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tui.model.log import Item, Log
     from tui.model.mirror import Notice
 
+    _Made = tuple[tuple[Item, ...], list["Entry"]]
+
 
 class Told(msgspec.Struct, frozen=True):
     """What the daemon at the other end of a handoff says that happened there."""
@@ -133,23 +135,31 @@ class Logbook:
 
     def __init__(self) -> None:
         self.filters: tuple[Filter, ...] = ()
-        self._made: dict[int, tuple[tuple[Item, ...], list[Entry]]] = {}
+        self._made: dict[int, _Made] = {}
+        self._last: _Made = ((), [])
         self._for: tuple[Filter, ...] = ()
 
     def entries(self, log: Log, now_s: float, more: Sequence[Entry] = ()) -> list[Entry]:
         """The lines of a log; ``more`` are put where they belong in time."""
         if self.filters != self._for or any(one.column == "at" for one in self.filters):
-            self._for, self._made = self.filters, {}
-        known = self._made
+            self._for, self._made, self._last = self.filters, {}, ((), [])
+        known, last = self._made, self._last
         self._made = {}
         made: list[Entry] = []
         for chunk in log.chunks:
             have = known.get(id(chunk))
             if have is None or have[0] is not chunk:
-                have = (chunk, self._of(chunk, now_s))
-            self._made[id(chunk)] = have
+                have = (chunk, self._grown(chunk, last, now_s))
+            self._made[id(chunk)] = self._last = have
             made += have[1]
         return list(heapq.merge(more, made, key=_when)) if more else made
+
+    def _grown(self, chunk: tuple[Item, ...], last: _Made, now_s: float) -> list[Entry]:
+        """Entries of a chunk; of one that is the last one with more at its end, only of that."""
+        before, made = last
+        if before and chunk[: len(before)] == before:
+            return made + self._of(chunk[len(before) :], now_s)
+        return self._of(chunk, now_s)
 
     def _of(self, chunk: Sequence[Item], now_s: float) -> list[Entry]:
         made: list[Entry] = []

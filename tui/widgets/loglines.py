@@ -123,12 +123,12 @@ class LogLines(Canvas):
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)
+        age = cells.age(self._now_s - entry.at_s)
+        when = f"{spans.right(age, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
         made = (
-            Span("▸ " if is_chosen else "  ", "key"),
-            Span(spans.right(cells.age(self._now_s - entry.at_s), AGE_COLUMNS), "plain"),
-            Span(spans.right(f"{entry.at_s:.3f}", CLOCK_COLUMNS), "dim"),
-            Span(f" {told.letter} ", told.style),
-            Span(spans.left(told.kind, KIND_COLUMNS) + " ", told.style),
+            Span("▸ ", "key") if is_chosen else Span("  ", "dim"),
+            Span(when, "dim"),
+            Span(f" {told.letter} {spans.left(told.kind, KIND_COLUMNS)} ", told.style),
             Span(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
         )
         line = spans.fit(made, width)
