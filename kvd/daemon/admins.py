@@ -42,7 +42,7 @@ class AdminPort:
         reactor: Reactor,
         bus: Bus,
         recording: Recording,
-        look: Callable[[bytes, admin.Look], bytes],
+        look: Callable[[bytes, admin.Look], bytes | None],
     ) -> None:
         self._reactor = reactor
         self._bus = bus
@@ -97,11 +97,11 @@ class AdminPort:
             self._asked = None
 
     def _show(self, operator: bytes, asked: admin.Look) -> None:
-        """A frame; a bug in it costs this console this frame."""
+        """A frame now, or with the next beat; a bug in it costs this console this look."""
         frame = self._reactor.attempt("look", lambda: self._look(operator, asked))
         if isinstance(frame, Refusal):
             self._send(operator, admin.AdminFailed(asked.call, frame))
-        else:
+        elif frame is not None:
             self._socket.send([operator, frame])
 
     def send_frame(self, console: bytes, frame: bytes) -> Sent:

@@ -38,7 +38,7 @@ from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
-from kvd.daemon.consoles import Consoles
+from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -208,7 +208,8 @@ class Daemon:
         budget = self.config.console.budget
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
         self.admins = AdminPort(self.reactor, self.bus, self.recording, self.consoles.look)
-        self.admins.start(self._bind(context, self.config.sockets.admin), self._loop)
+        endpoint = self.config.sockets.admin
+        self.admins.start(self._bind(context, endpoint, few_unread), self._loop)
         self._up.callback(self.admins.close)
 
     def _open_peers(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:

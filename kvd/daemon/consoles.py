@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import zmq
+
 from kvd.console.desk import Desk
 from kvd.console.recent import Recent
 from kvd.console.scene import Scene
@@ -26,6 +28,10 @@ LAGS = 20
 """Beats of the loop whose worst lag is shown: a second of them."""
 EARLY_S = 0.025
 """Half a beat: a frame goes with the beat that is nearest."""
+BEAT_S = 0.005
+"""For so long frames are made and sent in one beat; whoever is left is the first in the next."""
+BACKLOG_FRAMES = 256
+"""High-water mark of the admin socket: an operator who reads nothing is owed no more answers."""
 SEEN_S = 1.0
 """So long a process is taken to live on without another look."""
 
@@ -53,7 +59,8 @@ class Processes:
 class Consoles:
     """Serves all consoles of one daemon. ``calls``: requests of a session so far.
 
-    At most one watch for each; one whose socket does not take a frame is forgotten.
+    At most one watch for each; one whose socket does not take a frame is forgotten. So a console
+    that vanishes costs one frame more, and one that reads no more as many as it asked for.
     """
 
     def __init__(
@@ -69,15 +76,23 @@ class Consoles:
         self._desk = Desk(Scene(node, recent, Processes(calls, clock)), bus.after, budget)
         self._clock = clock
         self._watches: dict[bytes, Watch] = {}
+        """Who has waited for longest comes first."""
+        self._busy_s = 0.0
+        """With frames, since the last beat began."""
         self._lags: deque[float] = deque(maxlen=LAGS)
 
-    def look(self, console: bytes, asked: Look) -> bytes:
-        """The first frame that answers it, encoded; the others come with ``due``."""
+    def look(self, console: bytes, asked: Look) -> bytes | None:
+        """The first frame that answers it, encoded; the others come with ``beat``.
+
+        None: the first one does too, because frames have taken their time of this beat already.
+        """
         now_s = self._clock()
         watch = Watch(asked, now_s)
         self._watches.pop(console, None)
-        frame = self._desk.frame(watch, now_s)
-        watch.sent(now_s)
+        if self._busy_s >= BEAT_S:
+            self._watches[console] = watch
+            return None
+        frame = self._frame(watch, now_s)
         if watch.left:
             self._watches[console] = watch
         return frame
@@ -85,19 +100,32 @@ class Consoles:
     def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
         """Send the frames that are due, each made when its console takes it; and look on."""
         now_s = self._clock()
+        self._busy_s = 0.0
         self._desk.turn(now_s)
         due = [one for one in self._watches.items() if one[1].due_s - EARLY_S <= now_s]
         for console, watch in due:
+            if self._busy_s >= BEAT_S:
+                break
             del self._watches[console]  # first, so that a bug here costs this console only
-            if send(console, self._desk.frame(watch, now_s)) is Sent.TAKEN:
-                watch.sent(now_s)
-                if watch.left:
-                    self._watches[console] = watch
+            if send(console, self._frame(watch, now_s)) is Sent.TAKEN and watch.left:
+                self._watches[console] = watch
+
+    def _frame(self, watch: Watch, now_s: float) -> bytes:
+        begun_s = self._clock()
+        frame = self._desk.frame(watch, now_s)
+        watch.sent(now_s)
+        self._busy_s += self._clock() - begun_s
+        return frame
 
     def lagged(self, lag_s: float) -> None:
         """A beat of the loop came so late."""
         self._lags.append(lag_s)
         self._desk.lag_s = max(self._lags)
+
+
+def few_unread(socket: zmq.Socket[bytes]) -> None:
+    """Prepare the admin socket, before it is bound: frames are large."""
+    socket.setsockopt(zmq.SNDHWM, BACKLOG_FRAMES)
 
 
 def _exists(pid: int) -> bool:

@@ -8,6 +8,7 @@ reader of the ring that has fallen behind is told how many events it lost, never
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,10 +59,9 @@ class Bus:
         """How many events after number ``seq`` have left the ring, and those that have not."""
         if not self._ring or self._ring[-1].seq <= seq:
             return 0, ()
-        first = self._ring[0].seq
-        skipped = max(0, seq + 1 - first)
-        events = list(self._ring)[skipped:]
-        return max(0, first - seq - 1), tuple(events)
+        first, last = self._ring[0].seq, self._ring[-1].seq
+        newest = list(islice(reversed(self._ring), last - seq))  # few, for who asks often
+        return max(0, first - seq - 1), tuple(reversed(newest))
 
     def wake_on_next(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` once, with the next event."""
