@@ -1,7 +1,7 @@
 """Concerns about who holds what: broken rules, leases, quarantines, the queue and full pools.
 
-Nothing here looks at all leases while all is well: the old ones come first in the order of being
-touched, and a session's are added up only where one of its processes is gone.
+Nothing here looks at all leases while all is well: only those are that were opened a minute ago or
+longer, and a session's are added up only where one of its processes is gone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ OLD_S = 60.0
 """A lease of an engine that works is extended or committed more often than this."""
 OLD_UNCACHED_S = 600.0
 """One that is not cached is not committed page by page: only a long time says anything."""
-MANY = 1000
-"""Old leases that are counted; there may be more."""
 LINGERS_S = 2.0
 
 RULES = {
@@ -148,33 +146,30 @@ def quarantines(scene: Scene) -> Iterator[Concern]:
 def old_leases(scene: Scene) -> Iterator[Concern]:
     """Leases that a living engine holds and has not touched for long, once for each engine."""
     now_s, node = scene.now_s, scene.node
-    groups: dict[int, list[tuple[float, Lease]]] = {}
-    n_looked = 0
-    for number, touched_s in scene.recent.touched.items():
-        if now_s - touched_s <= OLD_S or n_looked >= MANY:
+    groups: dict[int, list[Lease]] = {}
+    for lease in node.leases.leases.values():  # in the order in which they were opened
+        if now_s - lease.since_s <= OLD_S:
             break
-        n_looked += 1
-        lease = node.leases.leases.get(number)
-        if lease is None or lease.holders != {ENGINE} or lease.standing is not Standing.RUNNING:
+        untouched_s = now_s - lease.touched_s
+        if untouched_s <= OLD_S or lease.standing is not Standing.RUNNING:
             continue
-        if lease.cache or now_s - touched_s > OLD_UNCACHED_S:
-            groups.setdefault(lease.session, []).append((touched_s, lease))
-    at_least = "at least " if n_looked >= MANY else ""
+        if (lease.cache or untouched_s > OLD_UNCACHED_S) and lease.holders == {ENGINE}:
+            groups.setdefault(lease.session, []).append(lease)
     for session, group in groups.items():
         client = node.sessions.by_id.get(session)
         if client is None:
             continue
-        since_s, first = group[0]
-        pages = sum(lease.held_pages for _, lease in group)
+        first = min(group, key=lambda lease: lease.touched_s)
+        pages = sum(lease.held_pages for lease in group)
         ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
         yield Concern(
             MEDIUM if node.admission.queue else LOW,
             "old-lease",
             ref,
             f"{client.name} {client.pids[0]} is there, and has neither extended nor committed "
-            f"{at_least}{amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
+            f"{amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
             f"lease {first.id} ({first.reason})",
-            since_s,
+            first.touched_s,
             f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits for its "
             "user may mean it, one that has forgotten it leaks",
             f"open lease:{first.id}",

@@ -93,7 +93,7 @@ LEASES = Leases(
         Field(
             "touched",
             "since",
-            lambda scene, one: scene.recent.touched.get(one.id, one.since_s),
+            lambda _, one: one.touched_s,
             "opened, extended or committed last",
         ),
         Field("away_since", "since", _away, "in quarantine or retracted"),

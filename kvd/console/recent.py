@@ -1,11 +1,11 @@
 """What happened lately: how long handoffs took, which ended, where tokens came from.
 
-A subscriber of the bus. Everything here is bounded, and costs about a microsecond per event.
+A subscriber of the bus. Everything here is bounded; of a lease it takes one event, in 0.4 us.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from kvd.wire import events
@@ -47,8 +47,6 @@ class Recent:
         self.cached = self.received = self.restored = 0
         self.new = self.evicted = self.lost = self.unaligned = 0
         """Tokens: see ``Sources``."""
-        self.touched: OrderedDict[int, float] = OrderedDict()
-        """By lease: when it was opened, extended or committed last; longest ago first."""
         self.quarantined: dict[int, float] = {}
         """By lease: since when, the oldest first."""
         self.refused: deque[MessageRefused] = deque(maxlen=MAX_REFUSED)
@@ -57,9 +55,6 @@ class Recent:
             events.HandoffEnded: self._handoff_ended,
             events.LeaseOpened: self._lease_opened,
             events.Resumed: self._resumed,
-            events.LeaseExtended: self._lease_touched,
-            events.LeaseCommitted: self._lease_touched,
-            events.LeaseReleased: self._lease_released,
             events.Quarantined: self._lease_quarantined,
             events.QuarantineEnded: self._quarantine_ended,
             events.MessageRefused: self.refused.append,
@@ -125,14 +120,6 @@ class Recent:
         traffic.in_bytes += event.moved_bytes * is_receive
         traffic.out_bytes += event.moved_bytes * (not is_receive)
 
-    def _lease_touched(self, event: events.LeaseExtended | events.LeaseCommitted) -> None:
-        touched = self.touched
-        touched[event.lease] = event.at_s
-        touched.move_to_end(event.lease)
-
-    def _lease_released(self, event: events.LeaseReleased) -> None:
-        self.touched.pop(event.lease, None)
-
     def _lease_quarantined(self, event: events.Quarantined) -> None:
         self.quarantined[event.lease] = event.at_s
 
@@ -140,7 +127,6 @@ class Recent:
         self.quarantined.pop(event.lease, None)
 
     def _lease_opened(self, event: events.LeaseOpened) -> None:
-        self.touched[event.lease] = event.at_s
         self.cached += event.prefix_tokens
         if event.reason.startswith(RECEIVE):
             return  # what it misses is on its way: its handoff tells what became of it

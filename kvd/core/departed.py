@@ -56,7 +56,8 @@ class Departed:
             root = parent
             while root.parent is not None:
                 root = root.parent
-            mark = hashed(node.key, hashed(root.key, parent.end_tokens))
+            start_tokens = parent.end_tokens
+            mark = hashed(node.key, hashed(root.key, start_tokens) if root.key else start_tokens)
             marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
 
     def why_missed(self, claim: Claim, root: Node, anchor: Node, page_bytes: int) -> str:
@@ -64,7 +65,8 @@ class Departed:
         start_tokens = anchor.end_tokens
         start = start_tokens * ID_BYTES
         page = claim.tokens[start : start + page_bytes]
-        mark = xxh3_64_intdigest(page, xxh3_64_intdigest(root.key, start_tokens))
+        named = xxh3_64_intdigest(root.key, start_tokens) if root.key else start_tokens
+        mark = xxh3_64_intdigest(page, named)
         if self._marks[mark & _PLACE] == (mark >> _TAG_SHIFT or 1):
             return EVICTED
         return NEW if self._is_single or page not in anchor.children else BESIDE

@@ -163,6 +163,7 @@ class Lease:
         "standing",
         "step_tokens",
         "tokens",
+        "touched_s",
         "written_tokens",
     )
 
@@ -184,6 +185,8 @@ class Lease:
         self.written_tokens = anchor.end_tokens
         """So many tokens' KV is in its pages, as far as its engine has said so."""
         self.since_s = 0.0
+        self.touched_s = 0.0
+        """When it was opened, extended or committed last."""
         self.holders = {claim.holder}
         self.reads = 0
         self.deferred = NO_PAGES

@@ -156,7 +156,7 @@ class LeaseTable:
         out = self._out
         lease = Lease(self.opened, claim, anchor, row)
         lease.owned = owned
-        lease.since_s = out.at_s
+        lease.since_s = lease.touched_s = out.at_s
         self.leases[lease.id] = lease
         tree, missed, why = self.tree, 0, ""
         size = tree.match_page_tokens
@@ -182,6 +182,7 @@ class LeaseTable:
             self.beside.extend(lease, room_tokens)
             lease_events.tell_extended(self._out, lease)
         lease.room_tokens = room_tokens
+        lease.touched_s = self._out.at_s
         return None
 
     def commit(self, lease: Lease, new_tokens: Tokens) -> int | Refusal:
@@ -227,6 +228,7 @@ class LeaseTable:
                 row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
             )
             self._give_back(lease, extension.duplicates)
+        lease.touched_s = self._out.at_s
         duplicate_pages = count(extension.duplicates)
         lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
 
@@ -261,6 +263,7 @@ class LeaseTable:
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
+        lease.touched_s = self._out.at_s
         lease_events.tell_extended(self._out, lease)
         return lease
 

@@ -50,10 +50,6 @@ def test_a_lease_is_touched_when_it_is_opened_extended_or_committed():
     world.pass_time(1)
     world.d.call(client.CommitLease, lease=lease)
     assert stage.row("leases", "lease:1")["touched"] == 102.0
-    world.d.call(client.ReleaseLease, lease=lease)
-    stage.now()
-
-    assert stage.scene.recent.touched == {}
 
 
 def test_a_quarantined_lease_says_since_when_why_and_what_gives_it_back():
