@@ -53,6 +53,11 @@ def amount(size_bytes: int) -> str:
     raise AssertionError("the last unit takes everything")
 
 
+def counted(count: float, noun: str) -> str:
+    """``1 page``, ``2 pages``: a figure and what it is a figure of; ``noun`` is the one of one."""
+    return f"{count:.0f} {noun}" if count == 1 else f"{count:.0f} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """Seconds as an operator reads them: 0.34s, 12.0s, 3m05s, 2h07m, 4d03h."""
     if seconds < 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from kvd.errors import Code, Refusal
-from kvd.text import clean
+from kvd.text import clean, counted
 from kvd.wire.admin import (
     AbortRoom,
     AdminFailed,
@@ -259,7 +259,7 @@ def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
         rows = [key for key in table.sheet.order if key in table.tagged]
         text = export.export(table.sheet, form, app.moment.now_s, rows)
         count = len(rows) or len(table.sheet.order)
-        what = f"{count} rows of {table.view}, of {table.sheet.total}"
+        what = f"{counted(count, 'row')} of {table.view}, of {table.sheet.total}"
     elif form == "text":
         text, what = app.screen_text(), "the screen"
     else:

@@ -76,7 +76,7 @@ async def test_a_checks_every_invariant_now_and_shows_what_came_of_it():
         await stage.press("a")
         assert Audit(0) in stage.asked
         assert "I1: 3 pages, the first is 618, are nowhere" in stage.text
-        assert "standing audit: 1 findings now" in stage.text
+        assert "standing audit: 1 finding now" in stage.text
         await stage.press("escape")
         assert "standing audit" not in stage.text
 
@@ -97,7 +97,7 @@ async def test_what_changes_something_is_rehearsed_and_asked_as_always(monkeypat
         monkeypatch.setattr(type(facts), "text", lambda _, name: "fence" * (name == "action"))
         await stage.press("x", "enter")
         assert any(isinstance(one, Rehearse) for one in stage.asked)
-        assert "It would change now" in stage.text
+        assert "What would come of it now" in stage.text
 
 
 async def test_words_that_are_no_command_are_shown():

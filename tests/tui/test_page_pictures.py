@@ -129,7 +129,7 @@ async def test_a_flush_is_rehearsed_and_then_done():
         pool = shown.link.side.node.leases.pool
         free = pool.free_pages
         await shown.press("F")
-        assert "It would change now:" in text_of(shown.app)
+        assert "What would come of it now:" in text_of(shown.app)
         await shown.press("n")
         assert pool.free_pages == free
         await shown.press("F", "y", "escape")

@@ -57,7 +57,7 @@ async def test_each_component_has_a_line_with_its_bar_and_figures():
         await bring(app, feed, pilot)
         heads = line_with(app, "component").split()
         assert heads == ["component", "pages", "state", "free", "held", "locked", "cached",
-                         "quar", "room", "evict/s"]  # fmt: skip
+                         "quar", "avail", "evict/s"]  # fmt: skip
         first = line_with(app, "▶ kv").split()
         assert first[0:2] == ["▶", "kv"]
         assert first[2].startswith("HL█c█")

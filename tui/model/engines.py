@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean
+from kvd.text import clean, counted
 from kvd.wire.console import Column
 from tui.model import cells
 
@@ -66,7 +66,7 @@ def advice(row: Facts, now_s: float) -> str:
     word = row.text("state")
     if not leases:
         return f"{name} holds nothing"
-    holds = f"{name} holds {held:.0f} pages by {leases:.0f} leases{oldest}."
+    holds = f"{name} holds {counted(held, 'page')} by {counted(leases, 'lease')}{oldest}."
     if word == "gone":
         return (
             f"{holds} Its processes are gone: what it held is released within 1 s; pages that a "

@@ -31,7 +31,7 @@ FIRST = (
     *("moved", "waiting_for", "owner", "client", "lease"),
 )
 MATTERS = (
-    *("state", "peer", "progress", "room", "until", "rate", "done", "since", "eta"),
+    *("state", "peer", "progress", "room", "since", "until", "rate", "done", "eta"),
     *("waiting_for", "path", "owner", "moved", "lease", "client"),
 )
 """Which of them stay longest where there is little room."""
@@ -120,7 +120,7 @@ def rate(row: Facts) -> tuple[str, Style]:
         return cells.NOTHING, "dim"
     if found > 0:
         return f"{cells.size(found)}/s", "plain"
-    return "0/s", "warn" if row.text("state") in {"receiving", "streaming", "flushing"} else "dim"
+    return "0B/s", "warn" if row.text("state") in {"receiving", "streaming", "flushing"} else "dim"
 
 
 def eta(row: Facts) -> tuple[str, Style]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import msgspec
 
+from kvd.text import counted
 from kvd.wire.admin import Frame, Look
 from kvd.wire.console import (
     MAX_QUERIES,
@@ -276,9 +277,13 @@ class Mirror:
         if log.last_seq and (frame.lost or frame.skipped):
             items.insert(0, Gap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
             if frame.lost:
-                self.note(heard_s, "lost", f"{frame.lost} events had left the daemon's ring")
+                self.note(
+                    heard_s, "lost", f"{counted(frame.lost, 'event')} had left the daemon's ring"
+                )
             if frame.skipped:
-                self.note(heard_s, "skipped", f"{frame.skipped} events did not fit a frame")
+                self.note(
+                    heard_s, "skipped", f"{counted(frame.skipped, 'event')} did not fit a frame"
+                )
         last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
         _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.text import clean
+from kvd.text import clean, counted
 from kvd.wire.console import Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
@@ -148,7 +148,7 @@ class RadixPage(Page):
             made.append(Span("nothing can be evicted", "dim"))
         for rank, key in enumerate(sheet.order[: NEXT.limit], start=1):
             count = sheet.cell(key, "pages")
-            pages = f" {count} pages" if isinstance(count, int) else ""
+            pages = f" {counted(count, 'page')}" if isinstance(count, int) else ""
             name = spans.cut(clean(str(sheet.cell(key, "name"))), NEXT_COLUMNS)
             made += [Span(f"#{rank} ", "key"), said(f"{key} "), Span(name)]
             made += [Span(pages, "dim"), Span("   ")]

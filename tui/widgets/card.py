@@ -75,9 +75,11 @@ def card_lines(told: Told, width: int) -> list[Line]:
 
 def _because(because: Because, width: int) -> list[Line]:
     made = list(_wrapped(because.sentence, width, "selected"))
-    if because.facts:
+    told = tuple(mark.what for mark in because.marks)
+    facts = [fact for fact in because.facts if not told or not fact.endswith(told)]
+    if facts:
         made += [*_heading("facts", width)]
-        for fact in because.facts:
+        for fact in facts:
             made += _wrapped(fact, width)
     if because.marks:
         made += _heading("story", width)

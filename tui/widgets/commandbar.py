@@ -85,6 +85,7 @@ class CommandBar(Container):
     def ask(self, mode: str, text: str, context: Callable[[], commands.Context]) -> None:
         """Have the operator type; ``context`` says what there is to choose from."""
         self.mode, self._choose_from, self._at = mode, context, 0
+        self.app.clear_notifications()
         self.display = True
         self.typed.value = mode + text
         self.typed.cursor_position = len(self.typed.value)

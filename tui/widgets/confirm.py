@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.errors import Refusal
-from kvd.text import clean
+from kvd.text import clean, counted
 from kvd.wire.admin import Recorded, Report
 from tui.draw.spans import Line, Span
 from tui.widgets.popup import Popup, broken
@@ -27,24 +28,35 @@ def report_lines(answer: Report | Recorded | Refusal, width: int) -> list[Line]:
         case Refusal(message=message):
             return _broken(message, width, "bad")
         case Recorded() as done:
-            text = f"{done.path} on the daemon's host: {done.seconds:.1f} s, {done.inputs} inputs"
+            inputs = counted(done.inputs, "input")
+            text = f"{done.path} on the daemon's host: {done.seconds:.1f} s, {inputs}"
             return _broken(text, width, "ok")
         case Report():
             pass
     made: list[Line] = [
-        (Span(f"{count:>12}  ", "selected"), Span(clean(name.replace("_", " "))))
+        (Span(f"{count:>12}  ", "selected"), Span(_named(name, count)))
         for name, count in answer.changed.items()
     ]
     if not made:
         made.append((Span("nothing", "dim"),))
+    if answer.notes:
+        made += [(), (Span("which means", "dim"),)]
+        for one in answer.notes:
+            made += _broken(f"- {one}", width, "plain")
     if answer.refused:
         made += [(), (Span("refused, or in the way", "warn"),)]
         for one in answer.refused:
             made += _broken(f"! {one}", width, "plain")
     if answer.standing is not None:
-        text = f"standing audit: {answer.standing.findings} findings now"
+        text = f"standing audit: {counted(answer.standing.findings, 'finding')} now"
         made += [(), *_broken(text, width, "bad" if answer.standing.findings else "ok")]
     return made
+
+
+def _named(name: str, count: int) -> str:
+    """A figure of a report as words: ``freed pages``, and ``freed page`` where it is one."""
+    words = clean(name.replace("_", " "))
+    return re.sub(r"s\b", "", words) if count == 1 else words
 
 
 def _broken(text: str, width: int, style: Style) -> list[Line]:
@@ -68,7 +80,11 @@ class Confirm(Popup[bool]):
         if isinstance(self._would, Refusal):
             first = "The daemon does not say what this would do, so it is not done:"
             return [(Span(first, "warn"),), (), *report_lines(self._would, width)]
-        return [(Span("It would change now:", "plain"),), (), *report_lines(self._would, width)]
+        return [
+            (Span("What would come of it now:", "plain"),),
+            (),
+            *report_lines(self._would, width),
+        ]
 
     @override
     def last(self) -> Line:

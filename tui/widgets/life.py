@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean
+from kvd.text import clean, counted
 from tui.draw import phases, spans
 from tui.draw.spans import Line, Span, said
 from tui.model import cells, handoffs, lives
@@ -81,7 +81,7 @@ def _ours(row: Facts) -> list[str]:
     return [
         f"{handoffs.done(row)[0]} {'here' if row.text('side') == 'decode' else 'sent'}",
         f"{pages:.0f} of {of:.0f} pages posted" if pages is not None and of is not None else "",
-        f"{posts:.0f} posts under way" if posts is not None else "",
+        f"{counted(posts, 'post')} under way" if posts is not None else "",
         _prompt(row.number("prompt_tokens"), row.number("decode_prefix_len")),
     ]
 
@@ -91,7 +91,7 @@ def _told(one: OtherEnd, by_s: float) -> list[str]:
     deadline_in_s = one.deadline_in_s - by_s
     return [
         f"{cells.size(one.moved_bytes)}/{cells.size(one.total_bytes)} there",
-        f"{one.outstanding_posts} posts under way" if one.side == "prefill" else "",
+        f"{counted(one.outstanding_posts, 'post')} under way" if one.side == "prefill" else "",
         _prompt(one.prompt_tokens, one.decode_prefix_len),
         f"its deadline in {phases.lasting(deadline_in_s)}" if one.deadline_in_s else "",
         f"round trip {phases.lasting(one.round_trip_s)}",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from textual.message import Message
 
-from kvd.text import clean
+from kvd.text import clean, counted
 from kvd.wire.console import MAX_ROWS, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Span
@@ -259,7 +259,7 @@ class LineTable(Canvas):
         if self.tagged:
             words.append(f"{len(self.tagged)} tagged")
         if self._fit.hidden:
-            words.append(f"{self._fit.hidden} columns hidden")
+            words.append(f"{counted(self._fit.hidden, 'column')} hidden")
         if sheet.note:
             words.append(sheet.note)
         return " · ".join(words)

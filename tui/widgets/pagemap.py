@@ -210,7 +210,7 @@ class PageMapPanel(Canvas):
     def _foot(self, shown: PageMap, legend: list[Line], width: int, height: int) -> list[Line]:
         median, largest = shown.runs
         runs = f"free runs: median {pages.thousands(median)}, largest {pages.thousands(largest)}"
-        figures = [*legend, spans.line(f"{runs} pages", "dim")]
+        figures = [*legend, spans.line(f"{runs} {'page' if largest == 1 else 'pages'}", "dim")]
         if width < BESIDE_COLUMNS:
             return [*figures, *self._owned(width, height - len(figures))]
         left = self._legend_width

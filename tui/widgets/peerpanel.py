@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean
+from kvd.text import clean, counted
 from tui.draw import chart, spans
 from tui.draw.chart import Series
 from tui.draw.spans import Block, Line, Span, said
@@ -62,7 +62,7 @@ def word_lines(row: Facts, now_s: float, width: int) -> list[Line]:
     heard_s, rtt_ms = row.number("heard"), row.number("rtt")
     receives, sends = row.number("receives") or 0, row.number("sends") or 0
     posts, credits_ = row.number("posts"), row.number("credits")
-    posts_words = "" if posts is None else f", {posts:.0f} posts under way"
+    posts_words = "" if posts is None else f", {counted(posts, 'post')} under way"
     if credits_ is not None:
         posts_words += f" of {credits_:.0f}"
     facts: list[tuple[str, str, Style]] = [

@@ -50,7 +50,7 @@ FIGURES = (
     Figure("locked", "locked", 6),
     Figure("cached", "cached", 6),
     Figure("quarantined", "quar", 5),
-    Figure("headroom", "room", 6),
+    Figure("headroom", "avail", 6),
     Figure("evicted", "evict/s", 7),
     Figure("waiting", "wait", 4),
     Figure("tier", "tier", 6),

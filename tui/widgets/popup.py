@@ -8,6 +8,7 @@ from textual.binding import Binding
 from textual.screen import ModalScreen
 from typing_extensions import override
 
+from kvd.text import counted
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
 from tui.widgets.canvas import Canvas
@@ -81,7 +82,8 @@ class Popup(ModalScreen[Result], inherit_bindings=False):
         yield Canvas()
 
     def on_mount(self) -> None:
-        """Show it."""
+        """Show it, and nothing over it: what was said in passing is over."""
+        self.app.clear_notifications()
         self.redraw()
 
     def on_resize(self) -> None:
@@ -96,7 +98,9 @@ class Popup(ModalScreen[Result], inherit_bindings=False):
         self._top = max(0, min(self._top, len(lines) - room))
         shown = lines[self._top : self._top + room]
         more = len(lines) - len(shown) - self._top
-        tail = (*self.last(), Span(f"   {more} lines more", "dim")) if more else self.last()
+        tail = (
+            (*self.last(), Span(f"   {counted(more, 'line')} more", "dim")) if more else self.last()
+        )
         canvas = self.query_one(Canvas)
         canvas.styles.width = width + 4
         canvas.styles.height = len(shown) + FRAME_LINES

@@ -26,7 +26,7 @@ TITLES = {
 """Views of nodes, and how they are headed."""
 RULES = {
     TREE: Rules(
-        first=("name", "pages", "lock_ref", "holders", "tokens", "hits", "last_use", "below_pages"),
+        first=("name", "pages", "below_pages", "lock_ref", "holders", "last_use", "hits", "tokens"),
         never=("children",),
         narrow=("name", "holders"),
     ),
