@@ -8,6 +8,7 @@ about it any more; who locked them has let go, so a gain and a loss are missing 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -37,7 +38,9 @@ def with_lock_history(
     said: Because, node: Node, number: int, happened: Sequence[Event], now_s: float
 ) -> Because:
     """What was said of node ``number``, with its last lock changes, oldest first."""
-    edge = next((one for one in node.leases.tree.nodes() if one.id == number), None)
+    tree = node.leases.tree
+    edges = chain(tree.roots.values(), tree.nodes())
+    edge = next((one for one in edges if one.id == number), None)
     if edge is None:
         return said
     changes = lock_changes(node, edge, happened)

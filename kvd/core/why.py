@@ -13,7 +13,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvd.core import why_beside, why_held, why_moving
-from kvd.core.answer import Answer, has_page, holder_refs, lease_refs, links_of, node_refs
+from kvd.core.answer import (
+    MAX_LINKS,
+    Answer,
+    has_page,
+    holder_refs,
+    lease_refs,
+    links_of,
+    node_refs,
+)
 from kvd.core.owners import describe_holder
 from kvd.core.words import lease_waits_for
 from kvd.errors import Code, Refusal
@@ -158,15 +166,39 @@ def _held(node: Node, lease: Lease, page: int) -> Answer:
 
 
 def _node(node: Node, number: int) -> Answer | Refusal:
+    roots = node.leases.tree.roots.items()
+    namespace = next((name for name, root in roots if root.id == number), None)
+    if namespace is not None:
+        return _root(node, namespace)
     edge = next((one for one in node.leases.tree.nodes() if one.id == number), None)
     if edge is None:
         return Refusal(Code.BAD_REQUEST, f"the tree has no node {number}: evicted, or never was")
     return _edge(node, edge)
 
 
+def _root(node: Node, namespace: str) -> Answer:
+    """A root has no pages; every lease of its namespace locks it, cached or not."""
+    root = node.leases.tree.roots[namespace]
+    crossing = holders(node).get(root.id, [])
+    first = [describe_holder(node, lease) for lease in crossing[:MAX_LINKS]]
+    of = f"namespace {namespace!r}" if namespace else "no namespace"
+    by = f"{len(crossing)} leases" if crossing else "nobody"
+    return Answer(
+        f"node {root.id} (the root of {of}, {len(root.children)} children), locked by {by}",
+        (*first, *_more(len(crossing) - len(first))),
+        links_of(
+            *lease_refs(crossing), *node_refs(islice(root.children.values(), CHILDREN_LINKED))
+        ),
+    )
+
+
+def _more(n_leases: int) -> list[str]:
+    return [f"and {n_leases} more leases"] if n_leases > 0 else []
+
+
 def _edge(node: Node, edge: TreeEdge) -> Answer:
     crossing = holders(node).get(edge.id, [])
-    shown = tree_node(node, edge, crossing)
+    shown = tree_node(node, edge, crossing[:MAX_LINKS])
     where = (
         f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
         f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, {shown.pages} pages)"
@@ -176,6 +208,7 @@ def _edge(node: Node, edge: TreeEdge) -> Answer:
         others = f" and {len(crossing) - 1} more" if len(crossing) > 1 else ""
         first = f": {shown.holders[0]}{others}" if shown.holders else ""
         said = [f"{where}, lock_ref {edge.lock_ref}{first}", *shown.holders]
+        said += _more(len(crossing) - len(shown.holders))
     else:
         said = [f"{where}, locked by nobody: it can be evicted", used]
     said += why_beside.said_of_node(node, edge)

@@ -226,3 +226,34 @@ def test_a_page_is_found_in_one_walk_over_the_tree(monkeypatch):
         in why.because(world.d.node, admin.Why(1, "page", page)).sentence
     )
     assert walks == [1]
+
+
+def test_a_root_says_who_locks_it_and_what_begins_there():
+    world = World(d_pages=400)
+    cached(world.d, tokens((1, 64)))
+    root = world.d.node.leases.tree.roots[""]
+    [child] = root.children.values()
+    bare = ask(world.d, "node", root.id)
+    for number in range(25):
+        world.d.lease(tokens((1, 64), (5000 * number, 40)))
+    said = ask(world.d, "node", root.id)
+
+    what = f"node {root.id} (the root of no namespace, 1 children), locked by"
+    assert (bare.sentence, bare.facts) == (f"{what} nobody", ())
+    assert said.sentence == f"{what} 25 leases"
+    assert len(said.facts) == 21
+    assert said.facts[-1] == "and 5 more leases"
+    assert said.links[-1] == f"node:{child.id}"
+
+
+def test_a_node_that_very_many_lock_names_the_first_twenty():
+    world = World(d_pages=400)
+    cached(world.d, tokens((1, 64)))
+    for number in range(25):
+        world.d.lease(tokens((1, 64), (5000 * number, 40)))
+    [child] = world.d.node.leases.tree.roots[""].children.values()
+    said = ask(world.d, "node", child.id)
+
+    assert ", lock_ref 25: lease " in said.sentence
+    assert said.sentence.endswith(" and 24 more")
+    assert "and 5 more leases" in said.facts
