@@ -5,11 +5,13 @@ and once only; the answer goes out when all have spoken, or a second after the q
 reason for each that has not. Nothing is repeated, and nothing waits for it.
 
 A peer is told only of a handoff that it is the other end of: incarnation, handoff and room must be
-those of a part. What it says about itself is shown, never believed: no state depends on it.
+those of a part. A story is longer than the question, so one that asks all the time is not answered.
+What it says about itself is shown, never believed: no state depends on it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
@@ -37,6 +39,9 @@ ANSWER_S = 1.0
 
 DECODE = "decode"
 PREFILL = "prefill"
+
+MAX_STORIES = 100
+"""That one peer is told within ``ANSWER_S``: more than operators ask for, and no burden."""
 
 _LONGEST_S = 1e9
 """A moment further away than that is none; a NaN is not either."""
@@ -78,6 +83,9 @@ class Inquiries:
         self._node = node
         self._out = node.out
         self._last = 0
+        self._stories = Counter[str]()
+        """By incarnation: how many it was told since ``_stories_s``."""
+        self._stories_s = 0.0
 
     # ---- we ask ------------------------------------------------------------------------------
 
@@ -178,6 +186,12 @@ class Inquiries:
 
     def asked(self, peer: Peer, message: AskStory) -> None:
         """Tell it of the handoff that it has with us; anything else is unknown to it."""
+        if self._out.at_s - self._stories_s >= ANSWER_S:
+            self._stories.clear()
+            self._stories_s = self._out.at_s
+        self._stories[peer.incarnation] += 1
+        if self._stories[peer.incarnation] > MAX_STORIES:
+            return
         story = Story(self._node.settings.incarnation, peer.incarnation, message.ask)
         if message.side == DECODE:
             receive = self._receive_with(peer, message)

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.inquiries import MAX_INQUIRIES
+from kvd.core.inquiries import MAX_INQUIRIES, MAX_STORIES
+from kvd.core.story import STORY_LENGTH
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.codec import PEER_MESSAGES
@@ -242,6 +243,38 @@ def test_only_the_other_end_of_a_handoff_is_told_of_it():
         told(world, world.d, side="neither"),
     ):
         assert msgspec.structs.replace(story, target="") == nothing
+
+
+def test_a_peer_that_asks_all_the_time_is_told_so_much_a_second_and_costs_others_nothing():
+    world = World(names=("d", "e"))
+    world.hold_posts = True
+    sender = Sender(world)
+    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    sender.advance(96)
+    question = AskStory(world.d.incarnation, world.p.incarnation, 1, 1, ROOM, "prefill")
+    link = f"in{world.d.connection}:d"
+
+    def stories(n_asked: int) -> int:
+        asked = [inputs.FromPeer(world.now_s, link, question) for _ in range(n_asked)]
+        return sum(len(world.p.feed(one)) for one in asked)
+
+    assert stories(1000) == MAX_STORIES
+    assert told(world, world.sides["e"]).state == ""
+    world.now_s += 1.0
+    assert stories(1000) == MAX_STORIES
+
+
+def test_a_story_tells_no_tokens_no_pages_and_nobody_else():
+    world = streaming()
+    story = told(world, world.d)
+    said = msgspec.json.encode(story).decode()
+
+    assert set(Story.__struct_fields__) == {
+        *("source", "target", "ask", "state", "waiting_for", "prompt_tokens", "decode_prefix_len"),
+        *("moved_bytes", "total_bytes", "outstanding_posts", "deadline_in_s", "marks"),
+    }
+    assert "engine" not in said.replace("the engine", "").replace("await-engine", "")
+    assert len(story.marks) <= STORY_LENGTH
 
 
 def test_an_answer_of_another_peer_than_was_asked_is_nothing():
