@@ -214,35 +214,33 @@ class Inquiries:
         return part if is_its_own and part is not None and part.room == message.room else None
 
     def _of_receive(self, part: DecodePart, ask: int) -> Story:
-        now_s = self._out.at_s
-        return Story(
-            self._node.settings.incarnation,
-            part.incarnation,
-            ask,
-            part.state.value,
-            receive_waits_for(self._node, part)[:MAX_TOLD],
-            part.prompt_tokens,
-            part.prefix_tokens,
-            part.moved_bytes,
-            part.total_bytes,
-            0,
-            part.deadline_s - now_s,
-            tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
-        )
+        waits_for = receive_waits_for(self._node, part)
+        return self._story(part, ask, waits_for, part.prefix_tokens, 0)
 
     def _of_send(self, part: PrefillPart, ask: int) -> Story:
+        waits_for = send_waits_for(part)
+        return self._story(part, ask, waits_for, part.decode_prefix_len, len(part.outstanding))
+
+    def _story(
+        self,
+        part: DecodePart | PrefillPart,
+        ask: int,
+        waits_for: str,
+        decode_prefix_len: int,
+        n_posts: int,
+    ) -> Story:
         now_s = self._out.at_s
         return Story(
             self._node.settings.incarnation,
             part.incarnation,
             ask,
             part.state.value,
-            send_waits_for(part)[:MAX_TOLD],
+            waits_for[:MAX_TOLD],
             part.prompt_tokens,
-            part.decode_prefix_len,
+            decode_prefix_len,
             part.moved_bytes,
             part.total_bytes,
-            len(part.outstanding),
+            n_posts,
             part.deadline_s - now_s,
             tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
         )

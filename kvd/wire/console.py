@@ -214,7 +214,8 @@ class Vitals(msgspec.Struct, frozen=True, array_like=True):
 
     ``lag_s`` is how late the loop's timer was, at worst in the last second. ``findings`` are those
     of the view of that name, ``worst`` the gravest of them: empty, ``low``, ``medium``, ``high``.
-    ``console_share`` is what consoles cost of one core in the last seconds.
+    ``console_share`` is what consoles cost of one core in the last seconds, their sockets not
+    counted: some 30 us more for each frame.
     """
 
     at_s: float
