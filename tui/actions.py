@@ -53,6 +53,10 @@ async def _related(app: KvdTui, _: str) -> None:
     app.order(partial(orders.related, app))
 
 
+async def _events_of(app: KvdTui, _: str) -> None:
+    app.order(partial(orders.events_of, app))
+
+
 async def _help(app: KvdTui, _: str) -> None:
     app.push_screen(Help(app.page.NAME, app.has()))
 
@@ -177,6 +181,7 @@ ACTIONS: dict[str, Action] = {
     "open": _open,
     "back": _back,
     "related": _related,
+    "events-of": _events_of,
     "help": _help,
     "palette": _palette,
     "quit": _quit,

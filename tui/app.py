@@ -31,7 +31,7 @@ from tui.replay import ReplayLink
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
-from tui.widgets.card import PAGES_OF, Card, Told, question
+from tui.widgets.card import ELSEWHERE, Card, Told, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
@@ -318,10 +318,11 @@ class KvdTui(App[None]):
     async def open(self, ref: str) -> None:
         """Go to the page that shows this, put the cursor on it, and open its card.
 
-        ``pages:node:9`` is the node on the page of the pools, with its pages lit up.
+        ``pages:node:9`` is the node on the map, with its pages lit up, ``events:`` what names it.
         """
-        if ref.startswith(PAGES_OF):
-            await self.go(self.trail.open("pools", ref.removeprefix(PAGES_OF)))
+        kind, _, rest = ref.partition(":")
+        if page := ELSEWHERE.get(f"{kind}:"):
+            await self.go(self.trail.open(page, rest))
             return
         name = self.page.NAME
         if not self.page.seek(ref):
@@ -402,7 +403,7 @@ class KvdTui(App[None]):
     async def on_line_table_opened(self, message: LineTable.Opened) -> None:
         """A row was clicked twice."""
         self.page.activate(message.table)
-        await self.open(message.table.chosen())
+        await self.open(self.page.chosen())
 
     def on_line_table_moved(self, message: LineTable.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""

@@ -126,6 +126,8 @@ TABLE: tuple[Key, ...] = (
     Key(("escape",), "back", "close, or back along the way you came", "open"),
     Key(("g",), "related", "go to what has to do with it", "open", needs=("chosen",),
         footer="related"),
+    Key(("i",), "events-of", "what happened to it: its events, of a handoff from both ends", "open",
+        needs=("chosen",), footer="events"),
     Key(("ctrl+up",), "card -3", "the card up", "open", needs=("card",)),
     Key(("ctrl+down",), "card 3", "the card down", "open", needs=("card",)),
     Key(("y",), "copy", "copy what it is called", "open", needs=("chosen",)),

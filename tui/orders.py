@@ -29,7 +29,7 @@ from kvd.wire.admin import (
 from tui.model import commands, export, filters
 from tui.model.filters import Flaw
 from tui.screens.help import Help
-from tui.widgets.card import Told, links_of, question
+from tui.widgets.card import EVENTS_OF, Told, about_of, links_of, question
 from tui.widgets.confirm import Confirm, Outcome
 from tui.widgets.menu import Menu
 
@@ -217,14 +217,30 @@ def propose(app: KvdTui, action: str) -> None:
 
 async def related(app: KvdTui) -> None:
     """Have the operator choose among what has to do with what is open, or under the cursor."""
+    known = await _known(app)
+    chosen = await app.push_screen_wait(Menu(f"{known.ref} has to do with", links_of(known)))
+    if chosen:
+        await app.open(chosen)
+
+
+async def events_of(app: KvdTui) -> None:
+    """Show the events of what is open, or under the cursor: of a handoff those of its room."""
+    known = await _known(app)
+    room = room_of(app)
+    about = about_of((known.ref, *([f"room:{room}"] if room else []), *links_of(known)))
+    if about:
+        await app.open(EVENTS_OF + about)
+    else:
+        app.say(f"no event names {known.ref}")
+
+
+async def _known(app: KvdTui) -> Told:
+    """What there is to know of what is open, or under the cursor."""
     ref = app.card.ref or app.page.chosen()
     asked = question(ref)
     answer = told(await app.link.ask(asked)) if asked is not None else None
     row, columns = app.page.row(ref)
-    known = Told(ref, answer if isinstance(answer, Because) else None, row, columns)
-    chosen = await app.push_screen_wait(Menu(f"{ref} has to do with", links_of(known)))
-    if chosen:
-        await app.open(chosen)
+    return Told(ref, answer if isinstance(answer, Because) else None, row, columns)
 
 
 # ---- files -----------------------------------------------------------------------------------

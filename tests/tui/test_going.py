@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.wire.admin import AskOtherEnd
 from tests.tui.golden import text_of
 from tests.tui.opened import brought, opened
 from tests.tui.staged import MIDDLE, staged
@@ -53,3 +54,29 @@ async def test_g_answers_for_what_is_open_when_no_row_is_under_the_cursor():
         await stage.frame()
         await stage.press("g")
         assert "lease:9999 has to do with" in text_of(stage.app)
+
+
+async def test_i_shows_what_happened_to_a_handoff_from_both_ends():
+    async with staged("handoffs", "stuck") as stage:
+        room = stage.app.page.table().facts().number("room")
+        await stage.press("i")
+        await stage.frame()
+        assert (stage.app.page.NAME, stage.app.card.ref) == ("events", f"room:{room:.0f}")
+        assert stage.app.page.about == f"room:{room:.0f}"
+        assert "about room:" in stage.text
+        assert AskOtherEnd(0, int(room)) in stage.asked
+        await stage.press("escape")
+        assert stage.app.page.NAME == "handoffs"
+
+
+async def test_i_says_so_when_no_event_names_it():
+    async with staged("pools") as stage:
+        await stage.press("i")
+        assert stage.app.page.NAME in {"pools", "events"}
+
+
+async def test_the_menu_of_what_is_related_leads_to_its_events():
+    async with staged("clients") as stage:
+        ref = stage.app.page.chosen()
+        await stage.press("enter", "g")
+        assert f"events:{ref}" in text_of(stage.app)

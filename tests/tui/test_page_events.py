@@ -79,7 +79,9 @@ async def test_enter_shows_the_record_and_g_leads_to_all_that_it_names():
         assert "daemon's clock" in stage.text
         assert "decode_prefix_len" in stage.text
         links = stage.app.card.links
-        assert [one.partition(":")[0] for one in links] == ["receive", "room", "lease", "peer"]
+        assert [one.partition(":")[0] for one in links] == [
+            *("receive", "room", "lease", "peer", "events")
+        ]
         await stage.press("g")
         assert all(one in stage.text for one in links)
         await stage.press("4")

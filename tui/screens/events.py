@@ -13,6 +13,7 @@ from tui.model.filters import Flaw
 from tui.model.log import Gap
 from tui.model.logbook import Logbook
 from tui.screens.page import STEPS, Page
+from tui.widgets.card import WITH_EVENTS
 from tui.widgets.loglines import LogLines
 from tui.widgets.reach import console
 
@@ -122,7 +123,10 @@ class EventsPage(Page):
 
     @override
     def seek(self, ref: str) -> bool:
+        """Put the cursor on an event; of what events name, show those that name it."""
         kind = ref.partition(":")[0]
+        if kind in WITH_EVENTS and ref != self.about:
+            self._narrow(ref)
         return kind == "event" and self.log_lines.seek(ref)
 
     # ---- what is left out -------------------------------------------------------------------

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tui.model.moments import Moment
     from tui.model.sheets import Slot
 
-WIDE_COLUMNS = 100
+WIDE_COLUMNS = 120
 """From here on pools and findings stand side by side."""
 CHARTS_FROM_LINES = 28
 """Lower screens have the figures without their charts."""

@@ -18,7 +18,7 @@ from tui.widgets.canvas import Canvas
 from tui.widgets.popup import broken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from textual import events
 
@@ -26,8 +26,12 @@ ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"}
 """Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
 WITH_PAGES = frozenset({"lease", "node", "client"})
 """Kinds whose pages the page map can light up."""
-PAGES_OF = "pages:"
-"""Before one of these: to be opened on the page map."""
+WITH_EVENTS = frozenset({"room", "lease", "client", "peer", "node"})
+"""Kinds that events name."""
+PAGES_OF, EVENTS_OF = "pages:", "events:"
+"""Before one of these: to be opened on the page map, or among the events that name it."""
+ELSEWHERE = {PAGES_OF: "pools", EVENTS_OF: "events"}
+"""The pages that they are opened on."""
 
 
 def question(ref: str) -> Why | None:
@@ -137,7 +141,16 @@ def links_of(told: Told) -> tuple[str, ...]:
                 found.append(cell)
     if told.ref.partition(":")[0] in WITH_PAGES:
         found.append(PAGES_OF + told.ref)
+    if about := about_of((told.ref, *found)):
+        found.append(EVENTS_OF + about)
     return tuple(dict.fromkeys(ref for ref in found if ref and ref != told.ref))
+
+
+def about_of(refs: Iterable[str]) -> str:
+    """What events are to be about: the first of a kind that they name, of a handoff its room."""
+    first, *rest = refs
+    near = (first, *(ref for ref in rest if ref.startswith("room:")))
+    return next((ref for ref in near if ref.partition(":")[0] in WITH_EVENTS), "")
 
 
 class Card(Canvas):

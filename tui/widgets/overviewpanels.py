@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from textual.message import Message
 
 from kvd.text import clean, duration
 from kvd.wire.console import EventQuery, Sources
+from kvd.wire.events import HandoffEnded
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Block, Line, Span, said
 from tui.model import cells, happenings
@@ -19,13 +21,14 @@ from tui.widgets.canvas import Canvas
 from tui.widgets.poollines import ASKS, pages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from textual import events
 
     from kvd.wire.console import Vitals
     from kvd.wire.events import Event
     from tui.draw.spans import Style
+    from tui.model.log import Log
     from tui.model.moments import Moment
     from tui.model.rates import Rates
     from tui.model.sheets import Sheet
@@ -267,6 +270,15 @@ def _source_lines(tokens: Sources, width: int) -> list[Line]:
 # ---- events --------------------------------------------------------------------------------------
 
 
+def _remarkable(log: Log) -> Iterator[Event]:
+    """The newest first, without handoffs that went well: they would hide the one that did not."""
+    for chunk in reversed(log.chunks):
+        for one in reversed(chunk):
+            is_fine = isinstance(one, HandoffEnded) and one.outcome in happenings.DELIVERED
+            if not isinstance(one, Gap) and not is_fine:
+                yield one
+
+
 class LastEvents(Canvas):
     """The last things that happened beside what every request does, the newest first."""
 
@@ -280,11 +292,9 @@ class LastEvents(Canvas):
         width, room = self.size.width, self.size.height - 1
         if not width or room < 1:
             return
-        log = moment.log(LAST_EVENTS)
-        found = [one for one in log.tail(room + 8) if not isinstance(one, Gap)]
-        self._shown = found[: -room - 1 : -1]
+        self._shown = list(itertools.islice(_remarkable(moment.log(LAST_EVENTS)), room))
         self._words = {one.seq: self._words.get(one.seq) or self._told(one) for one in self._shown}
-        title = (Span("last events ", "head"), Span("(6: all of them)", "dim"))
+        title = (Span("last events ", "head"), Span("(6: what went well too)", "dim"))
         made = [spans.headed(title, width)]
         for one in self._shown:
             ago = cells.age(moment.now_s - one.at_s)
