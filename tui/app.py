@@ -24,6 +24,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire.admin import Because
 from tui import keys, orders
 from tui.actions import ACTIONS
+from tui.keyboard import Keyboard
 from tui.model.mirror import Wanted
 from tui.model.trail import Place, Trail
 from tui.palette import Found
@@ -97,7 +98,7 @@ class KvdTui(App[None]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # The terminal's own colours, as then none is sent at all; else Textual sends greys.
-        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
+        super().__init__(Keyboard, ansi_color=True if "NO_COLOR" in os.environ else None)
         self.mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock

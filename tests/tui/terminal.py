@@ -124,7 +124,11 @@ class Terminal:
 
     def press(self, keys: str) -> None:
         """Type."""
-        os.write(self._fd, keys.encode())
+        self.send(keys.encode())
+
+    def send(self, raw: bytes) -> None:
+        """What a keyboard of any encoding sends."""
+        os.write(self._fd, raw)
 
     def until(self, is_so: Callable[[str], object], what: str, within_s: float = 10.0) -> float:
         """Read until the screen says so; seconds since now.

@@ -99,3 +99,16 @@ def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
         print(f"\ngone after {gone_s:.2f} s, back {back_s:.2f} s after it serves")  # noqa: T201
         print(shown.splitlines()[0])  # noqa: T201
     assert "LOST" in shown.splitlines()[0]
+
+
+def test_bytes_that_are_no_text_do_not_end_the_console(pair):
+    with Terminal(80, 24, "--connect", pair.decode.admin) as terminal:
+        terminal.until(lambda text: "LIVE" in text, "a frame")
+        for raw in (b"\xfc", b"\x1b[200~\xfe\xff evict\x1b[201~", b"\xe4"):
+            before = terminal.grid.text()
+            terminal.send(raw)
+            terminal.until(lambda text, before=before: text != before, "a frame more")
+        terminal.press("5")
+        terminal.until(lambda text: ">5peers<" in text, "a page")
+        terminal.press("q")
+        assert terminal.end() == 0
