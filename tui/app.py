@@ -241,7 +241,7 @@ class KvdTui(App[None]):
         if self.card.ref:
             crumbs = (*crumbs[:-1], self.card.ref)
         self._tabs.paint([heads.tab_line(self.page.NAME, crumbs, width)])
-        foot = heads.foot_line(list(keys.here(self.page.NAME, self.has())), width)
+        foot = heads.foot_line(keys.here(self.page.NAME, self.has()), width)
         self._foot.paint([foot])
         notices = self.mirror.notices
         if notices and notices[-1] is not self._noticed:

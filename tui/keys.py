@@ -6,13 +6,14 @@ the console is in, is what it does. ``python -m tui.keys`` prints the table as M
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "inspect", "clients")
 """In the order of their number keys."""
@@ -169,12 +170,16 @@ def meaning(name: str, page: str, has: Collection[str]) -> Key | None:
     return next((key for key in TABLE if name in key.keys and key.means(page, has)), None)
 
 
-def here(page: str, has: Collection[str]) -> Iterable[Key]:
-    """The keys that mean something here and now, those of the page first."""
+@functools.lru_cache(maxsize=64)
+def here(page: str, has: frozenset[str]) -> tuple[Key, ...]:
+    """The keys that mean something here and now, those of the page first.
+
+    Asked with every frame, and seldom something new.
+    """
     found = [
         key for key in TABLE if any(meaning(name, page, has) is key for name in key.keys)
     ]  # fmt: skip
-    return sorted(found, key=lambda key: not key.pages)
+    return tuple(sorted(found, key=lambda key: not key.pages))
 
 
 def markdown() -> str:

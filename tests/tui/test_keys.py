@@ -67,3 +67,8 @@ def test_the_module_prints_the_table():
         [sys.executable, "-m", "tui.keys"], capture_output=True, text=True, check=True
     )
     assert done.stdout == markdown() + "\n"
+
+
+def test_what_is_asked_with_every_frame_is_worked_out_once():
+    assert here("pools", ALL) is here("pools", frozenset(ALL))
+    assert here("pools", ALL) is not here("pools", ALL - {"write"})

@@ -50,6 +50,7 @@ class Canvas(Widget, can_focus=False):
         self._lines: Sequence[Line] = ()
         self._strips: dict[int, Strip] = {}
         self._theme = ""
+        self._width = 0
 
     def paint(self, lines: Sequence[Line]) -> None:
         """Show these lines, the first one at the top."""
@@ -67,6 +68,11 @@ class Canvas(Widget, can_focus=False):
         return self._lines
 
     @override
+    def render_lines(self, crop: Region) -> list[Strip]:
+        self._width = self.size.width  # looked up once, as it takes as long as a line does
+        return super().render_lines(crop)
+
+    @override
     def render_line(self, y: int) -> Strip:
         if self._theme != self.app.theme:
             self._theme = self.app.theme
@@ -75,7 +81,7 @@ class Canvas(Widget, can_focus=False):
         if made is None:
             line = self._lines[y] if y < len(self._lines) else ()
             made = self._strips[y] = strip_of(line, palette_of(self.app))
-        return made.crop(0, self.size.width)
+        return made.crop(0, self._width)
 
 
 def _at(lines: Sequence[Line], at: int) -> Line | None:

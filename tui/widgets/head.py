@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import msgspec
@@ -177,7 +178,8 @@ class Tabs(Canvas):
                 return
 
 
-def foot_line(keys: Sequence[Key], width: int) -> Line:
+@functools.lru_cache(maxsize=64)
+def foot_line(keys: tuple[Key, ...], width: int) -> Line:
     """The keys that mean something now, as many as fit; the last one says where the others are."""
     last = [key for key in keys if key.action in {"help", "quit"}]
     first = [key for key in keys if key.footer and key not in last]
