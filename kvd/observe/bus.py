@@ -60,7 +60,8 @@ class Bus:
         if not self._ring or self._ring[-1].seq <= seq:
             return 0, ()
         first, last = self._ring[0].seq, self._ring[-1].seq
-        newest = list(islice(reversed(self._ring), last - seq))  # few, for who asks often
+        count = min(last - seq, len(self._ring))  # few, for who asks often
+        newest = list(islice(reversed(self._ring), count))
         return max(0, first - seq - 1), tuple(reversed(newest))
 
     def wake_on_next(self, wake: Callable[[], None]) -> None:

@@ -28,6 +28,7 @@ def test_bus_gives_a_late_reader_what_came_after() -> None:
 
     assert bus.after(1) == (0, (flushed(2), flushed(3)))
     assert bus.after(3) == (0, ())
+    assert bus.after(-(2**63))[1] == bus.after(0)[1]
 
 
 def test_bus_counts_what_a_late_reader_lost() -> None:
