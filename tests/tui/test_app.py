@@ -150,7 +150,7 @@ async def test_a_question_that_another_one_overtakes_is_never_begun():
             app.ask_again()
             await settle(app, pilot)
             gc.collect()
-    assert feed.requests == [Why(0, "client", 0)]
+    assert set(feed.requests) == {Why(0, "client", 0)}
 
 
 async def test_two_ways_to_a_page_that_is_not_there_yet_are_gone_one_after_the_other():
