@@ -56,7 +56,7 @@ def test_the_rest_takes_as_long_as_the_bytes_of_the_last_second_say():
 
 def test_bytes_that_have_stopped_stand_out_and_end_never():
     row = dressed(moving(100.0, 1000), moving(101.0, 1000))
-    assert handoffs.rate(row) == ("0/s", "warn")
+    assert handoffs.rate(row) == ("0B/s", "warn")
     assert handoffs.eta(row) == (cells.NOTHING, "dim")
 
 

@@ -261,7 +261,7 @@ def test_events_before_the_first_ask_are_no_loss_and_later_ones_are_a_gap():
     assert talk.mirror.moment().log(EVENTS).items() == [event(5), Gap(9, 2, 1), event(9)]
     assert talk.notices() == [
         ("lost", "2 events had left the daemon's ring"),
-        ("skipped", "1 events did not fit a frame"),
+        ("skipped", "1 event did not fit a frame"),
     ]
 
 
