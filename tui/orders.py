@@ -275,7 +275,7 @@ def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
         rows = [key for key in table.sheet.order if key in table.tagged]
         text = export.export(table.sheet, form, app.moment.now_s, rows)
         count = len(rows) or len(table.sheet.order)
-        what = f"{counted(count, 'row')} of {table.view}, of {table.sheet.total}"
+        what = f"{count} of {counted(table.sheet.total, 'row')} of {table.view}"
     elif form == "text":
         text, what = app.screen_text(), "the screen"
     else:

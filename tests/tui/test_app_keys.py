@@ -306,7 +306,7 @@ async def test_t_tags_rows_and_export_writes_only_those(tmp_path):
         await enter(app, pilot, f":export csv {tmp_path}/out.csv")
         lines = (tmp_path / "out.csv").read_text().splitlines()
         assert [line.split(",")[0] for line in lines] == ["key", "client:0", "client:2"]
-        assert "2 rows of clients, of 40 written to" in text_of(app)
+        assert "2 of 40 rows of clients written to" in text_of(app)
 
 
 async def test_e_asks_for_a_file_and_replaces_none(tmp_path, monkeypatch):
@@ -520,3 +520,10 @@ async def test_nothing_can_be_changed_in_a_recording(recording):
         await enter(app, pilot, ":flush")
         await press(app, pilot)
         assert "nothing can be changed from here" in text_of(app)
+
+
+async def test_a_recording_says_that_a_page_is_not_in_it(recording):
+    app = replaying(recording)
+    async with app.run_test(size=SIZE) as pilot:
+        await press(app, pilot, "5")
+        assert "not in this recording so far" in text_of(app)

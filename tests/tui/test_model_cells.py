@@ -158,3 +158,10 @@ def test_any_cell_fits_any_width_and_steers_nothing():
         shown = show(cell, rng.choice(KINDS), rng.choice(figures), width)
         assert columns(shown.text) <= width, f"seed {seed}: {cell!r}"
         assert shown.text.isprintable(), f"seed {seed}: {cell!r}"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(4, "4"), (4.0, "4"), (61.9983, "62.0"), (0.04567, "0.0457")]
+)
+def test_a_count_that_is_no_whole_number_has_no_more_digits_than_it_means(value, words):
+    assert text_of(value, "count", 0.0) == words

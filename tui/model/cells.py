@@ -136,7 +136,9 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def _plain(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, int) or value == int(value):
+        return str(int(value))
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def _share(value: float) -> str:

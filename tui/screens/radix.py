@@ -13,6 +13,7 @@ from tui.draw.spans import Line, Span, said
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas
 from tui.widgets.card import PAGES_OF
+from tui.widgets.reach import missing
 from tui.widgets.treetable import TREE, TreeTable
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class RadixPage(Page):
         made: list[Span] = [Span("next  ", "dim")]
         sheet = moment.sheet(NEXT)
         if sheet is None or sheet.trouble:
-            why = sheet.trouble if sheet is not None else "asked for; not here yet"
+            why = sheet.trouble if sheet is not None else missing(self)
             return spans.fit((*made, said(why, "dim")), self.size.width)
         if not sheet.order:
             made.append(Span("nothing can be evicted", "dim"))

@@ -18,6 +18,7 @@ from tui.draw.spans import Line, Span
 from tui.model import cells
 from tui.widgets import fitting
 from tui.widgets.canvas import Canvas
+from tui.widgets.reach import missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +181,7 @@ class LineTable(Canvas):
     def _make(self) -> list[Line]:
         sheet, width = self._sheet, self.size.width
         if sheet is None:
-            return [self._caption("asked for; not here yet", width)]
+            return [self._caption(missing(self), width)]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, sheet.total))

@@ -19,6 +19,7 @@ from tui.model.log import Gap
 from tui.model.rates import RowRates
 from tui.widgets.canvas import Canvas
 from tui.widgets.poollines import ASKS, pages_of
+from tui.widgets.reach import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -194,7 +195,7 @@ class PoolBars(Canvas):
             Span("─", "border"),
         )  # fmt: skip
         if sheet is None or not sheet.order:
-            why = sheet.trouble if sheet is not None else "asked for; not here yet"
+            why = sheet.trouble if sheet is not None else missing(self)
             return [title, (Span("  "), said(why or "no components", "dim"))]
         made = [title, *[self._line(sheet, key, bar, now_s) for key in sheet.order[:MOST_POOLS]]]
         if len(sheet.order) > MOST_POOLS:

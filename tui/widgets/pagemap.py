@@ -17,6 +17,7 @@ from tui.draw.pages import Grid, Window
 from tui.draw.spans import Block, Line, Span, said
 from tui.model import cells
 from tui.widgets.canvas import Canvas
+from tui.widgets.reach import missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +156,7 @@ class PageMapPanel(Canvas):
         width, height, shown = *self.size, self._shown
         grid = self.grid
         if shown is None or shown.trouble or shown.cells is None:
-            why = clean(shown.trouble) if shown is not None else "asked for; not here yet"
+            why = clean(shown.trouble) if shown is not None else missing(self)
             self.paint([self._caption(shown, width), spans.line(f"  {why}", "dim")])
             return
         legend = pages.legend(shown, self._legend_width)

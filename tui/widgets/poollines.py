@@ -13,6 +13,7 @@ from tui.draw.spans import Line, Span, said
 from tui.model import cells
 from tui.model.rates import RowRates
 from tui.widgets.canvas import Canvas
+from tui.widgets.reach import missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +163,7 @@ class PoolLines(Canvas):
     def _make(self, width: int) -> list[Line]:
         sheet = self.sheet
         if sheet is None or not sheet.order:
-            why = sheet.trouble if sheet is not None else "asked for; not here yet"
+            why = sheet.trouble if sheet is not None else missing(self)
             return [(Span("  "), said(why or "no components", "dim"))]
         name_columns = max(
             9, min(MOST_NAME_COLUMNS, max(spans.columns(clean(name)) for name in self.names))
