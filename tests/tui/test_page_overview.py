@@ -202,3 +202,10 @@ async def test_down_and_frozen_look_as_they_are_kept():
         stage.link.down = "connection refused"
         await stage.pass_time(3.0)
         same_text(stage.app, "overview-down")
+
+
+async def test_the_evidence_of_a_finding_has_the_room_of_what_x_proposes():
+    async with staged("overview", "stuck", SMALL) as stage:
+        [line] = [line for line in stage.text.splitlines() if "stuck-handoff" in line][:1]
+        evidence = stage.app.page.findings.facts().text("evidence")
+        assert evidence[:30] in line

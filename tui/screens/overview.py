@@ -40,8 +40,8 @@ CHARTS_FROM_LINES = 28
 """Lower screens have the figures without their charts."""
 LEAST_EVENT_LINES = 3
 RULES = Rules(
-    first=("severity", "kind", "subject", "since", "evidence", "action"),
-    never=("rule",),
+    first=("severity", "kind", "subject", "since", "evidence"),
+    never=("rule", "action"),
     narrow=("evidence",),
 )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
+from kvd.text import counted
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
 from tui.model import cells, logbook
@@ -115,7 +116,7 @@ class LogLines(Canvas):
             said(f" {self.words}" if self.words else "", "key"),
         )
         tail = (
-            Span(f"{len(self._entries)} lines · "),
+            Span(f"{counted(len(self._entries), 'line')} · "),
             Span(state, "ok" if self.is_following else "warn"),
             Span(" ─", "border"),
         )
