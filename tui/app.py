@@ -309,8 +309,7 @@ class KvdTui(App[None]):
         self._seen = ()
 
     def screen_text(self) -> str:
-        """What the terminal shows, without its colours."""
-        # Textual offers pictures of a screen, but no text of it.
+        """What the terminal shows, without its colours: Textual offers pictures only."""
         strips = self.bench._compositor.render_strips()  # noqa: SLF001
         return "".join(f"{strip.text.rstrip()}\n" for strip in strips)
 
@@ -354,7 +353,8 @@ class KvdTui(App[None]):
             self.call_after_refresh(self._arrived)
 
     def _arrived(self) -> None:
-        """The page knows its size now, and so what it wants."""
+        """The page knows its size now, and so what it wants and what it shows."""
+        self._seen = ()
         self.hurry()
         self.tick()
 
