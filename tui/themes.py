@@ -133,6 +133,8 @@ class Palette:
         ground = self._colours.get(_BACKGROUNDS.get(under, under)) if under else None
         if name in _BACKGROUNDS:
             colour, ground = self._colours.get("plain"), self._colours.get(_BACKGROUNDS[name])
+        if name == "label" and ground is not None:
+            colour = ground.get_contrast_text(alpha=1.0)
         made = Style.from_color(
             colour.rich_color if colour is not None else None,
             ground.rich_color if ground is not None else None,

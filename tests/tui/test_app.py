@@ -162,3 +162,22 @@ async def test_two_ways_to_a_page_that_is_not_there_yet_are_gone_one_after_the_o
             await asyncio.gather(*ways)
         assert app.page.is_mounted
         assert (app.page.NAME, app.card.ref) == ("peers", "peer:peers-2")
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+async def test_all_text_stands_on_the_background_of_the_theme(theme):
+    app, feed = console(page="pools", theme=theme)
+    async with app.run_test(size=WIDE) as pilot:
+        feed.bring()
+        await settle(app, pilot)
+        dark = app.current_theme.dark
+        grounds = [
+            segment.style.bgcolor if segment.style is not None else None
+            for strip in app.screen._compositor.render_strips()
+            for segment in strip
+        ]
+        app.set_theme("textual-light" if dark else "textual-dark")
+        await settle(app, pilot)
+        head = next(iter(app.screen._compositor.render_strips()[0]))
+    assert None not in grounds
+    assert (max(head.style.bgcolor.triplet) < 128) is not dark

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -40,7 +41,9 @@ def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
 class Canvas(Widget, can_focus=False):
     """Lines of spans from its top left; what does not fit is cut.
 
-    ``paint`` may be called as often as one likes: equal lines cost a comparison.
+    ``paint`` may be called as often as one likes: equal lines cost a comparison. What a span leaves
+    open is the widget's, never the terminal's own: the colours of a theme can be read only on its
+    background.
     """
 
     DEFAULT_CSS = "Canvas { height: 1fr; width: 1fr; }"
@@ -51,6 +54,7 @@ class Canvas(Widget, can_focus=False):
         self._strips: dict[int, Strip] = {}
         self._theme = ""
         self._width = 0
+        self._ground: Style | None = None
 
     def paint(self, lines: Sequence[Line]) -> None:
         """Show these lines, the first one at the top."""
@@ -73,14 +77,21 @@ class Canvas(Widget, can_focus=False):
         return super().render_lines(crop)
 
     @override
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._ground = None
+
+    @override
     def render_line(self, y: int) -> Strip:
-        if self._theme != self.app.theme:
+        if self._theme != self.app.theme or self._ground is None:
             self._theme = self.app.theme
+            self._ground = Style(color=self.rich_style.color, bgcolor=self.rich_style.bgcolor)
             self._strips.clear()
         made = self._strips.get(y)
         if made is None:
             line = self._lines[y] if y < len(self._lines) else ()
-            made = self._strips[y] = strip_of(line, palette_of(self.app))
+            strip = strip_of(line, palette_of(self.app))
+            made = self._strips[y] = strip.apply_style(self._ground)
         return made.crop(0, self._width)
 
 
