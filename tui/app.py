@@ -67,6 +67,8 @@ class Options(msgspec.Struct, frozen=True):
     fps: float = 10.0
     theme: str = THEMES[0]
     page: str = keys.PAGES[0]
+    ref: str = ""
+    """What is open at first; empty for nothing."""
 
 
 class Bench(Screen[None], inherit_bindings=False):
@@ -145,6 +147,8 @@ class KvdTui(App[None]):
         _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
         self.set_fps(self.options.fps)
         self.set_interval(CARD_S, self.ask_again)
+        if self.options.ref:
+            self.call_after_refresh(self.open, self.options.ref)
         self.call_after_refresh(self.tick)
 
     def on_resize(self) -> None:
@@ -232,7 +236,7 @@ class KvdTui(App[None]):
             now_s,
             wanted_fps,
             moments.behind_s if moments.is_frozen else None,
-            _where(self.replay) if self.replay is not None else "",
+            self.replay.where if self.replay is not None else "",
             1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.moment.vitals, now, width)
@@ -411,10 +415,3 @@ class KvdTui(App[None]):
         if message.table is not self.page.table():
             self.page.activate(message.table)
         self.hurry()
-
-
-def _where(replay: ReplayLink) -> str:
-    """How far a recording has been played."""
-    state = " HELD" if replay.is_held else " END" if replay.at_end else ""
-    speed = "" if replay.speed == 1.0 else f" x{replay.speed:g}"
-    return f"REPLAY{state}{speed} {replay.position_s:.1f} of {replay.length_s:.1f}s"

@@ -13,6 +13,8 @@ import click
 
 from tui import endpoint as places
 from tui.keys import PAGES
+from tui.model.commands import parse
+from tui.model.filters import Flaw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     Connect: TypeAlias = Callable[[Mirror, Callable[[], Wanted]], FrameLink]
 
 MIN_FPS, MAX_FPS = 0.2, 20.0
+MAX_AFTER_S = 3600.0
 SIZE = re.compile(r"(\d{2,3})x(\d{2,3})")
 DEFAULT_SIZE = "132x40"
 
@@ -53,6 +56,13 @@ DEFAULT_SIZE = "132x40"
     help="The page to begin with.",
 )
 @click.option(
+    "--open",
+    "ref",
+    metavar="REF",
+    default="",
+    help="Begin with this open: lease:7, page:17, room:12, peer:NAME.",
+)
+@click.option(
     "--record",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -74,6 +84,14 @@ DEFAULT_SIZE = "132x40"
 @click.option(
     "--size", metavar="WxH", default=DEFAULT_SIZE, show_default=True, help="Of that frame."
 )
+@click.option(
+    "--after",
+    "after_s",
+    metavar="SECONDS",
+    type=click.FloatRange(0.0, MAX_AFTER_S),
+    default=0.0,
+    help="Look for so long before that frame: charts begin when the console does.",
+)
 @click.version_option(package_name="kvd")
 def main(  # noqa: PLR0913 - click passes every option by its name
     *,
@@ -82,11 +100,13 @@ def main(  # noqa: PLR0913 - click passes every option by its name
     fps: float,
     theme: str,
     screen: str,
+    ref: str,
     record: Path | None,
     replay: Path | None,
     once: bool,
     screenshot: Path | None,
     size: str,
+    after_s: float,
 ) -> None:
     """Browse a daemon: who holds which page, why, and since when. ? shows the keys."""
     if replay is not None and (connect is not None or record is not None):
@@ -94,13 +114,17 @@ def main(  # noqa: PLR0913 - click passes every option by its name
     found = SIZE.fullmatch(size)
     if found is None:
         raise click.BadParameter(f"{size!r} is no size; write {DEFAULT_SIZE}", param_hint="--size")
+    opened = parse(f"open {ref}") if ref else None
+    if isinstance(opened, Flaw):
+        raise click.BadParameter(opened.what, param_hint="--open")
     with contextlib.ExitStack() as until_end:
         make = _replaying(replay) if replay is not None else _linked(connect, record, until_end)
-        app = _console(make, readonly=readonly, fps=fps, theme=theme, screen=screen)
+        app = _console(make, readonly=readonly, fps=fps, theme=theme, screen=screen, ref=ref)
         if not once and screenshot is None:
             app.run()
             raise SystemExit(app.return_code or 0)
-        _once(app, (int(found[1]), int(found[2])), screenshot, is_shown=once)
+        width, height = int(found[1]), int(found[2])
+        _once(app, (width, height, after_s), screenshot, is_shown=once)
 
 
 def _linked(connect: str | None, record: Path | None, until_end: contextlib.ExitStack) -> Connect:
@@ -108,11 +132,11 @@ def _linked(connect: str | None, record: Path | None, until_end: contextlib.Exit
     where = places.read(connect or _configured())
     if isinstance(where, places.Flaw):
         raise click.BadParameter(where.why, param_hint="--connect")
+    from tui import tape  # noqa: PLC0415
     from tui.link import Link  # noqa: PLC0415 - loads ZeroMQ
-    from tui.tape import Flaw, Recorder  # noqa: PLC0415
 
-    witness = Recorder.open(record) if record is not None else None
-    if isinstance(witness, Flaw):
+    witness = tape.Recorder.open(record) if record is not None else None
+    if isinstance(witness, tape.Flaw):
         raise click.BadParameter(witness.why, param_hint="--record")
     if witness is not None:
         until_end.callback(witness.close)
@@ -122,15 +146,18 @@ def _linked(connect: str | None, record: Path | None, until_end: contextlib.Exit
 def _replaying(file: Path) -> Connect:
     """A player of a recording."""
     from tui.replay import ReplayLink  # noqa: PLC0415 - loads ZeroMQ
-    from tui.tape import Flaw, Tape  # noqa: PLC0415
+    from tui.tape import Flaw as NoTape  # noqa: PLC0415
+    from tui.tape import Tape  # noqa: PLC0415
 
     tape = Tape.open(file)
-    if isinstance(tape, Flaw):
+    if isinstance(tape, NoTape):
         raise click.BadParameter(tape.why, param_hint="--replay")
     return lambda mirror, wanted: ReplayLink(tape, mirror)
 
 
-def _console(make: Connect, *, readonly: bool, fps: float, theme: str, screen: str) -> KvdTui:
+def _console(  # noqa: PLR0913 - the options, field by field
+    make: Connect, *, readonly: bool, fps: float, theme: str, screen: str, ref: str
+) -> KvdTui:
     """The console. Textual is loaded here: help and refusals need none of it."""
     from textual.theme import BUILTIN_THEMES  # noqa: PLC0415
 
@@ -141,14 +168,14 @@ def _console(make: Connect, *, readonly: bool, fps: float, theme: str, screen: s
     if theme not in {*BUILTIN_THEMES, *THEMES}:
         known = " ".join(sorted({*BUILTIN_THEMES, *THEMES}))
         raise click.BadParameter(f"{theme!r} is none of {known}", param_hint="--theme")
-    return KvdTui(Mirror(), make, Options(readonly=readonly, fps=fps, theme=theme, page=screen))
+    return KvdTui(Mirror(), make, Options(readonly, fps, theme, screen, ref))
 
 
-def _once(app: KvdTui, size: tuple[int, int], file: Path | None, *, is_shown: bool) -> None:
-    """One frame; the exit status is 1 where no daemon answered."""
+def _once(app: KvdTui, how: tuple[int, int, float], file: Path | None, *, is_shown: bool) -> None:
+    """One frame, of this size and so late; the exit status is 1 where no daemon answered."""
     from tui.once import take  # noqa: PLC0415 - loads Textual
 
-    taken = asyncio.run(take(app, *size))
+    taken = asyncio.run(take(app, *how))
     if is_shown:
         click.echo(taken.text, nl=False)
     if file is not None:

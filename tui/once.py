@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,13 @@ class Taken(msgspec.Struct, frozen=True):
     is_seen: bool
 
 
-async def take(app: KvdTui, columns: int, lines: int) -> Taken:
-    """Run the console on a screen of this size until it has something to show, and look at it."""
+async def take(app: KvdTui, columns: int, lines: int, after_s: float = 0.0) -> Taken:
+    """Run the console on a screen of this size until it has something to show, and look at it.
+
+    ``after_s``: and for so long, so that what is drawn over time has some.
+    """
     async with app.run_test(size=(columns, lines)) as pilot:
+        await asyncio.sleep(after_s)
         await _settle(app, pilot)
         return Taken(
             app.screen_text(), app.export_screenshot(title="kvd"), app.moment.vitals is not None

@@ -49,6 +49,13 @@ class ReplayLink:
         return float("inf")
 
     @property
+    def where(self) -> str:
+        """How far it has been played, for the head."""
+        state = " HELD" if self.is_held else " END" if self.at_end else ""
+        speed = "" if self.speed == 1.0 else f" x{self.speed:g}"
+        return f"REPLAY{state}{speed} {self.position_s:.1f} of {self.length_s:.1f}s"
+
+    @property
     def trouble(self) -> str:
         """What is wrong with the recording; empty where nothing is."""
         return self._tape.trouble

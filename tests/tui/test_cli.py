@@ -37,6 +37,8 @@ def endpoint(tmp_path):
         (["--connect", "ipc:///x", "--fps", "0"], "not in the range 0.2<=x<=20.0"),
         (["--connect", "ipc:///x", "--screen", "nowhere"], "'nowhere' is not one of"),
         (["--connect", "ipc:///x", "--theme", "nonsense"], "'nonsense' is none of"),
+        (["--connect", "ipc:///x", "--open", "everything"], "expected what to open: lease:7"),
+        (["--connect", "ipc:///x", "--after", "-1"], "not in the range 0.0<=x<=3600.0"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_with_what_to_write(options, says):
@@ -110,6 +112,21 @@ def test_one_frame_of_a_daemon_is_printed_and_drawn(endpoint, tmp_path):
     assert (tmp_path / "one.svg").read_text().startswith("<svg")
     assert again.exit_code == 1
     assert "one.svg not written: File exists" in again.output
+
+
+def test_what_is_to_be_open_is_open_on_its_page_in_a_frame_of_later(endpoint):
+    daemon = Daemon(endpoint)
+    daemon.answer = _answer
+    try:
+        options = ["--connect", endpoint, "--once", "--open", "lease:8", "--after", "0.7"]
+        begun_s = time.monotonic()
+        done = CliRunner().invoke(main, options)
+    finally:
+        daemon.close()
+    assert done.exit_code == 0, done.output
+    assert ">8clients<" in done.output
+    assert "there is no lease 8" in done.output
+    assert time.monotonic() - begun_s > 0.7
 
 
 def _answer(request):
