@@ -50,7 +50,9 @@ async def test_the_page_says_how_pages_come_back():
         words = " ".join(stage.text.split())
         assert "kvd never takes pages from a living process: stop pid 4120 4121," in words
         await stage.press("down")
-        assert "Its processes are gone: what it held is released" in " ".join(stage.text.split())
+        assert "Its processes are gone, and a process that inherited" in " ".join(
+            stage.text.split()
+        )
 
 
 async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they_are():

@@ -69,8 +69,8 @@ def advice(row: Facts, now_s: float) -> str:
     holds = f"{name} holds {counted(held, 'page')} by {counted(leases, 'lease')}{oldest}."
     if word == "gone":
         return (
-            f"{holds} Its processes are gone: what it held is released within 1 s; pages that a "
-            "remote may still write stay until no post can reach them"
+            f"{holds} Its processes are gone, and a process that inherited its connection keeps it "
+            "open: stop that one, and its leases are released within 1 s"
         )
     stop = f"stop pid {pids}" if pids else "stop its process"
     return (
