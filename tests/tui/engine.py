@@ -1,6 +1,6 @@
 """Engines for consoles to look at: each a process of its own, with one session and one habit.
 
-    python -m tests.tui.engine HABIT ENDPOINT NAME [NUMBER ...]
+    python -m tests.tui.engine HABIT ENDPOINT NAME FIRST COUNT [SOURCE]
 
 It says ``ready`` when it does what it is to do, and goes on until it is stopped or its daemon is
 gone. Prompts follow from the number of their room, so both sides of a handoff know them.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 PAGE = 16
 SYSTEM_PAGES = 16
 """Of the prompt that all others begin with."""
-SOURCE = "p"
 CHUNK_PAGES = 8
 """What a prefill engine computes at once."""
 CHUNK_S = 0.05
@@ -100,13 +100,13 @@ async def _prefill(node: Node, room: int) -> None:
         await lease.release(())
 
 
-async def receives(node: Node, first: int, at_once: int) -> None:
+async def receives(node: Node, first: int, at_once: int, source: str) -> None:
     """Decodes: one room after the other, and some tokens after each prompt."""
 
     async def one(stream: int) -> None:
         for room in _rooms(first, stream):
             with contextlib.suppress(KvdError):
-                receive = await node.receive(room, prompt(room), SOURCE, reserve_tokens=64)
+                receive = await node.receive(room, prompt(room), source, reserve_tokens=64)
                 await receive.done()
                 await _grow(receive.lease, 64)
                 await receive.lease.release(())
@@ -127,16 +127,34 @@ async def sends_some(node: Node, room: int, chunks: int) -> None:
     await asyncio.sleep(FOREVER_S)
 
 
-async def receives_and_keeps(node: Node, room: int, count: int) -> None:
+async def receives_and_keeps(node: Node, room: int, count: int, source: str) -> None:
     """Decodes rooms from this one on, and neither commits nor releases anything."""
     receives = [
-        await node.receive(each, prompt(each), SOURCE, deadline_s=FOREVER_S)
+        await node.receive(each, prompt(each), source, deadline_s=FOREVER_S)
         for each in range(room, room + count)
     ]
     _ready()
     for receive in receives:
         with contextlib.suppress(KvdError):
             await receive.done()
+    await asyncio.sleep(FOREVER_S)
+
+
+async def sends_all(node: Node, room: int, count: int) -> None:
+    """Prefills so many rooms from this one on, all of each."""
+    _ready()
+    await asyncio.gather(*(_prefill(node, each) for each in range(room, room + count)))
+    await asyncio.sleep(FOREVER_S)
+
+
+async def forks(node: Node, first: int, count: int) -> None:
+    """Holds so many leases; a child of it has its connection, too, until stdin is closed."""
+    for at in range(count):
+        await node.lease(prompt(first + at))
+    if os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
+    _ready()
     await asyncio.sleep(FOREVER_S)
 
 
@@ -161,9 +179,12 @@ async def waits(node: Node, first: int, count: int) -> None:
     await asyncio.wait(asked)
 
 
-HABITS: dict[str, Callable[[Node, int, int], Coroutine[None, None, None]]] = {
+HABITS: dict[str, Callable[..., Coroutine[None, None, None]]] = {
     habit.__name__.replace("_", "-"): habit
-    for habit in (works, sends, receives, sends_some, receives_and_keeps, hoards, waits)
+    for habit in (
+        *(works, sends, sends_some, sends_all, receives, receives_and_keeps),
+        *(forks, hoards, waits),
+    )
 }
 
 
@@ -176,31 +197,33 @@ def engines() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts engines, each when it is ready; what is left of them is ended with the block."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(habit: str, endpoint: str, name: str, *numbers: int) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", __name__, habit, endpoint, name, *map(str, numbers)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    def start(habit: str, endpoint: str, name: str, *more: int | str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", __name__, habit, endpoint, name, *map(str, more)]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said == "ready\n", f"{habit} {name}: {said!r}"
         return process
 
-    yield start
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
 
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
-
-async def main(habit: str, endpoint: str, name: str, first: int, count: int) -> None:
+async def main(habit: str, endpoint: str, name: str, *numbers: int | str) -> None:
     """Do that until somebody ends it, or the daemon is gone."""
     with contextlib.suppress(KvdError):
         async with kvd.client.connect(endpoint, name=name) as node:
-            await HABITS[habit](node, first, count)
+            await HABITS[habit](node, *numbers)
 
 
 if __name__ == "__main__":
-    habit, endpoint, name, first, count = sys.argv[1:]
-    asyncio.run(main(habit, endpoint, name, int(first), int(count)))
+    habit, endpoint, name, first, count, *source = sys.argv[1:]
+    asyncio.run(main(habit, endpoint, name, int(first), int(count), *source))

@@ -37,7 +37,7 @@ def pair(tmp_path_factory):
 def load(pair):
     with engines() as start:
         start("sends", pair.prefill.client, "prefill", 1_000_000, 4)
-        start("receives", pair.decode.client, "decode", 1_000_000, 4)
+        start("receives", pair.decode.client, "decode", 1_000_000, 4, "p")
         start("works", pair.decode.client, "works-0", 5_000_000, 2)
         yield start
 
