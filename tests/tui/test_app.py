@@ -137,7 +137,8 @@ def test_pages_are_cut_short_where_there_is_no_room_for_their_names():
     assert vitals().node == "decode-node"
 
 
-async def test_a_question_that_another_one_overtakes_is_never_begun():
+async def test_a_question_that_another_one_overtakes_is_never_begun(monkeypatch):
+    monkeypatch.setattr("tui.app.CARD_S", 60.0)  # the clock asks nothing meanwhile
     app, feed = console(page="clients")
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
