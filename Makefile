@@ -1,13 +1,14 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make soak   faults for fifteen minutes, real daemons      (ARGS="--seed 3 --json DIRECTORY")
+# make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make check  ruff, mypy --strict, make test
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak lint types check clean
+.PHONY: setup demo test soak screenshots lint types check clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +26,9 @@ test: setup
 
 soak: setup
 	$(BIN)/python -m tests.fault.soak $(ARGS)
+
+screenshots: setup
+	$(BIN)/python -m tests.tui.pictures $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
