@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 from typing_extensions import override
 
@@ -9,7 +10,8 @@ from typing_extensions import override
 class Keyboard(LinuxDriver):
     """Textual's own, except that bytes that are no UTF-8 are lost, not the console.
 
-    A terminal of another encoding sends them for an umlaut, and a paste may have anything.
+    A terminal of another encoding sends them for an umlaut, and a paste may have anything. What
+    was read with them is not lost: the first byte of a character is refused with the key after it.
     """
 
     @override
@@ -17,5 +19,10 @@ class Keyboard(LinuxDriver):
         while not self.exit_event.is_set():
             try:
                 super().run_input_thread()
-            except UnicodeDecodeError:
-                continue
+            except UnicodeDecodeError as exc:
+                self._take(exc.object.decode("utf-8", "ignore"))
+
+    def _take(self, text: str) -> None:
+        """What can be read of what was refused."""
+        for event in XTermParser(self._debug).feed(text):
+            self.process_message(event)

@@ -108,7 +108,7 @@ def test_bytes_that_are_no_text_do_not_end_the_console(pair):
             before = terminal.grid.text()
             terminal.send(raw)
             terminal.until(lambda text, before=before: text != before, "a frame more")
-        terminal.press("5")
+        terminal.press("5")  # right after a byte that begins a character, and not lost with it
         terminal.until(lambda text: ">5peers<" in text, "a page")
         terminal.press("q")
         assert terminal.end() == 0
