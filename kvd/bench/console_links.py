@@ -80,7 +80,8 @@ class Console:
             for place, part in enumerate(frame.answers):
                 table = msgspec.msgpack.decode(part, type=Table | PageMap)
                 self._have[place] = table.revision
-                self.ages_s.append(max(0.0, frame.vitals.at_s - table.at_s))
+                if table.revision:
+                    self.ages_s.append(max(0.0, frame.vitals.at_s - table.at_s))
         return frame.call
 
 
