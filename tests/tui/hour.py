@@ -45,6 +45,8 @@ LATER = 0.1
 """The part of the frames after which everything that is bounded is as large as it gets."""
 GROWTH = 0.05
 LEASES = 12
+LEASES_A_BEAT = 5
+"""So many events come that logs are full after a tenth of the frames, too."""
 TURN_S = 0.001
 """After each frame, for what it has set off."""
 KEYS = ("down", "enter", "down", "escape", "space", "left", "left", "end", "s", "s")
@@ -76,7 +78,8 @@ class Worked(FakeLink):
             town.deliver_prompt(source, town.prompt(chance.randrange(2, 20)), session)
         else:
             self.pass_time(BEAT_S)
-            side.lease(town.prompt(chance.randrange(1, 12)), session=session)
+            for _ in range(LEASES_A_BEAT):
+                side.lease(town.prompt(chance.randrange(1, 12)), session=session)
         for one in town.sides.values():
             self._release(one, LEASES if one is side else 1)
             one.take()

@@ -20,8 +20,8 @@ LIVE = {
     "radix": r"no namespace",
     "handoffs": r"(receiving|streaming|offered|arriving)",
     "peers": r"^. ?p\b.*\bup\b",
-    "events": r"",
-    "inspect": r"",
+    "events": r"lease-(opened|released)|handoff-ended|\bmoved\b",
+    "inspect": r"kv: balanced .* = 1 null",
     "clients": r"works-\d.*\balive\b",
 }
 """What stands somewhere on each page as long as the load is there."""
@@ -50,7 +50,7 @@ def is_on(page):
 
 def test_console_lives_on_a_real_terminal_and_leaves_it_as_it_was(pair, load, capsys):
     with Terminal(120, 36, "--connect", pair.decode.admin) as terminal:
-        first_s = terminal.until(lambda text: "serving" in text and "LIVE" in text, "a frame")
+        first_s = terminal.until(lambda text: "serving" in text, "a frame")
         took = {}
         for number, page in reversed(list(enumerate(PAGES, start=1))):
             terminal.press(str(number))
@@ -79,7 +79,7 @@ def test_console_lives_on_a_real_terminal_and_leaves_it_as_it_was(pair, load, ca
 def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
     daemon = pair.decode
     with Terminal(120, 36, "--connect", daemon.admin) as terminal:
-        terminal.until(lambda text: "LIVE" in text, "a frame")
+        terminal.until(lambda text: "serving" in text, "a frame")
 
         daemon.kill()
         gone_s = terminal.until(lambda text: "NOT REACHABLE" in text, "that it is gone")
@@ -89,7 +89,9 @@ def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
         shown = terminal.grid.text()
         daemon.start()
         daemon.wait_ready()
-        back_s = terminal.until(lambda text: "LIVE" in text.splitlines()[0], "that it is back")
+        back_s = terminal.until(
+            lambda text: not re.search("LOST|NOT REACH", text.splitlines()[0]), "that it is back"
+        )
         terminal.press("8")
         terminal.until(lambda text: ">8clients<" in text, "a page")
         terminal.press("q")
@@ -103,8 +105,9 @@ def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
 
 def test_bytes_that_are_no_text_do_not_end_the_console(pair):
     with Terminal(80, 24, "--connect", pair.decode.admin) as terminal:
-        terminal.until(lambda text: "LIVE" in text, "a frame")
-        for raw in (b"\xfc", b"\x1b[200~\xfe\xff evict\x1b[201~", b"\xe4"):
+        terminal.until(lambda text: "serving" in text, "a frame")
+        # What comes with half a character, or next, may be lost with it: here that is a 1.
+        for raw in (b"\xfc", b"\x1b[200~\xfe\xff evict\x1b[201~", b"\xe4", b"1"):
             before = terminal.grid.text()
             terminal.send(raw)
             terminal.until(lambda text, before=before: text != before, "a frame more")
