@@ -57,6 +57,8 @@ IN_THE_LOG = frozenset({"lost", "skipped"})
 """Notices that are lines among the events; where those are many, telling each is in the way."""
 CARD_S = 0.5
 """How often what is open is asked about."""
+RESIZED_S = 0.1
+"""So long after a resize all is painted: Textual paints only what moved, a terminal forgets more."""
 FROZEN = Refusal(Code.NOT_SUPPORTED, "frozen: the daemon is asked again when this is live")
 
 
@@ -155,6 +157,7 @@ class KvdTui(App[None]):
         """Where the card goes depends on the width."""
         self.place_card()
         self.call_after_refresh(self._arrived)
+        self.set_timer(RESIZED_S, self.screen.refresh)
 
     def place_card(self) -> None:
         """Beside the page, or over it where there is no room or it is wanted wide."""

@@ -76,6 +76,17 @@ def test_console_lives_on_a_real_terminal_and_leaves_it_as_it_was(pair, load, ca
     assert first_s < FIRST_FRAME_S
 
 
+def test_terminal_that_is_made_smaller_and_larger_at_once_is_painted_whole(pair):
+    with Terminal(120, 36, "--connect", pair.decode.admin) as terminal:
+        terminal.until(lambda text: "serving" in text, "a frame")
+        for _ in range(5):
+            terminal.resize(80, 24)
+            terminal.resize(120, 36)
+            terminal.until(lambda text: ">1overview<" in text, "the line of pages")
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
 def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
     daemon = pair.decode
     with Terminal(120, 36, "--connect", daemon.admin) as terminal:
