@@ -58,7 +58,7 @@ IN_THE_LOG = frozenset({"lost", "skipped"})
 CARD_S = 0.5
 """How often what is open is asked about."""
 RESIZED_S = 0.1
-"""So long after a resize all is painted: Textual paints only what moved, a terminal forgets more."""
+"""So long after a resize all is painted: Textual paints what moved, a terminal forgets more."""
 FROZEN = Refusal(Code.NOT_SUPPORTED, "frozen: the daemon is asked again when this is live")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import click
@@ -56,15 +58,13 @@ def events_command(
     out = _json_line if form == "json" else _text_line
     shot = snapshot(target)
     start = max(0, shot.last_event - last) if after_seq is None else after_seq
-    try:
-        for line in (
-            coming(target, start, shot.incarnation)
-            if follow
-            else known(target, start, shot.last_event)
-        ):
-            click.echo(out(line))
-    except KeyboardInterrupt:
-        return
+    if follow:
+        # An exception that comes while a destructor runs is dropped, and nothing would end.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+    for line in (
+        coming(target, start, shot.incarnation) if follow else known(target, start, shot.last_event)
+    ):
+        click.echo(out(line))
 
 
 def known(target: Target, after_seq: int, last_event: int) -> Iterator[Event | Gap]:
