@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core.seal import UNSEALED, Seal
-from kvd.types import Pages
+from kvd.types import Pages, Tokens
 from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
 from kvd.wire.events import Event
@@ -111,6 +111,47 @@ class Recall(msgspec.Struct, frozen=True, tag=True):
     room: int
 
 
+class NoteHeld(msgspec.Struct, frozen=True, tag=True):
+    """Journal: from now on these pages are the lease's own, beside those that were before.
+
+    ``anchor`` is the last page of the cached path that it keeps from eviction, 0 for none. Only
+    leases whose engine may touch their pages are noted, not those that are still being received.
+    """
+
+    lease: int
+    session: int
+    anchor: int
+    pages: Pages
+
+
+class NoteCached(msgspec.Struct, frozen=True, tag=True):
+    """Journal: ``pages`` joined the tree with these tokens, and the lease keeps up to ``anchor``.
+
+    They follow page ``before``, 0 at the beginning of a sequence; the first of them is the
+    ``first``-th page of it. There are none where the tree had them all already.
+    """
+
+    lease: int
+    anchor: int
+    namespace: str
+    before: int
+    first: int
+    pages: Pages
+    tokens: Tokens
+
+
+class NoteFreed(msgspec.Struct, frozen=True, tag=True):
+    """Journal: these pages are nobody's now, and may be written by whoever gets them next."""
+
+    pages: Pages
+
+
+class NoteEnded(msgspec.Struct, frozen=True, tag=True):
+    """Journal: the lease keeps nothing any more, neither pages of its own nor a path."""
+
+    lease: int
+
+
 Effect = (
     Answer
     | Report
@@ -123,6 +164,10 @@ Effect = (
     | Copy
     | RestartTransfer
     | Recall
+    | NoteHeld
+    | NoteCached
+    | NoteFreed
+    | NoteEnded
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.types import NO_TOKENS, Tokens
+from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
 from kvd.wire.client import Request
 from kvd.wire.peer import Message
@@ -26,6 +26,69 @@ class ClientHungUp(msgspec.Struct, frozen=True, tag=True):
 
     at_s: float
     session: int
+
+
+class ClientReturned(msgspec.Struct, frozen=True, tag=True):
+    """A session of before the restart is back, by the process that had opened it.
+
+    Its engine still uses the pages of ``leases``; those of its other former leases are free.
+    """
+
+    at_s: float
+    session: int
+    pid: int
+    leases: tuple[int, ...]
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """A stretch of cached pages that was proven, behind the end of branch ``parent``.
+
+    ``parent`` is the place of an earlier one in the list; -1: it begins a sequence of
+    ``namespace``. ``tokens`` are whole pages, one for each of ``pages``.
+    """
+
+    parent: int
+    namespace: str
+    tokens: Tokens
+    pages: Pages
+
+
+class FormerLease(msgspec.Struct, frozen=True):
+    """A lease of before the restart. It keeps its number, and can only be released.
+
+    ``prefix`` are the tokens of the path that it keeps, as far as that was proven; ``held`` are
+    its own pages.
+    """
+
+    id: int
+    namespace: str
+    prefix: Tokens
+    held: Pages
+
+
+class FormerSession(msgspec.Struct, frozen=True):
+    """An engine of before the restart that is not proven dead."""
+
+    id: int
+    name: str
+    pids: tuple[int, ...]
+    leases: tuple[FormerLease, ...]
+
+
+class Adopted(msgspec.Struct, frozen=True, tag=True):
+    """What the pool held before the restart, and was proven; the first input, or none.
+
+    ``branches``: parents first; of equal parents the least recently used first. ``unproven``: pages
+    that a former lease may still read and that nobody may be given before all of those have ended.
+    """
+
+    at_s: float
+    generation: int
+    branches: tuple[Branch, ...]
+    sessions: tuple[FormerSession, ...]
+    unproven: Pages
+    last_lease: int
+    """The highest number that a lease has had; the next one is above."""
 
 
 class FromClient(msgspec.Struct, frozen=True, tag=True):
@@ -238,6 +301,8 @@ class RecordingSaved(msgspec.Struct, frozen=True, tag=True):
 Input = (
     ClientJoined
     | ClientHungUp
+    | ClientReturned
+    | Adopted
     | FromClient
     | FromOperator
     | Unreadable

@@ -57,3 +57,5 @@ class Settings(msgspec.Struct, frozen=True):
     integrity: Integrity = Integrity.OFF
     """Which of the pages that we receive are verified before anything is kept."""
     cache_mode: CacheMode = CacheMode.RADIX
+    is_journaled: bool = False
+    """Whether the pool outlives the process: what moves in it is noted for the next one."""

@@ -47,10 +47,12 @@ from kvd.transfer.orders import (
     Quiesce,
     Quiet,
     Ready,
+    Sum,
+    Summed,
     Verified,
     Verify,
 )
-from kvd.transfer.sums import post_job, verdict, verify_job
+from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +107,7 @@ class Loopback:
             self._say(Collapsed(note.name, 0, "loopback"))
         return Ready(pack(Metadata(VERSION, self._name, b"", 0, 1, notes)), "loopback")
 
-    def order(self, order: Order) -> None:
+    def order(self, order: Order) -> None:  # noqa: C901 - one line for each order
         """Obey at once; the reports come in the next turn of the loop."""
         if not self.is_alive:
             return
@@ -118,6 +120,8 @@ class Loopback:
                 self._post(order)
             case Verify():
                 self._verify(order)
+            case Sum():
+                self._sum(order)
             case Quiesce(ticket):
                 self._say(Quiet(ticket))
             case Copy():
@@ -300,6 +304,14 @@ class Loopback:
         else:
             found.sum_slice(0, found.ids.size)
             self._say(verdict(found))
+
+    def _sum(self, order: Sum) -> None:
+        found = sum_job(order, self._areas)
+        if isinstance(found, Summed):
+            self._say(found)
+        else:
+            found.sum_slice(0, found.ids.size)
+            self._say(Summed(found.ticket, found.packed()))
 
     def _say(self, report: Report) -> None:
         """Report in the next turn of the loop."""

@@ -124,6 +124,14 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     sums: bytes
 
 
+class Sum(msgspec.Struct, frozen=True, tag="sum"):
+    """Sum our ``pages`` of ``region``, each bound to its own number, and say ``Summed``."""
+
+    ticket: int
+    region: str
+    pages: Pages
+
+
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     """Say when nothing that has already reached this host is still on its way into our pages."""
 
@@ -146,7 +154,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-Order = Begin | Load | Drop | Post | Verify | Quiesce | Copy | Probe
+Order = Begin | Load | Drop | Post | Verify | Sum | Quiesce | Copy | Probe
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -211,6 +219,17 @@ class Verified(msgspec.Struct, frozen=True, tag="verified"):
 
     ticket: int
     bad_pages: tuple[int, ...]
+    why: str = ""
+
+
+class Summed(msgspec.Struct, frozen=True, tag="summed"):
+    """The sums that a ``Sum`` asked for, 8 bytes each, in the order of its pages.
+
+    ``why`` is given, and no sums, where nothing could be summed.
+    """
+
+    ticket: int
+    sums: bytes
     why: str = ""
 
 
@@ -281,6 +300,7 @@ Report = (
     | Posted
     | PostFailed
     | Verified
+    | Summed
     | Dropped
     | Quiet
     | Copied

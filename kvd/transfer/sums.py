@@ -2,6 +2,7 @@
 
     Post ---> job --> turns --> summers --> sums --> joined with its Posted --> Posted
     Verify -> job --> turns --> summers --> sums --> compared with the writer's --> Verified
+    Sum ----> job --> turns --> summers --> sums --> Summed
 
 Jobs take turns, a slice of a few megabytes each, so a small one does not wait for all of a large
 one before it; slices of one job may be summed by several threads at once. ``Posted`` of a sealed
@@ -10,9 +11,9 @@ post is held back until its sums are there.
 The hash lets go of the interpreter for pieces above about 100 KB. Below that the loop gets it back
 at the next switch, so the switch interval is shortened with the first summer.
 
-Invariants: each ``Verify`` is answered by one ``Verified``; each post still ends by exactly one of
-``Posted`` and ``PostFailed``. What waits here is bounded by what the daemon has under way: a job
-keeps page numbers and sums, no pages.
+Invariants: each ``Verify`` is answered by one ``Verified``, each ``Sum`` by one ``Summed``; each
+post still ends by exactly one of ``Posted`` and ``PostFailed``. What waits here is bounded by what
+the daemon has under way: a job keeps page numbers and sums, no pages.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from kvd.core.seal import SUM_BYTES, chosen, page_sum
+from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.transfer.descriptors import strays
-from kvd.transfer.orders import Posted, PostFailed, Verified
+from kvd.transfer.orders import Posted, PostFailed, Summed, Verified
 from kvd.transfer.strips import uncut
+from kvd.types import NO_PAGES
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from kvd.core.seal import Seal
     from kvd.transfer.copies import Area
-    from kvd.transfer.orders import Post, Report, Verify
+    from kvd.transfer.orders import Post, Report, Sum, Verify
     from kvd.types import Pages
 
 SUMMER: Final = "summer"
@@ -104,6 +106,20 @@ class VerifyJob(Job):
     wanted = b""
 
 
+class SumJob(Job):
+    """Of pages as they lie here: each sum is bound to the number of its page."""
+
+    def __init__(self, ticket: int, area: Area, pages: Pages) -> None:
+        super().__init__(ticket, area, _HERE, NO_PAGES, 0)
+        self.ids = np.frombuffer(pages, "<i4")
+        self.logical = self.ids.astype(np.int64)
+        self.sums = np.zeros(self.ids.size, np.uint64)
+        self.left = self.ids.size
+
+
+_HERE: Final = Seal(Integrity.FULL, b"kvd page of ours", 0, 0)
+
+
 def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
     """The job of a post; None where nothing is to be summed, or the post will be refused."""
     area = areas.get(order.region)
@@ -131,6 +147,16 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     if len(order.sums) != SUM_BYTES * job.left:
         return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
     return job if job.left else Verified(order.ticket, ())
+
+
+def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
+    """The job of a ``Sum``, or the answer where there is nothing that could be summed."""
+    area = areas.get(order.region)
+    if area is None:
+        return Summed(order.ticket, b"", f"there is no region {order.region!r} here")
+    if strays(order.pages, area.note).size:
+        return Summed(order.ticket, b"", f"some pages are not of {order.region!r}")
+    return SumJob(order.ticket, area, order.pages) if order.pages else Summed(order.ticket, b"")
 
 
 def verdict(job: VerifyJob) -> Verified:
@@ -217,6 +243,14 @@ class Sums:
         else:
             self._summers.want(found)
 
+    def sum(self, order: Sum) -> None:
+        """Begin to sum pages of ours."""
+        found = sum_job(order, self._areas)
+        if isinstance(found, Summed):
+            self._report(found)
+        else:
+            self._summers.want(found)
+
     def pass_on(self, report: Report) -> None:
         """A report of the links; ``Posted`` waits for its sums."""
         match report:
@@ -237,6 +271,8 @@ class Sums:
         match job:
             case VerifyJob():
                 self._report(verdict(job))
+            case SumJob():
+                self._report(Summed(job.ticket, job.packed()))
             case PostJob(posted=Posted() as posted) if job.ticket in self._posts:
                 self._conclude(job, posted)
             case _:

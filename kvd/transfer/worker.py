@@ -58,6 +58,7 @@ from kvd.transfer.orders import (
     Ready,
     Report,
     StartFailed,
+    Sum,
     Verify,
     frame_of,
     order_of,
@@ -238,6 +239,8 @@ class Worker:
                 self._links.post(order)
             case Verify():
                 self._sums.verify(order)
+            case Sum():
+                self._sums.sum(order)
             case Quiesce(ticket):
                 self._asked.append((ticket, Inflow(self._receiver)))
             case Copy():

@@ -22,6 +22,10 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
     name: str
     protocol: Figure = PROTOCOL
+    resumes: bytes = b""
+    """The token of a session of before the daemon's restart, to be that session again."""
+    leases: tuple[Figure, ...] = ()
+    """Of that session: those whose pages the engine still uses. The others are given back."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -43,6 +47,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     incarnation: str
     pools: tuple[PoolMemory, ...]
     max_frame_bytes: int = 16 * 1024 * 1024
+    leases: tuple[Figure, ...] = ()
+    """Of those asked for, the ones that the daemon still keeps; they can be released."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

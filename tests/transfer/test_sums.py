@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
-from kvd.transfer.orders import Posted, PostFailed, Verified, Verify
+from kvd.transfer.orders import Posted, PostFailed, Sum, Summed, Verified, Verify
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.transfer.test_contract import LAST, numbers
@@ -203,3 +203,39 @@ async def test_a_refused_post_is_answered_once_and_its_sums_are_dropped(pair):
     assert isinstance(await sender.outcome(again), Posted)
 
     assert not sender.heard(Posted, post=post)
+
+
+@pytest.mark.parametrize("region", ["kv", "layered"])
+async def test_pages_of_ours_are_summed_by_their_own_numbers(pair, region):
+    node = pair[1]
+
+    first = await summed(node, region, [3, 1, 2])
+    again = await summed(node, region, [2, 3])
+    put(node.memories[region], 3, joined(node.memories[region], 3) ^ 1)
+    after = await summed(node, region, [1, 3])
+
+    assert len(set(first)) == 3
+    assert again == [first[2], first[0]]
+    assert after[0] == first[1]
+    assert after[1] != first[0]
+
+
+@pytest.mark.parametrize(
+    ("region", "pages", "why"),
+    [
+        ("nowhere", [1], "there is no region 'nowhere' here"),
+        ("kv", [10_000], "some pages are not of 'kv'"),
+    ],
+)
+async def test_pages_that_are_not_there_are_not_summed(pair, region, pages, why):
+    ticket = next(numbers)
+    pair[1].transport.order(Sum(ticket, region, Pages(pack_ids(pages))))
+
+    assert await pair[1].hears(Summed, ticket=ticket) == Summed(ticket, b"", why)
+
+
+async def summed(node, region, pages):
+    ticket = next(numbers)
+    node.transport.order(Sum(ticket, region, Pages(pack_ids(pages))))
+    found = await node.hears(Summed, ticket=ticket)
+    return np.frombuffer(found.sums, "<u8").tolist()
