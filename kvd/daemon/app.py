@@ -11,13 +11,10 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
-from socket import SOCK_STREAM
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -27,25 +24,24 @@ from kvd import __version__
 from kvd.config import pool_spec
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
-from kvd.core.eviction import Policy
 from kvd.core.inputs import ClientHungUp, ClientJoined, Tick, Unreadable
 from kvd.core.node import Node
 from kvd.core.report import snapshot
-from kvd.core.settings import CacheMode, Settings
-from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
+from kvd.daemon.doors import Doors, own_directory
+from kvd.daemon.figures import peer_keys, settings_of
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import Recording
-from kvd.daemon.seqpacket import AddressInUse, clear_stale, remove_own
+from kvd.daemon.seqpacket import AddressInUse
 from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
@@ -54,18 +50,15 @@ from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import build_pool, pool_memory
-from kvd.sockets import is_ipv6, open_router
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.process import TransferProcess
-from kvd.types import Incarnation, NodeName
+from kvd.types import Incarnation
 from kvd.wire import peer
-from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
-    from kvd.core.spec import PoolSpec
     from kvd.observe.log import EventLog
     from kvd.transfer.base import Transport
 
@@ -103,7 +96,7 @@ class Daemon:
             for p in placed
         ]
         incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"
-        self.node = Node(_settings(config, spec, Incarnation(incarnation)), self._clock())
+        self.node = Node(settings_of(config, spec, Incarnation(incarnation)), self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
@@ -116,6 +109,7 @@ class Daemon:
             lambda generation: self._transport(generation, regions),
             config.transfer.silent_s,
         )
+        self._doors = Doors(config, self._up)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._up.callback(context.term)
         self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
@@ -157,7 +151,7 @@ class Daemon:
     def _take_lock(self) -> int:
         sockets = self.config.sockets
         for endpoint in (sockets.client, sockets.admin):
-            _own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
+            own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
         descriptor = lock.take(sockets.client.removeprefix(IPC) + ".lock")
         self._up.callback(os.close, descriptor)
         return descriptor
@@ -199,7 +193,7 @@ class Daemon:
             ),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
-        self.clients.start(self._bind(context, config.sockets.client), self._loop)
+        self.clients.start(self._doors.bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
         self.attach.start(self._loop)
         self._up.callback(self.attach.close)
@@ -209,48 +203,19 @@ class Daemon:
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
         self.admins = AdminPort(self.reactor, self.bus, self.recording, self.consoles.look)
         endpoint = self.config.sockets.admin
-        self.admins.start(self._bind(context, endpoint, few_unread), self._loop)
+        self.admins.start(self._doors.bind(context, endpoint, few_unread), self._loop)
         self._up.callback(self.admins.close)
 
     def _open_peers(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.links = PeerLinks(
             self.reactor,
             context,
-            _peer_keys(self.config),
+            peer_keys(self.config),
             count_failed=self.metrics.handshake_failed,
             loop=self._loop,
         )
         self._up.callback(self.links.close)
-        self.links.listen(self._bind(context, self.config.peers.listen, self.links.prepare))
-
-    def _bind(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        prepare: Callable[[zmq.Socket[bytes]], None] | None = None,
-    ) -> zmq.Socket[bytes]:
-        path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
-        if path is not None:
-            clear_stale(path, SOCK_STREAM)
-        socket = open_router(context, max_frame_bytes=self.config.limits.max_frame_bytes)
-        if is_ipv6(endpoint):
-            socket.setsockopt(zmq.IPV6, 1)
-        if prepare is not None:
-            prepare(socket)
-        before = os.umask(0o177)  # or a socket file is open to others until its mode is set
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
-        finally:
-            os.umask(before)
-        if path is not None:
-            os.chmod(path, int(self.config.sockets.mode, 8))
-            if self.config.sockets.group is not None:
-                shutil.chown(path, group=self.config.sockets.group)
-            self._up.callback(remove_own, path, os.stat(path).st_ino)
-        return socket
+        self.links.listen(self._doors.bind(context, self.config.peers.listen, self.links.prepare))
 
     def _wire(self) -> None:
         self.reactor.perform = {
@@ -304,73 +269,6 @@ class Daemon:
         self.mover.beat()
         self.auditor.turn(now_s)
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))
-
-
-def _own_directory(directory: Path, group: str | None) -> None:
-    """Make the directory of a socket for ``group``, or see that nobody else owns the one there is.
-
-    Raises:
-        OSError: another user could put sockets of their own there.
-    """
-    try:
-        directory.mkdir(mode=0o750, parents=True)
-    except FileExistsError:
-        pass
-    else:
-        if group is not None:
-            shutil.chown(directory, group=group)
-            directory.chmod(0o750)
-    found = directory.stat()
-    if found.st_uid not in {0, os.geteuid()}:
-        msg = (
-            f"{directory} belongs to uid {found.st_uid}, this daemon runs as uid {os.geteuid()}: "
-            "set sockets.client and sockets.admin to a directory of your own"
-        )
-        raise PermissionError(msg)
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        msg = (
-            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}, so anyone may put a socket "
-            f"of theirs in the place of ours: chmod o-w {directory}"
-        )
-        raise PermissionError(msg)
-
-
-def _settings(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Settings:
-    return Settings(
-        name=NodeName(config.node.name),
-        incarnation=incarnation,
-        spec=spec,
-        policy=Policy(config.radix.policy),
-        allow=config.peers.allow,
-        heartbeat_s=config.peers.heartbeat_s,
-        suspect_s=config.peers.suspect_s,
-        lost_s=config.peers.lost_s,
-        max_deadline_s=config.admission.max_deadline_s,
-        max_queue=config.admission.max_queue,
-        overtakers=config.admission.overtakers,
-        stall_s=config.transfer.stall_s,
-        min_bytes_per_s=config.transfer.min_bytes_per_s,
-        fence_after_s=config.transfer.fence_after_s,
-        max_prompt_tokens=config.limits.max_prompt_tokens,
-        max_aux_bytes=config.limits.max_aux_bytes,
-        integrity=Integrity(config.transfer.integrity),
-        cache_mode=CacheMode(config.cache.mode),
-    )
-
-
-def _peer_keys(config: Config) -> PeerKeys | None:
-    """The keys of this node and its peers; None where links need none.
-
-    Raises:
-        OSError: the secret file has changed since the configuration was checked.
-    """
-    path = config.peers.secret_key_file
-    if path is None:
-        return None
-    own = read_pair(path)
-    if isinstance(own, KeyFlaw):
-        raise OSError(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
-    return PeerKeys(own, config.peers.keys)
 
 
 async def serve(config: Config, log: EventLog) -> int:

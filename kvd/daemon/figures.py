@@ -1,0 +1,54 @@
+"""From the configuration to what the parts of a daemon decide by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.eviction import Policy
+from kvd.core.settings import CacheMode, Settings
+from kvd.curve import KeyFlaw, PeerKeys, read_pair
+from kvd.types import Incarnation, NodeName
+from kvd.wire.peer import Integrity
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.core.spec import PoolSpec
+
+
+def settings_of(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Settings:
+    """The figures of the core."""
+    return Settings(
+        name=NodeName(config.node.name),
+        incarnation=incarnation,
+        spec=spec,
+        policy=Policy(config.radix.policy),
+        allow=config.peers.allow,
+        heartbeat_s=config.peers.heartbeat_s,
+        suspect_s=config.peers.suspect_s,
+        lost_s=config.peers.lost_s,
+        max_deadline_s=config.admission.max_deadline_s,
+        max_queue=config.admission.max_queue,
+        overtakers=config.admission.overtakers,
+        stall_s=config.transfer.stall_s,
+        min_bytes_per_s=config.transfer.min_bytes_per_s,
+        fence_after_s=config.transfer.fence_after_s,
+        max_prompt_tokens=config.limits.max_prompt_tokens,
+        max_aux_bytes=config.limits.max_aux_bytes,
+        integrity=Integrity(config.transfer.integrity),
+        cache_mode=CacheMode(config.cache.mode),
+    )
+
+
+def peer_keys(config: Config) -> PeerKeys | None:
+    """The keys of this node and its peers; None where links need none.
+
+    Raises:
+        OSError: the secret file has changed since the configuration was checked.
+    """
+    path = config.peers.secret_key_file
+    if path is None:
+        return None
+    own = read_pair(path)
+    if isinstance(own, KeyFlaw):
+        raise OSError(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
+    return PeerKeys(own, config.peers.keys)
