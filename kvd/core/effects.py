@@ -128,7 +128,8 @@ class NoteCached(msgspec.Struct, frozen=True, tag=True):
     """Journal: ``pages`` joined the tree with these tokens, and the lease keeps up to ``anchor``.
 
     They follow page ``before``, 0 at the beginning of a sequence; the first of them is the
-    ``first``-th page of it. There are none where the tree had them all already.
+    ``first``-th page of it. There are none where the tree had them all already, and then ``before``
+    and ``first`` are 0. ``lease`` and ``anchor`` are 0 where no engine has the lease.
     """
 
     lease: int
@@ -141,7 +142,10 @@ class NoteCached(msgspec.Struct, frozen=True, tag=True):
 
 
 class NoteFreed(msgspec.Struct, frozen=True, tag=True):
-    """Journal: these pages are nobody's now, and may be written by whoever gets them next."""
+    """Journal: these pages are nobody's now, and may be written by whoever gets them next.
+
+    Some may have been noted so before, or never as anybody's.
+    """
 
     pages: Pages
 

@@ -25,6 +25,7 @@ from kvd.core.eviction import eviction_order
 from kvd.core.keepers import Keepers
 from kvd.core.lease import ENGINE, Claimed, Lease, Shortage
 from kvd.core.moves import Moves
+from kvd.core.notes import Notes
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
 from kvd.core.saved import SavedArea
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 class LeaseTable:
     """Pages, tree and leases of one pool, moved together or not at all."""
 
-    def __init__(self, spec: PoolSpec, policy: Policy, out: Outbox) -> None:
+    def __init__(
+        self, spec: PoolSpec, policy: Policy, out: Outbox, *, is_journaled: bool = False
+    ) -> None:
         component = spec.components[0]
         self.moves = Moves()
         self.pool = PagePool(component.name, spec.pages[0], self.moves)
@@ -69,6 +72,8 @@ class LeaseTable:
         self.released = 0
         self.evicted_pages = 0
         self._out = out
+        self._notes = Notes(self.pool, out) if is_journaled else None
+        self._give = self._notes.give if self._notes is not None else self.pool.give
 
     @property
     def headroom_pages(self) -> int:
@@ -146,6 +151,8 @@ class LeaseTable:
             lease = self._again(self.leases[claim.resumes], anchor, row)
         else:
             lease = self._opened(claim, anchor, row, owned)
+        if self._notes is not None:
+            self._notes.held(lease, lease.held)
         if self.beside.each:
             self.beside.grant(lease, claimed)
         return lease
@@ -178,7 +185,10 @@ class LeaseTable:
             if shortage is not None:
                 return shortage
             self._have_room(demand)
-            lease.row = Pages(lease.row + self.pool.take(needed))
+            taken = self.pool.take(needed)
+            lease.row = Pages(lease.row + taken)
+            if self._notes is not None:
+                self._notes.held(lease, taken)
             self.beside.extend(lease, room_tokens)
             lease_events.tell_extended(self._out, lease)
         lease.room_tokens = room_tokens
@@ -223,6 +233,8 @@ class LeaseTable:
         self.tree.relock(anchor, extension.node)
         lease.anchor = extension.node
         lease.owned = last
+        if self._notes is not None:
+            self._notes.cached(lease, extension)
         if extension.duplicates:
             lease.row = Pages(
                 row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
@@ -237,19 +249,21 @@ class LeaseTable:
         if lease.reads:
             lease.deferred = Pages(lease.deferred + duplicates)
         else:
-            self.pool.give(duplicates)
+            self._give(duplicates)
             self.releases += 1
 
     # ---- retraction --------------------------------------------------------------------------
 
     def vacate(self, lease: Lease, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
+        if self._notes is not None and ENGINE in lease.holders:
+            self._notes.ended(lease)
         self.beside.end(lease)
         self.growth += 1  # windows may have joined the tree
         self._unlock(lease)
         freed = lease.held
         if freed:
-            self.pool.give(freed)
+            self._give(freed)
         lease.row = NO_PAGES
         lease.owned = 0
         lease.tokens = tokens
@@ -287,6 +301,8 @@ class LeaseTable:
         """The prompt is here: from now on the lease is the engine's."""
         lease.holders = {ENGINE}
         lease.reason = reason
+        if self._notes is not None:
+            self._notes.held(lease, lease.held)
 
     def begin_read(self, lease: Lease) -> None:
         """A post reads the row's pages from now on."""
@@ -296,16 +312,20 @@ class LeaseTable:
         """That post is over."""
         lease.reads -= 1
         if not lease.reads and lease.deferred:
-            self.pool.give(lease.deferred)
+            self._give(lease.deferred)
             lease.deferred = NO_PAGES
             self.releases += 1
 
     def release(self, lease: Lease, holder: str, cause: str) -> None:
         """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
         lease.holders.discard(holder)
+        if self._notes is not None and holder == ENGINE:
+            self._notes.ended(lease)
         if lease.holders:
             if lease.holders == {ENGINE}:
                 lease.sent_from = None
+            elif holder == ENGINE and self._notes is not None:
+                self._notes.freed(lease.held)
             return
         if self.beside.each:
             self.beside.end(lease)
@@ -314,7 +334,7 @@ class LeaseTable:
         self.saved.drop(lease)
         freed = lease.held
         if freed:
-            self.pool.give(freed)
+            self._give(freed)
         self._forget(lease, cause, count(freed), was_locked)
 
     # ---- quarantine --------------------------------------------------------------------------
@@ -335,7 +355,7 @@ class LeaseTable:
     def end_quarantine(self, lease: Lease, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
         n_pages = count(lease.row)
-        self.pool.give(lease.row)
+        self._give(lease.row)
         self.beside.end(lease)
         lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
         self._forget(lease, proof, n_pages, 0)
@@ -346,7 +366,7 @@ class LeaseTable:
         """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
         evicted = self.tree.evict(n_pages)
         n_freed = count(evicted.pages)
-        self.pool.give(evicted.pages)
+        self._give(evicted.pages)
         self.evicted_pages += n_freed
         self.departed.left(evicted.victims)
         out = self._out
@@ -358,7 +378,7 @@ class LeaseTable:
         flushed = self.tree.flush()
         self.departed.left(flushed.nodes)
         n_freed = count(flushed.pages)
-        self.pool.give(flushed.pages)
+        self._give(flushed.pages)
         out = self._out
         out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
         return n_freed, flushed.kept_pages

@@ -68,7 +68,9 @@ class Node:
         self.transport = ""
         self.out = Outbox()
         self.out.at_s = at_s
-        self.leases = LeaseTable(settings.spec, settings.policy, self.out)
+        self.leases = LeaseTable(
+            settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
+        )
         self.owners = Owners(self)
         self.admission = Admission(settings, self.leases, self.owners, self.out)
         self.peers = Peers(settings, self.out)

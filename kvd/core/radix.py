@@ -302,12 +302,12 @@ class RadixTree:
             self._evictable_bytes += len(pages)
             self._add(leaf)
         else:
-            leaf = node
+            leaf, pages = node, NO_PAGES
         if not node.lock_ref:
             self._touch(node)
         if priority:
             self.order.prefer(leaf, priority)
-        return Extension(leaf, duplicates, tree_pages)
+        return Extension(leaf, duplicates, tree_pages, pages)
 
     def _add_root(self, namespace: str) -> Node:
         if len(self.roots) >= self._sweep_above:

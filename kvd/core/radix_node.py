@@ -114,6 +114,8 @@ class Extension(msgspec.Struct, frozen=True, gc=False):
     """The caller's pages that were not taken, because the tree held these tokens on others."""
     tree_pages: Pages
     """The pages the whole stretch is on now."""
+    joined: Pages
+    """The caller's pages that were taken: those of ``node``, or none."""
 
 
 class Evicted(msgspec.Struct, frozen=True, gc=False):

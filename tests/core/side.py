@@ -2,7 +2,8 @@
 
 A post copies page contents between two dictionaries, all at once or page by page; so does a copy to
 the saved area of the same node and back. Checked after
-every step: I1 to I8, and that no request is answered twice. Checked at every page that lands: it is
+every step: I1 to I8, that no request is answered twice, and where the pool outlives its process
+that all of it was noted. Checked at every page that lands: it is
 a page that the receiving node keeps for exactly this handoff. This is the safety of the whole
 protocol: no page changes hands while a remote write to it may still land.
 """
@@ -43,6 +44,7 @@ from kvd.types import (
 )
 from kvd.wire import admin, client
 from kvd.wire.peer import Message, Offer
+from tests.core.noted import Noted
 
 if TYPE_CHECKING:
     from kvd.wire.events import Event
@@ -156,6 +158,8 @@ class Side:
         self.events: list[Event] = []
         self.memory.clear()
         self.beside.clear()
+        component = self.config.spec.components[0]
+        self.noted = Noted(component.page_size, component.name)
         self.flights: dict[int, Flight] = {}
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
@@ -189,7 +193,11 @@ class Side:
         self.effects += step.effects
         self.world.happened(self, happened, step)
         for effect in step.effects:
+            if self.config.is_journaled:
+                self.noted.perform(effect)
             self.perform(effect)
+        if self.config.is_journaled:
+            self.noted.agree(self.node)
         return step.effects
 
     def perform(self, effect: effects.Effect) -> None:

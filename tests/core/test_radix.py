@@ -236,7 +236,7 @@ def test_extend_continues_from_the_locked_node():
     grown = tree.extend(anchor, prompt, pages(50, 2), start_tokens=64)
     tree.relock(anchor, grown.node)
 
-    assert grown == Extension(grown.node, NO_PAGES, pages(50, 2))
+    assert grown == Extension(grown.node, NO_PAGES, pages(50, 2), pages(50, 2))
     assert page_ids(tree.path_pages(grown.node)) == [1, 2, 3, 4, 50, 51]
     assert (grown.node.end_tokens, locks(grown.node)) == (96, [1, 1, 2])
     tree.unlock(grown.node)
@@ -264,7 +264,7 @@ def test_extend_returns_duplicates_when_another_was_first():
     second = tree.extend(root, text(100), pages(20, 6))
     tree.relock(root, second.node)
 
-    assert second == Extension(first.node, pages(20, 6), pages(1, 6))
+    assert second == Extension(first.node, pages(20, 6), pages(1, 6), NO_PAGES)
     assert (tree.cached_pages, locks(first.node)) == (6, [2, 3])
 
 
@@ -305,7 +305,7 @@ def test_extend_by_nothing_stays_at_the_anchor():
 
     grown = tree.extend(anchor, text(70), NO_PAGES, start_tokens=64)
 
-    assert grown == Extension(anchor, NO_PAGES, NO_PAGES)
+    assert grown == Extension(anchor, NO_PAGES, NO_PAGES, NO_PAGES)
 
 
 def test_extend_refuses_more_pages_than_tokens():

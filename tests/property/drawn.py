@@ -27,8 +27,9 @@ from tests.property.slots import SlotWorld
 if TYPE_CHECKING:
     import random
 
-FAMILIES = ("mha", "swa", "recurrent", "hisparse", "index", "every")
-"""The last has all kinds of components at once, which no configuration has."""
+FAMILIES = ("mha", "noted", "swa", "recurrent", "hisparse", "index", "every")
+"""``noted`` is mha in a pool that outlives its process. The last has all kinds of components, which
+no configuration has."""
 
 _PAGES = (1, 2, 4, 16)
 _KV = Mha(1, 1, 1, "float32")
@@ -60,6 +61,7 @@ class Drawn:
             integrity=rng.choice((Integrity.OFF, Integrity.FULL, Integrity.SAMPLED)),
             overtakers=rng.choice((0, 0, 2)),
             cache_mode=rng.choice(_MODES),
+            is_journaled=self._family == "noted",
         )
         world.p.config = msgspec.structs.replace(
             world.p.config, spec=p_spec, cache_mode=rng.choice(_MODES)
