@@ -1,7 +1,7 @@
 """The attach socket: where engine processes get the pool's memory, and how their death is noticed.
 
-What lives here: a unix SOCK_SEQPACKET listener on the event loop, the sessions behind it, and the
-tokens that bind a ZMQ routing id to one. What must not: leases, handoffs, the ZMQ socket.
+What lives here: a unix SOCK_SEQPACKET listener on the event loop and the connections behind it.
+What must not: leases, handoffs, the ZMQ socket; what keeps a session alive is in ``sessions``.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent:
@@ -11,11 +11,12 @@ the kernel closes it when the process dies, however it dies, and that hang-up is
        |                          | any byte
        +--5 s, garbage, limits--> Rejected, closed
 
-A session has one or more attached connections; when the last is gone, ``on_gone`` is called, once.
-A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too.
+When the last connection of a session is gone, ``on_gone`` is called, once. A descriptor inherited
+by a forked child keeps the connection open: such a child maps the pool too. An engine of before a
+restart of this daemon comes back with the token that it had: it is the same session again.
 
-Invariants: every attached connection belongs to exactly one live session; a session without a
-connection does not exist; ``session_of`` answers for live sessions only; at most
+Invariants: every attached connection belongs to exactly one session; one without a connection is
+awaited from before a restart; ``session_of`` answers for attached sessions only; at most
 ``max_sessions * processes_per_session`` connections are open, and one that has not attached lasts
 5 s at most.
 """
@@ -25,13 +26,13 @@ from __future__ import annotations
 import array
 import errno
 import os
-import secrets
 import socket
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvd.daemon.seqpacket import listen, peer_pid, remove_own
+from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
 from kvd.errors import Code, Refusal
 from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
@@ -40,16 +41,14 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
+    from kvd.daemon.sessions import OnReturned, Past, Process, Session, SessionNotes
     from kvd.wire.memory import PoolMemory
 
-MAX_REQUEST_BYTES: Final = 4096
-"""An ``Attach`` is a name and a number."""
+MAX_REQUEST_BYTES: Final = 512 * 1024
+"""An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
 
 MAX_NAME_BYTES: Final = 128
 """Names are shown in every table an operator reads."""
-
-TOKEN_BYTES: Final = 16
-"""Random bytes of a token; unguessable, so that knowing it is being of the session."""
 
 _ACCEPTS_PER_WAKE: Final = 16
 _PAUSE_S: Final = 0.1
@@ -78,25 +77,6 @@ class AttachLimits(msgspec.Struct, frozen=True):
 DEFAULT_LIMITS: Final = AttachLimits()
 
 
-class _Session:
-    """One engine: its processes. Dies with its last connection."""
-
-    def __init__(self, number: int, token: bytes) -> None:
-        self.number = number
-        self.token = token
-        self.connections: set[_Connection] = set()
-
-
-class _Connection:
-    """One process. ``session`` is None until it has been attached."""
-
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        self.sock = sock
-        self.pid = pid
-        self.session: _Session | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-
 class AttachServer:
     """Listens on ``path`` from ``start`` to ``close``."""
 
@@ -113,6 +93,9 @@ class AttachServer:
         on_gone: Callable[[int], None],
         on_refused: Callable[[int, Refusal], None],
         limits: AttachLimits = DEFAULT_LIMITS,
+        past: Past = NO_PAST,
+        on_returned: OnReturned = nobody_returned,
+        notes: SessionNotes | None = None,
     ) -> None:
         """Prepare; nothing is opened before ``start``.
 
@@ -127,6 +110,10 @@ class AttachServer:
             on_gone: takes session: its last process hung up.
             on_refused: takes pid, why: a process was sent away for its own fault.
             limits: modes and bounds.
+            past: the sessions of before a restart.
+            on_returned: takes session, name, pid, leases that its engine still uses, and returns
+                those that are kept for it: one of before a restart is back.
+            notes: who writes down the sessions, for the daemon after this one.
         """
         self._path = path
         self._describe = describe
@@ -138,14 +125,15 @@ class AttachServer:
         self._on_gone = on_gone
         self._on_refused = on_refused
         self._limits = limits
+        self._on_returned = on_returned
+        self._notes = notes or Unwritten()
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: socket.socket | None = None
         self._resume: asyncio.TimerHandle | None = None
         self._inode = 0
-        self._connections: set[_Connection] = set()
-        self._sessions: dict[bytes, _Session] = {}
-        self._last_session = 0
+        self._connections: set[Connection] = set()
+        self._sessions = Sessions(past)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Listen.
@@ -174,16 +162,26 @@ class AttachServer:
         self._sessions.clear()
         remove_own(self._path, self._inode)
 
-    def session_of(self, token: bytes) -> int | None:
-        """The live session that a ZMQ routing id belongs to."""
-        session = self._sessions.get(token)
+    def session_of(self, route: bytes) -> int | None:
+        """The attached session that a ZMQ routing id belongs to."""
+        session = self._sessions.of_route(route)
         return None if session is None else session.number
 
     def end(self, session: int, refusal: Refusal) -> None:
         """Hang up on every process of a session, saying why; ``on_gone`` follows."""
-        for one in [found for found in self._sessions.values() if found.number == session]:
-            for connection in list(one.connections):
-                self._reject(connection, refusal)
+        one = self._sessions.await_no_more(session)
+        for connection in list(one.connections) if one else []:
+            self._reject(connection, refusal)
+
+    def awaited(self) -> dict[int, tuple[Process, ...]]:
+        """Session to its processes of before the restart that have not come back."""
+        return self._sessions.awaited()
+
+    def over(self, session: int) -> None:
+        """Those of a session are dead; ``on_gone`` follows when no other process is of it."""
+        one = self._sessions.await_no_more(session)
+        if one is not None:
+            self._end_if_over(one)
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -221,39 +219,34 @@ class AttachServer:
             return
         sock.settimeout(0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
-        connection = _Connection(sock, pid=peer_pid(sock))
+        connection = Connection(sock, pid=peer_pid(sock))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
-            self._turn_away(
-                connection,
-                Refusal(
-                    Code.NO_ROOM,
-                    f"{self._max_processes} processes are attached to {self._node}, which "
-                    "is its limit: end some, or raise limits.max_clients",
-                    side=self._node,
-                    numbers={"limit": self._max_processes},
-                ),
+            full = Refusal(
+                Code.NO_ROOM,
+                f"{self._max_processes} processes are attached to {self._node}, which is its "
+                "limit: end some, or raise limits.max_clients",
+                side=self._node,
+                numbers={"limit": self._max_processes},
             )
+            self._turn_away(connection, full)
             return
         connection.timer = self._loop.call_later(
             self._limits.request_within_s, self._too_late, connection
         )
 
-    def _too_late(self, connection: _Connection) -> None:
-        within_s = self._limits.request_within_s
-        self._turn_away(
-            connection,
-            Refusal(
-                Code.DEADLINE,
-                f"pid {connection.pid} connected and said nothing for {within_s:g} s: send Attach "
-                "or Join at once",
-                side=self._node,
-                numbers={"within_s": within_s, "pid": connection.pid},
-            ),
+    def _too_late(self, connection: Connection) -> None:
+        pid, within_s = connection.pid, self._limits.request_within_s
+        late = Refusal(
+            Code.DEADLINE,
+            f"pid {pid} connected and said nothing for {within_s:g} s: send Attach or Join at once",
+            side=self._node,
+            numbers={"within_s": within_s, "pid": pid},
         )
+        self._turn_away(connection, late)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         """Something came from a process, or it hung up; runs on the loop."""
         try:
             packet, _, flags, _ = connection.sock.recvmsg(MAX_REQUEST_BYTES)
@@ -268,7 +261,7 @@ class AttachServer:
         if refusal is not None:
             self._turn_away(connection, refusal)
 
-    def _answer(self, connection: _Connection, packet: bytes, flags: int) -> Refusal | None:
+    def _answer(self, connection: Connection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
         if connection.timer is not None:
             connection.timer.cancel()
@@ -292,53 +285,68 @@ class AttachServer:
                 "install the same version of kvd on both",
             )
         match request:
-            case Attach(name):
-                return self._attach(connection, name)
+            case Attach():
+                return self._attach(connection, request)
             case Join(token):
                 return self._join(connection, token)
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def _attach(self, connection: _Connection, name: str) -> Refusal | None:
+    def _attach(self, connection: Connection, request: Attach) -> Refusal | None:
+        name = request.name
         if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
             return self._refuse(
                 Code.BAD_REQUEST,
                 f"a session's name is 1 to {MAX_NAME_BYTES} printable bytes, this one has "
                 f"{len(name.encode())}: name the engine, for example decode-0",
             )
+        former = self._sessions.resume(request.resumes)
+        if former is not None:
+            former.main = connection
+            if not former.take(connection):
+                self._notes.session_joined(former.number, connection.pid)
+            kept = self._on_returned(former.number, name, connection.pid, request.leases)
+            leases = tuple(one for one in request.leases if one in kept)
+            self._tell_attached(connection, former, leases)
+            return None
         if len(self._sessions) >= self._limits.max_sessions:
             return self._refuse(
                 Code.NO_ROOM,
                 f"{len(self._sessions)} sessions are open on {self._node}, which is its limit: end "
                 "some, or raise limits.max_clients",
             )
-        self._last_session += 1
-        session = _Session(self._last_session, b"S" + secrets.token_bytes(TOKEN_BYTES))
-        self._sessions[session.token] = session
-        self._belong(connection, session)
+        session = self._sessions.open()
+        session.take(connection)
+        self._notes.session_opened(session.number, session.token, name, connection.pid)
         self._on_opened(session.number, name, connection.pid)
         self._tell_attached(connection, session)
         return None
 
-    def _join(self, connection: _Connection, token: bytes) -> Refusal | None:
-        session = self._sessions.get(token)
+    def _join(self, connection: Connection, token: bytes) -> Refusal | None:
+        session = self._sessions.of_token(token)
         if session is None:
             return self._refuse(
                 Code.UNKNOWN_SESSION,
                 f"{self._node} has no session of this token: it ended with its last process, or "
                 "the daemon was restarted; attach anew",
             )
-        self._belong(connection, session)
+        if not session.connections:
+            return self._refuse(
+                Code.UNREACHABLE,
+                f"session {session.number} is of before {self._node} was restarted, and the "
+                "process that opened it has not come back yet: join again in a moment",
+            )
+        if not session.take(connection):
+            self._notes.session_joined(session.number, connection.pid)
         self._on_joined(session.number, connection.pid)
         self._tell_attached(connection, session)
         return None
 
-    def _belong(self, connection: _Connection, session: _Session) -> None:
-        connection.session = session
-        session.connections.add(connection)
-
-    def _tell_attached(self, connection: _Connection, session: _Session) -> None:
+    def _tell_attached(
+        self, connection: Connection, session: Session, leases: tuple[int, ...] = ()
+    ) -> None:
         """Answer with the memory; a process that is gone already is dropped like any other."""
+        is_new = session.route == session.token
         reply = Attached(
             session=session.number,
             token=session.token,
@@ -346,6 +354,8 @@ class AttachServer:
             incarnation=self._incarnation,
             pools=self._describe(),
             max_frame_bytes=self._limits.max_frame_bytes,
+            leases=leases,
+            route=b"" if is_new else session.route,
         )
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
         packet = ATTACH_REPLIES.encode(reply)
@@ -366,12 +376,12 @@ class AttachServer:
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _turn_away(self, connection: _Connection, refusal: Refusal) -> None:
+    def _turn_away(self, connection: Connection, refusal: Refusal) -> None:
         """Reject it for a fault of its own."""
         self._on_refused(connection.pid, refusal)
         self._reject(connection, refusal)
 
-    def _reject(self, connection: _Connection, refusal: Refusal) -> None:
+    def _reject(self, connection: Connection, refusal: Refusal) -> None:
         """Say why, then hang up. Unread packets would turn our last word into a reset: read them.
 
         Best effort: a process that does not read, or is gone, does not hear it.
@@ -385,18 +395,22 @@ class AttachServer:
             pass
         self._hang_up(connection)
 
-    def _hang_up(self, connection: _Connection) -> None:
+    def _hang_up(self, connection: Connection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
         self._drop(connection)
         session = connection.session
         if session is None:
             return
-        session.connections.discard(connection)
-        if not session.connections:
-            del self._sessions[session.token]
+        session.drop(connection)
+        self._end_if_over(session)
+
+    def _end_if_over(self, session: Session) -> None:
+        if session.is_over:
+            self._sessions.forget(session)
+            self._notes.session_left(session.number)
             self._on_gone(session.number)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if self._loop is not None:
             self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:

@@ -18,7 +18,7 @@ PROTOCOL = 1
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Open a session. Answer: ``Attached`` with descriptors, or ``Rejected``."""
+    """Open a session, or be one of before a restart. Answer: ``Attached``, or ``Rejected``."""
 
     name: str
     protocol: Figure = PROTOCOL
@@ -36,7 +36,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The session exists. ``token`` is the ZMQ routing id that binds the client socket to it.
+    """The session exists. ``route`` is the ZMQ routing id that binds the client socket to it.
 
     ``max_frame_bytes``: the client socket drops the connection of whoever sends a longer frame.
     """
@@ -49,6 +49,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     max_frame_bytes: int = 16 * 1024 * 1024
     leases: tuple[Figure, ...] = ()
     """Of those asked for, the ones that the daemon still keeps; they can be released."""
+    route: bytes = b""
+    """The token itself; after a restart another one, so that what was on its way before is void."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -1,0 +1,222 @@
+"""The sessions of engines: their numbers, their tokens, and what keeps each of them alive.
+
+What lives here: which session a token or a routing id is of. What must not: reading or writing
+sockets, leases, the clock.
+
+A session lives while a process of it is attached. One of before a restart of this daemon lives on
+while a process that it had then may still be alive and has not attached again: it maps the pool,
+and nobody may be given its pages::
+
+    opened --------------> attached --last connection gone, nobody awaited--> over
+    known from before --> awaited --Attach(resumes)--> attached
+                             |  all its processes have ended --> over
+
+Invariants: numbers never repeat, also not those of before the restart; a routing id is of an
+attached session, and of this daemon's life: what was on its way to the one before finds nobody.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import asyncio
+    from socket import socket
+
+TOKEN_BYTES: Final = 16
+"""Random bytes of a token; unguessable, so that knowing it is being of the session."""
+
+ROUTE_BYTES: Final = 8
+"""Random bytes behind a token, in the routing id of a session that came back."""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of an engine; ``started_ticks`` tells it from a later one with the same number.
+
+    A ``pid`` of 0 is one that cannot be seen from here; ``started_ticks`` of 0 are not known.
+    """
+
+    pid: int
+    started_ticks: int = 0
+
+
+UNSEEN: Final = (Process(0),)
+"""Of a session whose processes nobody wrote down."""
+
+
+class FormerEngine(msgspec.Struct, frozen=True):
+    """A session of before the restart whose processes are not proven dead."""
+
+    session: int
+    token: bytes
+    name: str
+    processes: tuple[Process, ...]
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What is known of the daemon's life before; ``first_session`` is above every number of it."""
+
+    engines: tuple[FormerEngine, ...] = ()
+    first_session: int = 1
+
+
+NO_PAST: Final = Past()
+
+
+class SessionNotes(Protocol):
+    """Whoever writes down who is here, for the daemon after this one."""
+
+    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
+        """A new session."""
+        ...
+
+    def session_joined(self, session: int, pid: int) -> None:
+        """A process of it that was not written down yet."""
+        ...
+
+    def session_left(self, session: int) -> None:
+        """It is over."""
+        ...
+
+
+OnReturned = Callable[[int, str, int, tuple[int, ...]], Collection[int]]
+"""Session, name, pid, leases that its engine still uses; returns those that are kept for it."""
+
+
+def nobody_returned(session: int, name: str, pid: int, leases: tuple[int, ...]) -> tuple[int, ...]:
+    """Nothing is kept over a restart."""
+    del session, name, pid, leases
+    return ()
+
+
+class Unwritten:
+    """Nothing is written down: this daemon's memory ends with it."""
+
+    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
+        """As ``SessionNotes``."""
+
+    def session_joined(self, session: int, pid: int) -> None:
+        """As ``SessionNotes``."""
+
+    def session_left(self, session: int) -> None:
+        """As ``SessionNotes``."""
+
+
+class Connection:
+    """One process. ``session`` is None until it has been attached."""
+
+    def __init__(self, sock: socket, pid: int) -> None:
+        self.sock = sock
+        self.pid = pid
+        self.session: Session | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Session:
+    """One engine. ``awaited``: its processes of before the restart that have not come back."""
+
+    def __init__(self, number: int, token: bytes, awaited: tuple[Process, ...] = ()) -> None:
+        self.number = number
+        self.token = token
+        self.route = token
+        self.is_former = bool(awaited)
+        self.awaited = awaited
+        self.main: Connection | None = None
+        self.connections: set[Connection] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing keeps it any more."""
+        return not self.connections and not self.awaited
+
+    def take(self, connection: Connection) -> bool:
+        """A process attached; returns whether it was there before the restart, too.
+
+        One that cannot be seen from here stands for one such process.
+        """
+        connection.session = self
+        self.connections.add(connection)
+        mine = [one for one in self.awaited if one.pid == connection.pid]
+        gone = mine[:1] if connection.pid == 0 else mine
+        for one in gone:
+            left = list(self.awaited)
+            left.remove(one)
+            self.awaited = tuple(left)
+        return bool(gone)
+
+    def drop(self, connection: Connection) -> None:
+        """A process hung up."""
+        self.connections.discard(connection)
+        if self.main is connection:
+            self.main = None
+
+
+class Sessions:
+    """Every session that is not over."""
+
+    def __init__(self, past: Past = NO_PAST) -> None:
+        self._by_token = {
+            one.token: Session(one.session, one.token, one.processes or UNSEEN)
+            for one in past.engines
+        }
+        self._by_route: dict[bytes, Session] = {}
+        self._next = past.first_session
+
+    def __len__(self) -> int:
+        """How many there are, those that are awaited too: their places are kept."""
+        return len(self._by_token)
+
+    def open(self) -> Session:
+        """A new one."""
+        session = Session(self._next, b"S" + secrets.token_bytes(TOKEN_BYTES))
+        self._next += 1
+        self._by_token[session.token] = session
+        self._by_route[session.route] = session
+        return session
+
+    def resume(self, token: bytes) -> Session | None:
+        """The session of before the restart that ``token`` is of, now to be attached again.
+
+        None when there is none, or when the process that it is of is attached already.
+        """
+        session = self._by_token.get(token)
+        if session is None or not session.is_former or session.main is not None:
+            return None
+        self._by_route.pop(session.route, None)
+        session.route = session.token + secrets.token_bytes(ROUTE_BYTES)
+        self._by_route[session.route] = session
+        return session
+
+    def of_token(self, token: bytes) -> Session | None:
+        """The session whose token that is."""
+        return self._by_token.get(token)
+
+    def of_route(self, route: bytes) -> Session | None:
+        """The attached session whose routing id that is."""
+        return self._by_route.get(route)
+
+    def await_no_more(self, number: int) -> Session | None:
+        """The session of that number, which only its connections keep from now on."""
+        for session in self._by_token.values():
+            if session.number == number:
+                session.awaited = ()
+                return session
+        return None
+
+    def forget(self, session: Session) -> None:
+        """It is over."""
+        del self._by_token[session.token]
+        self._by_route.pop(session.route, None)
+
+    def awaited(self) -> dict[int, tuple[Process, ...]]:
+        """Session to its processes of before the restart that have not come back."""
+        return {one.number: one.awaited for one in self._by_token.values() if one.awaited}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._by_token.clear()
+        self._by_route.clear()

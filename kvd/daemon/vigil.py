@@ -1,0 +1,100 @@
+"""Watches over the processes of before the restart: when the last one of a session is dead.
+
+Nothing tells this daemon of their death: the connections that would have are those of the daemon
+before. So it looks, every half second while there is anyone to look for.
+
+A process counts as dead only when that is certain. /proc may hide the processes of other users, but
+a signal 0 tells those from none at all. A number that is in use again belongs to another process
+when that one was started at another time. One of another pid namespace (0) is never found dead.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping
+
+    from kvd.daemon.sessions import Process
+
+LOOK_EVERY_S: Final = 0.5
+
+_STATE: Final = 0
+_THREADS: Final = 17
+_STARTED: Final = 19
+"""Places of fields 3, 20 and 22 of /proc/PID/stat, behind the name in brackets."""
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the boot.
+
+    Returns:
+        0 when it lives and that cannot be seen; None when there is no such process, or nothing but
+        an exit status is left of it.
+    """
+    if pid <= 0:
+        return 0
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0 if _is_there(pid) else None
+    if fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1:
+        return None
+    return int(fields[_STARTED])
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it is not certain that this very process is dead."""
+    found = started_ticks(process.pid)
+    if found is None:
+        return False
+    return not found or not process.started_ticks or found == process.started_ticks
+
+
+class Vigil:
+    """Looks from ``start`` to ``close``, or until nobody is awaited any more."""
+
+    def __init__(
+        self,
+        awaited: Callable[[], Mapping[int, tuple[Process, ...]]],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            awaited: session to its processes of before the restart that have not come back.
+            on_gone: takes session: all of those are dead.
+        """
+        self._awaited = awaited
+        self._on_gone = on_gone
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look now, and again while there is anyone to look for."""
+        self._loop = loop
+        self._look()
+
+    def close(self) -> None:
+        """Look no more; repeatable."""
+        if self._next is not None:
+            self._next.cancel()
+
+    def _look(self) -> None:
+        awaited = self._awaited()
+        self._next = self._loop.call_later(LOOK_EVERY_S, self._look) if awaited else None
+        for session, processes in awaited.items():
+            if not any(map(is_alive, processes)):
+                self._on_gone(session)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
