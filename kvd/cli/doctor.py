@@ -14,7 +14,17 @@ import click
 import msgspec
 from rich.text import Text
 
-from kvd.cli import host_checks, key_checks, render, transport_checks
+from kvd.cli import (
+    clock_checks,
+    host_checks,
+    key_checks,
+    limit_checks,
+    numa_checks,
+    permission_checks,
+    render,
+    service_checks,
+    transport_checks,
+)
 from kvd.cli.exits import Failed
 from kvd.cli.finding import Finding, Severity, Subject, good, wrong
 from kvd.cli.link import with_format
@@ -32,12 +42,22 @@ CHECKS: tuple[Callable[[Subject], list[Finding]], ...] = (
     host_checks.memory,
     host_checks.shared_memory,
     host_checks.huge_pages,
-    host_checks.locked_memory,
+    numa_checks.numa,
+    limit_checks.locked_memory,
+    limit_checks.open_files,
+    clock_checks.clock,
+    permission_checks.user,
     host_checks.runtime_directory,
+    permission_checks.recordings,
+    permission_checks.devices,
+    permission_checks.credentials,
+    service_checks.interpreter,
+    service_checks.service,
     host_checks.addresses,
     key_checks.peer_keys,
     transport_checks.ucx_environment,
     transport_checks.tcp_retries,
+    limit_checks.direct_copies,
     transport_checks.binding,
 )
 TRANSFER = transport_checks.self_transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 
 import msgspec
 
@@ -27,10 +28,29 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """What every check may look at: the configuration, and the environment it came with."""
+    """What every check may look at: the configuration, and the environment it came with.
+
+    ``root`` is where ``dev``, ``proc``, ``run`` and ``sys`` are; another directory in tests of
+    hosts that have what this one has not.
+    """
 
     config: Config
     environ: dict[str, str]
+    root: Path = Path("/")
+
+    def text(self, path: str) -> str:
+        """What the file at ``path`` under the root says, stripped; empty if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def entries(self, path: str) -> list[Path]:
+        """What lies in the directory at ``path`` under the root, by name; nothing if none is."""
+        try:
+            return sorted((self.root / path).iterdir())
+        except OSError:
+            return []
 
 
 def good(check: str, what: str) -> Finding:

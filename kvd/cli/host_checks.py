@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 import shutil
 import socket
 import stat
@@ -19,9 +18,9 @@ from pathlib import Path
 from kvd.cli.exits import Unreachable
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
+from kvd.cli.permission_checks import visible
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
-from kvd.core.spec import has_bytes, page_bytes
 from kvd.pools.arena import NotReserved, check_free
 from kvd.pools.build import reserved_bytes
 from kvd.pools.host_memory import free_memory
@@ -32,7 +31,6 @@ PYTHON = (3, 11)
 NEEDED = ("pyzmq", "msgspec", "numpy", "uvloop", "structlog", "h11", "xxhash")
 ENGINE_ONLY = "torch"
 THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-RDMA = Path("/sys/class/infiniband")
 COLLAPSE_SINCE = (6, 1)
 ANSWER_S = 0.5
 
@@ -65,13 +63,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def pool_bytes(subject: Subject) -> int:
-    """What a device would pin of the configured pool: memory beside it for saved pages is not."""
-    spec = pool_spec(subject.config)
-    pairs = zip(spec.components, spec.pages, strict=True)
-    return sum(page_bytes(component) * pages for component, pages in pairs if has_bytes(component))
-
-
 def memory(subject: Subject) -> list[Finding]:
     """Whether the pool fits, by the rule that the daemon reserves it by."""
     free = free_memory()
@@ -96,20 +87,6 @@ def shared_memory(_subject: Subject) -> list[Finding]:
         fix = "remove what is left over there, or enlarge it: mount -o remount,size=1G /dev/shm"
         return [poor("/dev/shm", f"only {amount(free)} free", fix)]
     return [good("/dev/shm", f"{amount(free)} free")]
-
-
-def locked_memory(subject: Subject) -> list[Finding]:
-    """RLIMIT_MEMLOCK, which counts where an RDMA device pins the pool."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else amount(limit)
-    devices = sorted(entry.name for entry in RDMA.iterdir()) if RDMA.is_dir() else []
-    if not devices:
-        return [good("memlock", f"{shown}; no RDMA device, so nothing is pinned")]
-    needed = pool_bytes(subject)
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        what = f"{shown}, but {', '.join(devices)} would pin a pool of {amount(needed)}"
-        return [wrong("memlock", what, "set LimitMEMLOCK=infinity in the unit, or ulimit -l")]
-    return [good("memlock", f"{shown} for {', '.join(devices)}")]
 
 
 def huge_pages(subject: Subject) -> list[Finding]:
@@ -142,8 +119,8 @@ def runtime_directory(subject: Subject) -> list[Finding]:
 def _folder(folder: Path) -> Finding:
     name = f"sockets in {folder}"
     fix = f"install -d -m 0750 {folder}, owned by the user that runs kvd"
-    if not folder.exists():
-        above = next(parent for parent in folder.parents if parent.exists())
+    if not os.path.exists(folder):
+        above = visible(folder)
         if os.access(above, os.W_OK | os.X_OK):
             return good(name, "will be made by the daemon")
         return wrong(name, f"does not exist, and {above} is not ours to make it in", fix)
