@@ -4,8 +4,10 @@ Nothing here imports NIXL. Orders are written straight to a socket pair; what it
 kept and written when it is writable, so the loop never waits. The end of the process is noticed by
 its pidfd, whatever ended it.
 
-    NEW --start--> STARTING --Ready--> UP --stop--> GONE
-                       '--- died ---> raises      '--- died --> GONE, on_exit(why)
+    NEW --spawn--> SPAWNED --start--> STARTING --Ready--> UP --stop--> GONE
+                                         '- died -> raises    '- died -> GONE, on_exit(why)
+
+``start`` spawns too; who has other things to do meanwhile may call ``spawn`` before.
 
 Invariant: on GONE the process is reaped and its memory map is gone, so nothing it or a peer had
 under way can write into the regions through it any more.
@@ -51,6 +53,7 @@ WITNESS_EVERY_S: Final = 0.001
 
 class _State(enum.Enum):
     NEW = "new"
+    SPAWNED = "spawned"
     STARTING = "starting"
     UP = "up"
     GONE = "gone"
@@ -90,6 +93,18 @@ class TransferProcess:
         """The process id; meaningful from ``start`` to ``stop``."""
         return self._child.pid
 
+    def spawn(self) -> None:
+        """Begin its life; needs no loop. Whoever does not ``start`` it then must ``stop`` it.
+
+        Raises:
+            TransportDown: this host has no process or descriptor left for it.
+        """
+        try:
+            self._spawn()
+        except OSError as exc:
+            msg = f"transfer process {self._name} could not be started: {exc}"
+            raise TransportDown(msg) from exc
+
     async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
         """Spawn the process and wait until it has registered every region.
 
@@ -97,18 +112,20 @@ class TransferProcess:
             TransportDown: it ended, said that it cannot serve, or this host has no process or
                 descriptor left for it; the message says which.
         """
-        if self._state is not _State.NEW:
+        if self._state is _State.NEW:
+            self.spawn()
+        if self._state is not _State.SPAWNED:
             msg = f"transfer process {self._name} was started before; make a new one"
             raise TransportDown(msg)
         self._loop = asyncio.get_running_loop()
         self._on_reports, self._on_exit = on_reports, on_exit
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._gone = asyncio.Event()
-        try:
-            self._spawn()
-        except OSError as exc:
-            msg = f"transfer process {self._name} could not be started: {exc}"
-            raise TransportDown(msg) from exc
+        self._state = _State.STARTING
+        self._loop.add_reader(self._pidfd, self._died)
+        self._loop.add_reader(self._socket, self._readable)
+        if self._unsent:
+            self._write()
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 return await self._ready
@@ -133,6 +150,11 @@ class TransferProcess:
         """Kill the process; return when it is reaped and its memory map is gone."""
         if self._state is _State.NEW:
             self._state = _State.GONE
+            return
+        if self._state is _State.SPAWNED:
+            with contextlib.suppress(TransportDown):
+                self._child.kill()
+                await self.start(_ignore, _ignore)
             return
         self._on_exit = _ignore
         if self._child.returncode is None:
@@ -164,10 +186,9 @@ class TransferProcess:
             undo.callback(self._child.kill)
             self._pidfd = os.pidfd_open(self._child.pid)
             undo.pop_all()
-        self._state = _State.STARTING
-        self._loop.add_reader(self._pidfd, self._died)
-        self._loop.add_reader(ours, self._readable)
-        self.order(Begin(self._name, (self._witness, *self._keep_open), plans))
+        self._state = _State.SPAWNED
+        self._unsent += frame_of(Begin(self._name, (self._witness, *self._keep_open), plans))
+        self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def _readable(self) -> None:
         """Take what there is; at the end of the stream the pidfd tells the rest."""
@@ -272,5 +293,5 @@ def _ending(status: int) -> str:
     return f"exited with status {status}"
 
 
-def _ignore(_why: str) -> None:
+def _ignore(_: object) -> None:
     """Stand in for ``on_exit`` when the end was ordered."""

@@ -23,6 +23,7 @@ from kvd.core.seal import Seal
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import (
+    Alive,
     Collapsed,
     Copied,
     Load,
@@ -31,6 +32,7 @@ from kvd.transfer.orders import (
     Path,
     Posted,
     PostFailed,
+    Probe,
     Quiesce,
     Quiet,
     Verified,
@@ -213,6 +215,29 @@ async def test_a_region_larger_than_its_file_stops_the_start():
         await process.start(lambda _: None, lambda _: None)
 
     os.close(fd)
+    assert _is_reaped(process.pid)
+
+
+async def test_a_process_spawned_before_there_is_a_loop_serves_once_it_is_started():
+    process = TransferProcess("early-1", [], environment={})
+    await asyncio.to_thread(process.spawn)
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    ready = await process.start(lambda reports: heard.put_nowait(reports[-1]), lambda _: None)
+    process.order(Probe(7))
+
+    assert ready.metadata
+    assert await asyncio.wait_for(heard.get(), 10) == Alive(7)
+    await process.stop()
+    assert _is_reaped(process.pid)
+
+
+async def test_a_process_that_was_spawned_and_is_not_wanted_is_reaped():
+    process = TransferProcess("early-2", [], environment={})
+    process.spawn()
+
+    await process.stop()
+
     assert _is_reaped(process.pid)
 
 
