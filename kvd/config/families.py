@@ -70,6 +70,16 @@ def counts_tokens(pool: PoolSection) -> bool:
     return pool.family == "recurrent" and pool.layers == 0
 
 
+def is_kept(pool: PoolSection) -> bool:
+    """Whether its memory outlives the daemon."""
+    return pool.backing != "anon"
+
+
+def is_in_files(pool: PoolSection) -> bool:
+    """Whether its memory lies in files that have names."""
+    return pool.backing in {"shm", "hugetlbfs"}
+
+
 def missing(pool: PoolSection) -> list[tuple[str, str]]:
     """Keys of [pool] that are not there, each with the key that calls for it."""
     out = [(name, "family") for name in NEEDS[pool.family] if getattr(pool, name) in (None, {})]
@@ -110,5 +120,9 @@ def is_of_use(config: Config, key: str) -> bool:
         return config.cache.mode == "radix"
     if key == "transfer.integrity":
         return config.cache.mode != "prefill-only"
+    if key == "pool.directory":
+        return is_in_files(config.pool)
+    if key == "pool.verify":
+        return is_kept(config.pool)
     section, _, name = key.partition(".")
     return section != "pool" or reason_out_of_place(config, name) is None

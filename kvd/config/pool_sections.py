@@ -167,12 +167,42 @@ class PoolSection(msgspec.Struct, frozen=True):
         | None
     ) = None
     backing: Annotated[
-        Literal["anon"],
-        Meta(description="Where the memory comes from: anon is a sealed memfd of the daemon."),
+        Literal["anon", "shm", "fdstore", "hugetlbfs"],
+        Meta(
+            description="Where the memory comes from, and whether it outlives the daemon, so that "
+            "the next one finds the cache: anon is a sealed memfd that ends with it; shm files on "
+            "a tmpfs, which stay until kvd drop; fdstore sealed memfds that systemd holds over a "
+            "restart, and frees at a stop; hugetlbfs files of huge pages set apart, which stay. "
+            "Files cannot be sealed: whoever may attach is trusted not to truncate them."
+        ),
     ] = "anon"
+    directory: (
+        Annotated[
+            str,
+            Meta(
+                description="Where the files of shm and hugetlbfs lie: a directory of this daemon "
+                "alone, made if it is not there. Left out: below /dev/shm, or the first hugetlbfs "
+                "mounted, one named after the user and the directory of sockets.client.",
+                extra={"rule": "an absolute path"},
+                examples=["/dev/shm/kvd"],
+            ),
+        ]
+        | None
+    ) = None
+    verify: Annotated[
+        Literal["sampled", "all", "none"],
+        Meta(
+            description="Which pages of a pool that was found are compared with their checksums "
+            "before they are used: all; the first and last of each branch and one in 16, and all "
+            "from where one is wrong (sampled); or none."
+        ),
+    ] = "sampled"
     huge_pages: Annotated[
         Literal["collapse", "off"],
-        Meta(description="collapse asks the kernel for 2 MiB pages: about twice the bandwidth."),
+        Meta(
+            description="collapse asks the kernel for 2 MiB pages: about twice the bandwidth. "
+            "Memory of pool.backing = hugetlbfs has them anyway."
+        ),
     ] = "collapse"
     window_tokens: (
         Annotated[

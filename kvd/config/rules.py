@@ -14,6 +14,7 @@ from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.family_rules import FAMILY_RULES
 from kvd.config.finding import Finding, Rule
 from kvd.config.host import has_group
+from kvd.config.kept_rules import KEPT_RULES
 from kvd.config.key_rules import KEY_RULES
 from kvd.config.pool import state_tensor
 from kvd.config.pool_pages import size_bytes
@@ -44,9 +45,6 @@ NOT_BUILT = {
     "pool.dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.scale_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.index_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
-    "pool.backing": dict.fromkeys(
-        ("shm", "fdstore", "hugetlbfs"), "memory that outlives the daemon is not built yet"
-    ),
     "transfer.transport": {
         "loopback": "loopback moves bytes inside one process and exists for unit tests only"
     },
@@ -126,6 +124,12 @@ def _directory(text: str) -> str | None:
     return None if text.startswith("/") else "begin it with /"
 
 
+def _absolute_directory(text: str) -> str | None:
+    parts = text.split("/")[1:]
+    is_plain = text.startswith("/") and text.isprintable() and all(parts) and ".." not in parts
+    return None if is_plain else "write for example /dev/shm/kvd"
+
+
 def _size(text: str) -> str | None:
     return None if size_bytes(text) is not None else "write for example 256MiB"
 
@@ -151,6 +155,7 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "pool.state": _state,
     "transfer.ucx": _variable,
     "http.listen": _http,
+    "pool.directory": _absolute_directory,
     "recorder.directory": _directory,
 }
 
@@ -250,6 +255,7 @@ def _ports_apart(config: Config) -> list[Finding]:
 RULES = (
     *FAMILY_RULES,
     *PREFILL_ONLY_RULES,
+    *KEPT_RULES,
     Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
     *KEY_RULES,
     Rule(_others, frozenset({"node.name", "peers.listen"})),

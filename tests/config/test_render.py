@@ -72,6 +72,8 @@ def test_every_example_of_the_schema_is_a_valid_value() -> None:
             base = ["pool.size=8GiB", *POOLS[next(one for one in POOLS if one in families)]]
         if key.path.startswith("pool.index"):
             base = [*base, "pool.index_dim=128"]
+        if key.path == "pool.directory":
+            base = ["pool.backing=shm"]
         loaded(None, *base, *sets)
 
 
