@@ -1,7 +1,8 @@
-"""One piece of host memory that other processes map: a sealed memfd, reserved for real.
+"""One piece of host memory that other processes map, reserved for real: a sealed memfd, or a file.
 
-What lives here: making, sealing and closing it. What must not: what lies in it (``geometry``), who
-maps it (the transfer process and engines do; the daemon itself never does).
+What lives here: making, sealing and closing a memfd. What must not: what lies in it (``geometry``),
+who maps it (the transfer process and engines do; the daemon itself never maps pages), files with a
+name (``shelf``).
 
 A memfd has no name, so nothing leaks when everybody has died; its seals refuse truncation, so no
 holder of the descriptor can make another's access fault. ``posix_fallocate`` gives it its pages
@@ -27,7 +28,8 @@ SPARE_BYTES: Final = 256 * 1024 * 1024
 _STEP_BYTES: Final = 256 * 1024 * 1024
 """Reserved per system call: a signal is answered between two, and none undoes much."""
 
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""What every memfd of an arena has: nobody can change its size, or add a seal against writing."""
 
 
 class NotReserved(Exception):
@@ -35,7 +37,7 @@ class NotReserved(Exception):
 
 
 class Arena:
-    """``size_bytes`` of reserved, sealed, zeroed host memory behind ``fd``.
+    """``size_bytes`` of reserved host memory behind ``fd``.
 
     The descriptor is close-on-exec: passing it on (SCM_RIGHTS, ``pass_fds``) is deliberate.
     """
@@ -72,11 +74,11 @@ def check_free(wanted: dict[str, int], free: Free | None = None) -> None:
     total = sum(round_up(size) for size in wanted.values())
     if total + SPARE_BYTES <= free.free_bytes:
         return
-    each = ", ".join(f"{name} {_mib(size)}" for name, size in wanted.items())
+    each = ", ".join(f"{name} {mib(size)}" for name, size in wanted.items())
     raise NotReserved(
-        f"the pool needs {_mib(total)} ({each}), but only {_mib(free.free_bytes)} are free here "
-        f"({free.limited_by}), of which {_mib(SPARE_BYTES)} are left to the rest of the host: "
-        f"lower pool.pages or pool.size to at most {_mib(free.free_bytes - SPARE_BYTES)}, "
+        f"the pool needs {mib(total)} ({each}), but only {mib(free.free_bytes)} are free here "
+        f"({free.limited_by}), of which {mib(SPARE_BYTES)} are left to the rest of the host: "
+        f"lower pool.pages or pool.size to at most {mib(free.free_bytes - SPARE_BYTES)}, "
         "or raise that limit"
     )
 
@@ -93,18 +95,28 @@ def reserve(name: str, size_bytes: int) -> Arena:
     check_free({name: size})
     fd = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for start in range(0, size, _STEP_BYTES):
-            os.posix_fallocate(fd, start, min(_STEP_BYTES, size - start))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fill(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as exc:
         os.close(fd)
         free = free_memory()
         raise NotReserved(
-            f"reserving {_mib(size)} for {name} failed: {exc.strerror}; {_mib(free.free_bytes)} "
+            f"reserving {mib(size)} for {name} failed: {exc.strerror}; {mib(free.free_bytes)} "
             f"are free here ({free.limited_by}): lower pool.pages or pool.size"
         ) from exc
     return Arena(name, fd=fd, size_bytes=size)
 
 
-def _mib(size_bytes: int) -> str:
+def fill(fd: int, size_bytes: int) -> None:
+    """Give an empty file ``size_bytes`` of zeroed pages, a step at a time.
+
+    Raises:
+        OSError: there are not so many.
+    """
+    for start in range(0, size_bytes, _STEP_BYTES):
+        os.posix_fallocate(fd, start, min(_STEP_BYTES, size_bytes - start))
+
+
+def mib(size_bytes: int) -> str:
+    """A size as it is said in messages."""
     return f"{size_bytes / 2**20:,.0f} MiB"

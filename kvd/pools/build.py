@@ -22,7 +22,7 @@ from kvd.pools.arena import Arena, NotReserved, check_free, reserve
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -39,13 +39,17 @@ class Placed(msgspec.Struct, frozen=True):
     is_registered: bool = True
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True):
     """One region to be, before anything is taken."""
 
     name: str
     geometry: Geometry
     is_pool: bool
     is_registered: bool
+
+    def placed(self, arena: Arena) -> Placed:
+        """The region in its memory."""
+        return Placed(self.name, self.geometry, arena, self.is_pool, self.is_registered)
 
 
 def build_pool(spec: PoolSpec) -> list[Placed]:
@@ -56,14 +60,23 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
     Raises:
         NotReserved: not enough memory, or memory of a kind that is not here; nothing stays taken.
     """
-    wanted = [*_pools(spec), *_saved(spec)]
-    check_free(_sizes(wanted))
+    wanted = [*pool_regions(spec), *saved_regions(spec)]
+    check_free(sizes(wanted))
+    return reserve_all(spec, wanted)
+
+
+def reserve_all(spec: PoolSpec, wanted: list[Region]) -> list[Placed]:
+    """Reserve a sealed memfd for each region.
+
+    Raises:
+        NotReserved: not enough memory; nothing stays taken.
+    """
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
         for one in wanted:
             arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes)
             undo.callback(arena.close)
-            placed.append(Placed(one.name, one.geometry, arena, one.is_pool, one.is_registered))
+            placed.append(one.placed(arena))
         undo.pop_all()
     return placed
 
@@ -74,27 +87,34 @@ def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
     Raises:
         NotReserved: memory of a kind that is not here.
     """
-    return _sizes([*_pools(spec), *_saved(spec)])
+    return sizes([*pool_regions(spec), *saved_regions(spec)])
 
 
-def _sizes(wanted: list[_Wanted]) -> dict[str, int]:
+def sizes(wanted: list[Region]) -> dict[str, int]:
+    """Bytes of each region by its name."""
     return {one.name: one.geometry.total_bytes for one in wanted}
 
 
-def _pools(spec: PoolSpec) -> Iterable[_Wanted]:
+def pool_regions(spec: PoolSpec) -> Iterator[Region]:
+    """What engines map, component by component.
+
+    Raises:
+        NotReserved: memory of a kind that is not here.
+    """
     for component, pages in zip(spec.components, spec.pages, strict=True):
         if has_bytes(component):
             _check_here(component, spec)
             shape = geometry(component, pages=pages, order=spec.order)
             is_own = isinstance(component.extent, Buffer)
-            yield _Wanted(component.name, shape, is_pool=True, is_registered=not is_own)
+            yield Region(component.name, shape, is_pool=True, is_registered=not is_own)
 
 
-def _saved(spec: PoolSpec) -> Iterable[_Wanted]:
+def saved_regions(spec: PoolSpec) -> Iterator[Region]:
+    """What is beside the pool for retracted leases."""
     for component, pages in zip(spec.components, spec.saved_pages, strict=True):
         if has_bytes(component) and pages:
             shape = geometry(component, pages=pages, order=spec.order)
-            yield _Wanted(saved_region(component), shape, is_pool=False, is_registered=False)
+            yield Region(saved_region(component), shape, is_pool=False, is_registered=False)
 
 
 def pool_memory(spec: PoolSpec) -> PoolMemory:

@@ -1,0 +1,81 @@
+"""Pools that are kept: a small one, places for it, and what is looked at afterwards."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.pools.memory import Memory, open_memory
+from kvd.pools.place import Backing, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvd.pools.arena import Arena
+
+MIB = 2**20
+JOURNAL_BYTES = 5000
+
+KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
+
+
+def spec(pages: int = 10, saved: int = 0) -> PoolSpec:
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, (KV,), (pages,), saved_pages=(saved,))
+
+
+LARGER = 6000
+"""Pages whose arena has more than the 2 MiB that every small one is rounded up to."""
+
+
+@contextmanager
+def shm_directory() -> Iterator[Path]:
+    """A directory of the test's own on the tmpfs of this host."""
+    path = Path(tempfile.mkdtemp(prefix="kvd-test-", dir="/dev/shm"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def at(directory: Path) -> Place:
+    return Place(Backing.SHM, str(directory), "/run/kvd")
+
+
+STORE = Place(Backing.FDSTORE, None, "/run/kvd")
+ANON = Place(Backing.ANON, None, "/run/kvd")
+
+
+@contextmanager
+def opened(
+    place: Place, *, pages: int = 10, saved: int = 0, given: Mapping[str, int] | None = None
+) -> Iterator[Memory]:
+    """The memory, closed afterwards."""
+    memory = open_memory(spec(pages, saved), place, JOURNAL_BYTES, given)
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def written(arena: Arena, mark: bytes) -> None:
+    """Put ``mark`` at the beginning and the end."""
+    with mmap.mmap(arena.fd, arena.size_bytes) as seen:
+        seen[: len(mark)] = mark
+        seen[-len(mark) :] = mark
+
+
+def content(arena: Arena, n: int) -> tuple[bytes, bytes]:
+    """The first and the last ``n`` bytes."""
+    with mmap.mmap(arena.fd, arena.size_bytes) as seen:
+        return seen[:n], seen[-n:]
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    return set(os.listdir("/proc/self/fd"))
