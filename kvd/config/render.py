@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from typing import TYPE_CHECKING, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
@@ -19,12 +20,14 @@ from kvd.config.load import host_defaults
 from kvd.config.schema import SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from kvd.config.schema import Config
 
 EXAMPLE_HOST = Host(node_name="node-0", runtime="/run/kvd")
 """The host whose defaults the example shows."""
+
+NONE_CHOSEN: Final[Mapping[str, Value]] = MappingProxyType({})
 
 _HEAD = """\
 # Configuration of kvd, the KV transfer daemon: /etc/kvd/kvd.toml.
@@ -83,14 +86,21 @@ def effective(config: Config) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def example() -> str:
-    """The example file: every key with its documentation, its rule and its default."""
+def example(chosen: Mapping[str, Value] = NONE_CHOSEN) -> str:
+    """The example file: every key with its documentation, its rule and its default.
+
+    Args:
+        chosen: values by key that the file does set, instead of showing the default. No tables.
+    """
     defaults = {key.path: key.default for key in KEYS.values()} | host_defaults(EXAMPLE_HOST)
     blocks = [_HEAD]
     for section, struct in SECTIONS.items():
         plain, tables = _keys_of(section)
         blocks.append(f"\n# {struct.__doc__}\n[{section}]\n")
-        blocks += [_block([*_prose(key), *_shown(key, defaults[key.path])]) for key in plain]
+        for key in plain:
+            set_to = chosen.get(key.path)
+            line = _shown(key, defaults[key.path]) if set_to is None else (_set(key, set_to),)
+            blocks.append(_block([*_prose(key), *line]))
         blocks += [_block([*_prose(key), f"[{key.path}]", *_shown(key, None)]) for key in tables]
     return "\n".join(blocks)
 
@@ -123,6 +133,11 @@ def _prose(key: Key) -> list[str]:
         subsequent_indent="# ",
         break_on_hyphens=False,
     )
+
+
+def _set(key: Key, value: Value) -> str:
+    """A line that counts."""
+    return f"{key.name} = {toml_value(value)}"
 
 
 def _shown(key: Key, default: Value) -> Iterable[str]:

@@ -26,6 +26,7 @@ PROMISED = (
         "audit",
         "config",
         "keygen",
+        "systemd",
         "doctor",
         "bench",
         "sim",

@@ -1,0 +1,328 @@
+"""``kvd systemd``: make kvd a service of this host, or no longer.
+
+What is written is decided in ``systemd_files``, whether it can work in ``systemd_reach``. An
+install may be repeated: it says of every file what it did, and a second one does nothing. What
+somebody else wrote or changed is never lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvd.cli import systemd_files, systemd_reach
+from kvd.cli.exits import Failed
+from kvd.cli.lazy import LazyGroup, Verb
+from kvd.cli.service_checks import VENV
+from kvd.cli.systemd_files import Choices, File, Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+BOOTED: Final = Path("/run/systemd/system")
+"""There only if systemd is the first process, as sd_booted(3) says."""
+RUN_S: Final = 60.0
+UNIT_PATTERNS: Final = ("kvd.service", "kvd@*.service", "kvd.socket", "kvd-*.socket")
+EDITED: Final = ".edited"
+"""Of a file that was changed by hand: systemd reads none of that name."""
+
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
+_LIBRARY = re.compile(r"libsystemd-shared-(\d+)")
+
+
+@click.group(
+    "systemd",
+    cls=LazyGroup,
+    verbs={
+        "install": Verb("kvd.cli.systemd:install", "Write the units, and what they need."),
+        "uninstall": Verb("kvd.cli.systemd:uninstall", "Remove what install wrote."),
+    },
+)
+def systemd_group() -> None:
+    """Make kvd a service of this host, or no longer."""
+
+
+def _where(verb: Callable[..., None]) -> Callable[..., None]:
+    """The options that both verbs have."""
+    root = click.option(
+        "--root",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Of the system in DIR, an image or a container; runs nothing.",
+    )
+    dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+    return root(dry_run(verb))
+
+
+@click.command("install")
+@_where
+@click.option("--user", default="kvd", show_default=True, help="Whom the daemon runs as.")
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The interpreter that the units run kvd with, if not the one that runs this.",
+)
+def install(*, root: Path | None, dry_run: bool, user: str, python: Path | None) -> None:
+    """Write units, user, directories and a first configuration; repeat it after an upgrade.
+
+    Writes kvd.service, kvd@.service for several daemons on one host, and kvd.socket. Says of every
+    file what is done with it. A configuration that is there stays as it is, and a file that was
+    changed by hand is kept beside the new one, as FILE.edited. Nothing is enabled or started.
+    """
+    top = root if root is not None else Path("/")
+    choices = Choices(
+        python=Path(sys.executable if python is None else python).absolute(),
+        user=user,
+        systemd=_version(root),
+        has_peer_key=_lexists(top, systemd_files.PEER_SECRET),
+    )
+    wanted = systemd_files.files(choices)
+    _refuse([*_flaws(root, choices), *_in_the_way(top, wanted)], is_dry=dry_run)
+    changes = _Changes(top, is_dry=dry_run)
+    for file in wanted:
+        changes.put(file)
+    due = {file.path for file in wanted}
+    for path in systemd_files.all_paths():
+        if path not in due:
+            changes.remove(path)
+    changes.put_if_missing(systemd_files.configuration())
+    if root is None:
+        _run(["systemd-sysusers", str(systemd_files.SYSUSERS)], is_dry=dry_run)
+        _run(["systemd-tmpfiles", "--create", str(systemd_files.TMPFILES)], is_dry=dry_run)
+        _run(["systemctl", "daemon-reload"], is_dry=dry_run)
+    click.echo(_next(choices))
+
+
+@click.command("uninstall")
+@_where
+def uninstall(*, root: Path | None, dry_run: bool) -> None:
+    """Remove what install wrote. Configuration, keys, recordings and the user stay.
+
+    A daemon that runs is not stopped: stop it first.
+    """
+    top = root if root is not None else Path("/")
+    if root is None:
+        _refuse([*_cannot_be_here(), *_running()], is_dry=dry_run)
+        _run(["systemctl", "disable", *_enabled()], is_dry=dry_run)
+    changes = _Changes(top, is_dry=dry_run)
+    for path in systemd_files.all_paths():
+        changes.remove(path)
+    if root is None:
+        _run(["systemctl", "daemon-reload"], is_dry=dry_run)
+    left = [
+        one
+        for one in ("/etc/kvd", "/var/lib/kvd", "/run/kvd", "/dev/shm/kvd")
+        if _lexists(top, Path(one))
+    ]
+    click.echo(f"left in place: {', '.join([*left, 'the user and its group'])}")
+
+
+class _Changes:
+    """Writes and removes below ``top``, and says so; a dry one only says so."""
+
+    def __init__(self, top: Path, *, is_dry: bool) -> None:
+        self._top = top
+        self._is_dry = is_dry
+
+    def put(self, file: File) -> None:
+        """Make the file what it should be; what somebody changed in it is kept beside it."""
+        target = _below(self._top, file.path)
+        before = _text(target)
+        if before == file.text:
+            click.echo(f"unchanged  {target}")
+            return
+        if before is None:
+            click.echo(f"new        {target}")
+        else:
+            click.echo(f"changed    {target}")
+            _show_difference(before, file.text)
+            if systemd_files.origin_of(before) is Origin.EDITED:
+                kept = target.with_name(target.name + EDITED)
+                click.echo(f"kept       {kept}: the changes made by hand; a drop-in would stay")
+                self._write(kept, before)
+        self._write(target, file.text)
+
+    def put_if_missing(self, file: File) -> None:
+        """Write it only where there is none."""
+        target = _below(self._top, file.path)
+        if os.path.lexists(target):
+            click.echo(f"kept       {target}: yours")
+            return
+        click.echo(f"new        {target}")
+        self._write(target, file.text)
+
+    def remove(self, path: Path) -> None:
+        """Remove it if it is as it was written, and its directory if that is empty then."""
+        target = _below(self._top, path)
+        before = _text(target)
+        if before is None:
+            return
+        if systemd_files.origin_of(before) is not Origin.OURS:
+            click.echo(f"left       {target}: not as kvd wrote it; remove it yourself")
+            return
+        click.echo(f"removed    {target}")
+        if not self._is_dry:
+            target.unlink()
+            with contextlib.suppress(OSError):
+                if target.parent.name.endswith(".d") and "systemd" in target.parts:
+                    target.parent.rmdir()
+
+    def _write(self, target: Path, text: str) -> None:
+        """In one step: a reader sees the old file or the new one."""
+        if self._is_dry:
+            return
+        try:
+            target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            fresh = target.with_name(f".{target.name}.new")
+            fresh.write_text(text, "utf-8")
+            fresh.chmod(0o644)
+            fresh.replace(target)
+        except OSError as error:
+            raise Failed(f"{target} could not be written: {error.strerror}") from error
+
+
+def _flaws(root: Path | None, choices: Choices) -> list[str]:
+    """Why an install would not work; of another system only what its name tells."""
+    found = [] if _USER.fullmatch(choices.user) else [f"{choices.user!r} is no name of a user"]
+    if root is not None:
+        return found
+    user = systemd_reach.user_called(choices.user)
+    unreachable = [
+        f"{flaw}. Install kvd where a service can reach it: /usr/bin/python3 -m venv {VENV} && "
+        f"{VENV}/bin/pip install -c constraints.txt kvd && {VENV}/bin/kvd systemd install"
+        for flaw in systemd_reach.flaws(choices.python, user)[:1]
+    ]
+    return [*found, *_cannot_be_here(), *unreachable]
+
+
+def _cannot_be_here() -> list[str]:
+    """Why this process cannot change the services of this host."""
+    if not BOOTED.is_dir():
+        first = _text(Path("/proc/1/comm")) or "unknown"
+        return [
+            f"systemd does not run this host: its first process is {first.strip()}; --root DIR "
+            "works on the files of another system, and kvd serve runs without any"
+        ]
+    return [] if os.geteuid() == 0 else ["only root can write to /etc: use sudo"]
+
+
+def _in_the_way(top: Path, wanted: Iterable[File]) -> list[str]:
+    """Files that somebody else has put where ours belong."""
+    return [
+        f"{target} is not kvd's: move it away"
+        for target in (_below(top, file.path) for file in wanted)
+        if (text := _text(target)) is not None and systemd_files.origin_of(text) is Origin.FOREIGN
+    ]
+
+
+def _refuse(flaws: list[str], *, is_dry: bool) -> None:
+    """End with every flaw, one a line; a dry run only shows them."""
+    if not flaws:
+        return
+    if not is_dry:
+        raise Failed("nothing was changed:\n" + "\n".join(flaws))
+    for flaw in flaws:
+        click.echo(f"would be refused: {flaw}")
+
+
+def _running() -> list[str]:
+    """The units of kvd that are up."""
+    states = ("--state=active,activating,reloading,deactivating", "--plain", "--no-legend")
+    units = [line.split()[0] for line in _ask(["systemctl", "list-units", *states, *UNIT_PATTERNS])]
+    if not units:
+        return []
+    return [f"still up: {' '.join(units)}: systemctl disable --now {' '.join(units)}"]
+
+
+def _enabled() -> list[str]:
+    """The units of kvd that have been enabled, or might be."""
+    listed = _ask(["systemctl", "list-unit-files", "--no-legend", "--plain", *UNIT_PATTERNS])
+    return [line.split()[0] for line in listed]
+
+
+def _ask(command: list[str]) -> list[str]:
+    """The lines that a command prints.
+
+    Raises:
+        Failed: it cannot be run.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"{' '.join(command)}: {error}") from error
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _run(command: list[str], *, is_dry: bool) -> None:
+    """Run it and say so.
+
+    Raises:
+        Failed: it failed; the message quotes it.
+    """
+    shown = " ".join(command)
+    click.echo(f"{'would run' if is_dry else 'run':<10} {shown}")
+    if is_dry:
+        return
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"{shown}: {error}; the files are in place, run it yourself") from error
+    if done.returncode != 0:
+        raise Failed(f"{shown} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def _version(root: Path | None) -> int:
+    """Of systemd here, or of the one installed in ``root``; 0 if there is none to be seen."""
+    if root is not None:
+        places = ("lib/systemd", "usr/lib/systemd", "usr/lib/*/systemd")
+        names = (
+            found.name for place in places for found in root.glob(f"{place}/libsystemd-shared-*")
+        )
+        return max((int(match[1]) for name in names if (match := _LIBRARY.match(name))), default=0)
+    with contextlib.suppress(Failed):
+        for line in _ask(["systemctl", "--version"])[:1]:
+            found = re.match(r"systemd (\d+)", line)
+            return int(found[1]) if found is not None else 0
+    return 0
+
+
+def _next(choices: Choices) -> str:
+    """What is for the operator to do now."""
+    lines = [
+        f"next: edit {systemd_files.CONFIG}, kvd config check, systemctl enable --now kvd",
+        f"engines and operators join the group {choices.user}: usermod -aG {choices.user} NAME",
+    ]
+    if not choices.has_peer_key:
+        lines.append("for peers on other hosts: kvd keygen, then kvd systemd install again")
+    return "\n".join(lines)
+
+
+def _show_difference(before: str, after: str) -> None:
+    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""):
+        if not line.startswith(("---", "+++", "@@")) and "sha256" not in line:
+            click.echo(f"           {line}")
+
+
+def _below(top: Path, path: Path) -> Path:
+    return top / path.relative_to("/")
+
+
+def _lexists(top: Path, path: Path) -> bool:
+    return os.path.lexists(_below(top, path))
+
+
+def _text(path: Path) -> str | None:
+    """What the file says; None if there is none."""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
