@@ -34,6 +34,7 @@ from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.doors import Doors, own_directory
+from kvd.daemon.ends import CANNOT_SERVE, exit_status
 from kvd.daemon.figures import peer_keys, settings_of
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
@@ -41,16 +42,16 @@ from kvd.daemon.pages import http_pages
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import Recording
-from kvd.daemon.seqpacket import AddressInUse
+from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.watchdog import Watchdog
 from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
-from kvd.pools.arena import NotReserved
-from kvd.pools.build import build_pool, pool_memory
-from kvd.transfer.base import RegionFd, TransportDown
+from kvd.pools.build import build_pool, pool_memory, reserved_bytes
+from kvd.transfer.base import RegionFd
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation
 from kvd.wire import peer
@@ -69,8 +70,9 @@ TICK_S = 0.05
 class Daemon:
     """One node. ``start`` and ``stop`` it once; ``stopped`` is set by a signal or by a test."""
 
-    def __init__(self, config: Config, log: EventLog) -> None:
+    def __init__(self, config: Config, log: EventLog, supervisor: Supervisor | None = None) -> None:
         self.config = config
+        self.supervisor = Supervisor() if supervisor is None else supervisor
         self.stopped = asyncio.Event()
         self._log = log
         self._loop = asyncio.get_running_loop()
@@ -82,11 +84,13 @@ class Daemon:
         """Come up to READY.
 
         Raises:
-            NotReserved, AlreadyRunning, AddressInUse, TransportDown, OSError: it cannot serve.
+            CANNOT_SERVE: one of these; what to do about it is in its message.
         """
         config = self.config
         self._lock_fd = self._take_lock()
         spec = pool_spec(config)
+        size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"
+        self.supervisor.begin(f"reserving {size}")
         placed = build_pool(spec)
         for place in placed:
             self._up.callback(place.arena.close)
@@ -109,7 +113,7 @@ class Daemon:
             lambda generation: self._transport(generation, regions),
             config.transfer.silent_s,
         )
-        self._doors = Doors(config, self._up)
+        self._doors = Doors(config, self._up, self.supervisor.passed)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._up.callback(context.term)
         self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
@@ -117,10 +121,12 @@ class Daemon:
         self._open_peers(context)
         self._wire()
         self._up.push_async_callback(self.mover.stop)
+        self.supervisor.begin(f"registering {size}")
         await self.mover.start("start")
         self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
         await self._serve_http()
         self.recording.begin()
+        self.watchdog = Watchdog(self.supervisor, self.reactor, self.mover, self._log, self._state)
         self._beat(self._clock())
 
     async def stop(self) -> None:
@@ -195,7 +201,7 @@ class Daemon:
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
         self.clients.start(self._doors.bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
-        self.attach.start(self._loop)
+        self.attach.start(self._loop, self._doors.claim_attach())
         self._up.callback(self.attach.close)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -254,6 +260,10 @@ class Daemon:
 
     # ---- what happens ------------------------------------------------------------------------
 
+    def _state(self) -> str:
+        """Of the node, in a word or two."""
+        return "serving" if self.node.peers.generation else "transfer process restarting"
+
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))
         self.clients.gone(session)
@@ -268,25 +278,36 @@ class Daemon:
         self.reactor.feed(Tick(now_s))
         self.mover.beat()
         self.auditor.turn(now_s)
+        self.watchdog.beat(now_s, lag_s)
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))
 
 
-async def serve(config: Config, log: EventLog) -> int:
+async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
     """Run one daemon until a signal; returns the exit status."""
-    daemon = Daemon(config, log)
+    daemon = Daemon(config, log, supervisor)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _asked_to_stop, daemon)
+    why = "stopping"
     try:
         await daemon.start()
-        print(f"kvd {__version__} {config.node.name} ready", file=sys.stderr, flush=True)  # noqa: T201
+        for name in supervisor.drop_unclaimed():
+            _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
+        supervisor.ready("serving")
+        _print(f"kvd {__version__} {config.node.name} ready")
         await daemon.stopped.wait()
-    except (NotReserved, lock.AlreadyRunning, AddressInUse, TransportDown, OSError) as error:
-        print(f"kvd: cannot serve: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        return 1
+    except CANNOT_SERVE as error:
+        why = f"cannot serve: {error}"
+        _print(f"kvd: {why}")
+        return exit_status(error, config)
     finally:
+        supervisor.stopping(why)
         await daemon.stop()
     return 0
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _asked_to_stop(daemon: Daemon) -> None:
@@ -299,8 +320,9 @@ def _asked_to_stop(daemon: Daemon) -> None:
 def main(config: Config) -> int:
     """Run the daemon of ``config`` in the foreground; returns the exit status."""
     keep_freed_memory()
+    supervisor = Supervisor.of(os.environ, os.getpid())
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
-        return uvloop.run(serve(config, log))
+        return uvloop.run(serve(config, log, supervisor))
     finally:
         log.close()

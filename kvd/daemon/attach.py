@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import array
 import errno
-import os
 import socket
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.daemon.seqpacket import listen, peer_pid, remove_own
+from kvd.daemon.seqpacket import open_listener, peer_pid, remove_own
 from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
 from kvd.errors import Code, Refusal
 from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
@@ -135,16 +134,16 @@ class AttachServer:
         self._connections: set[Connection] = set()
         self._sessions = Sessions(past)
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen.
+    def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:
+        """Serve the socket ``listening``, whose file is not ours, or listen.
 
         Raises:
             AddressInUse: another process listens on the path.
             OSError: the directory is missing or not ours, or there is no such group.
         """
         self._loop = loop
-        self._listener = listen(self._path, mode=self._limits.mode, group=self._limits.group)
-        self._inode = os.stat(self._path).st_ino
+        mode, group = self._limits.mode, self._limits.group
+        self._listener, self._inode = open_listener(self._path, mode, group, listening)
         loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:

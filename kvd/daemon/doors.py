@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from socket import SOCK_STREAM
+from socket import SOCK_SEQPACKET, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 import zmq
 
-from kvd.config.address import IPC
+from kvd.config.address import IPC, attach_path
+from kvd.daemon.passed import Unfit
 from kvd.daemon.seqpacket import clear_stale, remove_own
 from kvd.sockets import is_ipv6, open_router
 
@@ -24,14 +25,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvd.config import Config
+    from kvd.daemon.passed import Passed
 
 
 class Doors:
-    """Opens ZMQ sockets as ``config`` says; ``undo`` removes the files of those that were made."""
+    """Opens sockets as ``config`` says, or takes those that systemd listens on already.
 
-    def __init__(self, config: Config, undo: AsyncExitStack) -> None:
+    ``undo`` removes the files of those that were made here; the others are not ours to remove.
+    """
+
+    def __init__(self, config: Config, undo: AsyncExitStack, passed: Passed) -> None:
         self._config = config
         self._undo = undo
+        self._passed = passed
+
+    def claim_attach(self) -> int | None:
+        """The attach socket that was handed over, if one was.
+
+        Raises:
+            Unfit: it is another one than the configuration says.
+        """
+        path = attach_path(self._config.sockets.client)
+        return self._passed.claim_listener("attach", path, SOCK_SEQPACKET)
 
     def bind(
         self,
@@ -43,17 +58,24 @@ class Doors:
 
         Raises:
             AddressInUse: another process listens there.
+            Unfit: systemd listens for it somewhere else.
             OSError: the address cannot be had.
         """
         config = self._config
         path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
+        passed = None
         if path is not None:
-            clear_stale(path, SOCK_STREAM)
+            name = "client" if endpoint == config.sockets.client else "admin"
+            passed = self._passed.claim_listener(name, path, SOCK_STREAM)
+            if passed is None:
+                clear_stale(path, SOCK_STREAM)
         socket = open_router(context, max_frame_bytes=config.limits.max_frame_bytes)
         if is_ipv6(endpoint):
             socket.setsockopt(zmq.IPV6, 1)
         if prepare is not None:
             prepare(socket)
+        if passed is not None:
+            socket.setsockopt(zmq.USE_FD, passed)  # libzmq closes it with the socket
         before = os.umask(0o177)  # or a socket file is open to others until its mode is set
         try:
             socket.bind(endpoint)
@@ -62,7 +84,7 @@ class Doors:
             raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
         finally:
             os.umask(before)
-        if path is not None:
+        if path is not None and passed is None:
             os.chmod(path, int(config.sockets.mode, 8))
             if config.sockets.group is not None:
                 shutil.chown(path, group=config.sockets.group)
@@ -74,7 +96,8 @@ def own_directory(directory: Path, group: str | None) -> None:
     """Make the directory of a socket for ``group``, or see that nobody else owns the one there is.
 
     Raises:
-        OSError: another user could put sockets of their own there.
+        Unfit: another user could put sockets of their own there.
+        OSError: it cannot be made.
     """
     try:
         directory.mkdir(mode=0o750, parents=True)
@@ -90,10 +113,10 @@ def own_directory(directory: Path, group: str | None) -> None:
             f"{directory} belongs to uid {found.st_uid}, this daemon runs as uid {os.geteuid()}: "
             "set sockets.client and sockets.admin to a directory of your own"
         )
-        raise PermissionError(msg)
+        raise Unfit(msg)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         msg = (
             f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}, so anyone may put a socket "
             f"of theirs in the place of ours: chmod o-w {directory}"
         )
-        raise PermissionError(msg)
+        raise Unfit(msg)

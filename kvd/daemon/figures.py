@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvd.core.eviction import Policy
 from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
+from kvd.daemon.passed import Unfit
 from kvd.types import Incarnation, NodeName
 from kvd.wire.peer import Integrity
 
@@ -43,12 +44,12 @@ def peer_keys(config: Config) -> PeerKeys | None:
     """The keys of this node and its peers; None where links need none.
 
     Raises:
-        OSError: the secret file has changed since the configuration was checked.
+        Unfit: the secret file has changed since the configuration was checked.
     """
     path = config.peers.secret_key_file
     if path is None:
         return None
     own = read_pair(path)
     if isinstance(own, KeyFlaw):
-        raise OSError(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
+        raise Unfit(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
     return PeerKeys(own, config.peers.keys)

@@ -48,6 +48,14 @@ class Mover:
         self._restarting: asyncio.Task[None] | None = None
         self._pause_s = FIRST_PAUSE_S
         self._started_s = 0.0
+        self._down_s: float | None = None
+        self._why_down = ""
+
+    def trouble(self, limit_s: float) -> str:
+        """Why no transfer process has served for longer than ``limit_s``; empty if one has."""
+        if self._down_s is None or self._reactor.clock() - self._down_s <= limit_s:
+            return ""
+        return f"no transfer process has come up for {limit_s:g} s: {self._why_down}"
 
     async def start(self, why: str) -> None:
         """Start the next generation.
@@ -70,6 +78,7 @@ class Mover:
             msg = f"{ended[0]} as soon as it was ready"
             raise TransportDown(msg)
         self._transport = transport
+        self._down_s = None
         self._answered = self._asked
         self._started_s = self._reactor.clock()
         self._reactor.feed(
@@ -183,11 +192,19 @@ class Mover:
     def _on_exit(self, why: str) -> None:
         """The transport that serves ended by itself, and is reaped."""
         self._transport = None
+        self._is_down(why)
         self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
         if self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
 
+    def _is_down(self, why: str) -> None:
+        """Since when and why nothing moves; a restart that fails says why, and is no new outage."""
+        self._why_down = why
+        if self._down_s is None:
+            self._down_s = self._reactor.clock()
+
     async def _replace(self, why: str) -> None:
+        self._is_down(why)
         if self._transport is not None:
             await self._transport.stop()
             self._transport = None
@@ -206,6 +223,7 @@ class Mover:
                 await self.start(why)
             except TransportDown as down:
                 why = str(down)
+                self._is_down(why)
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvd.core import effects
-from kvd.core.inputs import FromClient, FromOperator
+from kvd.core.inputs import FromClient, FromOperator, Tick
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
 from kvd.wire.client import Failed, Push
@@ -49,6 +49,8 @@ class Reactor:
         self.perform: Perform = {}
         self.tape: Callable[[Input], None] = untaped
         """Sees every input before it is stepped."""
+        self.ticked_s = float("-inf")
+        """When the last ``Tick`` was stepped without a bug."""
         self._bus = bus
         self._on_bug = on_bug
         self._waiting: deque[Input] = deque()
@@ -72,6 +74,8 @@ class Reactor:
         self.tape(happened)
         try:
             step = self.node.step(happened)
+            if type(happened) is Tick:
+                self.ticked_s = happened.at_s
         except Exception as error:  # noqa: BLE001
             self._on_bug(f"step {type(happened).__name__}", error)
             step = self.node.out.drain()

@@ -13,6 +13,9 @@ import socket
 import stat
 import struct
 
+NOT_OURS = 0
+"""No file has this inode."""
+
 
 class AddressInUse(Exception):
     """Another process listens on this path, or something else lies there."""
@@ -23,6 +26,20 @@ def peer_pid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", credentials)[0]
     return pid
+
+
+def open_listener(
+    path: str, mode: int, group: str | None, listening: int | None
+) -> tuple[socket.socket, int]:
+    """The socket ``listening``, or one made at ``path``; with the inode of its file if we made it.
+
+    Raises:
+        AddressInUse, OSError: as ``listen``.
+    """
+    if listening is not None:
+        return socket.socket(fileno=listening), NOT_OURS
+    made = listen(path, mode=mode, group=group)
+    return made, os.stat(path).st_ino
 
 
 def listen(path: str, *, mode: int, group: str | None) -> socket.socket:

@@ -46,6 +46,8 @@ LEVELS = {
     "recording-ended": "warning",
     "violation": "error",
     "violation-healed": "warning",
+    "watchdog-unfed": "error",
+    "watchdog-fed": "warning",
 }
 """Levels by tag: debug is what every request does, warning is what an operator may want to see."""
 
@@ -56,6 +58,18 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
     task: str
     error: str
     exception: str
+
+
+class Unfed(msgspec.Struct, frozen=True, tag="watchdog-unfed"):
+    """systemd's watchdog is not fed any more; unless ``why`` ends, it kills the daemon."""
+
+    why: str
+
+
+class Fed(msgspec.Struct, frozen=True, tag="watchdog-fed"):
+    """It is fed again, after ``unfed_s``."""
+
+    unfed_s: float
 
 
 class EventLog:
