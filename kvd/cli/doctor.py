@@ -19,6 +19,7 @@ from kvd.cli import (
     host_checks,
     key_checks,
     limit_checks,
+    neighbour_checks,
     numa_checks,
     permission_checks,
     render,
@@ -60,7 +61,11 @@ CHECKS: tuple[Callable[[Subject], list[Finding]], ...] = (
     limit_checks.direct_copies,
     transport_checks.binding,
 )
-TRANSFER = transport_checks.self_transfer
+SLOW: tuple[Callable[[Subject], list[Finding]], ...] = (
+    neighbour_checks.neighbours,
+    transport_checks.self_transfer,
+)
+"""Left out by ``--quick``: up to three seconds each."""
 
 _MARKS = {
     Severity.GOOD: ("ok", "green"),
@@ -83,16 +88,16 @@ class Diagnosis(msgspec.Struct, frozen=True):
     type=click.Path(path_type=Path),
     help="Check for this file instead of /etc/kvd/kvd.toml.",
 )
-@click.option("--quick", is_flag=True, help="Leave out the transfer, which takes two seconds.")
+@click.option("--quick", is_flag=True, help="Leave out the peers and the transfer: seconds.")
 @with_format
 def doctor_command(config_file: Path | None, quick: bool, form: str) -> None:
-    """Check this host: versions, memory, sockets, ports, NIXL, and a real transfer.
+    """Check this host: memory, NUMA, limits, clock, rights, ports, peers, NIXL, a real transfer.
 
     Every finding that is not good comes with what to do about it.
     """
     config, findings = effective(config_file)
     subject = Subject(config, dict(os.environ))
-    for check in CHECKS if quick else (*CHECKS, TRANSFER):
+    for check in CHECKS if quick else (*CHECKS, *SLOW):
         findings += check(subject)
     bad = sum(finding.severity is Severity.WRONG for finding in findings)
     if form == "json":

@@ -5,6 +5,7 @@ Each takes the ``Subject`` and returns findings; none changes anything or needs 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -33,6 +34,8 @@ ENGINE_ONLY = "torch"
 THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 COLLAPSE_SINCE = (6, 1)
 ANSWER_S = 0.5
+LISTENING = "0A"
+"""In /proc/net/tcp."""
 
 
 def versions(_subject: Subject) -> list[Finding]:
@@ -173,9 +176,41 @@ def _port(key: str, address: Address, running: Finding | None) -> Finding:
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE:
                 fix = f"give {key} an address of this host and a port above 1023"
+                if exc.errno == errno.EADDRNOTAVAIL:
+                    fix = f"give {key} one of the addresses of this host: ip -brief address"
                 return wrong(key, f"{shown} cannot be bound: {exc.strerror}", fix)
             if running is not None and not running.fix:
                 return good(key, f"{shown} is taken, by the running daemon as it seems")
             fix = f"see who has it (ss -ltnp 'sport = :{address.port}'), or change {key}"
-            return wrong(key, f"{shown} is taken", fix)
+            return wrong(key, f"{shown} is taken{_by(listener(address.port))}", fix)
     return good(key, f"{shown} is free")
+
+
+def _by(pid: int) -> str:
+    if not pid:
+        return ", by a process that this user may not see"
+    name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    return f" by {clean(name)} (pid {pid})"
+
+
+def listener(port: int) -> int:
+    """The process that listens on a TCP port of this host; 0 where it cannot be seen."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if any(os.readlink(entry) in sockets for entry in (folder / "fd").iterdir()):
+                return int(folder.name)
+    return 0
+
+
+def _listening(port: int) -> list[str]:
+    """Inodes of the sockets that listen on it."""
+    inodes = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+                inodes.append(words[9])
+    return inodes
