@@ -9,6 +9,10 @@ the descriptor is mapped over the aligned part of it (MAP_FIXED)::
     |<- slack ->|<------------- the descriptor, shared ------------->|<- slack ->|
     ^ mmap.mmap  ^ multiple of 2 MiB
 
+A file on a hugetlbfs is mapped in whole pages of its own, at a multiple of them, whatever length
+was asked for: so the space that is reserved is counted in those, or the rest of the last page would
+lie over something else of this process.
+
 The ``mmap.mmap`` object owns the whole range, so its bookkeeping guards it: a numpy array made from
 it blocks ``close``, a tensor made by ``torch.from_numpy`` keeps that array, and so no view can
 outlive its memory. (``torch.frombuffer`` would not block it, and the next access would crash.)
@@ -51,15 +55,17 @@ class Mapping:
             KvdError: ``internal`` when the kernel refuses; the message says why.
         """
         self.total_bytes = total_bytes
-        size = -(-total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        page = _page_bytes(fd)
+        unit = max(ALIGNMENT_BYTES, page)
+        size = -(-total_bytes // page) * page
         self._range = mmap.mmap(
             -1,
-            size + ALIGNMENT_BYTES,
+            size + unit,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
         start = _address(self._range)
-        self._skip = -start % ALIGNMENT_BYTES
+        self._skip = -start % unit
         _map_over(start + self._skip, size, fd)
         self.bytes = self._see()
 
@@ -134,6 +140,14 @@ def _check_fit(place: TensorPlace, *, pages: int, item_bytes: int, total_bytes: 
             f"layer {place.layer} {place.part} starts at byte {place.offset_bytes} with a stride "
             f"of {place.page_stride_bytes}, no multiples of the {item_bytes} bytes of {place.dtype}"
         )
+
+
+def _page_bytes(fd: int) -> int:
+    """What a file is mapped in: huge pages on a hugetlbfs, else those of this machine."""
+    try:
+        return max(mmap.PAGESIZE, os.fstat(fd).st_blksize)
+    except OSError:
+        return mmap.PAGESIZE  # mapping it will say what is wrong with it
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -206,7 +206,7 @@ def open_shelf(place: Place, *, wait_s: float) -> Shelf:
             holder = _holder(lock_fd)
         if time.monotonic() >= end_s:
             raise NotReserved(
-                f"{path} is in use by another kvd{holder}: stop that one, or give each daemon a "
+                f"{path} is in use by a daemon that runs{holder}: stop it, or give each daemon a "
                 "pool.directory of its own"
             )
         time.sleep(_LOOK_S)

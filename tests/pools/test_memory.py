@@ -328,7 +328,7 @@ def test_a_second_daemon_is_told_who_has_the_pool(
         open_memory(spec(), at(directory), JOURNAL_BYTES)
 
     assert str(refused.value) == (
-        f"{directory} is in use by another kvd (pid {os.getpid()}): stop that one, or give each "
+        f"{directory} is in use by a daemon that runs (pid {os.getpid()}): stop it, or give each "
         "daemon a pool.directory of its own"
     )
 
@@ -342,7 +342,7 @@ def test_the_pool_is_in_use_until_the_last_copy_of_the_lock_goes(
         (lock,) = memory.keep_open
         copy = os.dup(lock)
 
-    with pytest.raises(NotReserved, match="in use by another kvd"):
+    with pytest.raises(NotReserved, match="in use by a daemon"):
         open_memory(spec(), at(directory), JOURNAL_BYTES)
     os.close(copy)
 
