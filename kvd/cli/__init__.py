@@ -33,6 +33,7 @@ VERBS = {
     "evict": Verb("kvd.cli.change:evict_command", "Evict a number of cached pages.", CHANGE),
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
     "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),
+    "drop": Verb("kvd.cli.drop:drop_command", "Free the pool that a stopped daemon left.", CHANGE),
     "audit": Verb("kvd.cli.change:audit_command", "Check every invariant now.", CHECK),
     "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings; plan.", CHECK),
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),

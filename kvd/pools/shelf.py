@@ -106,11 +106,7 @@ class Shelf:
 
     def kept_bytes(self) -> int:
         """What our files take."""
-        return sum(self.files().values())
-
-    def files(self) -> dict[str, int]:
-        """The bytes that each of our files takes; the lock is none of them."""
-        return {name: seen.st_blocks * 512 for name, seen in self._entries()}
+        return sum(seen.st_blocks * 512 for _, seen in _entries(self._fd))
 
     def check_room(self, size_bytes: int) -> None:
         """Refuse what this file system cannot hold even without our files."""
@@ -126,7 +122,7 @@ class Shelf:
         Raises:
             NotReserved: one belongs to somebody else.
         """
-        entries = sorted(self._entries(), key=lambda entry: entry[0] != JOURNAL)
+        entries = sorted(_entries(self._fd), key=lambda entry: entry[0] != JOURNAL)
         for name, seen in entries:
             if name not in keep:
                 self._check_owner(name, seen)
@@ -148,13 +144,6 @@ class Shelf:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock_fd = -1
-
-    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        for name in sorted(os.listdir(self._fd)):
-            if name.startswith(PREFIX) and name != LOCK_NAME:
-                seen = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                if not stat.S_ISDIR(seen.st_mode):
-                    yield name, seen
 
     def _check_owner(self, name: str, seen: os.stat_result) -> None:
         if seen.st_uid != os.geteuid():
@@ -210,6 +199,33 @@ def open_shelf(place: Place, *, wait_s: float) -> Shelf:
                 "pool.directory of its own"
             )
         time.sleep(_LOOK_S)
+
+
+def left_over(path: Path) -> dict[str, int]:
+    """The bytes that each file of a pool takes in a directory, whoever uses it; the lock apart.
+
+    Nothing is opened for writing, and nothing made: ``{}`` where there is no such directory, or
+    where it is not ours to look into.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        return {name: seen.st_blocks * 512 for name, seen in _entries(fd)}
+    finally:
+        os.close(fd)
+
+
+def _entries(directory: int) -> Iterator[tuple[str, os.stat_result]]:
+    """What is called like a file of ours, and is no directory."""
+    for name in sorted(os.listdir(directory)):
+        if not name.startswith(PREFIX) or name == LOCK_NAME:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # whoever has the lock may remove it
+            seen = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if not stat.S_ISDIR(seen.st_mode):
+                yield name, seen
 
 
 def _open_directory(path: Path, place: Place) -> int:

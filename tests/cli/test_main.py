@@ -23,6 +23,7 @@ PROMISED = (
         "evict",
         "abort",
         "fence",
+        "drop",
         "audit",
         "config",
         "keygen",

@@ -17,6 +17,7 @@ from kvd.pools import memory as memory_of_pools
 from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, NotReserved
 from kvd.pools.memory import Memory, Origin, open_memory
 from kvd.pools.place import Backing, Place, own_name
+from kvd.pools.shelf import LOCK_NAME, open_shelf
 from tests.pools.keeping import (
     ANON,
     JOURNAL_BYTES,
@@ -34,6 +35,7 @@ from tests.pools.keeping import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 NOBODY = 65534
 
@@ -350,6 +352,30 @@ def test_the_pool_is_in_use_until_the_last_copy_of_the_lock_goes(
         assert memory.origin is Origin.FOUND
 
 
+def test_a_lock_that_was_removed_before_it_was_taken_is_no_lock(directory: Path) -> None:
+    """A pool is dropped in the moment between the two: others would lock another file."""
+    dropping = open_shelf(at(directory), wait_s=0.0)
+    removed = []
+
+    def trace(frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_is_locked" and not removed:
+            removed.append(os.stat(directory / LOCK_NAME).st_ino)
+            dropping.discard()
+            dropping.close()
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        memory = open_memory(spec(), at(directory), JOURNAL_BYTES)
+    finally:
+        sys.settrace(before)
+    (lock,) = memory.keep_open
+
+    assert os.fstat(lock).st_ino == os.stat(directory / LOCK_NAME).st_ino
+    assert [os.fstat(lock).st_ino] != removed
+    memory.close()
+
+
 def test_directories_are_named_after_the_user_and_the_runtime_directory() -> None:
     me = os.geteuid()
     runtimes = ["/run/kvd", "/run-kvd", "/run/kvd-a", "/run/kvd/a", "/run//kvd/", "/" + "ä" * 99]
@@ -491,9 +517,9 @@ def dies_at_line(number: int, directory: Path, pages: int) -> bool:
     if not child:
         left = number
 
-        def trace(frame: object, event: str, _arg: object) -> object:
+        def trace(frame: FrameType, event: str, _arg: object) -> object:
             nonlocal left
-            path = frame.f_code.co_filename  # type: ignore[attr-defined]
+            path = frame.f_code.co_filename
             if not path.endswith(TOUCHING):
                 return None
             if event == "line":
