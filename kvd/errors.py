@@ -27,6 +27,7 @@ class Code(enum.Enum):
     CLIENT_GONE = "client-gone"
     UNKNOWN_SESSION = "unknown-session"
     UNKNOWN_LEASE = "unknown-lease"
+    BEFORE_RESTART = "before-restart"
     UNKNOWN_HANDOFF = "unknown-handoff"
     WRONG_STATE = "wrong-state"
     PEER_UNKNOWN = "peer-unknown"

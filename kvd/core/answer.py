@@ -43,7 +43,7 @@ def node_refs(edges: Iterable[TreeEdge]) -> list[str]:
 
 def holder_refs(lease: Lease) -> list[str]:
     """A lease, and whose it is."""
-    return [f"lease:{lease.id}", f"client:{lease.session}"]
+    return [f"lease:{lease.id}", *([f"client:{lease.session}"] if lease.session else [])]
 
 
 def links_of(*refs: str) -> tuple[str, ...]:

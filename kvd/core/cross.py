@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvd.core.beside_rules import needs
+from kvd.core.lease import ENGINE
+from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 
 if TYPE_CHECKING:
@@ -61,6 +63,12 @@ class Cross:
         retractor = self._node.retractor
         waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
         return Counter([lease.id for lease in waiting])
+
+    @cached_property
+    def former(self) -> int:
+        """How many leases of before the restart an engine still has."""
+        leases = self._node.leases.leases.values()
+        return sum(ENGINE in one.holders for one in leases if one.standing is Standing.FORMER)
 
     @cached_property
     def queued(self) -> set[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
 from kvd.core.cache_mode import gate_of
-from kvd.core.holding import lease_of, running_lease_of
+from kvd.core.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
 from kvd.core.prompt import prompt_digest
@@ -192,7 +192,11 @@ class Engines:
     ) -> Refusal | None:
         lease = running_lease_of(self._node, session, message.lease)
         if isinstance(lease, Refusal):
-            return lease
+            former = former_lease_of(self._node, session, message.lease)
+            if former is None or tokens:
+                return lease
+            self._release(session, message.call, former)
+            return None
         first = self._node.leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first

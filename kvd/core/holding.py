@@ -31,6 +31,8 @@ def running_lease_of(node: Node, session: int, lease_id: int) -> Lease | Refusal
     lease = lease_of(node, session, lease_id)
     if isinstance(lease, Refusal) or lease.standing is Standing.RUNNING:
         return lease
+    if lease.standing is Standing.FORMER:
+        return before_restart(node, lease)
     todo = {
         Standing.RETRACTED: "resume it first",
         Standing.SAVING: "wait until it is retracted, then resume it",
@@ -40,6 +42,23 @@ def running_lease_of(node: Node, session: int, lease_id: int) -> Lease | Refusal
         f"lease {lease_id} is {lease.standing.value}: {todo}",
         side=node.settings.name,
     )
+
+
+def before_restart(node: Node, lease: Lease) -> Refusal:
+    """What the engine of a former lease is told when it wants more of it than to be rid of it."""
+    return Refusal(
+        Code.BEFORE_RESTART,
+        f"lease {lease.id} is from before this daemon was restarted: its pages stay as they are, "
+        "and it can only be released; release it and open a new one, which finds what is cached",
+        side=node.settings.name,
+        numbers={"lease": lease.id},
+    )
+
+
+def former_lease_of(node: Node, session: int, lease_id: int) -> Lease | None:
+    """The session's lease, if it is one of before the restart."""
+    lease = node.former.leases.get(lease_id)
+    return lease if lease is not None and lease.session == session else None
 
 
 def arriving(node: Node, session: int, lease_id: int) -> Refusal | None:

@@ -42,6 +42,10 @@ FETCH = "fetch"
 """The holder while pages are copied to its device buffer: a copy reads its row, writes those."""
 
 
+UNPROVEN = "unproven"
+"""The holder of pages that only leases of before a restart may still read."""
+
+
 class Claim(msgspec.Struct, frozen=True):
     """What a lease is asked for, and for whom.
 

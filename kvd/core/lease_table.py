@@ -69,6 +69,9 @@ class LeaseTable:
         self.growth = 0
         """Grows whenever more may be cached of a prompt than before."""
         self.opened = 0
+        self.number_above = 0
+        """What a lease's number is above its place among those opened here: the numbers of before
+        the restart are not used again."""
         self.released = 0
         self.evicted_pages = 0
         self._out = out
@@ -161,7 +164,7 @@ class LeaseTable:
         """A new lease."""
         self.opened += 1
         out = self._out
-        lease = Lease(self.opened, claim, anchor, row)
+        lease = Lease(self.opened + self.number_above, claim, anchor, row)
         lease.owned = owned
         lease.since_s = lease.touched_s = out.at_s
         self.leases[lease.id] = lease

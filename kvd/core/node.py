@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs as i
 from kvd.core.admission import Admission
+from kvd.core.adopt import Former
 from kvd.core.audit import Audit
 from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
@@ -78,6 +79,7 @@ class Node:
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
+        self.former = Former(self)
         self.copies = Copies(self.out)
         self.retractor = Retractor(self)
         self.fetcher = self.decoder.fetcher = Fetcher(self)
@@ -91,6 +93,8 @@ class Node:
             i.FromClient: self.engines.request,
             i.ClientJoined: self.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
+            i.ClientReturned: self.sessions.returned,
+            i.Adopted: self.former.adopted,
             i.FromOperator: self.operators.request,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,

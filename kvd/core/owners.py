@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.core.standing import Standing
 from kvd.types import count
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ HOLDERS_NAMED = 3
 
 def owner_of(node: Node, session: int) -> tuple[str, int]:
     """Name and first pid of a session; a dead one says so."""
+    if not session:
+        return "kvd", 0
     found = node.sessions.by_id.get(session)
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
 
@@ -24,9 +27,24 @@ def owner_of(node: Node, session: int) -> tuple[str, int]:
 def describe_holder(node: Node, lease: Lease) -> str:
     """A lease as one short phrase."""
     name, pid = owner_of(node, lease.session)
+    if lease.standing is Standing.FORMER:
+        return f"lease {lease.id} of {name} (pid {pid}), {said_of_former(node, lease)}"
     room = f" room {lease.room}" if lease.room else ""
     age_s = node.out.at_s - lease.since_s
     return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+
+
+def said_of_former(node: Node, lease: Lease) -> str:
+    """Why it is there, of a lease of before the restart."""
+    age_s = node.out.at_s - lease.since_s
+    session = node.sessions.by_id.get(lease.session)
+    if lease is node.former.unproven:
+        why = f"not proven, and {len(node.former.leases)} leases of that time may still read them"
+    elif session is not None and session.is_former:
+        why = f"it has not come back yet, for {age_s:.1f} s"
+    else:
+        why = f"it is back and still uses it, {age_s:.1f} s after the restart"
+    return f"from before the restart: {why}"
 
 
 class Kept(NamedTuple):

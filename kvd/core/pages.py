@@ -96,6 +96,23 @@ class PagePool:
         self._free += pages
         self.moves.log.append(pages)
 
+    def set_apart(self, pages: Pages) -> None:
+        """Takes exactly these, wherever in the stack they are, all or none.
+
+        Raises:
+            BadPages: not each of them is free, once; nothing was taken.
+        """
+        free = np.frombuffer(bytes(self._free), dtype="<i4")
+        left = free[~np.isin(free, np.frombuffer(pages, dtype="<i4"))]
+        n_pages = len(pages) // ID_BYTES
+        if free.size - left.size != n_pages:
+            raise BadPages(
+                f"pool {self.name}: {free.size - left.size} of {n_pages} pages to be set apart are "
+                "free: nothing was taken"
+            )
+        self._free = bytearray(left.tobytes())
+        self.moves.log.append(pages)
+
     def free_ids(self) -> Pages:
         """Every free page, in stack order; for audits and snapshots."""
         return Pages(bytes(self._free))

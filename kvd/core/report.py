@@ -244,6 +244,8 @@ def _client_states(node: Node) -> list[ClientState]:
                 held_pages=sum(one.held_pages for one in leases),
                 receives=sum(p.session == session.id for p in node.decoder.parts.values()),
                 sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
+                state="awaited" if session.is_former else "attached",
+                former_leases=len(node.former.of_session(session.id)),
             )
         )
     return out

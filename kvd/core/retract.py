@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.admission import Waiter
 from kvd.core.copying import LeaseCopies
-from kvd.core.holding import arriving, lease_of, running_lease_of
+from kvd.core.holding import arriving, before_restart, lease_of, running_lease_of
 from kvd.core.lease import ENGINE, RESTORE, Claim, Lease, Shortage
 from kvd.core.owners import describe_holder
 from kvd.core.standing import Standing, Turn
@@ -173,6 +173,8 @@ class Retractor:
         lease = lease_of(node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
+        if lease.standing is Standing.FORMER:
+            return before_restart(node, lease)
         if lease.standing is not Standing.RETRACTED:
             return self._refusal(
                 Code.WRONG_STATE,

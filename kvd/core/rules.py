@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 from kvd.core.decode import ASKING
 from kvd.core.fault import Fault
-from kvd.core.lease import ARRIVAL, ENGINE, FETCH
+from kvd.core.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
 from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
+from kvd.core.standing import Standing
 from kvd.core.tables import Decode, Prefill
 from kvd.types import ID_BYTES
 
@@ -139,6 +140,8 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
             is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
+        elif holder == UNPROVEN:
+            is_there = cross.former > 0
         elif holder == FETCH:
             is_there = cross.reads[lease.id] > 0
         else:
@@ -317,8 +320,23 @@ def register_faults(node: Node) -> Iterator[Fault]:
         if failed.session not in node.sessions.by_id:
             what = f"send {send} has failed for session {failed.session}, which is gone"
             yield Fault("I9", "failed", what, side="prefill", part=send)
+    yield from _former_faults(node)
     yield from _record_faults(node)
     yield from saved_count_faults(node)
+
+
+def _former_faults(node: Node) -> Iterator[Fault]:
+    former = node.former
+    standing = [one for one in node.leases.leases.values() if one.standing is Standing.FORMER]
+    registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
+    if {one.id for one in standing} != {one.id for one in registered}:
+        what = (
+            f"{len(standing)} leases are of before the restart, {len(registered)} are known as it"
+        )
+        yield Fault("I9", "former", what)
+    if former.unproven is not None and not former.leases:
+        what = f"lease {former.unproven.id} keeps pages that no lease of before the restart reads"
+        yield Fault("I9", "unproven", what, lease=former.unproven.id)
 
 
 def _record_faults(node: Node) -> Iterator[Fault]:

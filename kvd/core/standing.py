@@ -5,7 +5,8 @@
        '-----------------------------------------------complete------'------restored-------'
 
 A retracted lease keeps its number, its owner and its saved bytes, and nothing of the pool: no page,
-no lock. What happens on the edges is ``retract``; pages and locks move in ``lease_table``.
+no lock. FORMER stands apart: a lease of before a restart, which nothing but its end leads away from
+(``adopt``). What happens on the edges is ``retract``; pages and locks move in ``lease_table``.
 
 Theory of operation. While a copy runs the lease has a holder of its own (``SAVE``, ``RESTORE``), so
 that neither its pages nor its saved bytes are given to anybody, whatever its engine does. The end
@@ -26,6 +27,8 @@ class Standing(enum.Enum):
     RESUMING = "resuming"
     """In the admission queue."""
     RESTORING = "restoring"
+    FORMER = "former"
+    """Of before the restart: it keeps what it kept, and can only be released."""
 
 
 class Turn(enum.Enum):

@@ -35,7 +35,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
     said += why_beside.said_of_lease(node, lease)
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
-    if lease.standing is not Standing.RUNNING:
+    if lease.standing not in {Standing.RUNNING, Standing.FORMER}:
         since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
         said.append(
             f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "
@@ -44,7 +44,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
     parts = list(_parts_of(node, lease))
-    refs = [f"client:{lease.session}"]
+    refs = [f"client:{lease.session}"] if lease.session else []
     if lease.anchor is not None and lease.anchor.parent is not None:
         refs.append(f"node:{lease.anchor.id}")
     refs += [ref for ref, _ in parts]
@@ -89,6 +89,13 @@ def of_client(node: Node, number: int) -> Answer | Refusal:
     )
     if session is None:
         sentence = f"client {number} is gone and has left {has}"
+    elif session.is_former:
+        pids = ", ".join(map(str, session.pids))
+        age_s = node.out.at_s - session.since_s
+        sentence = (
+            f"client {number} is {session.name} (pid {pids}) of before the restart, and has not "
+            f"come back for {age_s:.1f} s: {has}"
+        )
     else:
         pids = ", ".join(map(str, session.pids))
         age_s = node.out.at_s - session.since_s

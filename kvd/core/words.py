@@ -57,8 +57,22 @@ def lease_waits_for(node: Node, lease: Lease) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
         return node.decoder.settling.waits_for(lease)
+    if lease.standing is Standing.FORMER:
+        return _former_waits_for(node, lease)
     if lease.standing is not Standing.RUNNING:
         return _STANDING_WAITS[lease.standing]
+    return _running_waits_for(lease)
+
+
+def _former_waits_for(node: Node, lease: Lease) -> str:
+    if lease is node.former.unproven:
+        return "the leases of before the restart to end"
+    session = node.sessions.by_id.get(lease.session)
+    is_away = session is not None and session.is_former
+    return "its engine to come back or to end" if is_away else "its engine to release it"
+
+
+def _running_waits_for(lease: Lease) -> str:
     if ARRIVAL in lease.holders:
         return "the prompt's KV to arrive"
     if ENGINE in lease.holders:

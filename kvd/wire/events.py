@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.wire.restart_events import RestartEvent
+
 
 class ClientAttached(msgspec.Struct, frozen=True, tag="client-attached"):
     """A session opened, or one more process joined it."""
@@ -122,10 +124,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
-    """Held pages that a remote may still write: not free, not usable, until the writer settles.
-
-    The lease locked ``locked_node`` until now.
-    """
+    """A remote may still write its pages, so nobody has them. It locked ``locked_node`` so far."""
 
     seq: int
     at_s: float
@@ -389,6 +388,7 @@ class RecordingSaved(msgspec.Struct, frozen=True, tag="recording-saved"):
 Event = (
     ClientAttached
     | ClientGone
+    | RestartEvent
     | LeaseOpened
     | LeaseExtended
     | LeaseCommitted

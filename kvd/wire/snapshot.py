@@ -100,7 +100,8 @@ class LeaseState(msgspec.Struct, frozen=True):
     """One claim: who, why, since when, on what.
 
     ``state`` is held, lingering, quarantined, or the standing of a lease on its way out of the pool
-    and back: saving, retracted, resuming, restoring. ``retracted_s`` is since when.
+    and back: saving, retracted, resuming, restoring; ``retracted_s`` is since when. ``former`` is
+    one of before the daemon's restart, which can only be released.
     """
 
     id: int
@@ -208,6 +209,10 @@ class ClientState(msgspec.Struct, frozen=True):
     held_pages: int
     receives: int
     sends: int
+    state: str = "attached"
+    """``attached``, or ``awaited``: it was there before the restart, and has not come back yet."""
+    former_leases: int = 0
+    """Of its leases, those of before the restart: they can only be released."""
 
 
 class RecorderState(msgspec.Struct, frozen=True):

@@ -7,13 +7,18 @@ import pytest
 from kvd.core.standing import STANDINGS, IllegalTurn, Standing, Turn, standing_next
 
 
-@pytest.mark.parametrize("standing", Standing, ids=str)
+@pytest.mark.parametrize("standing", set(Standing) - {Standing.FORMER}, ids=str)
 def test_standing_leads_on_and_back_to_running(standing: Standing) -> None:
     reached = {standing}
     for _ in STANDINGS:
         reached |= {after for (here, _), after in STANDINGS.items() if here in reached}
 
-    assert reached == set(Standing)
+    assert reached == set(Standing) - {Standing.FORMER}
+
+
+def test_a_former_lease_has_no_way_but_its_end() -> None:
+    rows = {*STANDINGS.values(), *(here for here, _ in STANDINGS)}
+    assert Standing.FORMER not in rows
 
 
 @pytest.mark.parametrize("turn", Turn, ids=str)

@@ -58,6 +58,16 @@ _WORDS: dict[str, tuple[str, ...]] = {
         " {leases} leases",
         " {handoffs} handoffs",
     ),
+    "client-returned": (
+        "client {session} {name}, pid {pid}, is back",
+        "; {kept} leases of before the restart still used",
+        "; {ended} ended",
+    ),
+    "adopted": (
+        "generation {generation}: {pages} cached pages in {nodes} nodes",
+        "; {leases} leases of {sessions} clients with {held_pages} pages",
+        "; {unproven_pages} pages not proven",
+    ),
     "lease-opened": (
         "lease {lease}",
         " of client {session}",
