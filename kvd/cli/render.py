@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree, TreeNode
     from kvd.wire.snapshot import (
+        ClientState,
         HeldState,
         LeaseState,
         PeerState,
@@ -75,7 +76,7 @@ def status(shot: Snapshot) -> RenderableType:
     for lease in shot.leases:
         beside.update({one.component: one.held_pages for one in lease.beside})
     holding = ", ".join([f"{held} pages", *(f"{n} of {clean(of)}" for of, n in beside.items())])
-    engines = ", ".join(clean(f"{one.name} {list(one.pids)}") for one in shot.clients)
+    engines = ", ".join(clean(_engine(one)) for one in shot.clients)
     rows = Table.grid(padding=(0, 2))
     for name, text in (
         ("engines", f"{len(shot.clients)}  {engines}"),
@@ -89,6 +90,12 @@ def status(shot: Snapshot) -> RenderableType:
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
     alarms = audited.broken(shot.audit)
     return Group(*alarms, head, Text(), pools.table(shot.pools), Text(), rows, *_troubles(shot))
+
+
+def _engine(one: ClientState) -> str:
+    """Its name and processes, and that it has not come back yet, where that is so."""
+    awaited = " awaited" if one.state == "awaited" else ""
+    return f"{one.name} {list(one.pids)}{awaited}"
 
 
 def _handoffs(shot: Snapshot) -> str:
@@ -127,6 +134,12 @@ def _troubles(shot: Snapshot) -> list[Text]:
         f"{clean(peer.name)} is {clean(peer.state)}, silent {duration(peer.silent_s)}: kvd peers"
         for peer in shot.peers
         if peer.state in {"suspect", "lost"}
+    ]
+    found += [
+        f"{clean(one.name)} of before the restart has not come back for {duration(one.age_s)}, "
+        f"{one.former_leases} leases with {one.held_pages} pages wait for it: kvd locks"
+        for one in shot.clients
+        if one.state == "awaited" and one.leases
     ]
     quarantined = sum(pool.quarantined_pages for pool in shot.pools)
     if quarantined:

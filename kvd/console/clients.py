@@ -33,6 +33,8 @@ def sessions_held(scene: Scene) -> dict[int, Held]:
     held = {one.id: Held(one) for one in node.sessions.by_id.values()}
     for lease in node.leases.leases.values():
         found = held.get(lease.session)
+        if found is None and not lease.session:
+            continue  # the node's own: what may still be read of before a restart
         if found is None:
             gone = Session(lease.session, owner(scene, lease.session), lease.since_s)
             found = held[lease.session] = Held(gone)
@@ -51,6 +53,8 @@ def _clients(scene: Scene, _: Query) -> Iterator[Held]:
 
 
 def _state(scene: Scene, one: Held) -> str:
+    if one.session.is_former:
+        return "awaited"
     alive = [scene.engines.is_alive(pid) for pid in one.session.pids]
     if not any(alive):
         return "gone"
@@ -61,7 +65,9 @@ CLIENTS: View[Held] = View(
     "clients",
     (
         Field("name", "text", lambda _, one: one.session.name),
-        Field("state", "state", _state, "whether its processes run"),
+        Field(
+            "state", "state", _state, "whether its processes run; awaited: of before the restart"
+        ),
         Field("pids", "text", lambda _, one: " ".join(map(str, one.session.pids))),
         Field("leases", "count", lambda _, one: len(one.leases)),
         Field(

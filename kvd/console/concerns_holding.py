@@ -33,6 +33,7 @@ OLD_S = 60.0
 OLD_UNCACHED_S = 600.0
 """One that is not cached is not committed page by page: only a long time says anything."""
 LINGERS_S = 2.0
+AWAITED_S = 10.0
 
 RULES = {
     "I1": "every page is in exactly one place: free, held, cached or in quarantine",
@@ -201,7 +202,11 @@ def lingering(scene: Scene) -> Iterator[Concern]:
 def gone_clients(scene: Scene) -> Iterator[Concern]:
     """Sessions with a dead process that still hold something."""
     alive = scene.engines.is_alive
-    suspects = [one for one in scene.node.sessions.by_id.values() if not all(map(alive, one.pids))]
+    suspects = [
+        one
+        for one in scene.node.sessions.by_id.values()
+        if not one.is_former and not all(map(alive, one.pids))
+    ]
     held = sessions_held(scene) if suspects else {}
     for session in suspects:
         has = held[session.id]
@@ -223,6 +228,28 @@ def gone_clients(scene: Scene) -> Iterator[Concern]:
             "what a dead engine held is released when its last process hangs up",
             f"stop {by}: what the session holds is released at once",
         )
+
+
+def awaited_clients(scene: Scene) -> Iterator[Concern]:
+    """Engines of before the restart that have not come back, and whose pages are kept for them."""
+    node = scene.node
+    if not node.former.leases:
+        return
+    for session in node.sessions.by_id.values():
+        leases = node.former.of_session(session.id) if session.is_former else []
+        if leases and scene.now_s - session.since_s > AWAITED_S:
+            pages = sum(lease.held_pages for lease in leases)
+            yield Concern(
+                MEDIUM if node.admission.queue else LOW,
+                "awaited",
+                f"client:{session.id}",
+                f"{session.name} {session.pids[0]} was there before the restart and has not come "
+                f"back: {amount(len(leases), 'lease')} with {amount(pages, 'page')} wait for it",
+                session.since_s,
+                f"an engine that lives comes back within {AWAITED_S:g} s; what it held is released "
+                "when it does, or ends",
+                f"open client:{session.id}",
+            )
 
 
 def full_pools(scene: Scene) -> Iterator[Concern]:

@@ -39,7 +39,11 @@ def peer_ref(name: str) -> str | None:
 def lease_holder(scene: Scene, lease: Lease, pages: str = "") -> Holder:
     """A lease as a holder of something; ``pages`` says how much it has of it."""
     session = scene.node.sessions.by_id.get(lease.session)
-    who = owner(scene, lease.session) if session is None else f"{session.name} {session.pids[0]}"
+    who = (
+        owner(scene, lease.session) or "kvd"
+        if session is None
+        else f"{session.name} {session.pids[0]}"
+    )
     room = f" room {lease.room}" if lease.room else ""
     what = f"{who}: {lease.reason}{room}{pages}"
     return Holder(what, lease.since_s, f"lease:{lease.id}", state_of(scene, lease))

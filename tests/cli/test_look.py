@@ -25,7 +25,7 @@ from kvd.wire.admin import (
     TreeNode,
     Why,
 )
-from kvd.wire.snapshot import AuditState, Finding
+from kvd.wire.snapshot import AuditState, ClientState, Finding
 
 NODES = (
     TreeNode(1, 0, "lora-a", 0, 64, 4, 1, 9, ("lease 7 of decode-0",), (101, 102, 103)),
@@ -46,6 +46,24 @@ def test_status_is_one_screen(run):
         "! a request has waited 1.50s for room: kvd locks",
     ]
     assert len(lines) < 24
+
+
+def test_status_says_who_has_not_come_back_after_a_restart(run, daemon, snapshot):
+    works = ClientState(3, "works-0", (4711,), 12.0, 2, 6, 0, 0, "awaited", 2)
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(
+        whole(request), snapshot=msgspec.structs.replace(snapshot, clients=(works,))
+    )
+
+    lines = run("status").stdout.splitlines()
+
+    assert [line for line in lines if line.startswith("engines")] == [
+        "engines   1  works-0 [4711] awaited"
+    ]
+    assert (
+        "! works-0 of before the restart has not come back for 12.0s, 2 leases with 6 pages wait "
+        "for it: kvd locks"
+    ) in lines
 
 
 def test_status_says_how_the_audit_stands_and_shows_findings_on_top(run, daemon, snapshot):

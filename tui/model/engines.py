@@ -34,8 +34,8 @@ LEASES = (
 """Columns of the leases of one client that stay longest; whose they are, the caption says."""
 LEASES_HIDDEN = ("owner", "client", "pid")
 
-LETTERS = {"alive": "+", "gone": "!", "partly gone": "~"}
-STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "partly gone": "warn"}
+LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?"}
+STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "partly gone": "warn", "awaited": "warn"}
 
 
 def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
@@ -71,6 +71,11 @@ def advice(row: Facts, now_s: float) -> str:
         return (
             f"{holds} Its processes are gone, and a process that inherited its connection keeps it "
             "open: stop that one, and its leases are released within 1 s"
+        )
+    if word == "awaited":
+        return (
+            f"{holds} It was there before the restart and has not come back yet: what it does not "
+            f"use any more is released when it does, and all of it when pid {pids} ends"
         )
     stop = f"stop pid {pids}" if pids else "stop its process"
     return (
