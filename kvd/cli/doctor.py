@@ -22,6 +22,7 @@ from kvd.cli import (
     neighbour_checks,
     numa_checks,
     permission_checks,
+    pool_checks,
     render,
     service_checks,
     transport_checks,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 CHECKS: tuple[Callable[[Subject], list[Finding]], ...] = (
     host_checks.versions,
-    host_checks.memory,
+    pool_checks.memory,
+    pool_checks.backing,
     host_checks.shared_memory,
     host_checks.huge_pages,
     numa_checks.numa,

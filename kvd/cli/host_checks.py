@@ -21,10 +21,6 @@ from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
 from kvd.cli.permission_checks import visible
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
-from kvd.config.pool import pool_spec
-from kvd.pools.arena import NotReserved, check_free
-from kvd.pools.build import reserved_bytes
-from kvd.pools.host_memory import free_memory
 from kvd.text import amount, clean
 from kvd.wire.admin import ShowStatus, Status
 
@@ -66,19 +62,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def memory(subject: Subject) -> list[Finding]:
-    """Whether the pool fits, by the rule that the daemon reserves it by."""
-    free = free_memory()
-    try:
-        regions = reserved_bytes(pool_spec(subject.config))
-        check_free(regions, free)
-    except NotReserved as exc:
-        what, _, fix = str(exc).rpartition(": ")
-        return [wrong("memory", what, fix)]
-    what = f"the pool takes {amount(sum(regions.values()))} of {amount(free.free_bytes)} free"
-    return [good("memory", f"{what} ({free.limited_by})")]
-
-
 def shared_memory(_subject: Subject) -> list[Finding]:
     """Room in /dev/shm: UCX puts its small shared segments there."""
     here = Path("/dev/shm")
@@ -96,6 +79,8 @@ def huge_pages(subject: Subject) -> list[Finding]:
     """Whether the kernel can give the pool 2 MiB pages: about twice the bandwidth on one host."""
     if subject.config.pool.huge_pages == "off":
         return [good("huge pages", "switched off by pool.huge_pages")]
+    if subject.config.pool.backing == "hugetlbfs":
+        return [good("huge pages", "pool.backing = hugetlbfs is made of them")]
     release = os.uname().release
     match = re.match(r"(\d+)\.(\d+)", release)
     version = (int(match[1]), int(match[2])) if match else COLLAPSE_SINCE

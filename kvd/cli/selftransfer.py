@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import mmap
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -33,15 +35,20 @@ PAGES = 33
 POSTS = 4
 LIMIT_S = 30.0
 REGION = "doctor"
+TELL_LANES = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What came of it: ``best_s`` is the fastest of the posts, each of ``moved_bytes``."""
+    """What came of it: ``best_s`` is the fastest of the posts, each of ``moved_bytes``.
+
+    ``lanes``: what UCX says that writes went by, like ``cma/memory``; empty if it did not say.
+    """
 
     moved_bytes: int
     best_s: float
     route: Route
     bytes_equal: bool
+    lanes: str = ""
 
 
 async def measure(environment: Mapping[str, str]) -> Measured:
@@ -52,12 +59,40 @@ async def measure(environment: Mapping[str, str]) -> Measured:
         TimeoutError: no end within ``LIMIT_S``.
     """
     async with asyncio.timeout(LIMIT_S), contextlib.AsyncExitStack() as stack:
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-doctor-"))) / "ucx"
+        telling = {**environment, **TELL_LANES, "UCX_LOG_FILE": str(log)}
         source, target = stack.enter_context(_memory()), stack.enter_context(_memory())
         receiver = await stack.enter_async_context(_end("to", target, environment))
-        sender = await stack.enter_async_context(_end("from", source, environment))
+        sender = await stack.enter_async_context(_end("from", source, telling))
         payload = os.urandom(PAGE_BYTES)
         _fill(source, payload)
-        return await _send(sender, receiver.metadata, lambda: _holds(target, payload))
+        measured = await _send(sender, receiver.metadata, lambda: _holds(target, payload))
+        return msgspec.structs.replace(measured, lanes=lanes_of(_read(log)))
+
+
+def lanes_of(log: str) -> str:
+    """What UCX's log says of long writes to the last connection that it made.
+
+    It is a table for each connection and operation; the row of a write that has no end counts.
+    """
+    found, is_write = "", False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.partition("]   |")[2].split("|")]
+        if "cfg#" in line:
+            is_write = False
+        if "remote memory write" in line:
+            is_write = True
+        elif is_write and len(cells) >= 3 and cells[0].endswith("..inf"):
+            found = cells[2]
+    return found
+
+
+def _read(log: Path) -> str:
+    """Nothing where UCX has not written it: it is for people, and may change."""
+    try:
+        return log.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> Measured:

@@ -76,7 +76,8 @@ def judge(subject: Subject, unit: dict[str, str]) -> list[Finding]:
     if unit.get("FileDescriptorStoreMax", "0") == "0":
         what = "no room for descriptors: memory in the store would not outlive the daemon"
         fix = f"{_EDIT}, and write [Service] FileDescriptorStoreMax=64"
-        out.append(poor("fd store", what, fix))
+        make = wrong if subject.config.pool.backing == "fdstore" else poor
+        out.append(make("fd store", what, fix))
     if subject.entries("sys/class/infiniband") and unit.get("LimitMEMLOCK") not in INFINITE:
         what = f"LimitMEMLOCK={unit.get('LimitMEMLOCK')}, and an RDMA device pins the pool"
         fix = f"{_EDIT}, and write [Service] LimitMEMLOCK=infinity"

@@ -34,6 +34,11 @@ PROBE_S = 20.0
 NETWORKS = Path("/sys/class/net")
 RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 TCP_RETRIES = 5
+SHARED = "sm"
+NEED_ONE_HOST = frozenset({SHARED, "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"})
+"""UCX's names for transports between two processes of one kernel."""
+SIDE_DEVICES = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc")
+"""Devices that lead to containers of this host. UCX takes them like any other."""
 
 
 def binding(_subject: Subject) -> list[Finding]:
@@ -164,11 +169,51 @@ def self_transfer(subject: Subject) -> list[Finding]:
     if not measured.bytes_equal:
         return [wrong(name, "the bytes that arrived are not those that were sent", fix)]
     if measured.route is Route.NETWORK:
-        fix = "allow cross-memory attach: kernel.yama.ptrace_scope = 0, or CAP_SYS_PTRACE"
+        fix = "unset UCX_TLS, or add cma to it; and: sysctl -w kernel.yama.ptrace_scope=0"
         return [poor(name, f"{_speed(measured)}, over the network although on one host", fix)]
-    return [good(name, _speed(measured))]
+    return [good(name, _speed(measured)), _over_network(subject)]
+
+
+def _over_network(subject: Subject) -> Finding:
+    """The same transfer without what only works on one host: what a peer elsewhere would get."""
+    name = "network transfer"
+    fix = "see UCX_TLS and UCX_NET_DEVICES above, and ip -brief link"
+    chosen = {**subject.environ, **subject.config.transfer.ucx}.get("UCX_TLS", "all")
+    environment = {**subject.config.transfer.ucx, "UCX_TLS": without_host(chosen)}
+    try:
+        measured = asyncio.run(measure(environment))
+    except (TransportDown, TimeoutError) as exc:
+        return poor(name, clean(str(exc) or "no end within its time limit"), fix)
+    if not measured.bytes_equal:
+        return wrong(name, "the bytes that arrived are not those that were sent", fix)
+    return judge_network(subject, measured)
+
+
+def judge_network(subject: Subject, measured: Measured) -> Finding:
+    """Whether what UCX chose is what leads to other hosts, and the best that this one has."""
+    name = "network transfer"
+    rdma = [entry.name for entry in subject.entries("sys/class/infiniband")]
+    if rdma and measured.lanes and not any(f"/{device}" in measured.lanes for device in rdma):
+        what = f"{_speed(measured)}, although there is {', '.join(rdma)}"
+        fix = "see rdma and memlock above; unset UCX_TLS and UCX_NET_DEVICES; ibv_devinfo"
+        return poor(name, what, fix)
+    strange = [one for one in SIDE_DEVICES if f"/{one}" in measured.lanes]
+    if strange and subject.config.peers.connect:
+        what = f"{_speed(measured)}: {', '.join(strange)}* leads to no other host"
+        fix = "kvd.toml, [transfer.ucx]: UCX_NET_DEVICES = the device of ip route get PEER"
+        return poor(name, what, fix)
+    return good(name, f"{_speed(measured)}, looped on this host: no wire was in it")
+
+
+def without_host(tls: str) -> str:
+    """A value of UCX_TLS without the transports that need a shared kernel."""
+    if tls.startswith("^"):
+        return f"{tls},{SHARED}"
+    rest = [one for one in tls.split(",") if one.strip() not in NEED_ONE_HOST]
+    return f"^{SHARED}" if "all" in rest or not rest else ",".join(rest)
 
 
 def _speed(measured: Measured) -> str:
     rate = measured.moved_bytes / measured.best_s / 1e9
-    return f"{amount(measured.moved_bytes)} at {rate:.1f} GB/s by {measured.route.value}"
+    lanes = f" ({clean(measured.lanes)})" if measured.lanes else ""
+    return f"{amount(measured.moved_bytes)} at {rate:.1f} GB/s by {measured.route.value}{lanes}"

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvd.cli import host_checks, kvd, transport_checks
+from kvd.cli import host_checks, kvd, pool_checks, transport_checks
 from kvd.cli.finding import Severity, Subject
+from kvd.cli.selftransfer import Measured, lanes_of
 from kvd.config import load
 from kvd.pools.arena import SPARE_BYTES
 from kvd.pools.host_memory import Free
+from kvd.transfer.orders import Path as Route
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
 
@@ -55,7 +57,7 @@ def test_a_wrong_configuration_is_a_finding_and_the_rest_is_checked(tmp_path):
 
 
 def test_a_pool_larger_than_memory_is_wrong():
-    [finding] = host_checks.memory(subject("pool.size=50TiB"))
+    [finding] = pool_checks.memory(subject("pool.size=50TiB"))
 
     assert finding.severity is WRONG
     assert finding.what.startswith(
@@ -67,10 +69,10 @@ def test_a_pool_larger_than_memory_is_wrong():
 def test_memory_is_judged_by_the_rule_that_the_daemon_reserves_by(monkeypatch):
     """What fits only without the spare that is left to the host is wrong here as it is there."""
     free = Free(SPARE_BYTES + 2**30 - 1, "memory.max of control group /x")
-    monkeypatch.setattr(host_checks, "free_memory", lambda: free)
+    monkeypatch.setattr(pool_checks, "free_memory", lambda: free)
 
-    assert severities(host_checks.memory(subject("pool.size=1GiB"))) == {"memory": WRONG}
-    [fits] = host_checks.memory(subject("pool.size=512MiB"))  # and an eighth for retracted leases
+    assert severities(pool_checks.memory(subject("pool.size=1GiB"))) == {"memory": WRONG}
+    [fits] = pool_checks.memory(subject("pool.size=512MiB"))  # and an eighth for retracted leases
     assert (fits.severity, fits.what) == (
         GOOD,
         "the pool takes 576.0 MiB of 1.2 GiB free (memory.max of control group /x)",
@@ -160,8 +162,78 @@ def test_a_variable_that_is_harmless_is_only_listed(name, value):
 
 
 @pytest.mark.slow
-def test_self_transfer_moves_the_bytes_of_two_real_processes():
-    [finding] = transport_checks.self_transfer(subject())
+def test_self_transfer_moves_the_bytes_of_two_real_processes_by_both_ways():
+    here, network = transport_checks.self_transfer(subject())
 
-    assert finding.severity is not WRONG, finding.what
-    assert "64.0 MiB at " in finding.what
+    assert (here.severity, network.severity) == (GOOD, GOOD), (here.what, network.what)
+    assert "64.0 MiB at " in here.what
+    assert "by same-host (cma/memory)" in here.what
+    assert "by network (" in network.what
+    assert "tcp/" in network.what
+
+
+UCX_SAYS = """\
+[1.0] [vm:1:0]      ucp_worker.c:1997 UCX  INFO    from self cfg#0 rma_am(tcp/lo)  am(tcp/lo)
+[1.0] [vm:1:0]   | from self cfg#0                                        |
+[1.0] [vm:1:0]   | remote memory write by ucp_put* from host memory       |
+[1.0] [vm:1:0]   | 0..inf | zero-copy   | cma/memory                      |
+[1.0] [vm:1:0]   | from inter-node cfg#1                                  |
+[1.0] [vm:1:0]   | remote memory write by ucp_put* from host memory       |
+[1.0] [vm:1:0]   | 0..64  | short       | tcp/lo                          |
+[1.0] [vm:1:0]   | 65..inf | zero-copy  | 52% on tcp/lo and 48% on tcp/eth0 |
+[1.0] [vm:1:0]   | from inter-node cfg#1                                  |
+[1.0] [vm:1:0]   | active message by ucp_am_send* from host memory        |
+[1.0] [vm:1:0]   | 0..inf | multi-frag  | tcp/docker0                     |
+"""
+
+
+def test_lanes_are_those_of_long_writes_to_the_last_connection():
+    assert lanes_of(UCX_SAYS) == "52% on tcp/lo and 48% on tcp/eth0"
+    assert lanes_of("nothing of the kind") == ""
+
+
+@pytest.mark.slow
+def test_a_transfer_without_direct_copies_is_poor_and_names_what_it_went_by():
+    [finding] = transport_checks.self_transfer(subject("transfer.ucx.UCX_TLS=tcp"))
+
+    assert finding.severity is POOR
+    assert "by network (" in finding.what
+    assert "tcp/" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("tls", "without"),
+    [
+        ("all", "^sm"),
+        ("^ib", "^ib,sm"),
+        ("tcp,cma", "tcp"),
+        ("rc,sm,cuda_copy", "rc,cuda_copy"),
+        ("sm", "^sm"),
+    ],
+)
+def test_the_network_is_tried_with_the_transports_that_were_chosen_for_it(tls, without):
+    assert transport_checks.without_host(tls) == without
+
+
+def network(about, lanes):
+    measured = Measured(64 * 2**20, 0.01, Route.NETWORK, bytes_equal=True, lanes=lanes)
+    return transport_checks.judge_network(about, measured)
+
+
+def test_a_device_of_containers_is_poor_where_peers_are_elsewhere():
+    lanes = "50% on tcp/eth0 and 50% on tcp/docker0"
+    alone = network(subject(), lanes)
+    peered = network(subject("peers.connect.p=tcp://127.0.0.1:7412"), lanes)
+
+    assert (alone.severity, peered.severity) == (GOOD, POOR)
+    assert "docker* leads to no other host" in peered.what
+    assert "UCX_NET_DEVICES" in peered.fix
+
+
+def test_tcp_is_poor_where_there_is_an_rdma_device(tmp_path):
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    about = Subject(subject().config, {}, tmp_path)
+
+    assert network(about, "tcp/eth0").severity is POOR
+    assert "although there is mlx5_0" in network(about, "tcp/eth0").what
+    assert network(about, "rc_mlx5/mlx5_0:1").severity is GOOD

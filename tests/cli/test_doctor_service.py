@@ -96,6 +96,12 @@ def test_what_is_wrong_with_a_unit_is_said(tmp_path, before, after, check, sever
     assert all(one.severity is GOOD for one in others)
 
 
+def test_a_store_without_room_is_wrong_where_the_pool_is_to_lie_in_it(tmp_path):
+    found = judged(tmp_path, WELL.replace("StoreMax=64", "StoreMax=0"), "pool.backing=fdstore")
+
+    assert found["fd store"].severity is WRONG
+
+
 def test_a_unit_that_may_pin_too_little_counts_where_a_device_pins(tmp_path):
     text = WELL.replace("LimitMEMLOCK=infinity", "LimitMEMLOCK=8388608")
     assert "service memlock" not in judged(tmp_path, text)
