@@ -17,7 +17,7 @@ MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
-    "kvd.console",
+    *("kvd.console", "kvd.journal"),
 }
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
     "kvd.console": CORE | {"kvd.console"},
+    "kvd.journal": CORE | {"kvd.journal"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
     "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},

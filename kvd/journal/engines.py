@@ -1,0 +1,144 @@
+"""Which engines there are: their tokens, names and processes, a slot each.
+
+    slot   session, stored last, 0 when it is over | check | token | length | name | processes
+    process   when it started | its pid, with a proof of both
+
+A process is known by its pid and by when it started, in clock ticks since boot, so that a later one
+with the same pid is not taken for it. A pid of 0 is not known: nobody can prove such a one dead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvd.journal.layout import ENGINE_BYTES, ENGINE_SLOTS, NAME_BYTES, PROCESSES
+from kvd.journal.words import WORD_BYTES, sealed, unsealed
+
+if TYPE_CHECKING:
+    from kvd.journal.layout import Journal, Store
+
+_WORDS: Final = ENGINE_BYTES // WORD_BYTES
+_TOKEN_AT: Final = 2 * WORD_BYTES
+_LENGTH: Final = 4
+_NAME_AT: Final = 5 * WORD_BYTES
+_PROCESSES: Final = 5 + NAME_BYTES // WORD_BYTES
+TOKEN_BYTES: Final = 16
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of an engine; ``start_ticks`` as in field 22 of ``/proc/PID/stat``."""
+
+    pid: int
+    start_ticks: int
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """A session as it was noted."""
+
+    session: int
+    token: bytes
+    name: str
+    processes: tuple[Process, ...]
+
+
+def _check(session: int, token: bytes, name: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(session.to_bytes(WORD_BYTES, "little") + token + name)
+
+
+def read_engines(journal: Journal) -> tuple[dict[int, Engine], int]:
+    """The engines by slot, and how many slots are damaged."""
+    words, whole = journal.engines, journal.whole
+    found: dict[int, Engine] = {}
+    n_damaged = 0
+    for slot in np.flatnonzero(np.asarray(words)[::_WORDS]).tolist():
+        at, start = slot * _WORDS, journal.sizes.engines_at + slot * ENGINE_BYTES
+        session, length = words[at], min(words[at + _LENGTH], NAME_BYTES)
+        token = bytes(whole[start + _TOKEN_AT : start + _TOKEN_AT + TOKEN_BYTES])
+        name = bytes(whole[start + _NAME_AT : start + _NAME_AT + length])
+        if words[at + 1] != _check(session, token, name):
+            n_damaged += 1
+            continue
+        processes = []
+        for index in range(PROCESSES):
+            start_ticks, word = words[at + _PROCESSES + 2 * index :][:2].tolist()
+            pid = unsealed(word, session ^ start_ticks) if word else None
+            if pid is not None:
+                processes.append(Process(pid, start_ticks))
+        found[slot] = Engine(session, token, name.decode(errors="replace"), tuple(processes))
+    return found, n_damaged
+
+
+class Engines:
+    """Who writes the slots of engines. ``n_unkept``: engines and processes that found none."""
+
+    def __init__(self, journal: Journal, store: Store, known: dict[int, Engine]) -> None:
+        self._words = journal.engines
+        self._whole = journal.whole
+        self._base = journal.sizes.engines_at
+        self._store = store
+        self.slots = {engine.session: slot for slot, engine in known.items()}
+        self._free = [slot for slot in range(ENGINE_SLOTS) if slot not in known][::-1]
+        self.n_unkept = 0
+
+    def open(self, session: int, token: bytes, name: str, process: Process) -> None:
+        """A session of one process; ``token`` has 16 bytes."""
+        if session in self.slots or not self._free:
+            self.n_unkept += session not in self.slots
+            return
+        slot = self.slots[session] = self._free.pop()
+        said = name.encode()[:NAME_BYTES].decode(errors="ignore").encode()
+        store, words, at = self._store, self._words, slot * _WORDS
+        start = self._base + slot * ENGINE_BYTES
+        for index in range(PROCESSES):
+            store(words, at + _PROCESSES + 2 * index + 1, 0)
+        store(self._whole, slice(start + _TOKEN_AT, start + _TOKEN_AT + TOKEN_BYTES), token)
+        store(self._whole, slice(start + _NAME_AT, start + _NAME_AT + len(said)), said)
+        store(words, at + _LENGTH, len(said))
+        store(words, at + 1, _check(session, token, said))
+        self._enter(slot, session, process)
+        store(words, at, session)
+
+    def join(self, session: int, process: Process) -> None:
+        """One more process of it."""
+        slot = self.slots.get(session)
+        if slot is not None:
+            self._enter(slot, session, process)
+
+    def leave(self, session: int, pid: int) -> None:
+        """One process less."""
+        slot = self.slots.get(session)
+        if slot is None:
+            return
+        at = slot * _WORDS + _PROCESSES
+        for index in range(at, at + 2 * PROCESSES, 2):
+            word = self._words[index + 1]
+            if word and unsealed(word, session ^ self._words[index]) == pid:
+                self._store(self._words, index + 1, 0)
+                return
+
+    def end(self, session: int) -> None:
+        """The session is over."""
+        slot = self.slots.pop(session, None)
+        if slot is not None:
+            self._store(self._words, slot * _WORDS, 0)
+            self._free.append(slot)
+
+    def drop_but(self, known: dict[int, Engine]) -> None:
+        """Clear every slot but these."""
+        for slot in np.flatnonzero(np.asarray(self._words)[::_WORDS]).tolist():
+            if slot not in known:
+                self._store(self._words, slot * _WORDS, 0)
+
+    def _enter(self, slot: int, session: int, process: Process) -> None:
+        at = slot * _WORDS + _PROCESSES
+        for index in range(at, at + 2 * PROCESSES, 2):
+            if not self._words[index + 1]:
+                self._store(self._words, index, process.start_ticks)
+                proof = sealed(process.pid, session ^ process.start_ticks)
+                self._store(self._words, index + 1, proof)
+                return
+        self.n_unkept += 1

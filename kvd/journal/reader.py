@@ -1,0 +1,266 @@
+"""What a journal proves: read once, by the process that comes after, before anybody writes it.
+
+    reading = Reading(journal, Verify.SAMPLED)
+    while pages := reading.to_sum():
+        reading.summed(pages, sums)          what the transfer process says of them
+    found = reading.found()                  for the core
+    writer = reading.carry_on()              the journal goes on as the next generation
+
+A page is kept where its check is good, all pages before it in its sequence are kept too, and its
+sum, if it was looked at, is what was noted. **One bad sum in a sample ends the sampling**: then
+every page that is still kept is summed, because memory that was written by somebody without a lease
+is not known to have one such place only. What follows a bad page goes with it.
+
+Every other page that was somebody's is ``unproven``: an engine of before may still read it. Pages
+that were nobody's are free, and so are those that were only being received.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvd.core.inputs import Branch, FormerLease, FormerSession
+from kvd.journal.claims import claim_word, read_claims
+from kvd.journal.engines import Process, read_engines
+from kvd.journal.forest import Columns, Forest, Grown, reachable
+from kvd.journal.layout import GENERATION, LAST_LEASE, LAST_SESSION, SUM_8, ids_of, page_bytes_of
+from kvd.journal.spaces import digests_of, read_spaces
+from kvd.journal.words import PENDING, PROVEN, mixed_all
+from kvd.journal.writer import Known, Writer
+from kvd.types import NO_TOKENS, Pages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvd.journal.claims import Claim
+    from kvd.journal.layout import Journal, Store
+
+SAMPLE_ONE_IN = 16
+"""Of the pages between the first and the last of a branch."""
+
+
+class Verify(enum.Enum):
+    """Which of the pages that could be kept are summed first."""
+
+    ALL = "all"
+    SAMPLED = "sampled"
+    NONE = "none"
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """What was noted and is not kept, by reason; pages, but for the last three.
+
+    ``cut_off_pages`` are good in themselves, yet one before them in their sequence is not kept.
+    ``unsummed_pages`` were cached and their sums not known yet.
+    """
+
+    damaged_pages: int = 0
+    cut_off_pages: int = 0
+    unsummed_pages: int = 0
+    bad_sum_pages: int = 0
+    damaged_leases: int = 0
+    damaged_engines: int = 0
+    orphaned_leases: int = 0
+
+
+class FormerEngine(msgspec.Struct, frozen=True):
+    """An engine of before the restart, as the core takes it, and how it proves that it is it."""
+
+    session: FormerSession
+    token: bytes
+    processes: tuple[Process, ...]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What the pool held and was proven; ``inputs.Adopted`` and the attach socket take it over.
+
+    ``generation`` is that which comes now.
+    """
+
+    generation: int
+    branches: tuple[Branch, ...]
+    engines: tuple[FormerEngine, ...]
+    unproven: Pages
+    last_lease: int
+    last_session: int
+    kept_pages: int
+    summed_pages: int
+    dropped: Dropped
+
+
+class Reading:
+    """One journal as it was when the process before ended."""
+
+    def __init__(self, journal: Journal, verify: Verify) -> None:
+        self._journal = journal
+        self._verify = verify
+        self._spaces = read_spaces(journal)
+        self._claims, self._n_damaged_leases = read_claims(journal)
+        self._engines, self._n_damaged_engines = read_engines(journal)
+        words = self._words = journal.words.copy()
+        words[0] = 0
+        noted = np.flatnonzero(words >= np.uint64(PROVEN))
+        digests = digests_of(self._spaces, journal.sizes.spaces)
+        good: NDArray[np.bool_] = np.zeros(words.size, bool)
+        good[noted] = journal.checks(noted, digests) == words[noted]
+        self._columns = Columns(journal)
+        self._good = good
+        self._kept = reachable(self._columns, good)
+        self._n_damaged = int(noted.size) - int(np.count_nonzero(good))
+        self._n_cut_off = int(np.count_nonzero(good)) - int(np.count_nonzero(self._kept))
+        self._n_bad = 0
+        self._is_summed: NDArray[np.bool_] = np.zeros(words.size, bool)
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def to_sum(self) -> Pages:
+        """The pages that are to be summed before more can be said; none when that is all."""
+        if self._verify is Verify.NONE:
+            return Pages(b"")
+        wanted = self._kept & ~self._is_summed
+        if self._verify is Verify.SAMPLED:
+            forest = Forest(self._columns, self._kept)
+            wanted &= forest.is_first | forest.is_last | self._is_picked()
+        return Pages(page_bytes_of(np.flatnonzero(wanted)))
+
+    def _is_picked(self) -> NDArray[np.bool_]:
+        """One page in so many, other ones for every caching."""
+        picked: NDArray[np.bool_] = mixed_all(self._columns.serial) % np.uint64(
+            SAMPLE_ONE_IN
+        ) == np.uint64(0)
+        return picked
+
+    def summed(self, pages: Pages, sums: bytes) -> int:
+        """Drop the pages whose sum is not what was noted, with all that follow them.
+
+        ``sums``: 8 bytes each, little-endian. Returns how many were bad.
+        """
+        ids = ids_of(pages)
+        bad = ids[self._journal.rows8[ids, SUM_8] != np.frombuffer(sums, "<u8")]
+        self._is_summed[ids] = True
+        if bad.size:
+            self._verify = Verify.ALL
+            self._n_bad += bad.size
+            self._good[bad] = False
+            before = int(np.count_nonzero(self._kept))
+            self._kept = reachable(self._columns, self._good)
+            after = int(np.count_nonzero(self._kept))
+            self._n_cut_off += before - after - bad.size
+        return int(bad.size)
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def found(self) -> Found:
+        """What was proven, when ``to_sum`` has no more."""
+        grown = Forest(self._columns, self._kept).branches(self._journal, self._spaces)
+        journal = self._journal
+        known = self._known_claims()
+        return Found(
+            generation=journal.counter(GENERATION) + 1,
+            branches=grown.branches,
+            engines=self._former(known, grown),
+            unproven=self._unproven(known),
+            last_lease=journal.counter(LAST_LEASE),
+            last_session=journal.counter(LAST_SESSION),
+            kept_pages=int(np.count_nonzero(self._kept)),
+            summed_pages=int(np.count_nonzero(self._is_summed)),
+            dropped=Dropped(
+                damaged_pages=self._n_damaged,
+                cut_off_pages=self._n_cut_off,
+                unsummed_pages=int(np.count_nonzero(_is_pending(self._words))),
+                bad_sum_pages=self._n_bad,
+                damaged_leases=self._n_damaged_leases,
+                damaged_engines=self._n_damaged_engines,
+                orphaned_leases=len(self._claims) - len(known),
+            ),
+        )
+
+    def carry_on(self, store: Store = operator.setitem) -> Writer:
+        """The writer of the next generation; what is not kept is noted as such first.
+
+        Pages that are ``unproven`` stay noted so, until they are noted as freed.
+        """
+        known = self._known_claims()
+        journal = self._journal
+        writer = Writer(journal, Known(known, self._engines, self._spaces), store)
+        writer.forget(self._unproven(known))
+        writer.drop_slots_but(known, self._engines)
+        return writer
+
+    def _known_claims(self) -> dict[int, Claim]:
+        """The leases of engines that are known, by slot."""
+        sessions = {engine.session for engine in self._engines.values()}
+        return {slot: claim for slot, claim in self._claims.items() if claim.session in sessions}
+
+    def _own_pages(self, known: dict[int, Claim]) -> dict[int, NDArray[np.intp]]:
+        """The pages that are the own of each lease, by lease."""
+        words = self._words
+        ids = np.flatnonzero((words != 0) & (words < np.uint64(PENDING)))
+        order = ids[np.argsort(words[ids], kind="stable")]
+        kinds, starts = np.unique(words[order], return_index=True)
+        bounds = [*starts.tolist(), order.size]
+        by_word = {
+            word: order[bounds[at] : bounds[at + 1]] for at, word in enumerate(kinds.tolist())
+        }
+        return {
+            claim.lease: by_word.get(claim_word(claim.lease, slot), order[:0])
+            for slot, claim in known.items()
+        }
+
+    def _unproven(self, known: dict[int, Claim]) -> Pages:
+        """Every page that was somebody's and is neither kept nor a known lease's own."""
+        rest = (self._words != 0) & ~self._kept
+        for own in self._own_pages(known).values():
+            rest[own] = False
+        return Pages(page_bytes_of(np.flatnonzero(rest)))
+
+    def _former(self, known: dict[int, Claim], grown: Grown) -> tuple[FormerEngine, ...]:
+        own = self._own_pages(known)
+        leases: dict[int, list[FormerLease]] = {}
+        anchors: dict[int, int] = {}
+        for claim in sorted(known.values(), key=lambda claim: claim.lease):
+            anchor = self._kept_part(claim.anchor, anchors)
+            namespace, prefix = grown.path_to(anchor) if anchor > 0 else ("", NO_TOKENS)
+            held = Pages(page_bytes_of(own[claim.lease]))
+            former = FormerLease(claim.lease, namespace, prefix, held)
+            leases.setdefault(claim.session, []).append(former)
+        return tuple(
+            FormerEngine(
+                FormerSession(
+                    engine.session,
+                    engine.name,
+                    tuple(process.pid for process in engine.processes),
+                    tuple(leases.get(engine.session, ())),
+                ),
+                engine.token,
+                engine.processes,
+            )
+            for engine in sorted(self._engines.values(), key=lambda engine: engine.session)
+        )
+
+    def _kept_part(self, anchor: int, seen: dict[int, int]) -> int:
+        """The last kept page of the path to ``anchor``; 0 where there is none."""
+        columns = self._columns
+        path: list[int] = []
+        at = anchor
+        while at > 0 and not self._kept[at] and at not in seen:
+            path.append(at)
+            before = int(columns.before[at])
+            is_next = before < self._kept.size and bool(
+                columns.follows(np.array([at]), np.array([before]))[0]
+            )
+            at = before if is_next else 0
+        end = seen.get(at, max(at, 0))
+        seen.update(dict.fromkeys(path, end))
+        return end
+
+
+def _is_pending(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which are the words of pages that are cached, their sums not known."""
+    out: NDArray[np.bool_] = (words >= np.uint64(PENDING)) & (words < np.uint64(PROVEN))
+    return out

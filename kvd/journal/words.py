@@ -1,0 +1,72 @@
+"""Words of 8 bytes that prove themselves, and the checks of rows.
+
+They find accidents: torn stores, flipped bits, zeroed ranges. None is against malice.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint64]
+    Page4s = NDArray[np.uint32]
+
+WORD_BYTES: Final = 8
+PROVEN: Final = 1 << 63
+"""In a page's word: the rest is the check of its row."""
+PENDING: Final = 1 << 62
+"""In a page's word: the rest is the serial of its caching."""
+
+_PAIR: Final = struct.Struct("<QQ")
+_FIRST: Final = 0xBF58476D1CE4E5B9
+_SECOND: Final = 0x94D049BB133111EB
+_STEP: Final = 0x9E3779B97F4A7C15
+
+
+def mixed_all(numbers: Words) -> Words:
+    """64 bits of each, in which every one depends on all of it (splitmix64)."""
+    numbers = numbers + np.uint64(_STEP)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(_FIRST)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(_SECOND)
+    out: Words = numbers ^ (numbers >> np.uint64(31))
+    return out
+
+
+def sealed(value: int, salt: int) -> int:
+    """``value`` (below 2**48) in one word with 16 bits that prove it; never 0.
+
+    ``salt`` says what it is the value of: another salt's word proves nothing.
+    """
+    return (value << 16) | (xxhash.xxh3_64_intdigest(_PAIR.pack(value, salt)) & 0xFFFF) | 1
+
+
+def unsealed(word: int, salt: int) -> int | None:
+    """The value of such a word; None where it is damaged."""
+    value = word >> 16
+    return value if word == sealed(value, salt) else None
+
+
+def weights(n_words: int) -> Words:
+    """Odd factors, another one for each 4 bytes of a row: any change of one is found for sure."""
+    out: Words = mixed_all(np.arange(n_words, dtype=np.uint64)) | np.uint64(1)
+    return out
+
+
+def row_checks(pages: Words, rows: Page4s, names: Words, factors: Words) -> Words:
+    """The words of proven pages.
+
+    Args:
+        pages: their numbers, (n,).
+        rows: what is noted of each, (n, words of 4 bytes).
+        names: the digest of each one's namespace, (n,).
+        factors: one for each of those words; 0 for what is not covered.
+    """
+    total: Words = rows.astype(np.uint64) @ factors
+    out: Words = mixed_all(mixed_all(total + names) ^ mixed_all(pages)) | np.uint64(PROVEN)
+    return out

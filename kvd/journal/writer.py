@@ -1,0 +1,279 @@
+"""Who writes a journal: one verb for each note of the core, done when it returns.
+
+Order of stores: a page's row before its word, and its word before anybody is told; what ends is
+cleared before anybody else may have it. Pages of one verb are stored together where they are many,
+and one by one where they are few, which is quicker for up to ``FEW``.
+
+Invariant: a page whose word is 0 is nobody's, so the word of a page that may be written by whoever
+gets it next is 0 or a lease's.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from kvd.journal.claims import Claim, Claims, claim_word
+from kvd.journal.engines import Engine, Engines, Process
+from kvd.journal.layout import (
+    BEFORE,
+    BEFORE_SERIAL_8,
+    GENERATION,
+    INDEX,
+    LAST_LEASE,
+    LAST_SESSION,
+    NO_SLOT,
+    ROW_HEAD,
+    SERIAL_8,
+    SPACE,
+    STAMP_8,
+    SUM_8,
+    ids_of,
+)
+from kvd.journal.spaces import Spaces
+from kvd.journal.words import PENDING, WORD_BYTES, sealed
+from kvd.types import ID_BYTES, Pages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
+    from kvd.journal.layout import Journal, Store
+    from kvd.journal.words import Words
+
+FEW: Final = 4
+"""Up to so many pages are stored one by one."""
+
+SERIAL_BITS: Final = 40
+"""Of the count within a generation; the generation is above it."""
+
+_BLOCK_ROWS: Final = 256
+_ROW: Final = struct.Struct("<IIIIQQQQ")
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What a journal says that is carried on, by slot."""
+
+    claims: dict[int, Claim] = {}
+    engines: dict[int, Engine] = {}
+    spaces: dict[int, str] = {}
+
+
+class _Block:
+    """Rows that are being made, and their columns; what no column covers stays 0."""
+
+    def __init__(self, n_rows: int, page_size: int, row_words: int) -> None:
+        self.n_rows = n_rows
+        rows8: Words = np.zeros((n_rows, row_words), np.uint64)
+        rows4 = rows8.view(np.uint32)
+        row_bytes = row_words * WORD_BYTES
+        self.rows: NDArray[np.void] = rows8.view(f"V{row_bytes}")[:, 0]
+        self.before, self.index, self.space = rows4[:, BEFORE], rows4[:, INDEX], rows4[:, SPACE]
+        self.serial, self.before_serial = rows8[:, SERIAL_8], rows8[:, BEFORE_SERIAL_8]
+        self.stamp = rows8[:, STAMP_8]
+        self.tokens: NDArray[np.void] = np.ndarray(
+            (n_rows,), f"V{page_size * ID_BYTES}", rows8, ROW_HEAD * 4, (row_bytes,)
+        )
+
+
+class Writer:
+    """Writes one journal, as the next generation of it.
+
+    Args:
+        journal: a new one, or one that was read and ``settled``.
+        known: of one that was read, what goes on.
+        store: does every store; another one in tests.
+    """
+
+    def __init__(
+        self, journal: Journal, known: Known | None = None, store: Store = operator.setitem
+    ) -> None:
+        known = known or Known()
+        self.journal = journal
+        self._store = store
+        self._words = journal.words
+        self._word = journal.words_view
+        self._rows = journal.rows
+        self._row_words = journal.sizes.row_words
+        self._claims = Claims(journal, store, known.claims)
+        self._engines = Engines(journal, store, known.engines)
+        self._spaces = Spaces(journal, store, known.spaces)
+        self.generation = journal.counter(GENERATION) + 1
+        store(journal.head, GENERATION, sealed(self.generation, GENERATION))
+        self._last_lease = journal.counter(LAST_LEASE)
+        self._last_session = journal.counter(LAST_SESSION)
+        self._serial = self.generation << SERIAL_BITS
+        self.n_unkept_pages = 0
+        """Cached pages of namespaces for which no slot was left."""
+        self._block = _Block(_BLOCK_ROWS, journal.sizes.page_size, self._row_words)
+        self._counting: Words = np.arange(_BLOCK_ROWS, dtype=np.uint64)
+        self._padding = bytes(
+            self._row_words * WORD_BYTES - ROW_HEAD * 4 - journal.sizes.page_size * ID_BYTES
+        )
+
+    @property
+    def n_unkept_leases(self) -> int:
+        """Leases that found no slot, so that their path is not kept for them."""
+        return self._claims.n_unkept
+
+    @property
+    def n_unkept_engines(self) -> int:
+        """Engines and processes that found no slot."""
+        return self._engines.n_unkept
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def held(self, note: NoteHeld) -> None:
+        """From now on these pages are the lease's own, beside those that were before."""
+        lease = note.lease
+        if lease > self._last_lease:
+            self._last_lease = lease
+            self._store(self.journal.head, LAST_LEASE, sealed(lease, LAST_LEASE))
+        slot = self._claims.hold(lease, note.session, note.anchor)
+        self._mark(note.pages, claim_word(lease, slot))
+
+    def cached(self, note: NoteCached) -> None:
+        """Pages joined the tree; they are ``pending`` until they are ``summed``."""
+        pages = note.pages
+        if pages:
+            space = self._spaces.slot_of(note.namespace)
+            if space < 0:
+                self.n_unkept_pages += len(pages) // ID_BYTES
+                self.forget(pages)
+            elif len(pages) <= FEW * ID_BYTES:
+                self._cache_few(space, note)
+            else:
+                self._cache_many(space, note)
+        if note.lease:
+            self._claims.move(note.lease, note.anchor)
+
+    def freed(self, note: NoteFreed) -> None:
+        """These pages are nobody's now, and may be written by whoever gets them next."""
+        self._mark(note.pages, 0)
+
+    def ended(self, note: NoteEnded) -> None:
+        """The lease keeps nothing any more."""
+        self._claims.end(note.lease)
+
+    def forget(self, pages: Pages) -> None:
+        """Pages that somebody may still read, and that join nothing any more."""
+        self._mark(pages, claim_word(0, NO_SLOT))
+
+    def drop_slots_but(self, claims: dict[int, Claim], engines: dict[int, Engine]) -> None:
+        """Clear the slots of leases and engines of before that are not carried on."""
+        self._claims.drop_but(claims)
+        self._engines.drop_but(engines)
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def pending(self, pages: Pages) -> tuple[Pages, Words]:
+        """Those of ``pages`` that are cached and not proven yet, and their words as they are now.
+
+        To be given to ``summed`` with what was summed after this.
+        """
+        ids = ids_of(pages)
+        words = self._words[ids]
+        waits = (words >> np.uint64(62)) == np.uint64(1)
+        return Pages(ids[waits].astype("<i4").tobytes()), words[waits]
+
+    def summed(self, pages: Pages, words: Words, sums: bytes) -> int:
+        """Prove those of ``pages`` whose word is still what it was; how many those are.
+
+        ``sums``: 8 bytes each, little-endian.
+        """
+        ids = ids_of(pages)
+        same = self._words[ids] == words
+        ids = ids[same]
+        store, journal = self._store, self.journal
+        store(journal.rows8, (ids, SUM_8), np.frombuffer(sums, "<u8")[same])
+        store(self._words, ids, journal.checks(ids, self._spaces.digests))
+        return int(ids.size)
+
+    def restamp(self, pages: Pages) -> None:
+        """The order of use of cached pages, least recently used first, as far as it is known."""
+        ids = ids_of(pages)
+        stamps = self._serials(ids.size)
+        self._store(self.journal.rows8, (ids, STAMP_8), stamps)
+
+    # ---- engines -----------------------------------------------------------------------------
+
+    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
+        """An engine; ``token`` has 16 bytes."""
+        if session > self._last_session:
+            self._last_session = session
+            self._store(self.journal.head, LAST_SESSION, sealed(session, LAST_SESSION))
+        self._engines.open(session, token, name, process)
+
+    def session_joined(self, session: int, process: Process) -> None:
+        """One more process of it."""
+        self._engines.join(session, process)
+
+    def session_left(self, session: int, pid: int) -> None:
+        """One process of it less."""
+        self._engines.leave(session, pid)
+
+    def session_ended(self, session: int) -> None:
+        """Its last process is gone."""
+        self._engines.end(session)
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def _mark(self, pages: Pages, word: int) -> None:
+        if len(pages) <= FEW * ID_BYTES:
+            for page in memoryview(pages).cast("i"):
+                self._store(self._word, page, word)
+        else:
+            self._store(self._words, ids_of(pages), word)
+
+    def _serials(self, n: int) -> Words:
+        """The next ``n`` serials."""
+        first, self._serial = self._serial + 1, self._serial + n
+        counting = self._counting
+        if n > counting.size:
+            counting = self._counting = np.arange(n, dtype=np.uint64)
+        out: Words = counting[:n] + np.uint64(first)
+        return out
+
+    def _cache_few(self, space: int, note: NoteCached) -> None:
+        store, word, whole = self._store, self._word, self.journal.whole
+        size = self.journal.sizes.page_size * ID_BYTES
+        row_bytes, rows_at = self._row_words * WORD_BYTES, self.journal.sizes.rows_at
+        before, serial_before = note.before, self._serial_of(note.before)
+        for at, page in enumerate(memoryview(note.pages).cast("i")):
+            self._serial = serial = self._serial + 1
+            row = _ROW.pack(before, note.first + at, space, 0, serial, serial_before, serial, 0)
+            start = rows_at + page * row_bytes
+            said = row + note.tokens[at * size : (at + 1) * size] + self._padding
+            store(whole, slice(start, start + row_bytes), said)
+            store(word, page, PENDING | serial)
+            before, serial_before = page, serial
+
+    def _cache_many(self, space: int, note: NoteCached) -> None:
+        ids = ids_of(note.pages)
+        n = ids.size
+        serials = self._serials(n)
+        block = self._block
+        if n > block.n_rows:
+            block = self._block = _Block(n, self.journal.sizes.page_size, self._row_words)
+        before = block.before
+        before[1:n] = ids[:-1]
+        before[0] = note.before
+        block.index[:n] = self._counting[:n] + np.uint64(note.first)
+        block.space[:n] = space
+        block.serial[:n] = serials
+        block.before_serial[1:n] = serials[:-1]
+        block.before_serial[0] = self._serial_of(note.before)
+        block.stamp[:n] = serials
+        block.tokens[:n] = np.frombuffer(note.tokens, block.tokens.dtype)
+        self._store(self._rows, ids, block.rows[:n])
+        self._store(self._words, ids, serials | np.uint64(PENDING))
+
+    def _serial_of(self, page: int) -> int:
+        if not page:
+            return 0
+        serial: int = self.journal.row_view[page * self._row_words + SERIAL_8]
+        return serial
