@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvd.pools.host_memory import Free, free_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 """Arenas are multiples of it and mapped at multiples of it, so that they can be collapsed."""
@@ -83,10 +86,15 @@ def check_free(wanted: dict[str, int], free: Free | None = None) -> None:
     )
 
 
-def reserve(name: str, size_bytes: int) -> Arena:
+def _nobody_waits(_size_bytes: int) -> None:
+    """Who reserves little need not be told how far it is."""
+
+
+def reserve(name: str, size_bytes: int, advance: Callable[[int], None] = _nobody_waits) -> Arena:
     """Make an arena of at least ``size_bytes``, rounded up to whole huge pages.
 
-    Takes about a second per GiB: every page is allocated and zeroed here and now.
+    Takes about a second per GiB: every page is allocated and zeroed here and now. ``advance`` is
+    called now and then, with the bytes since the last time.
 
     Raises:
         NotReserved: it would not fit, or the kernel refused; nothing stays taken.
@@ -95,7 +103,7 @@ def reserve(name: str, size_bytes: int) -> Arena:
     check_free({name: size})
     fd = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fill(fd, size)
+        fill(fd, size, advance)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as exc:
         os.close(fd)
@@ -107,14 +115,16 @@ def reserve(name: str, size_bytes: int) -> Arena:
     return Arena(name, fd=fd, size_bytes=size)
 
 
-def fill(fd: int, size_bytes: int) -> None:
-    """Give an empty file ``size_bytes`` of zeroed pages, a step at a time.
+def fill(fd: int, size_bytes: int, advance: Callable[[int], None] = _nobody_waits) -> None:
+    """Give an empty file ``size_bytes`` of zeroed pages, and say each step to ``advance``.
 
     Raises:
         OSError: there are not so many.
     """
     for start in range(0, size_bytes, _STEP_BYTES):
-        os.posix_fallocate(fd, start, min(_STEP_BYTES, size_bytes - start))
+        step = min(_STEP_BYTES, size_bytes - start)
+        os.posix_fallocate(fd, start, step)
+        advance(step)
 
 
 def mib(size_bytes: int) -> str:

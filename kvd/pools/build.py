@@ -22,7 +22,7 @@ from kvd.pools.arena import Arena, NotReserved, check_free, reserve
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -62,11 +62,13 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
     """
     wanted = [*pool_regions(spec), *saved_regions(spec)]
     check_free(sizes(wanted))
-    return reserve_all(spec, wanted)
+    return reserve_all(spec, wanted, lambda _size_bytes: None)
 
 
-def reserve_all(spec: PoolSpec, wanted: list[Region]) -> list[Placed]:
-    """Reserve a sealed memfd for each region.
+def reserve_all(
+    spec: PoolSpec, wanted: list[Region], advance: Callable[[int], None]
+) -> list[Placed]:
+    """Reserve a sealed memfd for each region, as ``reserve`` does.
 
     Raises:
         NotReserved: not enough memory; nothing stays taken.
@@ -74,7 +76,7 @@ def reserve_all(spec: PoolSpec, wanted: list[Region]) -> list[Placed]:
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
         for one in wanted:
-            arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes)
+            arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes, advance)
             undo.callback(arena.close)
             placed.append(one.placed(arena))
         undo.pop_all()

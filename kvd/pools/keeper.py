@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvd.pools.arena import Arena
 
@@ -53,7 +53,7 @@ class Keeper(Protocol):
         """What was kept under ``name``, or why it does not fit."""
         ...
 
-    def make(self, name: str, size_bytes: int) -> Arena:
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """New zeroed memory under a name that is free; NotReserved if it cannot be had."""
         ...
 

@@ -29,7 +29,7 @@ from kvd.pools.shelf import open_shelf
 from kvd.pools.store import Store, Unkept
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvd.core.spec import PoolSpec
     from kvd.pools.place import Place
@@ -53,6 +53,7 @@ def open_memory(
     place: Place,
     journal_bytes: int,
     given: Mapping[str, int] | None = None,
+    advance: Callable[[int], None] = lambda _size_bytes: None,
 ) -> Memory:
     """Find the memory of a pool where ``place`` keeps it, or make it there.
 
@@ -62,6 +63,8 @@ def open_memory(
         journal_bytes: the size of its journal; not used with anon.
         given: with fdstore, what systemd gave back by name: those of pool memory are taken over
             and closed by ``close``. None where there is no systemd to hold anything.
+        advance: called while memory is taken, which takes a second per GiB or so, with the bytes
+            since the last time.
 
     Returns:
         the memory, open; nobody else uses it as long as what is in ``keep_open`` is held.
@@ -70,13 +73,19 @@ def open_memory(
         NotReserved: there is not enough memory, it is in use, or somebody else could have written
             to it; the message says what to do.
     """
-    memory = Memory(spec, _keeper(place, given), _journal_bytes(place, journal_bytes))
+    keeper = _keeper(place, given)
+    memory = Memory(spec, keeper, _journal_bytes(place, journal_bytes), advance)
     try:
         memory.obtain()
     except BaseException:
         memory.close()
         raise
     return memory
+
+
+def kept_names(spec: PoolSpec) -> tuple[str, ...]:
+    """The names under which the memory of such a pool is kept."""
+    return (*(PREFIX + one.name for one in pool_regions(spec)), JOURNAL)
 
 
 def _keeper(place: Place, given: Mapping[str, int] | None) -> Keeper:
@@ -115,8 +124,15 @@ class Memory:
         stale: with fdstore, names of what systemd holds and must let go of, before ``to_store``.
     """
 
-    def __init__(self, spec: PoolSpec, keeper: Keeper, journal_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        keeper: Keeper,
+        journal_bytes: int,
+        advance: Callable[[int], None],
+    ) -> None:
         """Use ``open_memory``."""
+        self._advance = advance
         self._spec = spec
         self._keeper = keeper
         self._regions = list(pool_regions(spec))
@@ -173,7 +189,7 @@ class Memory:
             check_free(self._saved_sizes())
             self.origin = Origin.FOUND
             self.reason = f"found {self._keeper.where}"
-        self._saved_placed = reserve_all(self._spec, self._saved)
+        self._saved_placed = reserve_all(self._spec, self._saved, self._advance)
 
     def renew(self, why: str) -> None:
         """Let go of what was found and make it anew, because of ``why``: its journal is no good.
@@ -213,7 +229,7 @@ class Memory:
         self._keeper.clear()
         self._check_host(0)
         for name, size in wanted.items():
-            self._arenas[name] = self._keeper.make(name, size)
+            self._arenas[name] = self._keeper.make(name, size, self._advance)
         self.origin = Origin.MADE
         self.reason = f"made {self._keeper.where}: {why}"
 

@@ -31,7 +31,7 @@ from kvd.pools.keeper import JOURNAL, MISSING, PREFIX, Unfit
 from kvd.pools.mounts import HUGETLBFS, TMPFS, free_huge_bytes, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvd.pools.place import Place
 
@@ -83,7 +83,7 @@ class Shelf:
             return Unfit("was exchanged while it was looked at")
         return Arena(name, fd=fd, size_bytes=size_bytes)
 
-    def make(self, name: str, size_bytes: int) -> Arena:
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new file of ``size_bytes``, which has its name once it is whole.
 
         Raises:
@@ -93,7 +93,7 @@ class Shelf:
         try:
             fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE, dir_fd=self._fd)
             os.fchmod(fd, _MODE)
-            fill(fd, size_bytes)
+            fill(fd, size_bytes, advance)
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._fd, follow_symlinks=True)
         except OSError as exc:
             if fd >= 0:

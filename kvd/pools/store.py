@@ -16,7 +16,7 @@ from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, Arena, mib, reserve
 from kvd.pools.keeper import MISSING, PREFIX, Unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Unkept:
@@ -33,13 +33,13 @@ class Unkept:
         """Nothing."""
         return MISSING
 
-    def make(self, name: str, size_bytes: int) -> Arena:
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new sealed memfd.
 
         Raises:
             NotReserved: there is not enough memory.
         """
-        return reserve(name.removeprefix(PREFIX), size_bytes)
+        return reserve(name.removeprefix(PREFIX), size_bytes, advance)
 
     def kept_bytes(self) -> int:
         """Nothing."""
@@ -83,13 +83,13 @@ class Store:
             return flaw
         return Arena(name, fd=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), size_bytes=size_bytes)
 
-    def make(self, name: str, size_bytes: int) -> Arena:
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new sealed memfd, noted in ``to_store``.
 
         Raises:
             NotReserved: there is not enough memory.
         """
-        arena = reserve(name.removeprefix(PREFIX), size_bytes)
+        arena = reserve(name.removeprefix(PREFIX), size_bytes, advance)
         self.to_store[name] = arena.fd
         return arena
 
