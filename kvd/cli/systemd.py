@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BOOTED: Final = Path("/run/systemd/system")
 """There only if systemd is the first process, as sd_booted(3) says."""
 RUN_S: Final = 60.0
-UNIT_PATTERNS: Final = ("kvd.service", "kvd@*.service", "kvd.socket", "kvd-*.socket")
+UNIT_PATTERNS: Final = ("kvd.service", "kvd@*.service", "kvd.socket")
 EDITED: Final = ".edited"
 """Of a file that was changed by hand: systemd reads none of that name."""
 

@@ -81,8 +81,6 @@ def files(choices: Choices) -> tuple[File, ...]:
         UNITS / "kvd.service": _unit("kvd.service", "kvd", "kvd"),
         UNITS / "kvd@.service": _unit("kvd@.service", "kvd-%i", "kvd@%i"),
         UNITS / "kvd.socket": _template("kvd.socket"),
-        UNITS / "kvd-attach.socket": _template("kvd-attach.socket"),
-        UNITS / "kvd-admin.socket": _template("kvd-admin.socket"),
         UNITS / "kvd.service.d" / "cma.conf.example": _template("cma.conf"),
         SYSUSERS: _template("sysusers.conf"),
         TMPFILES: _template("tmpfiles.conf"),

@@ -18,8 +18,6 @@ ALWAYS = [
     f"{UNITS}/kvd.service",
     f"{UNITS}/kvd@.service",
     f"{UNITS}/kvd.socket",
-    f"{UNITS}/kvd-attach.socket",
-    f"{UNITS}/kvd-admin.socket",
     f"{UNITS}/kvd.service.d/cma.conf.example",
     "etc/sysusers.d/kvd.conf",
     "etc/tmpfiles.d/kvd.conf",

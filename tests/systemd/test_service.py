@@ -1,0 +1,173 @@
+"""kvd as a service of a systemd that really runs: how it starts, is found, fails and ends."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+SOCKETS = ("client.sock", "attach.sock", "admin.sock")
+CLIENT = "ipc:///run/kvd/client.sock"
+
+
+def main_pid(guest):
+    return guest.show("kvd", "MainPID")
+
+
+def test_the_limits_are_asked_for(service):
+    """This systemd may lack the right to grant them: what counts is what the unit asks for."""
+    asked = {
+        "LimitMEMLOCK": "infinity",
+        "LimitNOFILE": "1048576",
+        "LimitCORE": "0",
+        "OOMScoreAdjust": "-900",
+        "WatchdogUSec": "20s",
+        "FileDescriptorStoreMax": "512",
+        "StartLimitIntervalUSec": "0",
+    }
+
+    assert {name: service.show("kvd", name) for name in asked} == asked
+
+
+def test_start_returns_when_the_daemon_serves(service):
+    """No client ever has to wait for a daemon that systemd calls active."""
+    assert service.show("kvd", "ActiveState") == "active"
+
+    status = json.loads(service.kvd("status", "--format", "json").stdout)
+
+    assert status["pools"][0]["total_pages"] == 256
+
+
+def test_systemctl_status_says_how_it_goes(service):
+    service.until(
+        lambda: "pages 0 cached 255 free" in service.show("kvd", "StatusText"),
+        "no figures in the status line",
+    )
+
+    assert service.show("kvd", "StatusText") == (
+        "serving; peers 0/0 up, clients 0, pages 0 cached 255 free, handoffs 0 in flight"
+    )
+
+
+def test_the_sockets_are_for_the_group_and_for_nobody_else(service):
+    for name in SOCKETS:
+        found = service.path(f"/run/kvd/{name}").stat()
+        assert stat.filemode(found.st_mode) == "srw-rw----"
+    assert stat.filemode(service.path("/run/kvd").stat().st_mode) == "drwxr-x---"
+
+    assert service.kvd("status", user="engine").returncode == 0
+    refused = service.kvd("status", user="stranger", check=False)
+    assert refused.returncode == 3
+    assert "permission denied on /run/kvd/admin.sock: join the group" in refused.stderr
+
+
+def test_an_engine_of_the_group_leases_pages(service):
+    answer = service.engine("lease", CLIENT)
+
+    assert answer["pages"] == 20
+
+
+def test_a_restart_makes_way_for_the_next_daemon(service):
+    before = main_pid(service)
+
+    service.systemctl("restart", "kvd")
+
+    assert main_pid(service) != before
+    assert service.show("kvd", "Result") == "success"
+    assert service.engine("lease", CLIENT)["pages"] == 20
+
+
+def test_a_killed_daemon_is_started_again(service):
+    before = main_pid(service)
+
+    service.run("kill", "-KILL", before)
+
+    service.until(
+        lambda: (
+            main_pid(service) not in {"0", before}
+            and service.show("kvd", "ActiveState") == "active"
+        ),
+        "no new daemon",
+    )
+    assert service.show("kvd", "NRestarts") == "1"
+    assert service.engine("lease", CLIENT)["pages"] == 20
+
+
+def test_stop_takes_everything_down_and_keeps_the_directory(service):
+    service.systemctl("stop", "kvd")
+
+    assert service.show("kvd", "Result") == "success"
+    assert service.show("kvd", "ActiveState") == "inactive"
+    left = [path.name for path in service.path("/run/kvd").iterdir()]
+    assert left == ["client.sock.lock"]
+
+
+def test_a_daemon_that_hangs_is_aborted_and_started_again(idle):
+    idle.drop_in("kvd.service", "[Service]\nWatchdogSec=1s\n")
+    idle.systemctl("start", "kvd")
+    before = main_pid(idle)
+
+    idle.run("kill", "-STOP", before)
+
+    idle.until(
+        lambda: main_pid(idle) not in {"0", before} and idle.show("kvd", "ActiveState") == "active",
+        "no new daemon",
+    )
+    said = idle.journal("kvd")
+    assert "Watchdog timeout (limit 1s)!" in said
+    assert f"Killing process {before} (python) with signal SIGABRT" in said
+    assert idle.engine("lease", CLIENT)["pages"] == 20
+
+
+def test_a_wrong_configuration_is_not_tried_again(idle):
+    wrong = idle.path("/etc/kvd/conf.d/wrong.toml")
+    wrong.write_text("[pool]\npages = -1\n")
+
+    try:
+        started = idle.run("systemctl", "start", "kvd", check=False)
+    finally:
+        wrong.unlink()
+
+    assert started.returncode == 1
+    assert idle.show("kvd", "ExecMainStatus") == "78"
+    assert idle.show("kvd", "ActiveState") == "failed"
+    assert idle.show("kvd", "NRestarts") == "0"
+    assert "/etc/kvd/conf.d/wrong.toml:2: pool.pages = -1" in idle.journal("kvd")
+
+
+def test_a_socket_starts_the_daemon_when_somebody_connects(idle):
+    idle.systemctl("start", "kvd.socket")
+    assert idle.show("kvd", "ActiveState") == "inactive"
+
+    answer = idle.engine("lease", CLIENT)
+
+    assert answer["pages"] == 20
+    idle.until(lambda: idle.show("kvd", "ActiveState") == "active", "it is not active")
+
+
+def test_the_sockets_of_the_socket_unit_stay_over_a_restart(idle):
+    idle.systemctl("start", "kvd.socket")
+    idle.systemctl("start", "kvd")
+    inodes = [idle.path(f"/run/kvd/{name}").stat().st_ino for name in SOCKETS]
+
+    idle.systemctl("restart", "kvd")
+    assert idle.engine("lease", CLIENT)["pages"] == 20
+    idle.systemctl("stop", "kvd")
+
+    assert [idle.path(f"/run/kvd/{name}").stat().st_ino for name in SOCKETS] == inodes
+    assert idle.engine("lease", CLIENT)["pages"] == 20
+
+
+def test_two_instances_hand_kv_over_to_each_other(idle):
+    ports = {"a": 7501, "b": 7502}
+    for name, port in ports.items():
+        others = "".join(f'{o} = "tcp://127.0.0.1:{p}"\n' for o, p in ports.items() if o != name)
+        idle.path(f"/etc/kvd/{name}.toml").write_text(
+            f'[node]\nname = "{name}"\n[peers]\nlisten = "tcp://127.0.0.1:{port}"\n'
+            f'[peers.connect]\n{others}[http]\nlisten = "off"\n'
+            "[pool]\nlayers = 4\nheads = 2\nhead_dim = 64\n"
+        )
+
+    idle.systemctl("start", "kvd@a", "kvd@b")
+
+    answer = idle.engine("handoff", "ipc:///run/kvd-a/client.sock", "ipc:///run/kvd-b/client.sock")
+    assert answer == {"committed": True, "is_exact": True}
