@@ -139,7 +139,15 @@ def addresses(subject: Subject) -> list[Finding]:
 def _who_answers(endpoint: str) -> Finding | None:
     """The daemon on the configured admin socket, if one is there."""
     path = ipc_path(endpoint)
-    if path is None or not Path(path).is_socket():
+    if path is None:
+        return None
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return None
+    except PermissionError:
+        what = f"{Path(path).parent} is closed to this user: whether a daemon runs cannot be seen"
+        return poor("daemon", what, "run kvd doctor as root, or: usermod -aG kvd $USER")
+    except OSError:
         return None
     try:
         shot = ask(Target(endpoint, ANSWER_S), ShowStatus(CALL), Status).snapshot

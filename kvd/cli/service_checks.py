@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
+from kvd.cli.systemd_reach import flaws, user_called
 from kvd.text import clean
 
 UNIT = "kvd.service"
+SERVICE_USER = "kvd"
 ASK_S = 3.0
 PROPERTIES = (
     *(
@@ -72,10 +73,10 @@ def judge(subject: Subject, unit: dict[str, str]) -> list[Finding]:
         out.append(poor("service files", what, "systemctl daemon-reload && systemctl restart kvd"))
     if unit.get("WatchdogUSec", "0") in {"0", "infinity"}:
         what = "off: a daemon that hangs is not restarted"
-        out.append(poor("watchdog", what, f"{_EDIT}, and write [Service] WatchdogSec=15s"))
+        out.append(poor("watchdog", what, f"{_EDIT}, and write [Service] WatchdogSec=20s"))
     if unit.get("FileDescriptorStoreMax", "0") == "0":
         what = "no room for descriptors: memory in the store would not outlive the daemon"
-        fix = f"{_EDIT}, and write [Service] FileDescriptorStoreMax=64"
+        fix = f"{_EDIT}, and write [Service] FileDescriptorStoreMax=512"
         make = wrong if subject.config.pool.backing == "fdstore" else poor
         out.append(make("fd store", what, fix))
     if subject.entries("sys/class/infiniband") and unit.get("LimitMEMLOCK") not in INFINITE:
@@ -107,30 +108,12 @@ def interpreter(subject: Subject) -> list[Finding]:
     """Whether a service under a user of its own could start this Python at all."""
     if not (subject.root / "run/systemd/system").is_dir():
         return []
-    executable = sys.executable
-    shut = closed_to_others(executable)
-    if shut is None:
-        return [good("interpreter", f"{executable} can be started by every user")]
-    mode = f"{stat.S_IMODE(shut.stat().st_mode):04o}"
-    what = f"{executable} lies under {shut}, mode {mode}: a service of user kvd ends with 203/EXEC"
+    found = flaws(Path(sys.executable), user_called(SERVICE_USER))
+    if not found:
+        what = f"{sys.executable} can be started by a service of user {SERVICE_USER}"
+        return [good("interpreter", what)]
     fix = (
-        f"/usr/bin/python3 -m venv {VENV} && {VENV}/bin/pip install -c constraints.txt kvd && "
+        f"/usr/bin/python3 -m venv {VENV} && {VENV}/bin/pip install -c constraints.txt . && "
         f"{VENV}/bin/kvd systemd install"
     )
-    return [poor("interpreter", what, fix)]
-
-
-def closed_to_others(executable: str) -> Path | None:
-    """The first directory on the way to a program, or to what it links to, that others cannot pass.
-
-    A program in a virtual environment is a link: both ways must be open.
-    """
-    for path in (Path(executable).absolute(), Path(executable).resolve()):
-        for folder in reversed(path.parents):
-            try:
-                mode = folder.stat().st_mode
-            except OSError:
-                return folder
-            if not mode & stat.S_IXOTH:
-                return folder
-    return None
+    return [poor("interpreter", f"no service: {'; '.join(found)}", fix)]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import clock_checks, limit_checks, permission_checks, running
+from kvd.cli import clock_checks, doctor, limit_checks, permission_checks, running, transport_checks
 from kvd.cli.clock_checks import Clocks
-from kvd.cli.finding import Severity
+from kvd.cli.finding import Finding, Severity, Subject
 from tests.cli.inchild import in_child, nobody, subject, write
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
@@ -267,3 +267,26 @@ def test_credentials_that_are_not_there_are_wrong(tmp_path):
     assert [(one.severity, one.what) for one in there] == [(GOOD, f"{tmp_path}: peer.secret")]
     assert [one.severity for one in gone] == [WRONG]
     assert permission_checks.credentials(subject()) == []
+
+
+@root_only
+def test_a_user_without_any_right_gets_findings_and_no_traceback(tmp_path):
+    """Every check is run as nobody, in directories that are shut."""
+    tmp_path.chmod(0o700)
+    about = subject(
+        f"sockets.client=ipc://{tmp_path}/run/c.sock",
+        f"sockets.admin=ipc://{tmp_path}/run/a.sock",
+        f"pool.directory={tmp_path}/pool",
+        "pool.backing=shm",
+        "http.listen=127.0.0.1:80",
+    )
+
+    def all_but_nixl(one: Subject) -> list[Finding]:
+        checks = [check for check in doctor.CHECKS if check is not transport_checks.binding]
+        return [finding for check in checks for finding in check(one)]
+
+    found = in_child(nobody, all_but_nixl, about)
+
+    wrong = {check for check, one in found.items() if one.severity is WRONG}
+    assert {f"sockets in {tmp_path}/run", "pool memory"} <= wrong
+    assert all(one.fix for one in found.values() if one.severity is not GOOD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -9,10 +10,11 @@ import time
 import msgspec
 import pytest
 import zmq
+from click.testing import CliRunner
 
 from kvd import curve
 from kvd.bench.daemons import free_port, one_daemon
-from kvd.cli import host_checks, neighbour_checks
+from kvd.cli import host_checks, kvd, neighbour_checks
 from kvd.cli.finding import Severity
 from kvd.cli.neighbour_checks import neighbours
 from kvd.config import pool_spec
@@ -24,8 +26,9 @@ from tests.cli.admin_peer import SNAPSHOT
 from tests.cli.inchild import subject
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
-SMALL = {"pool.layers": "1", "pool.heads": "1", "pool.pages": "65"}
-SETS = [f"{key}={value}" for key, value in SMALL.items()]
+POOL = {"pool.layers": "1", "pool.heads": "1", "pool.pages": "65"}
+SMALL = {**POOL, "log.level": "error"}
+SETS = [f"{key}={value}" for key, value in POOL.items()]
 
 
 @pytest.fixture(scope="module")
@@ -266,3 +269,20 @@ def test_a_taken_port_names_who_has_it():
     assert finding.severity is WRONG
     assert f"127.0.0.1:{port} is taken by " in finding.what
     assert host_checks.listener(port) == 0
+
+
+def test_beside_a_running_daemon_its_own_pool_and_ports_are_no_trouble(prefill, tmp_path):
+    """From the command line, as an operator would: another process, another file."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(
+        f'[node]\nname = "p"\n[pool]\nlayers = 1\nheads = 1\npages = 65\n'
+        f'[sockets]\nclient = "{prefill.client}"\nadmin = "{prefill.admin}"\n'
+        f'[peers]\nlisten = "{prefill.peers}"\n[http]\nlisten = "127.0.0.1:{prefill.http_port}"\n'
+    )
+    done = CliRunner().invoke(kvd, ["doctor", "--quick", "--format", "json", "--config", str(file)])
+
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    assert findings["memory"]["what"] == f"the running daemon (pid {prefill.pid}) has its pool"
+    assert findings["daemon"]["what"].startswith("p answers at ")
+    assert "by the running daemon" in findings["peers.listen"]["what"]
+    assert "by the running daemon" in findings["http.listen"]["what"]
