@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config import pool_spec
 from kvd.config.address import IPC
+from kvd.journal.layout import size_bytes
 from kvd.pools.arena import mib
 from kvd.pools.memory import Memory, kept_names, open_memory
 from kvd.pools.place import Backing, Place
@@ -27,7 +28,7 @@ def place_of(config: Config) -> Place:
     return Place(Backing(config.pool.backing), config.pool.directory, str(runtime))
 
 
-def memory_of(config: Config, journal_bytes: int, supervisor: Supervisor) -> Memory:
+def memory_of(config: Config, supervisor: Supervisor) -> Memory:
     """The memory of the configured pool and of its journal, found or made; see ``open_memory``.
 
     To be called with the daemon's own lock held. If ``origin`` is FOUND and the journal says
@@ -48,6 +49,7 @@ def memory_of(config: Config, journal_bytes: int, supervisor: Supervisor) -> Mem
         taken_bytes += step_bytes
         supervisor.advance(f"reserving memory: {mib(taken_bytes)} so far")
 
+    journal_bytes = size_bytes(spec.pages[0], spec.components[0].page_size)
     return open_memory(spec, place, journal_bytes, given, advance)
 
 

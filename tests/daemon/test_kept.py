@@ -10,7 +10,8 @@ import pytest
 from kvd.daemon.kept import keep, memory_of, place_of
 from kvd.daemon.passed import Passed
 from kvd.daemon.supervisor import Supervisor
-from kvd.pools.arena import NotReserved
+from kvd.journal.layout import size_bytes
+from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
 from kvd.pools.memory import Origin
 from kvd.pools.place import Backing, Place
 from tests.config.pools import config_of
@@ -20,7 +21,6 @@ from tests.pools.keeping import content, shm_directory, written
 if TYPE_CHECKING:
     from pathlib import Path
 
-JOURNAL_BYTES = 5000
 STORED = ["pool.backing=fdstore", "pool.pages=4"]
 
 
@@ -38,12 +38,29 @@ def test_the_place_is_what_the_configuration_says() -> None:
     assert place_of(config) == Place(Backing.SHM, None, "/run/kvd/a")
 
 
+def test_the_journal_has_room_for_every_page_and_no_huge_page_more() -> None:
+    with shm_directory() as directory:
+        config = config_of(
+            "pool.backing=shm",
+            f"pool.directory={directory}",
+            "pool.pages=60000",
+            "pool.layers=1",
+            "pool.heads=1",
+            "pool.head_dim=8",
+        )
+        memory = memory_of(config, Supervisor())
+        assert memory.journal is not None
+        assert memory.journal.size_bytes - HUGE_PAGE_BYTES < size_bytes(60000, 16)
+        assert memory.journal.size_bytes >= size_bytes(60000, 16)
+        memory.close()
+
+
 def test_memory_in_files_needs_no_supervisor_and_tells_one_how_it_goes(tmp_path: Path) -> None:
     with shm_directory() as directory, Manager.at(tmp_path) as manager:
         config = config_of("pool.backing=shm", f"pool.directory={directory}", "pool.pages=4")
 
-        memory_of(config, JOURNAL_BYTES, Supervisor(manager.address)).close()
-        found = memory_of(config, JOURNAL_BYTES, Supervisor())
+        memory_of(config, Supervisor(manager.address)).close()
+        found = memory_of(config, Supervisor())
 
         assert (found.origin, found.to_store) == (Origin.FOUND, {})
         manager.expect("STATUS", "reserving memory: 2 MiB so far")
@@ -52,7 +69,7 @@ def test_memory_in_files_needs_no_supervisor_and_tells_one_how_it_goes(tmp_path:
 
 def test_what_systemd_holds_comes_back_and_is_held_on(tmp_path: Path) -> None:
     with Manager.at(tmp_path, store_max=8) as manager:
-        first = memory_of(config_of(*STORED), JOURNAL_BYTES, Supervisor(manager.address))
+        first = memory_of(config_of(*STORED), Supervisor(manager.address))
         written(first.placed[0].arena, b"kept")
         supervisor = Supervisor(manager.address)
         keep(first, supervisor)
@@ -60,7 +77,7 @@ def test_what_systemd_holds_comes_back_and_is_held_on(tmp_path: Path) -> None:
         first.close()
 
         again = Supervisor(manager.address, passed=passed_again(manager))
-        second = memory_of(config_of(*STORED), JOURNAL_BYTES, again)
+        second = memory_of(config_of(*STORED), again)
         keep(second, again)
         again.barrier()
 
@@ -78,7 +95,7 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
     """None, of a daemon killed while it stored; two, of two daemons."""
     with Manager.at(tmp_path, store_max=8) as manager:
         supervisor = Supervisor(manager.address)
-        first = memory_of(config_of(*STORED), JOURNAL_BYTES, supervisor)
+        first = memory_of(config_of(*STORED), supervisor)
         keep(first, supervisor)
         supervisor.barrier()
         held = dict(manager.store)
@@ -91,7 +108,7 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
         first.close()
 
         again = Supervisor(manager.address, passed=passed)
-        second = memory_of(config_of(*STORED), JOURNAL_BYTES, again)
+        second = memory_of(config_of(*STORED), again)
         keep(second, again)
         again.barrier()
 
@@ -103,4 +120,4 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
 
 def test_a_store_without_systemd_is_said() -> None:
     with pytest.raises(NotReserved, match=r"NOTIFY_SOCKET is not set"):
-        memory_of(config_of(*STORED), JOURNAL_BYTES, Supervisor())
+        memory_of(config_of(*STORED), Supervisor())
