@@ -46,6 +46,7 @@ class Code(enum.Enum):
     NOT_SUPPORTED = "not-supported"
     SHUTTING_DOWN = "shutting-down"
     UNREACHABLE = "unreachable"
+    POOL_CHANGED = "pool-changed"
     INTERNAL = "internal"
 
 

@@ -6,9 +6,10 @@ Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the
 from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
-from kvd.client.pool import Pool, Worker, join
+from kvd.client.pool import Pool
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
+from kvd.client.worker import Worker, join
 from kvd.errors import Code, HandoffError, KvdError
 
 __all__ = [

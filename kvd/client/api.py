@@ -23,7 +23,7 @@ from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
-from kvd.client.state import EventQueue, EventsLost, LeaseState
+from kvd.client.returning import RETURN_WITHIN_S
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import MAX_ROOM, count
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvd.client.attachment import Attachment
     from kvd.client.port import Channel
+    from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
     from kvd.wire.events import Event
     from kvd.wire.snapshot import Snapshot
@@ -56,18 +57,53 @@ class Matched(msgspec.Struct, frozen=True):
 
 
 class Node:
-    """One session with the daemon of this node."""
+    """One session with the daemon of this node.
 
-    def __init__(self, attachment: Attachment, connection: Connection, channel: Channel) -> None:
-        """Use ``connect``, ``connect_sync`` or ``open_node``."""
-        attached = attachment.attached
-        self.name = attached.node
-        self.incarnation = attached.incarnation
-        self.session = attached.session
-        self.token = attached.token
-        self._port = Port(connection, channel)
+    When the daemon ends, calls and handoffs under way end with ``unreachable``, and this object
+    looks for the one that takes its place. If that has the same pool, everything goes on: mapped
+    memory, leases of before (see ``Lease``), and new calls, which wait for it meanwhile. If it has
+    another, every call raises ``pool-changed``: connect anew. ``session``, ``token`` and
+    ``incarnation`` are those of now.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        connection: Connection,
+        channel: Channel,
+        *,
+        return_within_s: float = RETURN_WITHIN_S,
+    ) -> None:
+        """Use ``connect`` or ``connect_sync``."""
+        self._attachment = attachment
+        self._port = Port(connection, channel, return_within_s)
         self._pools = Pools(attachment)
         self._is_subscribed = False
+
+    @property
+    def name(self) -> str:
+        """The daemon's name."""
+        return self._attachment.attached.node
+
+    @property
+    def incarnation(self) -> str:
+        """The daemon's life: another one after each restart."""
+        return self._attachment.attached.incarnation
+
+    @property
+    def session(self) -> int:
+        """The number of this session, as tables and events show it."""
+        return self._attachment.attached.session
+
+    @property
+    def token(self) -> bytes:
+        """What another process of this session needs, for ``join``."""
+        return self._attachment.attached.token
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the daemon has ended and is not back yet, as far as has been noticed."""
+        return self._port.connection.back is not None
 
     def pool(self, name: str) -> Pool:
         """The pool of that name: what a page holds, and its memory.
@@ -113,16 +149,12 @@ class Node:
             cache,
             operator.index(step_tokens),
         )
-        leased = await self._port.ask(
-            request, wire.Leased, tokens=token_frame(tokens), within_s=within(deadline_s)
+        call = await self._port.perform(
+            request, tokens=token_frame(tokens), within_s=within(deadline_s)
         )
-        state = LeaseState(
-            leased.lease,
-            prefix_tokens=leased.prefix_tokens,
-            pages=leased.pages,
-            beside=leased.beside,
-        )
-        return Lease(self._port, self._pools, state)
+        if call.lease is None:
+            raise confused(request, call.answer.value)
+        return Lease(self._port, self._pools, call.lease)
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
@@ -205,7 +237,7 @@ class Node:
         request = wire.Send(
             self._port.connection.next_call(), _room(room), lease.id, namespace, deadline_s
         )
-        call = await self._port.perform(request, tokens=token_frame(tokens))
+        call = await self._port.perform(request, tokens=token_frame(tokens), about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
         return Send(self._port, call.send, within(deadline_s))
@@ -229,8 +261,11 @@ class Node:
     async def events(self) -> AsyncGenerator[Event | EventsLost, None]:
         """Everything that happens from now on, in order; a gap is an ``EventsLost``.
 
+        A restart of the daemon is such a gap; what follows it are events of its next life.
+
         Raises:
-            KvdError: ``unreachable`` when the daemon is gone.
+            KvdError: ``unreachable`` when the daemon is away from the start, ``pool-changed`` when
+                it came back with other memory.
         """
         connection = self._port.connection
         queue = connection.open_events()
@@ -263,9 +298,10 @@ class Node:
 class Connecting:
     """What ``connect`` returns: ``async with`` it, or ``await`` it and ``close`` the node."""
 
-    def __init__(self, endpoint: str | None, name: str) -> None:
+    def __init__(self, endpoint: str | None, name: str, return_within_s: float) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._return_within_s = return_within_s
         self._node: Node | None = None
 
     def __await__(self) -> Generator[object, None, Node]:
@@ -288,20 +324,25 @@ class Connecting:
         endpoint = client_endpoint(self._endpoint)
         attachment = await attach(endpoint, Attach(self._name))
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-        return Node(attachment, connection, LoopChannel(endpoint, attachment, connection))
+        channel = LoopChannel(endpoint, attachment, connection, self._name)
+        return Node(attachment, connection, channel, return_within_s=self._return_within_s)
 
 
-def connect(endpoint: str | None = None, *, name: str) -> Connecting:
+def connect(
+    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+) -> Connecting:
     """Open a session with the daemon of this node.
 
     Args:
         endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
         name: what leases, events and tables call this engine, for example ``decode-0``.
+        return_within_s: how long a call waits for a daemon that ended to be back; then it raises
+            ``unreachable``. A call with a shorter limit of its own waits no longer than that.
 
     Raises:
         KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
     """
-    return Connecting(endpoint, name)
+    return Connecting(endpoint, name, return_within_s)
 
 
 def _room(room: int) -> int:

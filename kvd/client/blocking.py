@@ -12,6 +12,7 @@ import zmq
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
+from kvd.client.returning import WayBack, go_back, main_way
 from kvd.sockets import Sent, open_dealer, pusher, receive_now, send_now
 
 if TYPE_CHECKING:
@@ -55,20 +56,18 @@ def _answer(sock: socket, end_s: float) -> Attachment | None:
 class BlockingChannel:
     """The client socket and the attach socket of one session; ``wait`` blocks its thread."""
 
-    def __init__(self, endpoint: str, attachment: Attachment, connection: Connection) -> None:
+    def __init__(
+        self, endpoint: str, attachment: Attachment, connection: Connection, name: str
+    ) -> None:
         """Takes the attachment over."""
+        self._endpoint = endpoint
+        self._name = name
         self._attachment = attachment
         self._connection = connection
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = open_dealer(self._context, routing_id=attachment.attached.token)
-        self._dealer.connect(endpoint)
-        self._push = pusher(self._dealer)
-        pollin = int(zmq.POLLIN)
-        self._watched: list[tuple[Any, int]] = [
-            (self._dealer, pollin),
-            (attachment.fileno(), pollin),
-        ]
+        self._way: WayBack | None = None
         self._is_closed = False
+        self._open()
 
     def flush(self) -> None:
         """Send what the connection has queued; a call that cannot be sent fails."""
@@ -79,31 +78,74 @@ class BlockingChannel:
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Block until ``slot`` is filled or the time is up; never suspends.
 
-        Reads no further than it must: what else has come is read by a later call.
+        Reads no further than it must: what else has come is read by a later call. While the daemon
+        is away it goes back, step by step.
         """
         end_s = time.monotonic() + within_s
+        if self._way is not None:
+            self._way.pause_s = 0.0
         while slot.value is None and self._connection.end is None:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
+            if self._way is not None:
+                self._go_back(self._way, left_s)
+                continue
             zmq.zmq_poll(self._watched, math.ceil(left_s * 1000))
             frames = receive_now(self._dealer)
             if frames is not None:
                 self._connection.feed(frames)
                 self.flush()
             else:
-                self._hung_up()
+                self.look()
 
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._way is not None:
+            self._way.close()
         self._dealer.close(linger=0)
         self._context.term()
         self._attachment.close()
 
-    def _hung_up(self) -> None:
+    def look(self) -> None:
+        """Nobody else looks between two calls. One that is away is stepped towards by ``wait``."""
+        if self._way is not None or self._connection.end is not None:
+            return
         why = self._attachment.last_word()
-        if why is not None:
+        if why is None:
+            return
+        # What waits in it must not reach the daemon that is back: libzmq would deliver it.
+        self._dealer.close(linger=0)
+        if not why.is_retryable:
             self._connection.fail_all(why)
+            return
+        path = attach_path(self._endpoint)
+        self._way = main_way(path, self._attachment, self._name, self._connection)
+        self._connection.lost(why)
+
+    def _open(self) -> None:
+        """Speak with the daemon that the attachment is with."""
+        self._dealer = open_dealer(self._context, routing_id=self._attachment.route)
+        self._dealer.connect(self._endpoint)
+        self._push = pusher(self._dealer)
+        pollin = int(zmq.POLLIN)
+        self._watched: list[tuple[Any, int]] = [
+            (self._dealer, pollin),
+            (self._attachment.fileno(), pollin),
+        ]
+
+    def _go_back(self, way: WayBack, left_s: float) -> None:
+        """One step, and the wait for the next one; ``left_s`` at most."""
+        if go_back(way, self._attachment, self._connection):
+            self._way = None
+            self._open()
+            self.flush()
+        elif way.sock is not None:
+            ready = select.poll()
+            ready.register(way.sock, select.POLLIN)
+            ready.poll(left_s * 1000)
+        elif self._connection.end is None:
+            time.sleep(min(way.pause_s, left_s))

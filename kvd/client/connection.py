@@ -15,26 +15,33 @@ going to do::
     Sending                AbortSend
     anything else          nothing: its effect on a handle's record is applied as usual
 
-When the daemon is gone, ``fail_all`` ends every call and every handle with the same refusal, and
-no further call begins.
+The daemon may end, and be back later in another life, which knows no call and no handoff of ours::
+
+    here --lost--> away --returned--> here        calls begin only here
+      |              |
+      +---fail_all---+--> ended                   for good: every call ends with the same refusal
+
+``lost`` ends every call and every handoff, and leaves the leases to their engine: their pages stay
+its own, and ``unreleased`` names them to the daemon that is back. Their release is all that is
+possible then; while the daemon is away it takes effect by not being named.
 
 Invariants: each call is answered or failed at most once; a lease that the daemon granted is either
-in the hands of the caller, or its release is on the way; call numbers never repeat.
+in the hands of the caller, or its release is on the way; call numbers never repeat, in no life; no
+request about a handle of one life reaches another, except the release of a lease.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_never
 
-import msgspec
-
-from kvd.client.state import EventQueue, LeaseState, ReceiveState, SendState, Slot
+from kvd.client.outgoing import Outgoing, frames_of
+from kvd.client.state import EventQueue, LeaseState, News, ReceiveState, SendState, Slot
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvd.types import Tokens
 
@@ -52,22 +59,15 @@ Answer = (
     | wire.Fetched
 )
 
-INDIFFERENT = frozenset({wire.Leased, wire.Matched, wire.Snapshotted, wire.Fetched, Refusal})
+INDIFFERENT = frozenset({wire.Matched, wire.Snapshotted, wire.Fetched, Refusal})
 """Answers that change no record."""
 
 UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
 
 
-class Outgoing(msgspec.Struct, frozen=True):
-    """A message to send, and the call that fails if it cannot be."""
-
-    call: int
-    frames: list[bytes]
-
-
 class Call:
-    """One request under way. ``lease`` is the record that its answer changes, if any.
+    """One request under way. ``lease`` is the record that its answer changes or opens, if any.
 
     ``receive`` and ``send`` are the records that its answer opened.
     """
@@ -88,14 +88,17 @@ class Connection:
 
     def __init__(self, *, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
-        self._max_header_bytes = min(max_frame_bytes, MAX_HEADER_BYTES)
         self._last_call = 0
         self._calls: dict[int, Call] = {}
         self._receives: dict[int, ReceiveState] = {}
         self._sends: dict[int, SendState] = {}
+        self._leases: dict[int, LeaseState] = {}
         self._readers: list[EventQueue] = []
         self._outgoing: list[Outgoing] = []
         self._end: Refusal | None = None
+        self._away: Refusal | None = None
+        self.back: Slot[News] | None = None
+        """While the daemon is away: filled when it is back, or never will be."""
         self.unreadable_messages = 0
         # What is no answer to a call. Looked up, because matching costs a case per class: Any,
         # because each takes its own type of message.
@@ -113,6 +116,11 @@ class Connection:
     def end(self) -> Refusal | None:
         """Why no call can begin any more; None while one can."""
         return self._end
+
+    @property
+    def away(self) -> Refusal | None:
+        """Why the daemon is not there now; None while it is, or once all is over."""
+        return self._away
 
     def next_call(self) -> int:
         """A number for the next request."""
@@ -133,14 +141,10 @@ class Connection:
             KvdError: the daemon is gone; or the request has a field of the wrong type, or is too
                 long, which is found here because the daemon could not say whose it was.
         """
-        if self._end is not None:
-            raise KvdError(self._end)
-        header = _header(request)
-        frames = [header] if tokens is None else [header, tokens]
-        if len(header) > self._max_header_bytes:
-            raise _too_long(request, len(header), self._max_header_bytes)
-        if tokens is not None and len(tokens) > self._max_frame_bytes:
-            raise _too_long(request, len(tokens), self._max_frame_bytes)
+        why_not = self._end or self._away
+        if why_not is not None:
+            raise KvdError(why_not)
+        frames = frames_of(request, tokens, self._max_frame_bytes)
         call = Call(request, lease)
         self._calls[request.call] = call
         self._outgoing.append(Outgoing(request.call, frames))
@@ -174,21 +178,75 @@ class Connection:
         self._readers.remove(queue)
         return not self._readers
 
+    # ---- the ends of the daemon ------------------------------------------------------------------
+
     def fail_all(self, refusal: Refusal) -> None:
-        """The daemon is gone: every call and every handle ends with this; repeatable."""
+        """It is over for good: every call and every handle ends with this; repeatable."""
         if self._end is not None:
             return
-        self._end = refusal
+        self._end, self._away = refusal, None
+        self._fail(refusal)
+        for queue in self._readers:
+            queue.close(refusal)
+        self._wake()
+
+    def lost(self, refusal: Refusal) -> None:
+        """The daemon has ended, and may be back; what it was asked ended with it; repeatable."""
+        if self._end is not None or self._away is not None:
+            return
+        self._away, self.back = refusal, Slot()
+        self._fail(refusal)
+        for lease in self._leases.values():
+            lease.lose()
+        for queue in self._readers:
+            queue.restarted()
+
+    def unreleased(self) -> tuple[int, ...]:
+        """The leases whose pages the engine still uses; to be named to the daemon that is back."""
+        return tuple(self._leases)
+
+    def returned(self, kept: Iterable[int], *, max_frame_bytes: int) -> None:
+        """The daemon is back and keeps these leases for us; another life of it begins."""
+        self._max_frame_bytes = max_frame_bytes
+        self._away = None
+        keeps = frozenset(kept)
+        for number in keeps - self._leases.keys():  # released while we were waiting for its word
+            self.tell(wire.ReleaseLease(self.next_call(), number))
+        for number in self._leases.keys() - keeps:
+            self._leases.pop(number).is_kept = False
+        if self._readers:
+            self.tell(wire.Subscribe(self.next_call()))
+        self._wake()
+
+    def forget_lease(self, lease: LeaseState) -> bool:
+        """The engine uses a lost lease no more; whether the daemon is there and must be told."""
+        lease.is_released = True
+        was_kept = self._leases.pop(lease.number, None) is not None
+        return was_kept and self._end is None and self._away is None
+
+    def _fail(self, refusal: Refusal) -> None:
+        """Every call and every handoff ends; a release has no less effect by being lost."""
         self._outgoing.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
+            if self._away is not None and call.lease is not None and _is_release(call.request):
+                self._ended(call)
+                call.answer.put(wire.Done(call.request.call))
             call.answer.put(refusal)
-        for receive in self._receives.values():
+        receives, self._receives = self._receives, {}
+        for receive in receives.values():
+            receive.lost = refusal
             receive.outcome.put(refusal)
-        for send in self._sends.values():
+        sends, self._sends = self._sends, {}
+        for send in sends.values():
+            send.lost = refusal
             send.fail(refusal)
-        for queue in self._readers:
-            queue.close(refusal)
+
+    def _wake(self) -> None:
+        """Whoever waits for the return can go on."""
+        back, self.back = self.back, None
+        if back is not None:
+            back.put(News.CAME)
 
     # ---- what comes in ---------------------------------------------------------------------------
 
@@ -236,6 +294,8 @@ class Connection:
 
     def _apply(self, call: Call, answer: Answer | Refusal) -> None:
         match answer:
+            case wire.Leased(_, number, prefix_tokens, pages, beside):
+                call.lease = self._opened(number, prefix_tokens, pages, beside)
             case wire.Row(_, first, pages, beside) if call.lease is not None:
                 call.lease.replace(first, pages, beside)
             case wire.Retracted() if call.lease is not None:
@@ -265,6 +325,7 @@ class Connection:
                 self._sends.pop(number, None)
             case wire.ReleaseLease() | wire.CommitAndRelease() if call.lease is not None:
                 call.lease.is_released = True
+                self._leases.pop(call.lease.number, None)
             case _:
                 pass
 
@@ -272,8 +333,9 @@ class Connection:
         """A receive ended. A lease that nobody asked for any more goes back at once."""
         state = self._receives.pop(push.receive, None)
         match push:
-            case wire.Received(lease=lease):
+            case wire.Received(_, lease, pages, beside=beside):
                 if state is not None and not state.is_unwanted:
+                    state.lease = self._opened(lease, state.prefix_tokens, pages, beside)
                     state.outcome.put(push)
                     return
                 self.tell(wire.ReleaseLease(self.next_call(), lease))
@@ -285,15 +347,22 @@ class Connection:
             case _:
                 assert_never(push)
 
+    def _opened(
+        self, number: int, prefix_tokens: int, pages: bytes, beside: tuple[bytes, ...]
+    ) -> LeaseState:
+        lease = LeaseState(number, prefix_tokens=prefix_tokens, pages=pages, beside=beside)
+        self._leases[number] = lease
+        return lease
+
     # ---- undoing ---------------------------------------------------------------------------------
 
     def _undo(self, call: Call, answer: Answer | Refusal) -> None:
         match answer:
             case wire.Leased(lease=lease):
-                self.tell(wire.ReleaseLease(self.next_call(), lease))
+                self._give_back(lease)
             case wire.Receiving() if call.receive is not None:
                 self._undo_receive(call.receive)
-            case wire.Sending(send=number):
+            case wire.Sending(send=number) if call.send is not None and call.send.lost is None:
                 self._sends.pop(number, None)
                 self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
             case _:
@@ -302,29 +371,25 @@ class Connection:
     def _undo_receive(self, state: ReceiveState) -> None:
         match state.outcome.value:
             case wire.Received(lease=lease):
-                self.tell(wire.ReleaseLease(self.next_call(), lease))
+                self._give_back(lease)
             case None:
                 state.is_unwanted = True
                 self.tell(wire.CancelReceive(self.next_call(), state.number))
             case Refusal():
                 pass
 
+    def _give_back(self, lease: int) -> None:
+        if self._leases.pop(lease, None) is not None:
+            self.tell(wire.ReleaseLease(self.next_call(), lease))
+
     def tell(self, request: wire.Request) -> None:
-        """Queue a request whose answer nobody needs."""
-        if self._end is None:
+        """Queue a request whose answer nobody needs; one to a daemon that is away is dropped."""
+        if self._end is None and self._away is None:
             self._outgoing.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))
 
 
-def _header(request: wire.Request) -> bytes:
-    """The request as a frame, read back once: a field of the wrong type is the caller's to know."""
-    try:
-        header = CLIENT_REQUESTS.encode(request)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise _bad(request, str(exc)) from exc
-    read = CLIENT_REQUESTS.decode(header)
-    if isinstance(read, Refusal):
-        raise _bad(request, read.message)
-    return header
+def _is_release(request: wire.Request) -> bool:
+    return isinstance(request, wire.ReleaseLease | wire.CommitAndRelease)
 
 
 def _given_back(number: int) -> Refusal:
@@ -332,26 +397,4 @@ def _given_back(number: int) -> Refusal:
         Code.CANCELLED,
         f"receive {number} was delivered after it was cancelled; its lease was given back",
         side="client",
-    )
-
-
-def _bad(request: wire.Request, why: str) -> KvdError:
-    return KvdError(
-        Refusal(
-            Code.BAD_REQUEST,
-            f"{type(request).__name__} cannot be sent: {why}",
-            side="client",
-        )
-    )
-
-
-def _too_long(request: wire.Request, found: int, limit: int) -> KvdError:
-    return KvdError(
-        Refusal(
-            Code.TOO_LARGE,
-            f"a frame of {type(request).__name__} has {found} bytes, the daemon reads at most "
-            f"{limit}: shorten it, or raise limits.max_frame_bytes",
-            side="client",
-            numbers={"bytes": found, "limit": limit},
-        )
     )

@@ -9,13 +9,13 @@ import msgspec
 
 from kvd.client.lease import Lease
 from kvd.client.port import Port, confused
-from kvd.client.state import LeaseState, ReceiveState, SendState
 from kvd.errors import Code, HandoffError, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.bounds import MAX_REASON
 
 if TYPE_CHECKING:
     from kvd.client.pool import Pools
+    from kvd.client.state import ReceiveState, SendState
 
 
 class Receive:
@@ -107,22 +107,17 @@ class Receive:
         self._state.is_unwanted = True
         request = wire.CancelReceive(self._port.connection.next_call(), self.id)
         try:
-            await self._port.ask(request, wire.Done)
+            await self._port.ask(request, wire.Done, about=self._state)
         except KvdError:
             # Delivered or ended while we asked: the record says so, and nothing is held.
             if self._state.outcome.value is None:
                 raise
 
     def _take(self, delivered: wire.Received) -> None:
-        if self._lease is None:
+        state = self._state.lease
+        if self._lease is None and state is not None:
             self._delivered = delivered
-            state = LeaseState(
-                delivered.lease,
-                prefix_tokens=self.prefix_len,
-                pages=delivered.pages,
-                beside=delivered.beside,
-                kv_tokens=self._prompt_tokens,
-            )
+            state.kv_tokens = self._prompt_tokens
             self._lease = Lease(self._port, self._pools, state)
 
 
@@ -187,7 +182,7 @@ class Send:
         call = self._port.connection.next_call()
         request = wire.Advance(call, self.id, operator.index(upto_tokens))
         try:
-            await self._port.ask(request, wire.Done)
+            await self._port.ask(request, wire.Done, about=self._state)
         except KvdError:
             self._raise_if_ended()
             raise
@@ -205,7 +200,7 @@ class Send:
         """
         request = wire.Finish(self._port.connection.next_call(), self.id, bytes(aux))
         try:
-            call = await self._port.perform(request, within_s=self._within_s)
+            call = await self._port.perform(request, about=self._state, within_s=self._within_s)
         except KvdError:
             failure = self._state.failure
             if failure is None or failure.code is Code.UNREACHABLE:
@@ -232,7 +227,12 @@ class Send:
             return
         told = reason[:MAX_REASON]
         request = wire.AbortSend(self._port.connection.next_call(), self.id, told)
-        await self._port.ask(request, wire.Done)
+        try:
+            await self._port.ask(request, wire.Done, about=self._state)
+        except KvdError:
+            # The daemon ended, and the handoff with it: there is nobody to be told.
+            if self._state.lost is None:
+                raise
 
     def _raise_if_ended(self) -> None:
         if self._state.failure is not None:

@@ -59,7 +59,12 @@ class Fetched(msgspec.Struct, frozen=True, eq=False):
 
 
 class Lease:
-    """A locked prefix and held pages. It lasts until ``release``, or the death of the session."""
+    """A locked prefix and held pages. It lasts until ``release``, or the death of the session.
+
+    When the daemon is restarted, a lease of before keeps its pages for this engine, which may go on
+    reading and writing them; ``release`` is all that can be asked for it then. Everything else
+    raises ``before-restart``.
+    """
 
     def __init__(self, port: Port, pools: Pools, state: LeaseState) -> None:
         self._port = port
@@ -70,6 +75,11 @@ class Lease:
     def id(self) -> int:
         """The lease's number, as ``kvd why lease`` takes it."""
         return self._state.number
+
+    @property
+    def record(self) -> LeaseState:
+        """What is known of it; for the verbs of ``Node`` that take a lease."""
+        return self._state
 
     @property
     def prefix_len(self) -> int:
@@ -151,7 +161,7 @@ class Lease:
         request = wire.ExtendLease(
             self._port.connection.next_call(), self.id, operator.index(n_tokens)
         )
-        await self._port.ask(request, wire.Row, lease=self._state)
+        await self._port.ask(request, wire.Row, about=self._state)
 
     async def slide(self, upto_tokens: int) -> None:
         """The KV from ``upto_tokens`` on is computed next, the KV before it is written.
@@ -173,7 +183,7 @@ class Lease:
         request = wire.SlideLease(
             self._port.connection.next_call(), self.id, operator.index(upto_tokens)
         )
-        await self._port.ask(request, wire.Row, lease=self._state)
+        await self._port.ask(request, wire.Row, about=self._state)
 
     async def fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> Fetched:
         """Have pages of host KV in the device buffer; returns when their bytes are there.
@@ -200,7 +210,9 @@ class Lease:
         request = wire.FetchPages(
             self._port.connection.next_call(), self.id, page_frame(pages), page_frame(ahead)
         )
-        done = await self._port.ask(request, wire.Fetched, within_s=COPY_WITHIN_S)
+        done = await self._port.ask(
+            request, wire.Fetched, about=self._state, within_s=COPY_WITHIN_S
+        )
         found = np.frombuffer(done.pages, dtype="<i4")
         return Fetched(found, done.hits, done.misses, done.copied_bytes)
 
@@ -212,7 +224,7 @@ class Lease:
                 it first. It is as it was.
         """
         request = wire.CommitLease(self._port.connection.next_call(), self.id)
-        await self._port.ask(request, wire.Row, tokens=token_frame(new_tokens), lease=self._state)
+        await self._port.ask(request, wire.Row, tokens=token_frame(new_tokens), about=self._state)
 
     async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
         """Give every page back and unlock the prefix; the lease stays, for ``resume``.
@@ -235,7 +247,7 @@ class Lease:
             request,
             wire.Retracted,
             tokens=token_frame(new_tokens),
-            lease=self._state,
+            about=self._state,
             within_s=COPY_WITHIN_S,
         )
         return Retraction(done.saved_pages, done.saved_bytes)
@@ -257,7 +269,7 @@ class Lease:
         done = await self._port.ask(
             request,
             wire.Resumed,
-            lease=self._state,
+            about=self._state,
             within_s=within(deadline_s) + COPY_WITHIN_S,
         )
         return Resumption(done.prefix_tokens, done.restored_tokens, done.kv_tokens)
@@ -267,18 +279,36 @@ class Lease:
 
         Args:
             new_tokens: commit first: the known tokens and these; ``()`` for none beyond the known;
-                left out: commit nothing.
+                left out: commit nothing. A lease of before the daemon's restart commits nothing.
         """
+        self._port.look()
+        if self._state.lost is not None:
+            await self._release_lost()
+            return
         call = self._port.connection.next_call()
         if new_tokens is None:
-            await self._port.ask(wire.ReleaseLease(call, self.id), wire.Done, lease=self._state)
+            await self._port.ask(wire.ReleaseLease(call, self.id), wire.Done, about=self._state)
             return
         await self._port.ask(
             wire.CommitAndRelease(call, self.id),
             wire.Done,
             tokens=token_frame(new_tokens),
-            lease=self._state,
+            about=self._state,
         )
+
+    async def _release_lost(self) -> None:
+        """The pages of before the restart are used no more; a daemon that is away hears it later.
+
+        It is over whatever becomes of the request: at the next return it is not named any more.
+        """
+        connection = self._port.connection
+        if not connection.forget_lease(self._state):
+            return
+        try:
+            await self._port.ask(wire.ReleaseLease(connection.next_call(), self.id), wire.Done)
+        except KvdError:
+            if connection.end is None and connection.back is None:
+                raise
 
     def _check_runs(self) -> None:
         """Refuse what only a lease with pages can do."""
@@ -288,6 +318,17 @@ class Lease:
                     Code.UNKNOWN_LEASE,
                     f"lease {self.id} was released: its pages may be someone else's by now",
                     side="client",
+                )
+            )
+        if self._state.lost is not None and not self._state.is_kept:
+            raise KvdError(
+                Refusal(
+                    Code.BEFORE_RESTART,
+                    f"lease {self.id} is of before the daemon's restart, and the daemon that is "
+                    "back does not keep its pages: they may be someone else's by now; release it "
+                    "and open a new one",
+                    side="client",
+                    numbers={"lease": self.id},
                 )
             )
         if self._state.is_retracted:

@@ -11,9 +11,11 @@ import zmq
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
+from kvd.client.returning import WayBack, go_back, main_way
 from kvd.sockets import LoopSocket, Sent, open_dealer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from socket import socket
 
     from kvd.client.connection import Connection
@@ -63,19 +65,25 @@ async def _answer(sock: socket) -> Attachment:
 
 
 class LoopChannel:
-    """The client socket and the attach socket of one session, on the running loop."""
+    """The client socket and the attach socket of one session, on the running loop.
 
-    def __init__(self, endpoint: str, attachment: Attachment, connection: Connection) -> None:
+    It goes back by itself to a daemon that is away, by callbacks: no task, nothing to be awaited.
+    """
+
+    def __init__(
+        self, endpoint: str, attachment: Attachment, connection: Connection, name: str
+    ) -> None:
         """Start at once; takes the attachment over."""
         self._loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._name = name
         self._attachment = attachment
         self._connection = connection
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = open_dealer(self._context, routing_id=attachment.attached.token)
-        dealer.connect(endpoint)
-        self._socket = LoopSocket(dealer, self._take, loop=self._loop)
-        self._watched = attachment.fileno()
-        self._loop.add_reader(self._watched, self._hung_up)
+        self._way: WayBack | None = None
+        self._next_step: asyncio.TimerHandle | None = None
+        self._watched = -1
+        self._open()
         self._until_s: dict[asyncio.Future[None], float] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -102,14 +110,22 @@ class LoopChannel:
             del self._until_s[future]
             slot.forget(wake)
 
+    def look(self) -> None:
+        """The loop tells of a hang-up, but not before it has a turn."""
+        if self._way is None and self._connection.end is None:
+            self._hung_up()
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._loop.remove_reader(self._watched)
+        for timer in (self._alarm, self._next_step):
+            if timer is not None:
+                timer.cancel()
+        self._unwatch()
+        if self._way is not None:
+            self._way.close()
         self._socket.close()
         self._context.term()
         self._attachment.close()
@@ -127,11 +143,53 @@ class LoopChannel:
         if self._until_s and not self._is_closed:
             self._alarm = self._loop.call_later(LOOK_EVERY_S, self._wake_late)
 
+    # ---- the daemon's end, and its return --------------------------------------------------------
+
+    def _open(self) -> None:
+        """Speak with the daemon that the attachment is with."""
+        dealer = open_dealer(self._context, routing_id=self._attachment.route)
+        dealer.connect(self._endpoint)
+        self._socket = LoopSocket(dealer, self._take, loop=self._loop)
+        self._watch(self._attachment.fileno(), self._hung_up)
+
     def _hung_up(self) -> None:
         why = self._attachment.last_word()
-        if why is not None:
-            self._loop.remove_reader(self._watched)
+        if why is None:
+            return
+        self._unwatch()
+        # What waits in it must not reach the daemon that is back: libzmq would deliver it.
+        self._socket.close()
+        if not why.is_retryable:
             self._connection.fail_all(why)
+            return
+        path = attach_path(self._endpoint)
+        self._way = main_way(path, self._attachment, self._name, self._connection)
+        self._connection.lost(why)
+        self._step()
+
+    def _step(self) -> None:
+        self._unwatch()
+        way = self._way
+        if way is None or self._is_closed:
+            return
+        if go_back(way, self._attachment, self._connection):
+            self._way = None
+            self._open()
+            self.flush()
+        elif self._connection.end is None:
+            if way.sock is not None:
+                self._watch(way.sock.fileno(), self._step)
+            else:
+                self._next_step = self._loop.call_later(way.pause_s, self._step)
+
+    def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
+        self._watched = fd
+        self._loop.add_reader(fd, on_readable)
+
+    def _unwatch(self) -> None:
+        if self._watched >= 0:
+            self._loop.remove_reader(self._watched)
+            self._watched = -1
 
 
 def _wake(future: asyncio.Future[None]) -> None:

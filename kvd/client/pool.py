@@ -8,16 +8,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from kvd.client import blocking
-from kvd.client.endpoint import client_endpoint
 from kvd.client.mapping import Mapping
 from kvd.client.rows import Along, Beside
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.attach import Join
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
     from kvd.client.attachment import Attachment
@@ -186,47 +181,6 @@ class Pools:
         for pool in self._pools.values():
             with contextlib.suppress(KvdError):
                 pool.close()
-
-
-class Worker:
-    """Another process of a session: it maps the pools, and keeps the session while it lives."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        self._pools = Pools(attachment)
-
-    def pool(self, name: str) -> Pool:
-        """The pool of that name."""
-        return self._pools.pool(name)
-
-    def close(self) -> None:
-        """Leave the session; repeatable."""
-        self._pools.close()
-        self._attachment.close()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def join(endpoint: str | None = None, *, token: bytes) -> Worker:
-    """Map the pools in one more process of a session, for example a tensor-parallel worker.
-
-    Args:
-        endpoint: as for ``connect``.
-        token: ``node.token`` of the process that connected; whoever knows it is of the session.
-
-    Raises:
-        KvdError: ``unreachable``, or ``unknown-session`` when that session has ended.
-    """
-    return Worker(blocking.attach(client_endpoint(endpoint), Join(token)))
 
 
 def _none(message: str) -> KvdError:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kvd.client.returning import RETURN_WITHIN_S
+from kvd.client.state import LeaseState
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
     from kvd.client.connection import Answer, Call, Connection
-    from kvd.client.state import LeaseState, Slot
+    from kvd.client.state import Record, Slot
     from kvd.types import Tokens
     from kvd.wire import client as wire
 
@@ -40,6 +42,10 @@ class Channel(Protocol):
         """Return when ``slot`` is filled or the time is up, whichever is first."""
         ...
 
+    def look(self) -> None:
+        """See whether the daemon has hung up; never blocks."""
+        ...
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         ...
@@ -48,23 +54,38 @@ class Channel(Protocol):
 class Port:
     """One session: its connection and the channel under it."""
 
-    def __init__(self, connection: Connection, channel: Channel) -> None:
+    def __init__(
+        self, connection: Connection, channel: Channel, return_within_s: float = RETURN_WITHIN_S
+    ) -> None:
+        """``return_within_s``: how long a call waits for a daemon that is away."""
         self.connection = connection
         self._channel = channel
+        self._return_within_s = return_within_s
 
     async def perform(
         self,
         request: wire.Request,
         *,
         tokens: Tokens | None = None,
-        lease: LeaseState | None = None,
+        about: Record | None = None,
         within_s: float = ANSWER_WITHIN_S,
     ) -> Call:
         """Send a request and wait for its answer; when the caller goes away, it is undone.
 
+        While the daemon is away it waits for its return first.
+
+        Args:
+            request: its ``call`` comes from ``next_call``.
+            tokens: the tokens frame of a request that has one.
+            about: the record of the handle that it is about.
+            within_s: longest wait for the answer.
+
         Raises:
-            KvdError: the daemon refused, is gone, or has not answered ``within_s``.
+            KvdError: the daemon refused, is gone, or has not answered ``within_s``; or what it is
+                about is of before a restart.
         """
+        await self._ready(about, within_s)
+        lease = about if isinstance(about, LeaseState) else None
         call = self.connection.begin(request, tokens, lease)
         try:
             self._channel.flush()
@@ -86,11 +107,11 @@ class Port:
         kind: type[A],
         *,
         tokens: Tokens | None = None,
-        lease: LeaseState | None = None,
+        about: Record | None = None,
         within_s: float = ANSWER_WITHIN_S,
     ) -> A:
         """``perform``, and the answer, which must be of ``kind``."""
-        call = await self.perform(request, tokens=tokens, lease=lease, within_s=within_s)
+        call = await self.perform(request, tokens=tokens, about=about, within_s=within_s)
         answer = call.answer.value
         if isinstance(answer, kind):
             return answer
@@ -113,6 +134,24 @@ class Port:
         """Wait for ``slot`` without minding the time."""
         if slot.value is None:
             await self._channel.wait(slot, within_s)
+
+    async def _ready(self, about: Record | None, within_s: float) -> None:
+        """Return when a request can be sent: at once, unless the daemon is away."""
+        self._channel.look()
+        connection = self.connection
+        if connection.end is not None:
+            raise KvdError(connection.end)
+        if about is not None and about.lost is not None:
+            raise KvdError(about.lost)
+        if connection.back is not None:
+            longest_s = min(within_s, self._return_within_s)
+            await self._channel.wait(connection.back, longest_s)
+            if connection.back is not None:
+                raise KvdError(_away(longest_s))
+
+    def look(self) -> None:
+        """Take note of it if the daemon has hung up since the last call."""
+        self._channel.look()
 
     def tell(self, request: wire.Request) -> None:
         """Send a request whose answer nobody needs."""
@@ -166,6 +205,17 @@ def unread() -> Refusal:
         Code.UNREACHABLE,
         "the daemon does not read: thousands of requests wait in its socket; look at `kvd status`",
         side="client",
+    )
+
+
+def _away(waited_s: float) -> Refusal:
+    """Why nothing can be asked now."""
+    return Refusal(
+        Code.UNREACHABLE,
+        f"the daemon ended and was not back within {waited_s:.1f} s: look at `systemctl status "
+        "kvd`; this node goes on looking for it, and what it holds stays held",
+        side="client",
+        numbers={"within_s": waited_s},
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.errors import Refusal
     from kvd.wire.client import Received
     from kvd.wire.events import Event
 
@@ -65,7 +65,8 @@ class LeaseState:
     """The pages of one lease, as the daemon last said; none while it is retracted.
 
     ``kv_tokens`` is how far their KV was there when it began, or last resumed. ``beside`` has the
-    rows of the other components that have page pools of their own.
+    rows of the other components that have page pools of their own. ``lost`` says why it can only be
+    released: it is of before a restart; ``is_kept`` whether its pages are still kept for it then.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class LeaseState:
         self.kv_tokens = prefix_tokens if kv_tokens is None else kv_tokens
         self.is_released = False
         self.is_retracted = False
+        self.lost: Refusal | None = None
+        self.is_kept = True
         self._pages = pages
         self._beside = beside
 
@@ -106,6 +109,16 @@ class LeaseState:
         self._pages = pages
         self._beside = beside
 
+    def lose(self) -> None:
+        """The daemon has ended: from now on the lease can only be released."""
+        self.lost = Refusal(
+            Code.BEFORE_RESTART,
+            f"lease {self.number} is of before the daemon's restart: its pages stay yours until "
+            "you release it, and nothing else can be done with it; release it and open a new one",
+            side="client",
+            numbers={"lease": self.number},
+        )
+
     @property
     def pages(self) -> NDArray[np.int32]:
         """The page ids, read-only; a later change makes a new array."""
@@ -118,22 +131,31 @@ class LeaseState:
 
 
 class ReceiveState:
-    """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back."""
+    """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back.
+
+    ``lease`` is its record, once it is delivered; ``lost`` why the daemon knows it no more.
+    """
 
     def __init__(self, number: int, prefix_tokens: int) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
         self.outcome: Slot[Received | Refusal] = Slot()
         self.is_unwanted = False
+        self.lease: LeaseState | None = None
+        self.lost: Refusal | None = None
 
 
 class SendState:
-    """One send, from its ``Sending`` on. ``accepted``: the decode side's prefix, or the failure."""
+    """One send, from its ``Sending`` on. ``accepted``: the decode side's prefix, or the failure.
+
+    ``lost``: why the daemon knows it no more.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.accepted: Slot[int | Refusal] = Slot()
         self.failure: Refusal | None = None
+        self.lost: Refusal | None = None
 
     def fail(self, refusal: Refusal) -> None:
         """The handoff ended before ``finish``; the first reason stays."""
@@ -142,10 +164,21 @@ class SendState:
         self.accepted.put(refusal)
 
 
+Record = LeaseState | ReceiveState | SendState
+"""What a request is about, if it is about something that the daemon told us of."""
+
+
 class EventsLost(msgspec.Struct, frozen=True):
-    """A gap: ``count`` events before the next one were not delivered, because someone lagged."""
+    """A gap: ``count`` events before the next one were not delivered, because someone lagged.
+
+    With ``is_restart`` the daemon ended, and how much happened before the next event is not known.
+    """
 
     count: int
+    is_restart: bool = False
+
+
+RESTART: Final = EventsLost(0, is_restart=True)
 
 
 class News(enum.Enum):
@@ -163,7 +196,7 @@ class EventQueue:
     def __init__(self) -> None:
         self.news: Slot[News] = Slot()
         self.end: Refusal | None = None
-        self._events: collections.deque[Event] = collections.deque()
+        self._events: collections.deque[Event | EventsLost] = collections.deque()
         self._next_seq = 0
 
     def push(self, lost: int, events: Iterable[Event]) -> None:
@@ -173,6 +206,12 @@ class EventQueue:
                 self._next_seq = event.seq - lost
             if len(self._events) < MAX_EVENTS:
                 self._events.append(event)
+        self.news.put(News.CAME)
+
+    def restarted(self) -> None:
+        """What comes from now on is of another life of the daemon, which numbers from 1 again."""
+        if not self._events or self._events[-1] is not RESTART:
+            self._events.append(RESTART)
         self.news.put(News.CAME)
 
     def close(self, refusal: Refusal) -> None:
@@ -186,10 +225,14 @@ class EventQueue:
             if self.news.value is not None:
                 self.news = Slot()
             return None
-        missing = self._events[0].seq - self._next_seq
+        event = self._events[0]
+        if isinstance(event, EventsLost):
+            self._next_seq = 0
+            return self._events.popleft()
+        missing = event.seq - self._next_seq if self._next_seq else 0
         if missing > 0:
             self._next_seq += missing
             return EventsLost(missing)
-        event = self._events.popleft()
+        self._events.popleft()
         self._next_seq = event.seq + 1
         return event

@@ -1,7 +1,8 @@
 """The blocking client: the verbs of ``api``, each run to its end in the calling thread.
 
 One thread at a time may use a node and its handles. Nothing is read between two calls: a death of
-the daemon or an event is noticed by the next one.
+the daemon or an event is noticed by the next one, and that goes back to a daemon that is there
+again. Until then the daemon keeps everything as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from kvd.client.api import Node
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import Connection
 from kvd.client.endpoint import client_endpoint
+from kvd.client.returning import RETURN_WITHIN_S
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
@@ -182,10 +184,31 @@ class SyncNode:
 
     def __init__(self, node: Node) -> None:
         self.wrapped = node
-        self.name = node.name
-        self.incarnation = node.incarnation
-        self.session = node.session
-        self.token = node.token
+
+    @property
+    def name(self) -> str:
+        """As ``Node.name``."""
+        return self.wrapped.name
+
+    @property
+    def incarnation(self) -> str:
+        """As ``Node.incarnation``."""
+        return self.wrapped.incarnation
+
+    @property
+    def session(self) -> int:
+        """As ``Node.session``."""
+        return self.wrapped.session
+
+    @property
+    def token(self) -> bytes:
+        """As ``Node.token``."""
+        return self.wrapped.token
+
+    @property
+    def is_away(self) -> bool:
+        """As ``Node.is_away``."""
+        return self.wrapped.is_away
 
     def __enter__(self) -> SyncNode:
         return self
@@ -291,12 +314,15 @@ class SyncNode:
         run(self.wrapped.close())
 
 
-def connect_sync(endpoint: str | None = None, *, name: str) -> SyncNode:
+def connect_sync(
+    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
 
     Args:
         endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
         name: what leases, events and tables call this engine, for example ``prefill-0``.
+        return_within_s: as for ``connect``.
 
     Raises:
         KvdError: ``unreachable`` with what to do, or the daemon's refusal.
@@ -304,4 +330,5 @@ def connect_sync(endpoint: str | None = None, *, name: str) -> SyncNode:
     address = client_endpoint(endpoint)
     attachment = attach(address, Attach(name))
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-    return SyncNode(Node(attachment, connection, BlockingChannel(address, attachment, connection)))
+    channel = BlockingChannel(address, attachment, connection, name)
+    return SyncNode(Node(attachment, connection, channel, return_within_s=return_within_s))

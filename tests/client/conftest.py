@@ -1,4 +1,7 @@
-"""A scripted daemon behind real sockets: it answers what the test tells it to."""
+"""A scripted daemon behind real sockets: it answers what the test tells it to.
+
+It can be restarted: sessions and memory are kept or not, as the test says; sockets are others.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +17,7 @@ import zmq
 
 from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
+from kvd.daemon.sessions import FormerEngine, Past, Process
 from kvd.pools.build import Placed, build_pool, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
@@ -22,6 +26,8 @@ from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvd.errors import Code, Refusal
 
 POOL = PoolSpec(
     "main",
@@ -42,6 +48,15 @@ class Daemon:
         self.got: list[wire.Request] = []
         self.tokens: list[bytes] = []
         self.gone: list[int] = []
+        self.joined: list[int] = []
+        self.refused: list[Code] = []
+        self.returned: list[tuple[int, tuple[int, ...]]] = []
+        self.kept: frozenset[int] = frozenset()
+        """The leases that it keeps over a restart."""
+        self.lives = 0
+        self.strangers = 0
+        """Messages under a routing id of no session."""
+        self._engines: dict[int, FormerEngine] = {}
         self.script: Script = lambda request, tokens: []
         self._memory = pool_memory(spec)
         self._fds = [one.arena.fd for one in placed]
@@ -60,7 +75,40 @@ class Daemon:
 
     def hang_up(self) -> None:
         """What a client sees of a daemon's death."""
-        self._call(self._attach.close)
+        self._call(self._shut)
+
+    def restart(self, *, keep: Collection[int] = (), knows_sessions: bool = True) -> None:
+        """Begin another life after ``hang_up``, keeping these leases."""
+        self.kept = frozenset(keep)
+        if not knows_sessions:
+            self._engines = {}
+        self._call(self._open)
+
+    def take_memory(self, placed: list[Placed]) -> None:
+        """The next life has other memory."""
+        self._fds = [one.arena.fd for one in placed]
+
+    def send_away(self, session: int, refusal: Refusal) -> None:
+        """End a session, and say why."""
+        self._call(lambda: self._attach.end(session, refusal))
+
+    def awaited(self) -> dict[int, tuple[Process, ...]]:
+        """Session to its processes of before the restart that have not come back."""
+        return self._attach.awaited()
+
+    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
+        """As ``SessionNotes``."""
+        self._engines[session] = FormerEngine(session, token, name, (Process(pid),))
+
+    def session_joined(self, session: int, pid: int) -> None:
+        """As ``SessionNotes``."""
+        one = self._engines[session]
+        processes = (*one.processes, Process(pid))
+        self._engines[session] = FormerEngine(session, one.token, one.name, processes)
+
+    def session_left(self, session: int) -> None:
+        """As ``SessionNotes``."""
+        self._engines.pop(session, None)
 
     def stop(self) -> None:
         """End it; repeatable."""
@@ -83,6 +131,7 @@ class Daemon:
         asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
     def _open(self) -> None:
+        self.lives += 1
         path = self.endpoint.removeprefix("ipc://")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = open_router(self._context)
@@ -93,21 +142,36 @@ class Daemon:
             describe=lambda: (self._memory,),
             fds=self._fds,
             node="node-a",
-            incarnation="1" * 32,
+            incarnation=str(self.lives) * 32,
             on_opened=lambda session, name, pid: None,
-            on_joined=lambda session, pid: None,
+            on_joined=lambda session, pid: self.joined.append(session),
             on_gone=self.gone.append,
-            on_refused=lambda pid, why: None,
+            on_refused=lambda pid, why: self.refused.append(why.code),
             limits=AttachLimits(max_frame_bytes=1 << 20),
+            past=Past(tuple(self._engines.values()), max(self._engines, default=0) + 1),
+            on_returned=self._returned,
+            notes=self,
         )
         self._attach.start(self._loop)
 
+    def _returned(
+        self, session: int, name: str, pid: int, leases: tuple[int, ...]
+    ) -> Collection[int]:
+        self.returned.append((session, leases))
+        return self.kept
+
     def _shut(self) -> None:
+        """End this life; repeatable."""
+        if self._context.closed:
+            return
         self._attach.close()
         self._router.close()
         self._context.term()
 
     def _take(self, frames: Frames) -> None:
+        if self._attach.session_of(frames[0]) is None:
+            self.strangers += 1
+            return
         self._token = frames[0]
         request = CLIENT_REQUESTS.decode(frames[1])
         assert isinstance(request, wire.Request)

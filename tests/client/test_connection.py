@@ -384,3 +384,128 @@ def test_each_reader_has_its_own_queue_and_a_closed_one_gets_nothing() -> None:
     feed(own, wire.Events(0, (event(1),)))
 
     assert (first.take(), second.take()) == (None, event(1))
+
+
+# ---- the daemon ends, and is back ----------------------------------------------------------------
+
+
+def opened(own: Connection, *leases: int) -> list[LeaseState]:
+    """Leases in the hands of an engine."""
+    states = []
+    for number in leases:
+        call = begin(own, wire.OpenLease(own.next_call()))
+        feed(own, wire.Leased(call.request.call, number, 0, pack_ids([number])))
+        assert call.lease is not None
+        states.append(call.lease)
+    return states
+
+
+def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
+    own = connection()
+    (lease,) = opened(own, 70)
+    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.Send(own.next_call(), 5, 70))
+    feed(own, wire.Receiving(2, 11, 8), wire.Sending(3, 12))
+    waiting = begin(own, wire.MatchPrefix(own.next_call()))
+
+    own.lost(GONE)
+    own.lost(REFUSED)
+
+    assert receive.receive is not None
+    assert send.send is not None
+    assert waiting.answer.value == GONE
+    assert (receive.receive.outcome.value, receive.receive.lost) == (GONE, GONE)
+    assert (send.send.accepted.value, send.send.lost) == (GONE, GONE)
+    assert lease.lost is not None
+    assert (lease.lost.code, lease.pages.tolist(), lease.is_kept) == (
+        Code.BEFORE_RESTART,
+        [70],
+        True,
+    )
+    assert own.unreleased() == (70,)
+    assert (own.end, own.away) == (None, GONE)
+    with pytest.raises(KvdError, match="the daemon is gone"):
+        own.begin(wire.GetSnapshot(own.next_call()))
+
+
+def test_what_is_told_to_a_daemon_that_is_away_is_not_said_when_it_is_back() -> None:
+    own = connection()
+    own.lost(GONE)
+
+    own.tell(wire.CancelReceive(own.next_call(), 11))
+    own.returned((), max_frame_bytes=1024)
+
+    assert sent(own) == []
+
+
+def test_a_lease_released_after_it_was_named_is_released_when_the_daemon_is_back() -> None:
+    own = connection()
+    lease, other = opened(own, 70, 71)
+    own.lost(GONE)
+    assert own.unreleased() == (70, 71)
+
+    assert not own.forget_lease(lease)
+    own.returned((70, 71), max_frame_bytes=1024)
+
+    assert sent(own) == [wire.ReleaseLease(3, 70)]
+    assert (lease.is_released, other.is_released, other.is_kept) == (True, False, True)
+
+
+def test_a_lease_that_came_for_nobody_is_not_named() -> None:
+    own = connection()
+    call = begin(own, wire.OpenLease(own.next_call()))
+    feed(own, wire.Leased(1, 70, 0, b""))
+    own.lost(GONE)
+
+    own.abandon(call)
+
+    assert own.unreleased() == ()
+
+
+def test_undoing_a_send_of_before_says_nothing_about_one_of_the_same_number() -> None:
+    own = connection()
+    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    feed(own, wire.Sending(1, 12))
+    own.lost(GONE)
+    own.returned((), max_frame_bytes=1024)
+
+    own.abandon(call)
+
+    assert sent(own) == []
+
+
+def test_a_shorter_frame_limit_of_the_next_life_holds() -> None:
+    own = connection()
+    own.lost(GONE)
+    own.returned((), max_frame_bytes=16)
+
+    with pytest.raises(KvdError, match="the daemon reads at most 16"):
+        own.begin(wire.MatchPrefix(own.next_call()), Tokens(bytes(20)))
+
+
+def test_whoever_waits_for_the_return_is_woken_by_the_end_too() -> None:
+    own = connection()
+    own.lost(GONE)
+    back = own.back
+    assert back is not None
+
+    own.fail_all(REFUSED)
+
+    assert back.value is not None
+    assert (own.end, own.away, own.back) == (REFUSED, None, None)
+
+
+def test_a_reader_of_events_is_told_of_each_restart_once() -> None:
+    own = connection()
+    queue = own.open_events()
+    feed(own, wire.Events(0, (event(10),)))
+    for _ in range(2):
+        own.lost(GONE)
+        own.returned((), max_frame_bytes=1024)
+
+    assert [type(one) for one in sent(own)] == [wire.Subscribe]
+    feed(own, wire.Events(0, (event(13), event(15))))
+
+    taken = [queue.take() for _ in range(6)]
+    restart = EventsLost(0, is_restart=True)
+    assert taken == [event(10), restart, event(13), EventsLost(1), event(15), None]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.05
 CONNECT_S = 30.0
-GONE = frozenset({"unreachable", "unknown-session", "shutting-down"})
+GONE = frozenset({"unreachable", "unknown-session", "shutting-down", "pool-changed"})
 
 
 class Session:
@@ -54,9 +54,10 @@ class Session:
             KvdError: none could be opened in that time.
         """
         if self._opening is None or self._opening.done():
-            if self._node is not None and self._node._port.connection.end is None:
+            node = self._node
+            if node is not None and node._port.connection.end is None and not node.is_away:
                 assert self._memory is not None
-                return self._node, self._memory
+                return node, self._memory
             self._opening = asyncio.create_task(self._open())
         try:
             return await asyncio.wait_for(asyncio.shield(self._opening), within_s)

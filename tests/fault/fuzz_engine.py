@@ -69,7 +69,7 @@ def recorded(endpoint: str) -> tuple[SyncNode, Recording]:
     """A session as ``connect_sync`` opens it, whose messages are kept."""
     attachment = attach(endpoint, Attach("healthy"))
     connection = Recording(max_frame_bytes=attachment.attached.max_frame_bytes)
-    channel = BlockingChannel(endpoint, attachment, connection)
+    channel = BlockingChannel(endpoint, attachment, connection, "healthy")
     return SyncNode(Node(attachment, connection, channel)), connection
 
 

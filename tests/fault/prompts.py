@@ -97,8 +97,9 @@ class Memory:
         Raises:
             KvdError: as every call of that session does now.
         """
-        if self._connection.end is not None:
-            raise KvdError(self._connection.end)
+        why_not = self._connection.end or self._connection.away
+        if why_not is not None:
+            raise KvdError(why_not)
 
     def write(self, page: int, key: bytes) -> None:
         """What the page of ``key`` must hold."""

@@ -1,0 +1,133 @@
+"""The way back to a daemon that has ended: dialled again and again, in steps that never wait.
+
+What lives here: when to dial, what to say there, and whether what is found can be gone on with.
+What must not: a loop, a thread, a clock; whoever waits does so between two steps, until ``sock`` is
+readable, or for ``pause_s`` where there is none.
+
+A daemon that is back may have other memory, where the pool was refused or does not outlive it. Then
+what this process has mapped is nobody's pool any more, and the session is over: ``pool-changed``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvd.client.attachment import Attachment, ask, dial, take_answer
+from kvd.errors import Code, KvdError, Refusal
+from kvd.wire.attach import Attach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from socket import socket
+
+    from kvd.client.connection import Connection
+    from kvd.wire.attach import AttachRequest
+
+FIRST_PAUSE_S: Final = 0.02
+LONGEST_PAUSE_S: Final = 1.0
+"""Between two attempts; each pause is twice as long as the one before."""
+
+RETURN_WITHIN_S: Final = 10.0
+"""How long a call waits for a daemon that is away, unless the engine says otherwise."""
+
+
+class WayBack:
+    """Finds the daemon that has taken the place of the one that an attachment was with."""
+
+    def __init__(
+        self, path: str, attachment: Attachment, request: Callable[[], AttachRequest]
+    ) -> None:
+        """Prepare; ``request`` is what to say there, at the time when it is said."""
+        self._path = path
+        self._attachment = attachment
+        self._request = request
+        self._pid = os.getpid()
+        self.sock: socket | None = None
+        self.pause_s = 0.0
+
+    def step(self) -> bool:
+        """Try; whether the attachment is with the daemon that is back.
+
+        Raises:
+            KvdError: there is no way back: ``pool-changed``, or the refusal of the daemon.
+        """
+        try:
+            found = self._find()
+        except KvdError as error:
+            self.close()
+            if not error.retryable:
+                raise
+            self._pause()
+            return False
+        if found is None:
+            return False
+        self.sock = None
+        changed = self._attachment.difference(found)
+        if changed:
+            found.close()
+            raise KvdError(_pool_changed(self._attachment.attached.node, changed))
+        self._attachment.renew(found)
+        return True
+
+    def close(self) -> None:
+        """Give it up; repeatable."""
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+    def _find(self) -> Attachment | None:
+        if os.getpid() != self._pid:
+            raise KvdError(_forked(self._pid))
+        if self.sock is None:
+            self.sock = dial(self._path)
+            if self.sock is None:
+                self._pause()
+                return None
+            ask(self.sock, self._request())
+        return take_answer(self.sock)
+
+    def _pause(self) -> None:
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+
+
+def main_way(path: str, attachment: Attachment, name: str, connection: Connection) -> WayBack:
+    """The way back of the process that opened the session: it names the leases it still uses."""
+
+    def request() -> Attach:
+        token = attachment.attached.token
+        return Attach(name, resumes=token, leases=connection.unreleased())
+
+    return WayBack(path, attachment, request)
+
+
+def go_back(way: WayBack, attachment: Attachment, connection: Connection) -> bool:
+    """One step of the process that opened the session; whether its connection is here again."""
+    try:
+        if not way.step():
+            return False
+    except KvdError as error:
+        connection.fail_all(error.refusal)
+        return False
+    attached = attachment.attached
+    connection.returned(attached.leases, max_frame_bytes=attached.max_frame_bytes)
+    return True
+
+
+def _pool_changed(node: str, why: str) -> Refusal:
+    return Refusal(
+        Code.POOL_CHANGED,
+        f"{node} was restarted and {why}: what is mapped here stays readable, but is no pool of "
+        "its any more; close this node, connect anew, and map the pool again",
+        side="client",
+    )
+
+
+def _forked(pid: int) -> Refusal:
+    return Refusal(
+        Code.WRONG_STATE,
+        f"the daemon was restarted, and this process ({os.getpid()}) was forked from the one that "
+        f"had attached ({pid}): connect or join here, after the fork",
+        side="client",
+        numbers={"pid": pid},
+    )
