@@ -8,17 +8,22 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.running import judged
 from kvd.config.address import ipc_path
 from kvd.config.pool import pool_spec
+from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved, check_free
 from kvd.pools.build import pool_regions, reserved_bytes, saved_regions, sizes
 from kvd.pools.host_memory import Free, free_memory
 from kvd.pools.mounts import free_huge_bytes, kind_of
 from kvd.pools.place import Backing, Place
 from kvd.text import amount
+
+if TYPE_CHECKING:
+    from kvd.core.spec import PoolSpec
 
 _CHECK = "pool memory"
 
@@ -73,6 +78,11 @@ def _place(subject: Subject) -> Place:
 
 def _path(subject: Subject) -> Path:
     return _place(subject).path()
+
+
+def _journal(spec: PoolSpec) -> int:
+    """Bytes of the table beside a pool that outlives its daemon."""
+    return size_bytes(spec.pages[0], spec.components[0].page_size)
 
 
 def _taken(folder: Path) -> int:
@@ -144,7 +154,8 @@ def _room(subject: Subject, kind: Backing, path: Path, above: Path) -> list[Find
     """Whether the file system holds the pool, with what a pool that is there already takes."""
     shape = os.statvfs(above)
     grain = max(HUGE_PAGE_BYTES, shape.f_bsize) if kind is Backing.HUGETLBFS else HUGE_PAGE_BYTES
-    wanted = sizes(list(pool_regions(pool_spec(subject.config)))).values()
+    spec = pool_spec(subject.config)
+    wanted = [*sizes(list(pool_regions(spec))).values(), _journal(spec)]
     needed = sum(-(-size // grain) * grain for size in wanted)
     kept = _taken(path)
     if kind is Backing.HUGETLBFS:
@@ -160,6 +171,6 @@ def _room(subject: Subject, kind: Backing, path: Path, above: Path) -> list[Find
     if needed > free:
         return [wrong(_CHECK, said, fix)]
     if kind is Backing.SHM and needed > 0.9 * free:
-        what = f"{said}: nothing is left for the journal and for UCX"
+        what = f"{said}: nothing is left for anything else there"
         return [poor(_CHECK, what, fix)]
     return [good(_CHECK, said)]

@@ -61,7 +61,7 @@ def test_a_tmpfs_with_room_is_good_and_one_without_is_wrong_with_what_to_type(tm
     just = in_child(mounted(folder, "68m"), pool_checks.backing, kept(folder))
 
     assert enough["pool memory"].severity is GOOD
-    assert enough["pool memory"].what == f"shm in {folder}: 64.0 MiB of 256.0 MiB free"
+    assert enough["pool memory"].what == f"shm in {folder}: 68.0 MiB of 256.0 MiB free"
     assert little["pool memory"].severity is WRONG
     assert little["pool memory"].fix.startswith(f"mount -o remount,size=1G {folder}")
     assert just["pool memory"].severity is POOR
