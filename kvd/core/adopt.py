@@ -3,14 +3,15 @@
 The cached pages that were proven are the tree again. A lease of before the restart keeps its number
 and what it kept, because its engine may be reading those pages now; it can be released and nothing
 else (``Standing.FORMER``). Its session waits for its engine: for ``ClientReturned``, which says
-what of it is still used, or ``ClientHungUp``. Pages on the path of such a lease that were not
-proven are nobody's cache, and nobody's to write either: one lease of the node itself has them until
-the last former lease has ended.
+what of it is still used, or ``ClientHungUp``. Pages that were somebody's and were not proven are
+nobody's cache, and nobody's to write either: one lease of the node itself has them until the last
+former lease has ended and no session is waited for, because an engine may read pages under a lease
+that nobody here knows of.
 
 All of it or nothing: ``why_not`` looks at what came before anything is changed.
 
-Nothing is noted for the process after this one: it is in the journal already. What the journal has
-beside it is free here.
+Nothing is noted again for the process after this one, it is in the journal already; only pages that
+were not proven are noted as free where nobody can read them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.effects import NoteFreed
 from kvd.core.lease import UNPROVEN, Claim, Lease
 from kvd.core.standing import Standing
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
@@ -43,7 +45,7 @@ class Former:
     """The leases of before the restart, and the one that keeps what their engines may still read.
 
     Invariant: ``leases`` are those with an engine that stand as FORMER; ``unproven`` is there only
-    while one of them is.
+    while somebody ``may_read`` it.
     """
 
     def __init__(self, node: Node) -> None:
@@ -76,9 +78,11 @@ class Former:
             self._take_in(session, lease)
         table.opened = len(former)
         table.number_above = got.last_lease - len(former)
-        if former and got.unproven:
-            self._keep_unproven(got.unproven)
         out = node.out
+        if got.sessions and got.unproven:
+            self._keep_unproven(got.unproven)
+        elif got.unproven and node.settings.is_journaled:
+            out.effects.append(NoteFreed(got.unproven))
         out.emit(
             restart_events.Adopted(
                 out.next_seq(),
@@ -94,10 +98,20 @@ class Former:
         )
 
     def ended(self, lease: Lease) -> None:
-        """One of them was released; after the last one nobody reads what was not proven."""
+        """One of them was released."""
         del self.leases[lease.id]
+        self.settle()
+
+    def may_read(self) -> bool:
+        """Whether an engine may still read what it had before the restart."""
+        return bool(self.leases) or any(
+            session.is_former for session in self._node.sessions.by_id.values()
+        )
+
+    def settle(self) -> None:
+        """Free what was not proven, once nobody may read it."""
         unproven = self.unproven
-        if unproven is not None and not self.leases:
+        if unproven is not None and not self.may_read():
             self.unproven = None
             self._node.leases.release(unproven, UNPROVEN, "nobody reads them any more")
 
@@ -177,7 +191,7 @@ def _not_new(node: Node) -> Iterator[str]:
 def _pages_of(got: Adopted) -> Pages:
     """All that leave the free list."""
     held = [lease.held for session in got.sessions for lease in session.leases]
-    kept = [got.unproven] if held else []
+    kept = [got.unproven] if got.sessions else []
     return Pages(b"".join([*(one.pages for one in got.branches), *held, *kept]))
 
 

@@ -10,8 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvd.core.beside_rules import needs
-from kvd.core.lease import ENGINE
-from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 
 if TYPE_CHECKING:
@@ -65,10 +63,9 @@ class Cross:
         return Counter([lease.id for lease in waiting])
 
     @cached_property
-    def former(self) -> int:
-        """How many leases of before the restart an engine still has."""
-        leases = self._node.leases.leases.values()
-        return sum(ENGINE in one.holders for one in leases if one.standing is Standing.FORMER)
+    def may_read_former(self) -> bool:
+        """Whether an engine may still read what it had before the restart."""
+        return self._node.former.may_read()
 
     @cached_property
     def queued(self) -> set[int]:

@@ -78,8 +78,9 @@ class FormerSession(msgspec.Struct, frozen=True):
 class Adopted(msgspec.Struct, frozen=True, tag=True):
     """What the pool held before the restart, and was proven; the first input, or none.
 
-    ``branches``: parents first; of equal parents the least recently used first. ``unproven``: pages
-    that a former lease may still read and that nobody may be given before all of those have ended.
+    ``branches``: parents first, otherwise the least recently used first; a parent was used when the
+    last branch behind it was. ``unproven``: pages that an engine of before may still read, and that
+    nobody is given before all former leases have ended and no former session is waited for.
     """
 
     at_s: float

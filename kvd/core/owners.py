@@ -39,7 +39,9 @@ def said_of_former(node: Node, lease: Lease) -> str:
     age_s = node.out.at_s - lease.since_s
     session = node.sessions.by_id.get(lease.session)
     if lease is node.former.unproven:
-        why = f"not proven, and {len(node.former.leases)} leases of that time may still read them"
+        n_leases = len(node.former.leases)
+        by = f"{n_leases} leases of that time" if n_leases else "an engine that is not back yet"
+        why = f"not proven, and {by} may still read them"
     elif session is not None and session.is_former:
         why = f"it has not come back yet, for {age_s:.1f} s"
     else:

@@ -141,7 +141,7 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
         elif holder in COPYING:
             is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
         elif holder == UNPROVEN:
-            is_there = cross.former > 0
+            is_there = cross.may_read_former
         elif holder == FETCH:
             is_there = cross.reads[lease.id] > 0
         else:
@@ -334,8 +334,8 @@ def _former_faults(node: Node) -> Iterator[Fault]:
             f"{len(standing)} leases are of before the restart, {len(registered)} are known as it"
         )
         yield Fault("I9", "former", what)
-    if former.unproven is not None and not former.leases:
-        what = f"lease {former.unproven.id} keeps pages that no lease of before the restart reads"
+    if former.unproven is not None and not former.may_read():
+        what = f"lease {former.unproven.id} keeps pages that nobody of before the restart reads"
         yield Fault("I9", "unproven", what, lease=former.unproven.id)
 
 

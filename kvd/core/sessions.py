@@ -73,6 +73,7 @@ class Sessions:
         unused = [lease for lease in former if lease.id not in got.leases]
         for lease in unused:
             self.end_lease(lease, "not used after the restart")
+        self._node.former.settle()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
             restart_events.ClientReturned(
@@ -107,6 +108,7 @@ class Sessions:
         ]
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
+        node.former.settle()
         out = self._out
         out.emit(
             events.ClientGone(

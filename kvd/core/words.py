@@ -66,7 +66,7 @@ def lease_waits_for(node: Node, lease: Lease) -> str:
 
 def _former_waits_for(node: Node, lease: Lease) -> str:
     if lease is node.former.unproven:
-        return "the leases of before the restart to end"
+        return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
     is_away = session is not None and session.is_former
     return "its engine to come back or to end" if is_away else "its engine to release it"

@@ -11,6 +11,7 @@ from kvd.types import Pages, pack_ids
 from tests.console.stage import Stage
 from tests.core.world import World, tokens
 
+WAITS = "the leases of before the restart to end, and their engines to come back"
 PROMPT = tokens((1, 32))
 
 
@@ -47,7 +48,7 @@ def test_its_leases_say_what_they_wait_for(stage):
     }
     assert found == {
         "lease:7": ("former", "works-0", "client:3", 2, "its engine to come back or to end"),
-        "lease:10": ("former", "", None, 1, "the leases of before the restart to end"),
+        "lease:10": ("former", "", None, 1, WAITS),
     }
 
 

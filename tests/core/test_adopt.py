@@ -35,6 +35,9 @@ OTHER_END = tokens((900, 32))
 BLUE = tokens((1, 16))
 
 
+WAITS = "the leases of before the restart to end, and their engines to come back"
+
+
 def ids(*numbers: int) -> Pages:
     return Pages(pack_ids(list(numbers)))
 
@@ -138,8 +141,9 @@ def test_pages_that_were_not_proven_are_a_lease_of_the_node_itself():
     assert page_ids(node.leases.leases[41].held) == [14, 15]
 
 
-def test_what_was_not_proven_is_free_where_nobody_may_read_it():
-    daemon = adopted(changed(sessions=()))
+def test_what_was_not_proven_is_free_and_noted_so_where_nobody_may_read_it():
+    daemon = Daemon()
+    assert daemon.feed(changed(sessions=())) == [NoteFreed(ids(14, 15))]
     assert daemon.node.former.unproven is None
     assert daemon.free == [1, 2, 3, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -265,6 +269,38 @@ def test_what_was_not_proven_is_free_after_the_last_former_lease():
     ]
     assert daemon.node.former.unproven is None
     assert daemon.node.leases.tree.evictable_pages == 7
+
+
+def test_what_was_not_proven_waits_for_an_engine_whose_leases_nobody_knows():
+    daemon = adopted(changed(sessions=(FormerSession(3, "works-0", (4711,), ()),)))
+    assert daemon.why("page", 14) == (
+        "page 14 is held by lease 41 of kvd (pid 0), from before the restart: not proven, and an "
+        "engine that is not back yet may still read them"
+    )
+    assert returned(daemon) == [NoteFreed(ids(14, 15))]
+
+
+def test_what_was_not_proven_is_free_when_the_last_engine_has_died():
+    daemon = adopted(changed(sessions=(FormerSession(3, "works-0", (4711,), ()),)))
+    assert daemon.feed(inputs.ClientHungUp(NOW_S, 3)) == [NoteFreed(ids(14, 15))]
+
+
+def test_a_log_that_begins_with_what_was_adopted_replays():
+    daemon = adopted()
+    log = [
+        ADOPTED,
+        inputs.ClientReturned(NOW_S, 3, 4711, (7,)),
+        inputs.FromClient(NOW_S, 3, client.OpenLease(5), PROMPT),
+        inputs.FromClient(NOW_S, 3, client.CommitAndRelease(6, 42)),
+        inputs.FromClient(NOW_S, 3, client.ReleaseLease(7, 7)),
+    ]
+    for happened in log[1:]:
+        daemon.feed(happened)
+    again = Daemon()
+    for happened in msgspec.msgpack.decode(msgspec.msgpack.encode(log), type=list[inputs.Input]):
+        again.feed(happened)
+    assert state_hash(again.node) == state_hash(daemon.node)
+    assert again.events == daemon.events
 
 
 def test_an_engine_that_has_died_gives_all_of_it_back():
@@ -438,11 +474,12 @@ def test_the_audit_finds_nothing_wrong_with_what_was_adopted():
 def test_the_audit_finds_pages_that_are_kept_for_nobody():
     node = adopted().node
     node.former.leases.clear()
+    node.sessions.by_id.clear()
     node.leases.release(node.leases.leases[7], "engine", "forced")
     node.leases.release(node.leases.leases[9], "engine", "forced")
     assert violations(node) == [
         "I9: lease 41 is held for unproven, which is gone",
-        "I9: lease 41 keeps pages that no lease of before the restart reads",
+        "I9: lease 41 keeps pages that nobody of before the restart reads",
     ]
 
 
@@ -460,7 +497,7 @@ def test_the_snapshot_says_what_stands_where():
     assert [(one.id, one.state, one.owner, one.waiting_for) for one in shot.leases] == [
         (7, "former", "works-0", "its engine to come back or to end"),
         (9, "former", "works-0", "its engine to come back or to end"),
-        (41, "former", "kvd", "the leases of before the restart to end"),
+        (41, "former", "kvd", WAITS),
     ]
     assert shot.pools[0].held_pages == 5
     assert shot.pools[0].cached_pages == 7

@@ -281,6 +281,8 @@ class Pool:
             FormerSession(number, engine.name, (engine.pid,), tuple(former.get(number, ())))
             for number, engine in self.engines.items()
         )
+        if self.rng.random() < 0.5:  # a reader that does not ask who reads what
+            unproven |= dict.fromkeys(page for page in whole if page not in noted.cached)
         pages = Pages(pack_ids(list(unproven)))
         branches = branches_of(noted)
         return Adopted(self.now_s, self.generation, branches, sessions, pages, self.last_lease)
