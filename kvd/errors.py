@@ -44,6 +44,8 @@ class Code(enum.Enum):
     CORRUPT = "corrupt"
     UNKNOWN_OUTCOME = "unknown-outcome"
     NOT_SUPPORTED = "not-supported"
+    DRAINING = "draining"
+    PEER_DRAINING = "peer-draining"
     SHUTTING_DOWN = "shutting-down"
     UNREACHABLE = "unreachable"
     POOL_CHANGED = "pool-changed"
@@ -61,6 +63,8 @@ RETRYABLE = frozenset(
         Code.STALLED,
         Code.CORRUPT,
         Code.UNKNOWN_OUTCOME,
+        Code.DRAINING,
+        Code.PEER_DRAINING,
         Code.SHUTTING_DOWN,
         Code.UNREACHABLE,
     }

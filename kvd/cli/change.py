@@ -14,7 +14,17 @@ import msgspec
 from kvd.cli import audited, render
 from kvd.cli.exits import Failed
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Rehearse, Report
+from kvd.wire.admin import (
+    AbortRoom,
+    Audit,
+    Drain,
+    Evict,
+    Fence,
+    Flush,
+    Rehearse,
+    Report,
+    Undrain,
+)
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
@@ -47,7 +57,11 @@ def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def carry_out(
-    target: Target, request: Flush | Evict | AbortRoom | Fence, form: str, *, rehearsal: bool
+    target: Target,
+    request: Flush | Evict | AbortRoom | Fence | Drain | Undrain,
+    form: str,
+    *,
+    rehearsal: bool,
 ) -> Report:
     """Ask for a change, or what it would be, and print the answer."""
     report = ask(target, Rehearse(CALL, request) if rehearsal else request, Report)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree, TreeNode
     from kvd.wire.snapshot import (
         ClientState,
+        DrainState,
         HeldState,
         LeaseState,
         PeerState,
@@ -128,9 +129,23 @@ def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{clean(name)} {counts[name]}" for name in sorted(counts))
 
 
+def _drain(one: DrainState) -> str:
+    """Who drains this node and why, what is left, and how to end it."""
+    by = f" by {clean(one.who)}" if one.who else ""
+    why = f" ({clean(one.why)})" if one.why else ""
+    left = f"{one.receives} receives, {one.sends} sends and {one.waiting} requests under way"
+    until = "" if one.deadline_in_s is None else f", given up in {duration(one.deadline_in_s)}"
+    if one.is_stop:
+        return f"it stops, asked {duration(one.since_s)} ago{why}: {left}{until}"
+    now = "nothing is under way any more" if one.is_drained else f"{left}{until}"
+    return f"drained for {duration(one.since_s)}{by}{why}: {now}; kvd undrain serves again"
+
+
 def _troubles(shot: Snapshot) -> list[Text]:
     """What an operator should look at, each with the verb that says more."""
-    found = [
+    found = [_drain(shot.drain)] if shot.drain is not None else []
+    found += [f"{clean(peer.drain)}: kvd peers" for peer in shot.peers if peer.drain]
+    found += [
         f"{clean(peer.name)} is {clean(peer.state)}, silent {duration(peer.silent_s)}: kvd peers"
         for peer in shot.peers
         if peer.state in {"suspect", "lost"}
@@ -270,7 +285,7 @@ def _about_peer(one: PeerState) -> list[str]:
     """What has no column."""
     life = f"incarnation {short(one.incarnation)}, generation {one.generation}"
     lines = [f"{one.address}, {life}", f"layout {one.layout}"]
-    return [*lines, one.trouble] if one.trouble else lines
+    return [*lines, *[text for text in (one.drain, one.trouble) if text]]
 
 
 # ---- tree, why, reports --------------------------------------------------------------------------

@@ -14,6 +14,8 @@ _STYLES = {
     "suspect": "yellow",
     "lingering": "yellow",
     "draining": "yellow",
+    "drained": "yellow",
+    "stopping": "yellow",
     "quarantined": "yellow",
     "saving": "yellow",
     "retracted": "yellow",

@@ -93,6 +93,15 @@ class AdmissionSection(msgspec.Struct, frozen=True):
             "not, before it blocks them; 0 is strictly first come first served.",
         ),
     ] = 0
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Longest time that a stop waits for the handoffs under way; what is left "
+            "then is given up. Keep it 10 s below TimeoutStopSec of the unit.",
+        ),
+    ] = 20.0
 
 
 class TransferSection(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ _LOOKS = (
     concerns_holding.full_pools,
     concerns_holding.lingering,
     concerns_holding.old_leases,
+    concerns_running.draining,
     concerns_running.refused,
     concerns_running.recorder,
     concerns_running.loop,

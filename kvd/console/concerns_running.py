@@ -32,6 +32,22 @@ def transfer(scene: Scene) -> Iterator[Concern]:
         )
 
 
+def draining(scene: Scene) -> Iterator[Concern]:
+    """A node that was taken out of service, and may have been forgotten so."""
+    drainer = scene.node.drainer
+    if drainer.drain is not None:
+        receives, sends = drainer.under_way()
+        yield Concern(
+            LOW,
+            "draining",
+            "",
+            f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends under way",
+            drainer.drain.since_s,
+            "a node serves; one that drains refuses every new lease, receive and send",
+            "kvd undrain serves again, unless it is stopping",
+        )
+
+
 def refused(scene: Scene) -> Iterator[Concern]:
     """Somebody keeps sending what cannot be acted on."""
     lately = []

@@ -9,6 +9,7 @@ import msgspec
 from kvd import __version__
 from kvd.core.life import Life
 from kvd.core.report import totals
+from kvd.core.words import node_word
 from kvd.wire.console import Latency, Vitals
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def vitals(scene: Scene, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
         node=node.settings.name,
         incarnation=node.settings.incarnation,
         version=__version__,
-        state="serving" if node.peers.generation else "transfer process restarting",
+        state=node_word(node),
         transport=node.transport,
         generation=node.peers.generation,
         started_s=node.started_s,

@@ -212,6 +212,15 @@ class Admission:
                 waiter.asker.refused(refusal)
                 return
 
+    def turn_away(self, waiters: list[Waiter], refusal: Refusal) -> None:
+        """Answer these with ``refusal``: none of them is ever admitted."""
+        away = set(map(id, waiters))
+        self.queue = [waiter for waiter in self.queue if id(waiter) not in away]
+        for waiter in waiters:
+            waiter.asker.refused(refusal)
+        if waiters:
+            self.wake()
+
     def withdraw_session(self, session: int) -> None:
         """A session is over: none of its requests is ever admitted. The caller wakes the rest."""
         self.queue = [waiter for waiter in self.queue if waiter.claim.session != session]

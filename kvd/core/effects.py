@@ -102,6 +102,10 @@ class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class ReadyToStop(msgspec.Struct, frozen=True, tag=True):
+    """The stop that was asked for goes on: nothing is under way, or nothing is waited for."""
+
+
 class Recall(msgspec.Struct, frozen=True, tag=True):
     """Say ``Recalled`` with the last events about what the audit has found; 0: about nothing."""
 
@@ -168,6 +172,7 @@ Effect = (
     | Copy
     | RestartTransfer
     | Recall
+    | ReadyToStop
     | NoteHeld
     | NoteCached
     | NoteFreed

@@ -12,6 +12,7 @@ from kvd.core.cache_mode import gate_of
 from kvd.core.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
+from kvd.core.peer_drain import peer_drains
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
 from kvd.core.tiers import bad_tier
@@ -110,6 +111,9 @@ class Engines:
     def _open_lease(
         self, session: int, message: client.OpenLease, tokens: Tokens
     ) -> Refusal | None:
+        refusal = self._node.drainer.refusal()
+        if refusal is not None:
+            return refusal
         is_empty = not tokens and not message.reserve_tokens
         if message.reserve_tokens < 0 or message.step_tokens < 0 or is_empty:
             return self._wrong(
@@ -243,7 +247,7 @@ class Engines:
         if refusal is not None:
             return refusal
         node = self._node
-        refusal = self._bad_receive(message, tokens)
+        refusal = node.drainer.refusal() or self._bad_receive(message, tokens)
         if refusal is None:
             node.decoder.receive(session, message, tokens)
             return None
@@ -290,7 +294,7 @@ class Engines:
                 side=self._name,
                 numbers={"tokens": n_tokens, "limit": peer.max_prompt_tokens},
             )
-        return peer.source_refusal
+        return peer.source_refusal or peer_drains(peer, self._out.at_s, self._name)
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens
@@ -307,7 +311,7 @@ class Engines:
     # ---- prefill side ------------------------------------------------------------------------
 
     def _send(self, session: int, message: client.Send, tokens: Tokens) -> Refusal | None:
-        refusal = self._bad_room(message.room)
+        refusal = self._bad_room(message.room) or self._node.drainer.refusal()
         if refusal is not None:
             return refusal
         lease = running_lease_of(self._node, session, message.lease)

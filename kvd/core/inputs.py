@@ -109,6 +109,14 @@ class FromOperator(msgspec.Struct, frozen=True, tag=True):
     message: AdminRequest
 
 
+class StopAsked(msgspec.Struct, frozen=True, tag=True):
+    """The process was asked to end: drain for ``drain_s`` at most, then say ``ReadyToStop``."""
+
+    at_s: float
+    why: str
+    drain_s: float
+
+
 class Unreadable(msgspec.Struct, frozen=True, tag=True):
     """Something came in on a socket that is no message of it; its sender was told."""
 
@@ -306,6 +314,7 @@ Input = (
     | Adopted
     | FromClient
     | FromOperator
+    | StopAsked
     | Unreadable
     | LinkDialed
     | FromPeer

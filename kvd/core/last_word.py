@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core.machine import move_prefill
+from kvd.core.peer_drain import as_told
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
@@ -132,7 +133,7 @@ class LastWord:
                     part.incarnation,
                     part.handoff,
                     outcome,
-                    why,
+                    as_told(why, peer),
                     (part.aux or b"") if outcome is Outcome.DELIVERED else b"",
                     part.moved_bytes,
                     part.in_doubt,

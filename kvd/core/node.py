@@ -16,6 +16,7 @@ from kvd.core.adopt import Former
 from kvd.core.audit import Audit
 from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
+from kvd.core.drain import Drainer
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
 from kvd.core.fetch import Fetcher
@@ -64,8 +65,7 @@ class Node:
         self.settings = settings
         self.started_s = at_s
         self.steps = 0
-        self.refused = 0
-        self.violations = 0
+        self.refused = self.violations = 0
         self.transport = ""
         self.out = Outbox()
         self.out.at_s = at_s
@@ -83,6 +83,7 @@ class Node:
         self.copies = Copies(self.out)
         self.retractor = Retractor(self)
         self.fetcher = self.decoder.fetcher = Fetcher(self)
+        self.drainer = self.prefiller.drainer = Drainer(self)
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
@@ -96,6 +97,7 @@ class Node:
             i.ClientReturned: self.sessions.returned,
             i.Adopted: self.former.adopted,
             i.FromOperator: self.operators.request,
+            i.StopAsked: self.drainer.stop,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,
             i.LinkDialed: self._link_dialed,
@@ -142,6 +144,7 @@ class Node:
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
         self.admission.pump()
+        self.drainer.look()
         return self.out.drain()
 
     def _unreadable(self, got: i.Unreadable) -> None:
@@ -161,6 +164,8 @@ class Node:
     # ---- peers -------------------------------------------------------------------------------
 
     def _from_peer(self, got: i.FromPeer) -> None:
+        if self.drainer.has_left:
+            return
         message = got.message
         refusal = impostor(message, got.proven, self.peers, self.settings)
         if refusal is not None:
@@ -206,10 +211,12 @@ class Node:
             self.prefiller.outlived(gone)
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
+        self.drainer.greet(peer)
         self.admission.wake()
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pinged(peer, message)
+        self.drainer.heard(peer, message)
         self.decoder.outcomes.fold(peer)
         self.prefiller.last_word.fold(peer)
 
@@ -280,6 +287,7 @@ class Node:
         self.decoder.tick()
         self.prefiller.tick()
         self.inquiries.tick()
+        self.drainer.tick()
         if self.peers.is_beat_due():
             self.decoder.settling.fence_if_due()
             for peer in list(self.peers.by_name.values()):

@@ -36,6 +36,8 @@ class Operators:
             admin.Evict: self._evict,
             admin.AbortRoom: self._abort,
             admin.Fence: self._fence,
+            admin.Drain: self._drain,
+            admin.Undrain: self._undrain,
             admin.Rehearse: self._rehearse,
             admin.Audit: self._audit,
         }
@@ -103,6 +105,18 @@ class Operators:
     def _fence(self, got: admin.Fence) -> admin.Report:
         told = rehearse.fence(self._node, got)
         self._out.effects.append(effects.RestartTransfer("an operator fenced this node"))
+        return told
+
+    def _drain(self, got: admin.Drain) -> admin.Report | Refusal:
+        told = rehearse.drain(self._node, got)
+        if isinstance(told, admin.Report):
+            self._node.drainer.begin(got.who, got.why, got.deadline_s)
+        return told
+
+    def _undrain(self, got: admin.Undrain) -> admin.Report | Refusal:
+        told = rehearse.undrain(self._node, got)
+        if isinstance(told, admin.Report):
+            self._node.drainer.end()
         return told
 
     def _audit(self, got: admin.Audit) -> admin.Report:

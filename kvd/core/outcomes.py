@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.peer_drain import as_told
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Closed, Outcome
 
@@ -31,6 +32,7 @@ class Outcomes:
     ) -> None:
         """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
         if peer is not None:
+            reason = as_told(reason, peer)
             closed = Closed(
                 self._settings.incarnation, part.incarnation, part.handoff, outcome, reason
             )

@@ -19,6 +19,7 @@ from kvd.core.agents import RETRY_S, Agent, Agents
 from kvd.core.hello import unwelcome
 from kvd.core.layouts import layout_match
 from kvd.core.life import Life
+from kvd.core.peer_drain import SERVING, UNSAID, lost_because
 from kvd.core.spec import fingerprint
 from kvd.wire import events
 from kvd.wire.peer import Hello, Message, Ping, Reject
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 
 
 class Peer:
-    """One other daemon. Read it; only ``Peers`` writes it."""
+    """One other daemon. Read it; only ``Peers`` writes it, and ``Drainer`` its ``drain``."""
 
     __slots__ = (
         "agent",
         "agent_rest_s",
         "agent_since_s",
         "agent_why",
+        "drain",
         "generation",
         "heard_s",
         "incarnation",
@@ -82,6 +84,7 @@ class Peer:
         self.ping = 0
         self.ping_sent_s = 0.0
         self.round_trip_s = 0.0
+        self.drain = UNSAID
 
 
 class Dialed:
@@ -113,6 +116,8 @@ class Peers:
         self._layout = fingerprint(settings.spec)
         self._out = out
         self._beat_s = float("-inf")
+        self.saying = (SERVING, "")
+        """The state of this node as every Ping tells it, and why."""
 
     # ---- links and Hello ---------------------------------------------------------------------
 
@@ -227,6 +232,7 @@ class Peers:
         peer.generation = 0
         peer.offer_floor = peer.settled_floor = 0
         peer.round_trip_s = 0.0
+        peer.drain = UNSAID
         self.by_incarnation[message.source] = peer
         return gone
 
@@ -293,8 +299,7 @@ class Peers:
         if peer.source_refusal is not None:
             return peer.source_refusal.message
         if peer.life is Life.LOST:
-            silent_s = self._out.at_s - peer.heard_s
-            return f"{name} has been silent for {silent_s:.1f} s{_because(self.trouble(name))}"
+            return f"{lost_because(peer, self._out.at_s)}{_because(self.trouble(name))}"
         if not self.generation:
             return "the transfer process of this node is restarting"
         return None
@@ -343,17 +348,9 @@ class Peers:
         """Ping one peer with the floors that stand towards it."""
         peer.ping += 1
         peer.ping_sent_s = self._out.at_s
-        self._out.send(
-            peer.link,
-            Ping(
-                self._settings.incarnation,
-                peer.incarnation,
-                peer.ping,
-                0,
-                offer_floor,
-                settled_floor,
-            ),
-        )
+        mine, theirs = self._settings.incarnation, peer.incarnation
+        ping = Ping(mine, theirs, peer.ping, 0, offer_floor, settled_floor, *self.saying)
+        self._out.send(peer.link, ping)
 
     def is_stale(self, peer: Peer) -> bool:
         """Whether it came to us, and has been silent for so long that it need not be known."""
@@ -389,6 +386,13 @@ class Peers:
                 Ping(self._settings.incarnation, peer.incarnation, 0, message.number, 0, 0),
             )
 
+    def lose(self, peer: Peer) -> None:
+        """It is gone: silent for too long, or it said so."""
+        out = self._out
+        peer.life, silent_s = Life.LOST, out.at_s - peer.heard_s
+        lost = events.PeerLost(out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s)
+        out.emit(lost)
+
     def age(self) -> list[Peer]:
         """Make silent peers suspect, then lost; returns those that became lost just now."""
         out = self._out
@@ -396,11 +400,8 @@ class Peers:
         for peer in self.by_name.values():
             silent_s = out.at_s - peer.heard_s
             if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
-                peer.life = Life.LOST
                 lost.append(peer)
-                out.emit(
-                    events.PeerLost(out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s)
-                )
+                self.lose(peer)
             elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
                 peer.life = Life.SUSPECT
                 out.emit(

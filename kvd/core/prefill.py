@@ -23,6 +23,7 @@ from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
 from kvd.core.offer import disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
+from kvd.core.peer_drain import lost_because
 from kvd.core.posts import Posts
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.core.verdict import too_late
@@ -33,6 +34,7 @@ from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, Outcome, Withdrawn
 
 if TYPE_CHECKING:
+    from kvd.core.drain import Drainer
     from kvd.core.effects import Outbox
     from kvd.core.lease_table import LeaseTable
     from kvd.core.peer import Peer, Peers
@@ -50,7 +52,9 @@ WRITING = {P.STREAMING, P.FLUSHING}
 
 
 class Prefiller:
-    """The live parts of this node's prefill side."""
+    """The live parts of this node's prefill side. The node sets ``drainer``, which needs it too."""
+
+    drainer: Drainer
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
         self.by_room: dict[int, PrefillPart] = {}
@@ -175,7 +179,8 @@ class Prefiller:
         if self.last_word.is_full(peer, message.handoff):
             return
         part = self.by_room.get(message.room)
-        refusal = unacceptable(message, peer, part, self._cargo, self._settings)
+        refusal = self.drainer.refusal()
+        refusal = refusal or unacceptable(message, peer, part, self._cargo, self._settings)
         if refusal is None and part is None:
             refusal = self.lapsed.refusal(message.room, self._out.at_s - message.waited_s)
         if refusal is not None:
@@ -245,7 +250,7 @@ class Prefiller:
         """Silence: stop posting for it."""
         refusal = Refusal(
             Code.PEER_LOST,
-            f"{peer.name} has been silent for {self._out.at_s - peer.heard_s:.1f} s",
+            lost_because(peer, self._out.at_s),
             side=self._settings.name,
         )
         for part in self.parts_of(peer.incarnation):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.core import why
 from kvd.core.decode import ASKING
 from kvd.core.eviction import victims
+from kvd.core.lease import ENGINE
 from kvd.core.owners import describe_holder
 from kvd.core.prefill import WRITING
 from kvd.core.tables import Decode, Prefill
@@ -45,6 +46,8 @@ def rehearse(node: Node, got: admin.Rehearse) -> admin.Report | Refusal:
         admin.Evict: evict,
         admin.AbortRoom: abort,
         admin.Fence: fence,
+        admin.Drain: drain,
+        admin.Undrain: undrain,
     }
     said = verbs[type(got.verb)](node, got.verb)
     if isinstance(said, Refusal):
@@ -193,6 +196,56 @@ def fence(node: Node, got: admin.Fence) -> admin.Report:
         "sends_cut": len(sends),
     }
     return admin.Report(got.call, changed, (), notes=_bounded(notes, len(receives) + len(sends)))
+
+
+# ---- the node --------------------------------------------------------------------------------
+
+
+def drain(node: Node, got: admin.Drain) -> admin.Report | Refusal:
+    """Refuse those who wait for something new; what is under way goes on, leases stay."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    waiting, waiting_sends = drainer.would_refuse()
+    receives, sends = drainer.under_way()
+    notes = [f"room {part.room}: receive {part.id} from {part.peer} goes on" for part in receives]
+    notes += [f"room {part.room}: send {part.id} to {part.peer} goes on" for part in sends]
+    notes = notes[:MAX_NOTES]
+    leases = [one for one in node.leases.leases.values() if ENGINE in one.holders]
+    changed = {
+        "refused_waiting": len(waiting),
+        "refused_sends": len(waiting_sends),
+        "receives_under_way": len(receives),
+        "sends_under_way": len(sends),
+        "leases_kept": len(leases),
+    }
+    until = f"given up after {got.deadline_s:g} s" if got.deadline_s > 0 else "never given up"
+    told = _bounded(notes, len(receives) + len(sends))
+    return admin.Report(got.call, changed, (), notes=(*told, f"what is under way is {until}"))
+
+
+def undrain(node: Node, got: admin.Undrain) -> admin.Report | Refusal:
+    """Begin new things again."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    note = f"{drainer.words()}, and serves again" if drainer.drain else "nothing was drained here"
+    return admin.Report(
+        got.call, {"drains_ended": int(drainer.drain is not None)}, (), notes=(note,)
+    )
+
+
+def _is_stopping(node: Node) -> Refusal | None:
+    drainer = node.drainer
+    if drainer.drain is None or not drainer.drain.is_stop:
+        return None
+    return Refusal(
+        Code.WRONG_STATE,
+        f"{drainer.words()}: that cannot be taken back, start it again",
+        side=node.settings.name,
+    )
 
 
 def _bounded(notes: list[str], total: int) -> tuple[str, ...]:

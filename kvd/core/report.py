@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvd import __version__
 from kvd.core.owners import owner_of
+from kvd.core.peer_drain import drain_words
 from kvd.core.pool_report import held_states, pool_states
 from kvd.core.standing import Standing
 from kvd.core.waiting import waiting_states
@@ -14,6 +15,7 @@ from kvd.core.words import (
     layout_words,
     lease_waits_for,
     lease_word,
+    node_word,
     receive_waits_for,
     send_waits_for,
 )
@@ -41,7 +43,7 @@ def snapshot(node: Node) -> Snapshot:
         incarnation=node.settings.incarnation,
         version=__version__,
         uptime_s=node.out.at_s - node.started_s,
-        state="serving" if node.peers.generation else "transfer process restarting",
+        state=node_word(node),
         transport=node.transport,
         generation=node.peers.generation,
         last_event=node.out.seq,
@@ -55,6 +57,7 @@ def snapshot(node: Node) -> Snapshot:
         totals=totals(node),
         recorder=node.recorded.state,
         audit=node.audit.state(),
+        drain=node.drainer.state(),
     )
 
 
@@ -206,6 +209,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
         open_receives=len(receives),
         open_sends=len(sends),
         trouble=node.peers.trouble(peer.name),
+        drain=drain_words(peer, node.out.at_s),
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.peer_drain import LEAVING, lost_because
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import short
@@ -44,10 +45,10 @@ def writer_restarted(incarnation: str, mine: Settings) -> Refusal:
 def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
     """The prefill daemon is lost: it may still write."""
     silent_s = now_s - peer.heard_s
+    limit = "" if peer.drain.state == LEAVING else f" (limit {mine.lost_s:.1f} s)"
     return Refusal(
         Code.PEER_LOST,
-        f"{peer.name} has been silent for {silent_s:.1f} s (limit {mine.lost_s:.1f} s): the pages "
-        "stay in quarantine until it settles",
+        f"{lost_because(peer, now_s)}{limit}: the pages stay in quarantine until it settles",
         side=mine.name,
         numbers={"silent_s": round(silent_s, 3)},
     )

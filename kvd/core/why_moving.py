@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.answer import MAX_LINKS, Answer, links_of
 from kvd.core.life import Life
+from kvd.core.peer_drain import drain_words
 from kvd.core.report import decode_room, prefill_room
 from kvd.core.waiting import waiting_states
 from kvd.core.words import agent_words, layout_words
@@ -164,7 +165,9 @@ def _how(node: Node, name: str, peer: Peer | None) -> str:
 def _peer_facts(node: Node, peer: Peer) -> list[str]:
     since_s = node.out.at_s - peer.agent_since_s
     agent = f" for {since_s:.1f} s" if peer.agent_since_s else ""
+    drains = drain_words(peer, node.out.at_s)
     return [
+        *([drains] if drains else []),
         f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
         f"{agent}",
         f"layout: {layout_words(peer)}",

@@ -42,6 +42,16 @@ _PREFILL_WAITS = {
 }
 
 
+def node_word(node: Node) -> str:
+    """``serving``, or why it does nothing new: it drains, is drained, stops, or cannot transfer."""
+    drainer = node.drainer
+    if drainer.drain is not None and drainer.drain.is_stop:
+        return "stopping"
+    if drainer.drain is not None:
+        return "drained" if drainer.is_drained else "draining"
+    return "serving" if node.peers.generation else "transfer process restarting"
+
+
 def lease_word(lease: Lease) -> str:
     """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
     if lease.quarantine is not None:

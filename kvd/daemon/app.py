@@ -24,9 +24,11 @@ from kvd import __version__
 from kvd.config import pool_spec
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
-from kvd.core.inputs import ClientHungUp, ClientJoined, Tick, Unreadable
+from kvd.core.drain import SETTLE_S
+from kvd.core.inputs import ClientHungUp, ClientJoined, StopAsked, Tick, Unreadable
 from kvd.core.node import Node
 from kvd.core.report import snapshot
+from kvd.core.words import node_word
 from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
@@ -67,6 +69,10 @@ TICK_S = 0.05
 """Resolution of deadlines and repetitions; costs 0.1 % of a core."""
 
 
+LATE_S = 1.0
+"""So late a stop may be by the core's reckoning."""
+
+
 class Daemon:
     """One node. ``start`` and ``stop`` it once; ``stopped`` is set by a signal or by a test."""
 
@@ -74,6 +80,7 @@ class Daemon:
         self.config = config
         self.supervisor = Supervisor() if supervisor is None else supervisor
         self.stopped = asyncio.Event()
+        self.is_stopping = False
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._up = contextlib.AsyncExitStack()
@@ -236,6 +243,7 @@ class Daemon:
             effects.Copy: self.mover.copy,
             effects.RestartTransfer: self.mover.restart,
             effects.Recall: self.auditor.recall,
+            effects.ReadyToStop: lambda _: self.stopped.set(),
         }
 
     async def _serve_http(self) -> None:
@@ -262,7 +270,19 @@ class Daemon:
 
     def _state(self) -> str:
         """Of the node, in a word or two."""
-        return "serving" if self.node.peers.generation else "transfer process restarting"
+        return node_word(self.node)
+
+    def ask_to_stop(self, why: str) -> None:
+        """Drain, and set ``stopped`` when that is over; at once where nothing is under way."""
+        self.is_stopping = True
+        drain_s = self.config.admission.drain_s
+        self.supervisor.stopping(f"{why}: draining for {drain_s:g} s at most")
+        if self._tick is None:  # not up yet
+            self.stopped.set()
+            return
+        # Whatever becomes of the core, the process ends.
+        self._loop.call_later(drain_s + SETTLE_S + LATE_S, self.stopped.set)
+        self.reactor.feed(StopAsked(self._clock(), why, drain_s))
 
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))
@@ -287,7 +307,7 @@ async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
     daemon = Daemon(config, log, supervisor)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _asked_to_stop, daemon)
+        loop.add_signal_handler(number, _asked_to_stop, daemon, number)
     why = "stopping"
     try:
         await daemon.start()
@@ -310,11 +330,11 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _asked_to_stop(daemon: Daemon) -> None:
-    """The first signal stops; a second one exits at once."""
-    if daemon.stopped.is_set():
+def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:
+    """The first signal drains and stops; a second one exits at once."""
+    if daemon.is_stopping or daemon.stopped.is_set():
         os._exit(1)
-    daemon.stopped.set()
+    daemon.ask_to_stop(number.name)
 
 
 def main(config: Config) -> int:

@@ -56,6 +56,8 @@ def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
     info_page = Response(200, JSON, msgspec.json.encode(info))
 
     def readyz() -> Response:
+        if node.drainer.drain is not None:
+            return Response(503, PLAIN, f"{node.drainer.words()}\n".encode())
         if node.peers.generation:
             return Response(200, PLAIN, b"ready\n")
         return Response(503, PLAIN, b"the transfer process is restarting\n")

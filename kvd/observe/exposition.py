@@ -196,6 +196,12 @@ def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
     yield gauge("kvd_waiting_requests", "Requests that wait for room.", (), [((), gauges.waiting)])
     yield gauge("kvd_engine_clients", "Engine sessions.", (), [((), gauges.engine_clients)])
     yield gauge(
+        "kvd_draining",
+        "1 while this node begins nothing new.",
+        (),
+        [((), int(gauges.is_draining))],
+    )
+    yield gauge(
         "kvd_transfer_generation",
         "Generation of the transfer process; a step says that it was restarted.",
         (),

@@ -57,6 +57,7 @@ class Gauges(msgspec.Struct, frozen=True):
     waiting: int
     peers: tuple[PeerGauges, ...]
     engine_clients: int
+    is_draining: bool
     transfer_generation: int
     last_event: int
     uptime_s: float
@@ -83,6 +84,7 @@ def gauges_of(snapshot: Snapshot) -> Gauges:
             for peer in snapshot.peers
         ),
         engine_clients=len(snapshot.clients),
+        is_draining=snapshot.drain is not None,
         transfer_generation=snapshot.generation,
         last_event=snapshot.last_event,
         uptime_s=snapshot.uptime_s,

@@ -44,6 +44,8 @@ LEVELS = {
     "handshake-failed": "warning",
     "message-refused": "warning",
     "recording-ended": "warning",
+    "drain-began": "warning",
+    "peer-draining": "warning",
     "violation": "error",
     "violation-healed": "warning",
     "watchdog-unfed": "error",

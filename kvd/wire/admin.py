@@ -102,11 +102,29 @@ class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
     call: Call
 
 
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+    """Begin nothing new; what is under way ends, or is given up after ``deadline_s`` (0: never).
+
+    ``who`` asks, as they call themselves. Asked again, the new deadline counts. Answer: ``Report``.
+    """
+
+    call: Call
+    who: Name = ""
+    why: Reason = ""
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+
+
+class Undrain(msgspec.Struct, frozen=True, array_like=True, tag="undrain"):
+    """Serve again. Answer: ``Report``."""
+
+    call: Call
+
+
 class Rehearse(msgspec.Struct, frozen=True, array_like=True, tag="rehearse"):
     """What that verb would report now; nothing is changed. Answer: ``Report``."""
 
     call: Call
-    verb: Flush | Evict | AbortRoom | Fence
+    verb: Flush | Evict | AbortRoom | Fence | Drain | Undrain
 
 
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
@@ -137,6 +155,8 @@ AdminRequest = (
     | Evict
     | AbortRoom
     | Fence
+    | Drain
+    | Undrain
     | Rehearse
     | Audit
     | Record

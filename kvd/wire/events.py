@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.wire.drain_events import DrainEvent
+from kvd.wire.recording_events import RecordingEnded, RecordingSaved, RecordingStarted
 from kvd.wire.restart_events import RestartEvent
 
 
@@ -361,34 +363,11 @@ class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
     lasted_s: float
 
 
-class RecordingStarted(msgspec.Struct, frozen=True, tag="recording-started"):
-    """From here on the flight recorder has every input."""
-
-    seq: int
-    at_s: float
-
-
-class RecordingEnded(msgspec.Struct, frozen=True, tag="recording-ended"):
-    """The flight recorder has lost the thread; the node goes on unrecorded."""
-
-    seq: int
-    at_s: float
-    why: str
-
-
-class RecordingSaved(msgspec.Struct, frozen=True, tag="recording-saved"):
-    """A recording was written: ``kvd replay`` reads it."""
-
-    seq: int
-    at_s: float
-    path: str
-    why: str
-
-
 Event = (
     ClientAttached
     | ClientGone
     | RestartEvent
+    | DrainEvent
     | LeaseOpened
     | LeaseExtended
     | LeaseCommitted

@@ -80,6 +80,8 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     ``offer_floor``: the lowest handoff id still open at the sender's decode side.
     ``settled_floor``: the lowest id whose Settled the sender's prefill side still repeats.
     Ids below a floor are over.
+    ``state``: ``serving``, ``draining`` (it begins nothing new, ``why`` says why) or ``leaving``
+    (its last message: the process ends). Empty in an echo, and from a daemon that does not say.
     """
 
     source: Name
@@ -88,6 +90,8 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     echo: Counter
     offer_floor: Counter
     settled_floor: Counter
+    state: Name = ""
+    why: Relayed = ""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -196,6 +196,8 @@ class PeerState(msgspec.Struct, frozen=True):
     open_sends: int
     trouble: str = ""
     """Why the last handshake with it failed, if it has not been heard since."""
+    drain: str = ""
+    """That it begins nothing new, why, and since when we know; empty where it serves."""
 
 
 class ClientState(msgspec.Struct, frozen=True):
@@ -294,6 +296,25 @@ class AuditState(msgspec.Struct, frozen=True):
     found: tuple[Finding, ...] = ()
 
 
+class DrainState(msgspec.Struct, frozen=True):
+    """Why nothing new is begun here, and what is still under way.
+
+    ``deadline_in_s``: then the rest is given up; None: it has all the time that it takes.
+    ``is_stop``: the process ends when it is drained.
+    """
+
+    who: str
+    why: str
+    since_s: float
+    deadline_in_s: float | None
+    is_stop: bool
+    is_drained: bool
+    receives: int
+    sends: int
+    waiting: int
+    leases: int
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -314,3 +335,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     totals: Totals
     audit: AuditState = AuditState()
     recorder: RecorderState = RecorderState()
+    drain: DrainState | None = None
+    """None while the node serves."""

@@ -24,6 +24,8 @@ PROMISED = (
         "abort",
         "fence",
         "drop",
+        "drain",
+        "undrain",
         "audit",
         "config",
         "keygen",

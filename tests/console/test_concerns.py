@@ -10,7 +10,7 @@ from kvd.console.vitals import Worry
 from kvd.core import inputs
 from kvd.core.audit import EVERY_S
 from kvd.errors import Code, Refusal
-from kvd.wire import client
+from kvd.wire import admin, client
 from kvd.wire.peer import Closed
 from kvd.wire.snapshot import RecorderState
 from tests.console.stage import Stage
@@ -443,6 +443,23 @@ def test_a_transfer_process_that_is_gone_is_told():
     assert kinds(stage) == [("high", "transfer-down", "")]
     world.d.start_transfer()
     world.run()
+
+    assert kinds(stage) == []
+
+
+def test_a_node_that_drains_is_told_until_it_serves_again():
+    world = World()
+    stage = Stage(world.d)
+    world.d.ask(admin.Drain(1, "root", "new switch"))
+    found = only(stage)
+    assert (found.severity, found.kind, found.since_s, found.evidence) == (
+        "low",
+        "draining",
+        world.now_s,
+        "d has been drained for 0.0 s by root (new switch): 0 receives and 0 sends under way",
+    )
+
+    world.d.ask(admin.Undrain(1))
 
     assert kinds(stage) == []
 

@@ -41,7 +41,7 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice(TEXTS)
     if kind == str | None:
         return rng.choice((None, "", "host"))
-    if kind in {admin.Flush, admin.Evict, admin.AbortRoom, admin.Fence}:
+    if kind in typing.get_args(typing.get_type_hints(admin.Rehearse)["verb"]):
         return ugly(rng, kind, 1)
     if isinstance(kind, types.UnionType):
         return some(rng, rng.choice(typing.get_args(kind)))

@@ -123,6 +123,7 @@ def test_page_says_what_the_snapshot_says() -> None:
         "kvd_audit_findings": 2,
         "kvd_audit_seconds_total": 1.5,
         "kvd_audit_sweeps_total": 30,
+        "kvd_draining": 0,
         'kvd_build_info{nixl="1.5.1",proto="1",version="0.1.0"}': 1,
         "kvd_decode_prefix_tokens_count": 0,
         "kvd_decode_prefix_tokens_sum": 0,

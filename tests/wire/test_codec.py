@@ -38,7 +38,11 @@ REFUSAL = Refusal(Code.NO_ROOM, "3 pages are needed", side="d", numbers={"needed
 
 KEPT = [
     (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
-    (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
+    (
+        PEER_MESSAGES,
+        peer.Ping("1", "2", 3, 0, 5, 6, "draining", "y"),
+        "99a470696e67a131a13203000506a8647261696e696e67a179",
+    ),
     (
         PEER_MESSAGES,
         peer.Abort("1", "2", 7, 9, "deadline"),
@@ -82,6 +86,7 @@ KEPT = [
 """Messages with the bytes they have in protocol 1: a change here breaks running peers."""
 
 EARLIER = [
+    (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
     (
         CLIENT_REQUESTS,
         client.OpenLease(1, "", 8, 0, 30.0, cache=False),

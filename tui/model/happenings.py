@@ -41,6 +41,7 @@ TROUBLE = frozenset(
     {
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
+        *("drain-began", "peer-draining"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -145,6 +146,17 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "recording-started": ("every input from here on",),
     "recording-ended": ("{why}",),
     "recording-saved": ("{path}", ": {why}"),
+    "drain-began": (
+        "nothing new is begun, asked for by {who}",
+        ": {why}",
+        "; {receives} receives",
+        "; {sends} sends",
+        "; {refused} refused",
+        "; at most {deadline_s}",
+    ),
+    "drained": ("nothing is under way any more, after {lasted_s}", "; {cut} given up"),
+    "drain-ended": ("new requests are taken again, after {lasted_s}",),
+    "peer-draining": ("{peer} is {state}", ": {why}", "; {refused} receives refused"),
 }
 """By kind; a part after the first is left out where one of its fields has nothing in it."""
 
