@@ -12,6 +12,8 @@ Saved areas are never kept: what they hold belongs to leases that end with their
 from __future__ import annotations
 
 import enum
+import hashlib
+import os
 from typing import TYPE_CHECKING, Final
 
 from kvd.pools.arena import Arena, NotReserved, check_free
@@ -155,6 +157,13 @@ class Memory:
     def journal(self) -> Arena | None:
         """The journal's arena."""
         return self._arenas.get(JOURNAL)
+
+    @property
+    def identity(self) -> bytes:
+        """16 bytes that are of these arenas alone while they live, for the journal to name them."""
+        seen = [os.fstat(self._arenas[PREFIX + one.name].fd) for one in self._regions]
+        whole = [(one.st_dev, one.st_ino, one.st_size) for one in seen]
+        return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
 
     @property
     def keep_open(self) -> tuple[int, ...]:

@@ -100,6 +100,21 @@ def test_the_next_daemon_finds_every_byte_and_says_so(directory: Path) -> None:
         assert os.fstat(memory.placed[0].arena.fd).st_ino == inode
 
 
+def test_found_memory_is_known_again_and_renewed_memory_is_not(directory: Path) -> None:
+    with opened(at(directory)) as memory:
+        first = memory.identity
+    with opened(at(directory), saved=3) as memory:
+        found = memory.identity
+        old = os.dup(memory.placed[0].arena.fd)  # or the number of its file may be given again
+        memory.renew("its journal has another layout")
+        renewed = memory.identity
+        os.close(old)
+
+    assert len(first) == 16
+    assert found == first
+    assert renewed != first
+
+
 def test_found_memory_is_no_second_time_taken_from_the_host(directory: Path) -> None:
     """What is there already need not fit beside itself."""
     with opened(at(directory), pages=LARGER):
