@@ -33,6 +33,7 @@ from kvd.journal.layout import (
     STAMP_8,
     SUM_8,
     ids_of,
+    page_bytes_of,
 )
 from kvd.journal.spaces import Spaces
 from kvd.journal.words import PENDING, WORD_BYTES, sealed
@@ -178,7 +179,12 @@ class Writer:
         ids = ids_of(pages)
         words = self._words[ids]
         waits = (words >> np.uint64(62)) == np.uint64(1)
-        return Pages(ids[waits].astype("<i4").tobytes()), words[waits]
+        return Pages(page_bytes_of(ids[waits])), words[waits]
+
+    def all_pending(self) -> Pages:
+        """Every page that is cached and not proven."""
+        waits = (self._words >> np.uint64(62)) == np.uint64(1)
+        return Pages(page_bytes_of(np.flatnonzero(waits)))
 
     def summed(self, pages: Pages, words: Words, sums: bytes) -> int:
         """Prove those of ``pages`` whose word is still what it was; how many those are.

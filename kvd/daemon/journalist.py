@@ -1,0 +1,168 @@
+"""The journal's place in the shell: carries out notes, has pages summed, knows engines' processes.
+
+    NoteCached --> queue --> PageSums --> proven
+
+What was cached in one turn of the loop is asked for in the next. Which pages still wait for their
+sums is read when they are asked for, and compared when the sums are here: what was freed meanwhile
+drops out, and what was cached anew has been queued again.
+
+Invariants: a page that is cached and not proven is queued, or asked for, or was refused a sum
+(``n_unsummed_pages``); nothing is asked for while no transfer process is ready; the queue is at
+most twice as long as the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvd.daemon.processes import process_of
+from kvd.types import ID_BYTES, Pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
+    from kvd.daemon.pagesums import PageSums
+    from kvd.journal.engines import Process
+    from kvd.journal.words import Words
+    from kvd.journal.writer import Writer
+    from kvd.transfer.orders import Summed
+
+
+class Journalist:
+    """Notes what the core says.
+
+    Args:
+        writer: of this generation.
+        sums: asks the transfer process.
+        process: the process that has a pid now.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        sums: PageSums,
+        process: Callable[[int], Process] = process_of,
+    ) -> None:
+        self.writer = writer
+        self.n_unsummed_pages = 0
+        """Pages that the transfer process refused to sum: they are not kept over a restart."""
+        self._sums = sums
+        self._process = process
+        self._queue: deque[Pages] = deque()
+        self._queued_pages = 0
+        self._most_queued_pages = 2 * writer.journal.sizes.pages
+        self._is_ready = False
+        self._turn: asyncio.Handle | None = None
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
+
+    # ---- notes -------------------------------------------------------------------------------
+
+    def held(self, note: NoteHeld) -> None:
+        """Carry out ``NoteHeld``."""
+        self.writer.held(note)
+
+    def cached(self, note: NoteCached) -> None:
+        """Carry out ``NoteCached``; its pages are proven when their sums are here."""
+        self.writer.cached(note)
+        if note.pages:
+            self._queue.append(note.pages)
+            self._queued_pages += len(note.pages) // ID_BYTES
+            if self._queued_pages > self._most_queued_pages:
+                self._sift()
+            self._is_settled.clear()
+            self._ask_soon()
+
+    def freed(self, note: NoteFreed) -> None:
+        """Carry out ``NoteFreed``."""
+        self.writer.freed(note)
+
+    def ended(self, note: NoteEnded) -> None:
+        """Carry out ``NoteEnded``."""
+        self.writer.ended(note)
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def transfer_ready(self) -> None:
+        """A transfer process serves: ask for what waits."""
+        self._is_ready = True
+        self._ask_soon()
+
+    def transfer_gone(self) -> None:
+        """It is dead: what it was asked for is asked again, of the next one."""
+        self._is_ready = False
+        self._sums.transfer_gone()
+
+    def _ask_soon(self) -> None:
+        if self._turn is None and self._is_ready:
+            self._turn = asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        """Ask for as much as may be outstanding."""
+        self._turn = None
+        sums = self._sums
+        while self._is_ready and self._queue and sums.n_pages < sums.most_pages:
+            pages, words = self.writer.pending(self._next_pages(sums.order_pages))
+            if pages:
+                sums.ask(pages, self._proof(pages, words))
+        if not self._queue and not sums.n_pages:
+            self._is_settled.set()
+
+    def _next_pages(self, n_pages: int) -> Pages:
+        """The first ``n_pages`` of the queue, or all."""
+        queue, room = self._queue, n_pages * ID_BYTES
+        parts: list[bytes] = []
+        while queue and room:
+            part = queue.popleft()
+            if len(part) > room:
+                queue.appendleft(Pages(part[room:]))
+                part = Pages(part[:room])
+            parts.append(part)
+            room -= len(part)
+            self._queued_pages -= len(part) // ID_BYTES
+        return Pages(b"".join(parts))
+
+    def _sift(self) -> None:
+        """Leave each page that waits in the queue once, however often it came and went."""
+        waiting = self.writer.all_pending()
+        self._queue = deque([waiting])
+        self._queued_pages = len(waiting) // ID_BYTES
+
+    def _proof(self, pages: Pages, words: Words) -> Callable[[Summed | None], None]:
+        def prove(report: Summed | None) -> None:
+            if report is None:
+                self._queue.append(pages)
+                self._queued_pages += len(pages) // ID_BYTES
+            elif report.why:
+                self.n_unsummed_pages += len(pages) // ID_BYTES
+            else:
+                self.writer.summed(pages, words, report.sums)
+            self._ask()
+
+        return prove
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until everything that is cached is proven; whether it is, in that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_settled.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ---- engines -----------------------------------------------------------------------------
+
+    def session_opened(self, session: int, name: str, pid: int, token: bytes) -> None:
+        """A process opened the session; ``token`` is what it proves that by."""
+        self.writer.session_opened(session, token, name, self._process(pid))
+
+    def session_joined(self, session: int, pid: int) -> None:
+        """One more process of it."""
+        self.writer.session_joined(session, self._process(pid))
+
+    def session_ended(self, session: int) -> None:
+        """Its last process is gone."""
+        self.writer.session_ended(session)
