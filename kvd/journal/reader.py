@@ -190,6 +190,11 @@ class Reading:
         writer = Writer(journal, Known(known, self._engines, self._spaces), store)
         writer.forget(self._unproven(known))
         writer.drop_slots_but(known, self._engines)
+        seen: dict[int, int] = {}
+        for claim in known.values():
+            kept = self._kept_part(claim.anchor, seen)
+            if kept != claim.anchor:  # what lies below is no path any more
+                writer.move(claim.lease, kept)
         return writer
 
     def _known_claims(self) -> dict[int, Claim]:

@@ -150,7 +150,7 @@ class Writer:
             else:
                 self._cache_many(space, note)
         if note.lease:
-            self._claims.move(note.lease, note.anchor)
+            self.move(note.lease, note.anchor)
 
     def freed(self, note: NoteFreed) -> None:
         """These pages are nobody's now, and may be written by whoever gets them next."""
@@ -163,6 +163,10 @@ class Writer:
     def forget(self, pages: Pages) -> None:
         """Pages that somebody may still read, and that join nothing any more."""
         self._mark(pages, claim_word(0, NO_SLOT))
+
+    def move(self, lease: int, anchor: int) -> None:
+        """The lease keeps up to ``anchor`` now."""
+        self._claims.move(lease, anchor)
 
     def drop_slots_but(self, claims: dict[int, Claim], engines: dict[int, Engine]) -> None:
         """Clear the slots of leases and engines of before that are not carried on."""
