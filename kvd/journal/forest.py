@@ -45,7 +45,8 @@ class Columns:
         self.space = rows4[:, SPACE].copy()
         self.serial = rows8[:, SERIAL_8].copy()
         self.before_serial = rows8[:, BEFORE_SERIAL_8].copy()
-        self.stamp = rows8[:, STAMP_8].copy()
+        stamp = rows8[:, STAMP_8]
+        self.stamp = np.where(stamp != 0, stamp, self.serial)
 
     def follows(self, ids: Ids, before: Ids) -> Mask:
         """Whether each of ``ids`` was cached behind that page, as that was cached."""

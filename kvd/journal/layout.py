@@ -7,7 +7,8 @@ Offsets are multiples of 64. A row, in words of 4 bytes::
     before | index | namespace | - | serial | serial of before | stamp | sum | tokens
     0        1       2           3   4        6                  8       10    12
 
-Everything but the stamp is covered by the check of the page's word.
+Everything but the stamp is covered by the check of the page's word. A stamp of 0 stands for the
+serial: used last when it was cached.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from kvd.journal.words import Page4s, Words
+    from kvd.journal.words import Words
 
     Store = Callable[[Any, Any, Any], None]
     """``store(array, where, what)``: every store into a journal is one call of it. Any, because
@@ -63,7 +64,7 @@ _PAGES_PER_SPACE: Final = 8
 
 ROW_HEAD: Final = 12
 """Words of 4 bytes before the tokens of a row."""
-BEFORE, INDEX, SPACE, SPARE, STAMP = 0, 1, 2, 3, 8
+BEFORE, INDEX, SPACE = 0, 1, 2
 SERIAL_8, BEFORE_SERIAL_8, STAMP_8, SUM_8 = 2, 3, 4, 5
 """Places in words of 8 bytes."""
 
@@ -115,7 +116,7 @@ class Journal:
         n_words = sizes.pages * sizes.row_words
         flat: Words = np.frombuffer(whole, np.uint64, n_words, sizes.rows_at)
         self.rows8: Words = flat.reshape(sizes.pages, sizes.row_words)
-        self.rows4: Page4s = self.rows8.view(np.uint32)
+        self.rows4: NDArray[np.uint32] = self.rows8.view(np.uint32)
         self.rows: NDArray[np.void] = flat.view(f"V{sizes.row_words * WORD_BYTES}")
         self.words_view = self._view(sizes.words_at, sizes.pages)
         self.row_view = self._view(sizes.rows_at, n_words)
@@ -123,10 +124,8 @@ class Journal:
         self.engines = self._view(sizes.engines_at, ENGINE_BYTES // WORD_BYTES * ENGINE_SLOTS)
         self.spaces = self._view(sizes.spaces_at, SPACE_BYTES // WORD_BYTES * sizes.spaces)
         self.head = self._view(_COUNTERS_AT, 3)
-        factors = weights(2 * sizes.row_words)
-        factors[[SPARE, STAMP, STAMP + 1]] = 0
-        factors[ROW_HEAD + sizes.page_size :] = 0
-        self._factors = factors
+        self._factors = weights(sizes.row_words)
+        self._factors[STAMP_8] = 0
 
     def _view(self, start: int, n_words: int) -> memoryview:
         return self.whole[start : start + WORD_BYTES * n_words].cast("Q")
@@ -139,11 +138,12 @@ class Journal:
         out: Words = np.empty(pages.size, np.uint64)
         for start in range(0, pages.size, _CHUNK_ROWS):
             some = pages[start : start + _CHUNK_ROWS]
-            rows = self.rows4[some]
-            spaces = np.minimum(rows[:, SPACE], np.uint32(digests.size - 1))
-            digest = digests[spaces]
+            rows: Words = self.rows8.take(some, 0)
+            spaces = rows.view(np.uint32)[:, SPACE]
+            digest = digests.take(spaces, mode="clip")
             found = row_checks(some.astype(np.uint64), rows, digest, self._factors)
-            out[start : start + some.size] = np.where(digest != 0, found, np.uint64(0))
+            found[digest == 0] = 0
+            out[start : start + some.size] = found
         return out
 
     def counter(self, which: int) -> int:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Words = NDArray[np.uint64]
-    Page4s = NDArray[np.uint32]
 
 WORD_BYTES: Final = 8
 PROVEN: Final = 1 << 63
@@ -24,18 +23,24 @@ PENDING: Final = 1 << 62
 """In a page's word: the rest is the serial of its caching."""
 
 _PAIR: Final = struct.Struct("<QQ")
-_FIRST: Final = 0xBF58476D1CE4E5B9
-_SECOND: Final = 0x94D049BB133111EB
-_STEP: Final = 0x9E3779B97F4A7C15
+_PROVEN: Final = np.uint64(PROVEN)
+_HALF: Final = np.uint64(32)
+_PAGE_FACTOR: Final = np.uint64(0xD6E8FEB86659FD93)
+
+_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def mixed_all(numbers: Words) -> Words:
     """64 bits of each, in which every one depends on all of it (splitmix64)."""
-    numbers = numbers + np.uint64(_STEP)
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(_FIRST)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(_SECOND)
-    out: Words = numbers ^ (numbers >> np.uint64(31))
-    return out
+    numbers = numbers + _STEP
+    numbers ^= numbers >> _SHIFTS[0]
+    numbers *= _FIRST
+    numbers ^= numbers >> _SHIFTS[1]
+    numbers *= _SECOND
+    numbers ^= numbers >> _SHIFTS[2]
+    return numbers
 
 
 def sealed(value: int, salt: int) -> int:
@@ -53,20 +58,25 @@ def unsealed(word: int, salt: int) -> int | None:
 
 
 def weights(n_words: int) -> Words:
-    """Odd factors, another one for each 4 bytes of a row: any change of one is found for sure."""
+    """Odd factors, another one for each word of a row: any change of one is found for sure."""
     out: Words = mixed_all(np.arange(n_words, dtype=np.uint64)) | np.uint64(1)
     return out
 
 
-def row_checks(pages: Words, rows: Page4s, names: Words, factors: Words) -> Words:
+def row_checks(pages: Words, rows: Words, names: Words, factors: Words) -> Words:
     """The words of proven pages.
 
     Args:
         pages: their numbers, (n,).
-        rows: what is noted of each, (n, words of 4 bytes).
+        rows: what is noted of each, (n, words).
         names: the digest of each one's namespace, (n,).
         factors: one for each of those words; 0 for what is not covered.
     """
-    total: Words = rows.astype(np.uint64) @ factors
-    out: Words = mixed_all(mixed_all(total + names) ^ mixed_all(pages)) | np.uint64(PROVEN)
+    # Folded first: by an odd factor alone, a change in the upper half of a word never reaches the
+    # lower half of the total.
+    total: Words = (rows ^ (rows >> _HALF)) @ factors
+    total += names
+    total += pages * _PAGE_FACTOR
+    out: Words = mixed_all(total)
+    out |= _PROVEN
     return out

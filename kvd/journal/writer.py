@@ -75,7 +75,8 @@ class _Block:
         self.rows: NDArray[np.void] = rows8.view(f"V{row_bytes}")[:, 0]
         self.before, self.index, self.space = rows4[:, BEFORE], rows4[:, INDEX], rows4[:, SPACE]
         self.serial, self.before_serial = rows8[:, SERIAL_8], rows8[:, BEFORE_SERIAL_8]
-        self.stamp = rows8[:, STAMP_8]
+        self.counting: Words = np.arange(n_rows, dtype=np.uint64)
+        self.counting4 = self.counting.astype(np.uint32)
         self.tokens: NDArray[np.void] = np.ndarray(
             (n_rows,), f"V{page_size * ID_BYTES}", rows8, ROW_HEAD * 4, (row_bytes,)
         )
@@ -111,7 +112,6 @@ class Writer:
         self.n_unkept_pages = 0
         """Cached pages of namespaces for which no slot was left."""
         self._block = _Block(_BLOCK_ROWS, journal.sizes.page_size, self._row_words)
-        self._counting: Words = np.arange(_BLOCK_ROWS, dtype=np.uint64)
         self._padding = bytes(
             self._row_words * WORD_BYTES - ROW_HEAD * 4 - journal.sizes.page_size * ID_BYTES
         )
@@ -206,7 +206,8 @@ class Writer:
     def restamp(self, pages: Pages) -> None:
         """The order of use of cached pages, least recently used first, as far as it is known."""
         ids = ids_of(pages)
-        stamps = self._serials(ids.size)
+        first, self._serial = self._serial + 1, self._serial + ids.size
+        stamps = np.arange(first, first + ids.size, dtype=np.uint64)
         self._store(self.journal.rows8, (ids, STAMP_8), stamps)
 
     # ---- engines -----------------------------------------------------------------------------
@@ -239,15 +240,6 @@ class Writer:
         else:
             self._store(self._words, ids_of(pages), word)
 
-    def _serials(self, n: int) -> Words:
-        """The next ``n`` serials."""
-        first, self._serial = self._serial + 1, self._serial + n
-        counting = self._counting
-        if n > counting.size:
-            counting = self._counting = np.arange(n, dtype=np.uint64)
-        out: Words = counting[:n] + np.uint64(first)
-        return out
-
     def _cache_few(self, space: int, note: NoteCached) -> None:
         store, word, whole = self._store, self._word, self.journal.whole
         size = self.journal.sizes.page_size * ID_BYTES
@@ -255,7 +247,7 @@ class Writer:
         before, serial_before = note.before, self._serial_of(note.before)
         for at, page in enumerate(memoryview(note.pages).cast("i")):
             self._serial = serial = self._serial + 1
-            row = _ROW.pack(before, note.first + at, space, 0, serial, serial_before, serial, 0)
+            row = _ROW.pack(before, note.first + at, space, 0, serial, serial_before, 0, 0)
             start = rows_at + page * row_bytes
             said = row + note.tokens[at * size : (at + 1) * size] + self._padding
             store(whole, slice(start, start + row_bytes), said)
@@ -265,22 +257,21 @@ class Writer:
     def _cache_many(self, space: int, note: NoteCached) -> None:
         ids = ids_of(note.pages)
         n = ids.size
-        serials = self._serials(n)
         block = self._block
         if n > block.n_rows:
             block = self._block = _Block(n, self.journal.sizes.page_size, self._row_words)
-        before = block.before
+        serial, self._serial = self._serial + 1, self._serial + n
+        counting, before, before_serial = block.counting[:n], block.before, block.before_serial
         before[1:n] = ids[:-1]
         before[0] = note.before
-        block.index[:n] = self._counting[:n] + np.uint64(note.first)
+        np.add(block.counting4[:n], note.first, out=block.index[:n])
         block.space[:n] = space
-        block.serial[:n] = serials
-        block.before_serial[1:n] = serials[:-1]
-        block.before_serial[0] = self._serial_of(note.before)
-        block.stamp[:n] = serials
+        np.add(counting, serial, out=block.serial[:n])
+        np.add(counting, serial - 1, out=before_serial[:n])
+        before_serial[0] = self._serial_of(note.before)
         block.tokens[:n] = np.frombuffer(note.tokens, block.tokens.dtype)
         self._store(self._rows, ids, block.rows[:n])
-        self._store(self._words, ids, serials | np.uint64(PENDING))
+        self._store(self._words, ids, counting + (PENDING | serial))
 
     def _serial_of(self, page: int) -> int:
         if not page:

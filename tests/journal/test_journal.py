@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 
 import msgspec
@@ -12,6 +13,7 @@ from kvd.journal.engines import Process
 from kvd.journal.identity import Flaw
 from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.reader import Dropped, FormerEngine, Verify
+from kvd.journal.spaces import Spaces
 from kvd.journal.writer import Writer
 from kvd.types import NO_TOKENS, Pages, pack_ids, page_ids
 from tests.journal.journaled import (
@@ -363,6 +365,20 @@ def test_a_name_that_no_page_has_any_more_leaves_its_slot():
     assert places[70] == Place("new", LONG[:4])
     assert places[64] == Place("n64", LONG[:4])
     assert len(places) == 63
+
+
+def test_a_page_is_not_kept_under_another_name():
+    ours = identity()
+    buffer, journal = made(ours)
+    writer = Writer(journal)
+    writer.cached(cached([1], LONG[:4], namespace="a"))
+    prove(writer, [1], {})
+    Spaces(journal, operator.setitem, {}).slot_of("b")
+
+    _, found = read(buffer, ours)
+
+    assert found.branches == ()
+    assert found.dropped == Dropped(damaged_pages=1)
 
 
 def test_a_lease_that_finds_no_slot_keeps_its_own_pages():

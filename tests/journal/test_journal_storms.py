@@ -20,7 +20,8 @@ import pytest
 
 from kvd.core.effects import NoteCached
 from kvd.journal.engines import Process
-from kvd.journal.layout import Journal, open_journal
+from kvd.journal.identity import Refused
+from kvd.journal.layout import Journal, make_journal, open_journal
 from kvd.journal.reader import Found, Reading, Verify
 from kvd.journal.writer import Writer
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, pack_ids, page_ids
@@ -408,7 +409,6 @@ def test_every_single_byte_of_a_proven_row_matters():
     sizes = journal.sizes
     row_at = sizes.rows_at + 3 * 8 * sizes.row_words
     stamp = range(row_at + 32, row_at + 40)
-    spare = range(row_at + 12, row_at + 16)
     row = range(row_at, row_at + 8 * sizes.row_words)
     word = range(sizes.words_at + 24, sizes.words_at + 32)
 
@@ -416,4 +416,28 @@ def test_every_single_byte_of_a_proven_row_matters():
         whole = bytearray(buffer)
         whole[at] ^= 0x10
         is_kept = read(whole, ours)[1].kept_pages == 1
-        assert is_kept == (at in stamp or at in spare), f"byte {at}"
+        assert is_kept == (at in stamp), f"byte {at}"
+
+
+def test_a_kill_while_a_journal_is_made_leaves_the_old_one_or_none():
+    ours = identity()
+    old, journal = made(ours)
+    writer = Writer(journal)
+    writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
+    writer.cached(cached([3, 9], (1, 2, 3, 4, 5, 6, 7, 8)))
+    pages, words = writer.pending(Pages(pack_ids([3, 9])))
+    writer.summed(pages, words, bytes(16))
+    _, whole = read(old, ours)
+
+    for n_stores in range(8):
+        for seed in range(5):
+            buffer = bytearray(old)
+            fuse = Fuse(random.Random(seed))
+            fuse.left = n_stores
+            try:
+                make_journal(buffer, ours, fuse.store)
+            except Killed:
+                left = open_journal(buffer, ours)
+                assert isinstance(left, Refused) or read(buffer, ours)[1] == whole
+                if n_stores:
+                    assert isinstance(left, Refused)
