@@ -69,7 +69,7 @@ class Pool:
         self.memory: dict[int, str] = {}
         self.engines: dict[int, Engine] = {}
         self.done: Counter[str] = Counter()
-        self.last_lease = self.generation = self.writes = 0
+        self.last_session = self.last_lease = self.generation = self.writes = 0
         self.now_s = 100.0
         self.node = self.new_node()
 
@@ -83,19 +83,28 @@ class Pool:
         """One input; what is noted is kept, and who is given pages writes there."""
         reply = None
         for effect in self.node.step(happened).effects:
-            self.noted.perform(effect)
-            match effect:
-                case effects.NoteHeld(lease=lease, pages=pages):
-                    self.last_lease = max(self.last_lease, lease)
-                    self.write_garbage(page_ids(pages))
-                case effects.NoteEnded(lease=lease):
-                    self.paths.pop(lease, None)
-                case effects.Answer(message=message):
-                    reply = message
-                case _:
-                    pass
+            self.perform(effect)
+            if isinstance(effect, effects.Answer):
+                reply = effect.message
         self.check()
         return reply
+
+    def perform(self, effect: effects.Effect) -> None:
+        self.noted.perform(effect)
+        match effect:
+            case effects.NoteHeld(lease=lease, pages=pages):
+                self.last_lease = max(self.last_lease, lease)
+                self.write_garbage(page_ids(pages))
+            case effects.NoteEnded(lease=lease):
+                self.paths.pop(lease, None)
+            case _:
+                pass
+
+    def joined(self, session: int, engine: Engine) -> None:
+        """An engine has opened a session."""
+
+    def left(self, session: int) -> None:
+        """The session is over."""
 
     def check(self) -> None:
         assert violations(self.node) == []
@@ -133,8 +142,9 @@ class Pool:
         return Tokens(pack_ids(ids[: self.rng.choice((len(ids), len(ids) - 3))]))
 
     def join(self) -> None:
-        session = max(self.engines, default=0) + 1
-        self.engines[session] = Engine(f"works-{session}", 4000 + session)
+        session = self.last_session = self.last_session + 1
+        engine = self.engines[session] = Engine(f"works-{session}", 4000 + session)
+        self.joined(session, engine)
         self.feed(inputs.ClientJoined(self.now_s, session, f"works-{session}", 4000 + session))
 
     def open(self, session: int) -> None:
@@ -219,6 +229,7 @@ class Pool:
     def die(self, session: int) -> None:
         del self.engines[session]
         self.feed(inputs.ClientHungUp(self.now_s, session))
+        self.left(session)
         self.done["died"] += 1
 
     # ---- restarts ----------------------------------------------------------------------------
@@ -238,10 +249,14 @@ class Pool:
         value = self.adopted(proven)
         self.node = self.new_node()
         self.feed(value)
+        self.finds_all(value)
+        for session in value.sessions:
+            if session.id not in self.engines:
+                self.feed(inputs.ClientHungUp(self.now_s, session.id))
+                self.left(session.id)
         self.done["restarts"] += 1
         self.done["not proven"] += bool(value.unproven)
         self.done["former leases"] += len(self.node.former.leases)
-        self.finds_all(value)
 
     def forget_retracted(self) -> None:
         """Engines keep only what the notes say that they have: nothing of it may be missing."""
