@@ -24,8 +24,16 @@ from kvd import __version__
 from kvd.config import pool_spec
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
+from kvd.core.adopt import why_not
 from kvd.core.drain import SETTLE_S
-from kvd.core.inputs import ClientHungUp, ClientJoined, StopAsked, Tick, Unreadable
+from kvd.core.inputs import (
+    ClientHungUp,
+    ClientJoined,
+    ClientReturned,
+    StopAsked,
+    Tick,
+    Unreadable,
+)
 from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.words import node_word
@@ -37,22 +45,28 @@ from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.doors import Doors, own_directory
 from kvd.daemon.ends import CANNOT_SERVE, exit_status
+from kvd.daemon.estate import open_estate
 from kvd.daemon.figures import peer_keys, settings_of
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
+from kvd.daemon.passed import Unfit
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import Recording
+from kvd.daemon.scribe import Scribe
+from kvd.daemon.sessions import NO_PAST, Past
 from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.vigil import Vigil
 from kvd.daemon.watchdog import Watchdog
+from kvd.journal.reader import Verify
 from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
-from kvd.pools.build import build_pool, pool_memory, reserved_bytes
+from kvd.pools.build import pool_memory, reserved_bytes
 from kvd.transfer.base import RegionFd
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation
@@ -98,16 +112,18 @@ class Daemon:
         spec = pool_spec(config)
         size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"
         self.supervisor.begin(f"reserving {size}")
-        placed = build_pool(spec)
-        for place in placed:
-            self._up.callback(place.arena.close)
+        self.estate = open_estate(config, spec, self.supervisor)
+        self._up.callback(self.estate.close)
+        placed = self.estate.memory.placed
         in_huge_pages = config.pool.huge_pages == "collapse"
         regions = [
             RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_registered)
             for p in placed
         ]
         incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"
-        self.node = Node(settings_of(config, spec, Incarnation(incarnation)), self._clock())
+        is_journaled = self.estate.is_journaled
+        settings = settings_of(config, spec, Incarnation(incarnation), is_journaled=is_journaled)
+        self.node = Node(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
@@ -120,6 +136,10 @@ class Daemon:
             lambda generation: self._transport(generation, regions),
             config.transfer.silent_s,
         )
+        self._up.push_async_callback(self.mover.stop)
+        self.supervisor.begin(f"registering {size}")
+        await self.mover.start("start")
+        await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._up.callback(context.term)
@@ -127,9 +147,6 @@ class Daemon:
         self._open_admin(context)
         self._open_peers(context)
         self._wire()
-        self._up.push_async_callback(self.mover.stop)
-        self.supervisor.begin(f"registering {size}")
-        await self.mover.start("start")
         self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
         await self._serve_http()
         self.recording.begin()
@@ -174,8 +191,27 @@ class Daemon:
             f"{self.node.settings.incarnation}-{generation}",
             regions,
             environment=self.config.transfer.ucx,
-            keep_open=(self._lock_fd,),
+            keep_open=(self._lock_fd, *self.estate.memory.keep_open),
         )
+
+    async def _take_over(self) -> None:
+        """What the daemon before left is this one's now, as far as it was proven."""
+        self.past: Past = NO_PAST
+        self.scribe: Scribe | None = None
+        verify = Verify(self.config.pool.verify)
+        taken = await self.estate.take(verify, self.mover, self._clock, self.supervisor.advance)
+        if taken is None:
+            return
+        if taken.adopted is not None:
+            wrong = why_not(self.node, taken.adopted)
+            if wrong:
+                raise Unfit(
+                    f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
+                    "once no engine of before the restart runs any more"
+                )
+            self.reactor.feed(taken.adopted)
+        self.past = taken.past
+        self.scribe = Scribe(taken.writer, self.mover, self.estate.region)
 
     def _open_engines(
         self, context: zmq.Context[zmq.Socket[bytes]], descriptors: tuple[int, ...]
@@ -198,6 +234,9 @@ class Daemon:
             on_refused=lambda pid, why: self.reactor.feed(
                 Unreadable(self._clock(), "attach", f"pid {pid}", why)
             ),
+            past=self.past,
+            on_returned=self._client_returned,
+            notes=self.scribe,
             limits=AttachLimits(
                 mode=int(config.sockets.mode, 8),
                 group=config.sockets.group,
@@ -210,6 +249,9 @@ class Daemon:
         self._up.callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
         self._up.callback(self.attach.close)
+        vigil = Vigil(self.attach.awaited, self.attach.over)
+        vigil.start(self._loop)
+        self._up.callback(vigil.close)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         budget = self.config.console.budget
@@ -245,6 +287,13 @@ class Daemon:
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
+        if self.scribe is not None:
+            self.reactor.perform |= {
+                effects.NoteHeld: self.scribe.held,
+                effects.NoteCached: self.scribe.cached,
+                effects.NoteFreed: self.scribe.freed,
+                effects.NoteEnded: self.scribe.ended,
+            }
 
     async def _serve_http(self) -> None:
         address = host_port(self.config.http.listen)
@@ -284,6 +333,14 @@ class Daemon:
         self._loop.call_later(drain_s + SETTLE_S + LATE_S, self.stopped.set)
         self.reactor.feed(StopAsked(self._clock(), why, drain_s))
 
+    def _client_returned(
+        self, session: int, _name: str, pid: int, leases: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """An engine of before the restart is back; the leases that it can still release."""
+        self.reactor.feed(ClientReturned(self._clock(), session, pid, leases))
+        kept = self.node.leases.leases
+        return tuple(one for one in leases if one in kept and kept[one].session == session)
+
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))
         self.clients.gone(session)
@@ -311,6 +368,8 @@ async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
     why = "stopping"
     try:
         await daemon.start()
+        if daemon.estate.is_journaled:
+            _print(f"kvd: the pool's memory was {daemon.estate.said}")
         for name in supervisor.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
         supervisor.ready("serving")
@@ -327,7 +386,8 @@ async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    sys.stderr.write(f"{line}\n")  # in one piece, or a line of the log comes between
+    sys.stderr.flush()
 
 
 def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from kvd.core.spec import PoolSpec
 
 
-def settings_of(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Settings:
-    """The figures of the core."""
+def settings_of(
+    config: Config, spec: PoolSpec, incarnation: Incarnation, *, is_journaled: bool
+) -> Settings:
+    """The figures of the core. ``is_journaled``: the pool outlives this daemon."""
     return Settings(
         name=NodeName(config.node.name),
         incarnation=incarnation,
@@ -37,6 +39,7 @@ def settings_of(config: Config, spec: PoolSpec, incarnation: Incarnation) -> Set
         max_aux_bytes=config.limits.max_aux_bytes,
         integrity=Integrity(config.transfer.integrity),
         cache_mode=CacheMode(config.cache.mode),
+        is_journaled=is_journaled,
     )
 
 

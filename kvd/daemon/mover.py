@@ -50,6 +50,8 @@ class Mover:
         self._started_s = 0.0
         self._down_s: float | None = None
         self._why_down = ""
+        self.on_summed: Callable[[orders.Summed], None] = unheard
+        """Takes the sums of pages of ours that were ordered with ``sum``."""
 
     def trouble(self, limit_s: float) -> str:
         """Why no transfer process has served for longer than ``limit_s``; empty if one has."""
@@ -157,6 +159,10 @@ class Mover:
             orders.Verify(effect.ticket, effect.component, effect.seal, effect.pages, effect.sums)
         )
 
+    def sum(self, order: orders.Sum) -> None:
+        """Have pages of ours summed; forgotten if the transfer process ends before."""
+        self._order(order)
+
     def quiesce(self, effect: effects.Quiesce) -> None:
         """Carry out ``Quiesce``."""
         self._order(orders.Quiesce(effect.lease))
@@ -184,6 +190,9 @@ class Mover:
         for report in reports:
             if isinstance(report, orders.Alive):
                 self._answered = report.number
+                continue
+            if isinstance(report, orders.Summed):
+                self.on_summed(report)
                 continue
             happened = _input_of(report, now_s)
             if happened is not None:
@@ -229,6 +238,10 @@ class Mover:
             else:
                 break
         self._restarting = None
+
+
+def unheard(_: orders.Summed) -> None:
+    """Where nothing outlives the daemon nobody orders sums."""
 
 
 def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
