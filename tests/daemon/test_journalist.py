@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 
 import numpy as np
@@ -12,11 +13,15 @@ from kvd.daemon.journalist import Journalist
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
 from kvd.daemon.processes import may_live, process_of
 from kvd.journal.engines import Process
+from kvd.journal.layout import open_journal
 from kvd.journal.reader import Reading, Verify
 from kvd.journal.writer import Writer
+from kvd.transfer.base import RegionFd
+from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import Sum, Summed
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
+from tests.transfer.conftest import SHAPES, Memory
 
 PAGE_BYTES = 4096
 
@@ -52,6 +57,17 @@ def path(n_pages: int) -> tuple[int, ...]:
 
 def packed(*pages: int) -> Pages:
     return Pages(pack_ids(list(pages)))
+
+
+def only_sums(sums: PageSums):
+    """What the mover does with reports of sums."""
+
+    def take(reports) -> None:
+        for report in reports:
+            if isinstance(report, Summed):
+                sums.summed(report)
+
+    return take
 
 
 async def turn() -> None:
@@ -274,3 +290,32 @@ def test_a_process_that_only_waits_to_be_reaped_is_dead(tmp_path, state):
 def test_a_process_that_nobody_can_see_may_live():
     assert process_of(0) == Process(0, 0)
     assert may_live(Process(0, 0))
+
+
+async def test_what_one_transfer_process_summed_the_next_one_finds_again():
+    memory = Memory("kv", SHAPES["kv"])
+    memory.paint(1)
+    region = RegionFd("kv", memory.fd, memory.shape)
+    ours = identity(pages=memory.shape.pages)
+    buffer, journal = made(ours)
+    first = Loopback("first", [region])
+    sums = PageSums(first.order, "kv", memory.shape.page_bytes)
+    await first.start(only_sums(sums), print)
+    journalist = Journalist(Writer(journal), sums)
+    journalist.transfer_ready()
+    journalist.cached(cached(list(range(1, 9)), path(8)))
+    assert await journalist.settle(10)
+    await first.stop()
+
+    memory.bytes[memory.piece(memory.shape.rows[0], 6)] ^= 1
+    second = Loopback("second", [region])
+    sums = PageSums(second.order, "kv", memory.shape.page_bytes)
+    await second.start(only_sums(sums), print)
+    reading = Reading(open_journal(buffer, ours), Verify.ALL)
+    await sums.check(reading)
+    await second.stop()
+
+    (branch,) = reading.found().branches
+    assert page_ids(branch.pages) == [1, 2, 3, 4, 5]
+    assert page_ids(reading.found().unproven) == [6, 7, 8]
+    os.close(memory.fd)
