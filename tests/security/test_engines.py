@@ -16,7 +16,8 @@ import pytest
 
 import kvd.client
 from kvd.client.blocking import attach
-from kvd.daemon.app import _own_directory
+from kvd.daemon.doors import own_directory
+from kvd.daemon.passed import Unfit
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.attach import Attach
@@ -84,18 +85,18 @@ def test_another_user_outside_the_group_cannot_connect(keyed):
 
 def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"chmod o-w {tmp_path}"):
-        _own_directory(tmp_path, None)
+    with pytest.raises(Unfit, match=f"chmod o-w {tmp_path}"):
+        own_directory(tmp_path, None)
 
     tmp_path.chmod(0o1777)  # as /tmp: only its owner may remove a file
-    _own_directory(tmp_path, None)
+    own_directory(tmp_path, None)
 
 
 @needs_root
 def test_a_directory_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, NOBODY, -1)
-    with pytest.raises(PermissionError, match=f"belongs to uid {NOBODY}"):
-        _own_directory(tmp_path, None)
+    with pytest.raises(Unfit, match=f"belongs to uid {NOBODY}"):
+        own_directory(tmp_path, None)
 
 
 def test_a_session_shows_the_process_that_the_kernel_names(keyed):
