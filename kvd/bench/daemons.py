@@ -84,6 +84,8 @@ class Daemon:
             "recorder.enabled": "false",  # measured by itself, in ``footprint``
             **settings,
         }
+        self.config_file: Path | None = None
+        """Read by it too; what is set here is stronger."""
         self._log = self.directory / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -118,7 +120,8 @@ class Daemon:
         sets = [
             word for key, value in self._settings.items() for word in ("--set", f"{key}={value}")
         ]
-        command = [*self._place.prefix, sys.executable, "-m", "kvd", "serve", *sets]
+        file = [] if self.config_file is None else ["--config", str(self.config_file)]
+        command = [*self._place.prefix, sys.executable, "-m", "kvd", "serve", *file, *sets]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
         with self._log.open("wb") as sink:
             self._process = subprocess.Popen(

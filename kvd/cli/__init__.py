@@ -36,6 +36,7 @@ VERBS = {
     "drop": Verb("kvd.cli.drop:drop_command", "Free the pool that a stopped daemon left.", CHANGE),
     "drain": Verb("kvd.cli.drain:drain_command", "Begin nothing new; end what runs.", CHANGE),
     "undrain": Verb("kvd.cli.drain:undrain_command", "Serve again, after a drain.", CHANGE),
+    "reload": Verb("kvd.cli.reload:reload_command", "Read the configuration again.", CHANGE),
     "audit": Verb("kvd.cli.change:audit_command", "Check every invariant now.", CHECK),
     "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings; plan.", CHECK),
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),

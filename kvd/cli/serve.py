@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -21,11 +22,12 @@ from kvd.cli.config import valid_config
 )
 @click.pass_context
 def serve_command(ctx: click.Context, config_file: Path | None, sets: tuple[str, ...]) -> None:
-    """Run the daemon in the foreground until SIGTERM or SIGINT.
+    """Run the daemon in the foreground until SIGTERM or SIGINT; SIGHUP is kvd reload.
 
     With no configuration at all it serves a small CPU pool on loopback.
     """
     config = valid_config(config_file, sets)
+    from kvd.config import load  # noqa: PLC0415 - keeps kvd --help fast
     from kvd.daemon.app import main  # noqa: PLC0415 - a wrong configuration needs no daemon
 
-    ctx.exit(main(config))
+    ctx.exit(main(config, lambda: load(config_file, os.environ, sets)))

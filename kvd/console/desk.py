@@ -86,6 +86,11 @@ class Desk:
         self._latency = Latency()
         self._spent_s, self._share, self._share_s = 0.0, 0.0, float("-inf")
 
+    def set_budget(self, budget: float) -> None:
+        """Earn so much of a core from now on."""
+        self._budget = budget
+        self._scene.surveyor.share = budget * SURVEY_SHARE
+
     def frame(self, watch: Watch, now_s: float) -> bytes:
         """The next frame of one console, at ``now_s`` on the daemon's clock."""
         self._begin(now_s)

@@ -275,7 +275,7 @@ class Surveyor:
         self.spent_s = 0.0
         """By all surveys."""
         self._node = node
-        self._share = share
+        self.share = share
         self._timer = timer
         self._last: Survey | None = None
         self._running: Survey | None = None
@@ -302,7 +302,7 @@ class Surveyor:
         if now_s <= self._now_s:
             return
         if self._now_s > float("-inf"):
-            earned_s = (now_s - self._now_s) * self._share
+            earned_s = (now_s - self._now_s) * self.share
             self._credit_s = min(self._credit_s + earned_s, MAX_CREDIT_S)
         self._now_s = now_s
         if self._credit_s <= 0.0:

@@ -109,6 +109,12 @@ class Admission:
         self._seen = (-1, -1)
         """The table's releases and growth when the queue was last looked at."""
 
+    def retune(self, *, max_queue: int, overtakers: int) -> None:
+        """Other bounds from now on; who waits already waits on, and is looked at again."""
+        self._max_queue = max_queue
+        self._overtakers = overtakers
+        self._seen = (-1, -1)
+
     def at_once(self, claim: Claim) -> Lease | Shortage | None:
         """The lease, if nobody waits and there is room: the common case, without a queue.
 

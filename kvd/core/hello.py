@@ -53,7 +53,7 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             side=mine.name,
             numbers={"theirs": message.protocol, "ours": PROTOCOL},
         )
-    if mine.allow and message.node not in mine.allow:
+    if peers.allow and message.node not in peers.allow:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"{message.node!r} is not in peers.allow of {mine.name}",

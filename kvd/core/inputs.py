@@ -307,6 +307,27 @@ class RecordingSaved(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+    """The configuration was read again. The figures hold from here on; the texts are for events.
+
+    ``allow``, ``max_queue`` and ``overtakers`` are as in ``Settings``.
+    """
+
+    at_s: float
+    allow: tuple[str, ...]
+    max_queue: int
+    overtakers: int
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+class ConfigRefused(msgspec.Struct, frozen=True, tag=True):
+    """The configuration was read again and is invalid."""
+
+    at_s: float
+    errors: tuple[str, ...]
+
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -336,4 +357,6 @@ Input = (
     | Recalled
     | RecorderSaid
     | RecordingSaved
+    | Reconfigured
+    | ConfigRefused
 )

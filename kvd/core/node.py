@@ -30,6 +30,7 @@ from kvd.core.peer import Peers
 from kvd.core.prefill import Prefiller
 from kvd.core.recorded import Recorded
 from kvd.core.retract import Retractor
+from kvd.core.retuned import Retuned
 from kvd.core.sessions import Sessions
 from kvd.core.transfers import Transfers
 from kvd.errors import Code
@@ -89,8 +90,12 @@ class Node:
         self.operators = Operators(self)
         self.audit = Audit(self)
         self.recorded = Recorded(self.out)
-        # One handler per input type: Any, because each takes its own type of input.
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers = self._input_handlers()
+        self._from_peers = self._peer_handlers()
+
+    def _input_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """One handler per input type: Any, because each takes its own type of input."""
+        return {
             i.FromClient: self.engines.request,
             i.ClientJoined: self.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
@@ -119,8 +124,8 @@ class Node:
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecordingSaved: self.recorded.saved,
+            **Retuned(self).handlers,
         }
-        self._from_peers = self._peer_handlers()
 
     def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
         """One handler per message of a peer."""

@@ -112,6 +112,8 @@ class Peers:
         self.generation = 0
         """Of our own receiving transfer process; 0: none serves now."""
         self.metadata = b""
+        self.allow = settings.allow
+        """Who may say Hello; an operator may change it."""
         self._settings = settings
         self._layout = fingerprint(settings.spec)
         self._out = out

@@ -35,7 +35,10 @@ PAGE_EVENTS = 1000
 
 
 class AdminPort:
-    """Requests of all operators on one ROUTER. ``look`` is ``Consoles.look``."""
+    """Requests of all operators on one ROUTER.
+
+    ``look`` is ``Consoles.look``, ``reload`` is ``Reloader.reload``.
+    """
 
     def __init__(
         self,
@@ -43,11 +46,13 @@ class AdminPort:
         bus: Bus,
         recording: Recording,
         look: Callable[[bytes, admin.Look], bytes | None],
+        reload: Callable[[int], admin.Reloaded],
     ) -> None:
         self._reactor = reactor
         self._bus = bus
         self._recording = recording
         self._look = look
+        self._reload = reload
         self._asked: admin.AdminRequest | None = None
         """What the core is answering now."""
 
@@ -91,10 +96,18 @@ class AdminPort:
             self._list_events(operator, message)
         elif isinstance(message, admin.Record):
             self._record(operator, message)
+        elif isinstance(message, admin.Reload):
+            self._reload_for(operator, message.call)
         else:
             self._asked = message
             self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
             self._asked = None
+
+    def _reload_for(self, operator: bytes, call: int) -> None:
+        reply = self._reactor.attempt("reload", lambda: self._reload(call))
+        self._send(
+            operator, admin.AdminFailed(call, reply) if isinstance(reply, Refusal) else reply
+        )
 
     def _show(self, operator: bytes, asked: admin.Look) -> None:
         """A frame now, or with the next beat; a bug in it costs this console this look."""

@@ -54,6 +54,7 @@ from kvd.daemon.passed import Unfit
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import Recording
+from kvd.daemon.reload import Reloader
 from kvd.daemon.scribe import Scribe
 from kvd.daemon.sessions import NO_PAST, Past
 from kvd.daemon.supervisor import Supervisor
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
+    from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
     from kvd.transfer.base import Transport
 
@@ -90,8 +92,16 @@ LATE_S = 1.0
 class Daemon:
     """One node. ``start`` and ``stop`` it once; ``stopped`` is set by a signal or by a test."""
 
-    def __init__(self, config: Config, log: EventLog, supervisor: Supervisor | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        log: EventLog,
+        supervisor: Supervisor | None = None,
+        read: Read | None = None,
+    ) -> None:
         self.config = config
+        self.is_up = False
+        self.reloader = Reloader(self, read or (lambda: config))
         self.supervisor = Supervisor() if supervisor is None else supervisor
         self.stopped = asyncio.Event()
         self.is_stopping = False
@@ -150,8 +160,9 @@ class Daemon:
         self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
         await self._serve_http()
         self.recording.begin()
-        self.watchdog = Watchdog(self.supervisor, self.reactor, self.mover, self._log, self._state)
+        self.watchdog = Watchdog(self.supervisor, self.reactor, self.mover, self._log, self.state)
         self._beat(self._clock())
+        self.is_up = True
 
     async def stop(self) -> None:
         """Take everything down, last first."""
@@ -256,7 +267,9 @@ class Daemon:
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         budget = self.config.console.budget
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
-        self.admins = AdminPort(self.reactor, self.bus, self.recording, self.consoles.look)
+        self.admins = AdminPort(
+            self.reactor, self.bus, self.recording, self.consoles.look, self.reloader.reload
+        )
         endpoint = self.config.sockets.admin
         self.admins.start(self._doors.bind(context, endpoint, few_unread), self._loop)
         self._up.callback(self.admins.close)
@@ -317,7 +330,12 @@ class Daemon:
 
     # ---- what happens ------------------------------------------------------------------------
 
-    def _state(self) -> str:
+    def set_log_level(self, level: str) -> None:
+        """Write events from this level on."""
+        self._log.set_level(level)
+        self.bus.ask_again()
+
+    def state(self) -> str:
         """Of the node, in a word or two."""
         return node_word(self.node)
 
@@ -359,10 +377,13 @@ class Daemon:
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))
 
 
-async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
+async def serve(config: Config, log: EventLog, supervisor: Supervisor, read: Read) -> int:
     """Run one daemon until a signal; returns the exit status."""
-    daemon = Daemon(config, log, supervisor)
+    daemon = Daemon(config, log, supervisor, read)
     loop = asyncio.get_running_loop()
+    is_stale = asyncio.Event()
+    if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
+        loop.add_signal_handler(signal.SIGHUP, _asked_to_reload, daemon, is_stale)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _asked_to_stop, daemon, number)
     why = "stopping"
@@ -374,6 +395,8 @@ async def serve(config: Config, log: EventLog, supervisor: Supervisor) -> int:
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
         supervisor.ready("serving")
         _print(f"kvd {__version__} {config.node.name} ready")
+        if is_stale.is_set():
+            daemon.reloader.reload()
         await daemon.stopped.wait()
     except CANNOT_SERVE as error:
         why = f"cannot serve: {error}"
@@ -390,6 +413,14 @@ def _print(line: str) -> None:
     sys.stderr.flush()
 
 
+def _asked_to_reload(daemon: Daemon, is_stale: asyncio.Event) -> None:
+    """Now, or as soon as it is up."""
+    if daemon.is_up:
+        daemon.reloader.reload()
+    else:
+        is_stale.set()
+
+
 def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:
     """The first signal drains and stops; a second one exits at once."""
     if daemon.is_stopping or daemon.stopped.is_set():
@@ -397,12 +428,15 @@ def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:
     daemon.ask_to_stop(number.name)
 
 
-def main(config: Config) -> int:
-    """Run the daemon of ``config`` in the foreground; returns the exit status."""
+def main(config: Config, read: Read) -> int:
+    """Run the daemon of ``config`` in the foreground; returns the exit status.
+
+    ``read`` gives the configuration as it is by then, or what is wrong with it.
+    """
     keep_freed_memory()
     supervisor = Supervisor.of(os.environ, os.getpid())
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
-        return uvloop.run(serve(config, log, supervisor))
+        return uvloop.run(serve(config, log, supervisor, read))
     finally:
         log.close()

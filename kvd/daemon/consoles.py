@@ -117,6 +117,10 @@ class Consoles:
         self._busy_s += self._clock() - begun_s
         return frame
 
+    def set_budget(self, budget: float) -> None:
+        """Let all consoles together cost so much of a core from now on."""
+        self._desk.set_budget(budget)
+
     def lagged(self, lag_s: float) -> None:
         """A beat of the loop came so late."""
         self._lags.append(lag_s)

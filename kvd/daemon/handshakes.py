@@ -104,7 +104,7 @@ class Handshakes:
         """The key gate did not know a key."""
         why = (
             f"a client at {address} has a key that is not in peers.keys of this node: list it "
-            "under its node's name and restart, or find out who it is"
+            "under its node's name and kvd reload, or find out who it is"
         )
         self._failed("", address, UNKNOWN_KEY, why)
 

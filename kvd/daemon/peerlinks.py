@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvd.core.inputs import FromPeer, LinkDialed, Unreadable
-from kvd.curve import be_client, be_server
+from kvd.curve import PeerKeys, be_client, be_server
 from kvd.daemon.handshakes import Handshakes
 from kvd.daemon.keygate import KeyGate
 from kvd.errors import Code, Refusal
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvd.core import effects
-    from kvd.curve import PeerKeys
     from kvd.daemon.reactor import Reactor
 
 INWARD = "in:"
@@ -82,6 +81,12 @@ class PeerLinks:
         self._router = LoopSocket(
             socket, self._from_proven, loop=self._loop, receive=receive_proven
         )
+
+    def trust(self, keys: Mapping[str, str]) -> None:
+        """Know the keys of more nodes; only where this one has a key."""
+        if self._keys is not None and self._gate is not None:
+            self._keys = PeerKeys(self._keys.own, {**self._keys.of, **keys})
+            self._gate.trust(keys)
 
     def dial(self, connect: Mapping[str, str], max_frame_bytes: int) -> None:
         """Connect to every configured peer; ZMQ connects again by itself when it breaks."""

@@ -55,6 +55,8 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watchdog_s = watchdog_s
+        self.is_ready = False
+        """Whether it was told that we are, and not that we stop."""
         self.passed = Passed({}) if passed is None else passed
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._clock = clock
@@ -82,6 +84,7 @@ class Supervisor:
 
     def ready(self, status: str) -> None:
         """Everything is open: whoever depends on us may start."""
+        self.is_ready = True
         self._say("READY=1", status)
 
     def say(self, status: str) -> None:
@@ -104,6 +107,7 @@ class Supervisor:
 
     def stopping(self, status: str) -> None:
         """We are on our way down."""
+        self.is_ready = False
         self._say("STOPPING=1", status)
 
     def reloading(self) -> None:

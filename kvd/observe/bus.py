@@ -39,6 +39,10 @@ class Bus:
         self._takers.append((take, wants))
         self._by_kind.clear()
 
+    def ask_again(self) -> None:
+        """A taker wants other kinds than it did."""
+        self._by_kind.clear()
+
     def publish(self, events: Sequence[Event]) -> None:
         """What happened in one step, in order, to everybody."""
         by_kind = self._by_kind

@@ -46,10 +46,9 @@ LEVELS = {
     "recording-ended": "warning",
     "drain-began": "warning",
     "peer-draining": "warning",
+    "config-refused": "warning",
     "violation": "error",
     "violation-healed": "warning",
-    "watchdog-unfed": "error",
-    "watchdog-fed": "warning",
 }
 """Levels by tag: debug is what every request does, warning is what an operator may want to see."""
 
@@ -72,6 +71,10 @@ class Fed(msgspec.Struct, frozen=True, tag="watchdog-fed"):
     """It is fed again, after ``unfed_s``."""
 
     unfed_s: float
+
+
+OWN_LEVELS: dict[type[msgspec.Struct], str] = {Crashed: "error", Unfed: "error", Fed: "warning"}
+"""Of lines that are no events: they are written even when the core does not step."""
 
 
 class EventLog:
@@ -111,6 +114,12 @@ class EventLog:
         if rank is None:
             rank = self._ranks[kind] = RANKS[_level_of(kind)]
         return rank
+
+    def set_level(self, level: str) -> None:
+        """Write from this level on; whoever remembers ``is_written`` must ask again."""
+        self._threshold = RANKS[level]
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(RANKS[level]))
+        self._logger = structlog.get_logger().bind()
 
     def close(self) -> None:
         """Write what still waits, unless its reader does not read."""
@@ -159,8 +168,8 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
 
 def _level_of(kind: type[msgspec.Struct]) -> str:
     """The level of a kind of events; violations and crashes are errors, most are info."""
-    if kind is Crashed:
-        return "error"
+    if kind in OWN_LEVELS:
+        return OWN_LEVELS[kind]
     return LEVELS.get(str(kind.__struct_config__.tag), "info")
 
 

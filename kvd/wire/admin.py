@@ -144,6 +144,12 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
     hash_objects: Figure = 2000
 
 
+class Reload(msgspec.Struct, frozen=True, array_like=True, tag="reload"):
+    """Read the configuration again. Answer: ``Reloaded``."""
+
+    call: Call
+
+
 AdminRequest = (
     ShowStatus
     | ShowTree
@@ -160,6 +166,7 @@ AdminRequest = (
     | Rehearse
     | Audit
     | Record
+    | Reload
 )
 
 
@@ -311,6 +318,29 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True, tag="recorded"):
     state_hash: str
 
 
+class Changed(msgspec.Struct, frozen=True, array_like=True):
+    """One key of the configuration, or one entry of a table, and its values as TOML.
+
+    Empty where it has none.
+    """
+
+    key: str
+    before: str
+    after: str
+
+
+class Reloaded(msgspec.Struct, frozen=True, array_like=True, tag="reloaded"):
+    """``changed`` holds now, ``needs_restart`` is as it was. With ``errors`` nothing was changed.
+
+    An error is a sentence: where, what, and what to do.
+    """
+
+    call: int
+    changed: tuple[Changed, ...]
+    needs_restart: tuple[Changed, ...]
+    errors: tuple[str, ...] = ()
+
+
 class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The request was refused as a whole."""
 
@@ -319,5 +349,14 @@ class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 AdminReply = (
-    Status | Tree | Because | OtherEnds | Frame | EventPage | Report | AdminFailed | Recorded
+    Status
+    | Tree
+    | Because
+    | OtherEnds
+    | Frame
+    | EventPage
+    | Report
+    | AdminFailed
+    | Recorded
+    | Reloaded
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.wire.config_events import ConfigEvent
 from kvd.wire.drain_events import DrainEvent
 from kvd.wire.recording_events import RecordingEnded, RecordingSaved, RecordingStarted
 from kvd.wire.restart_events import RestartEvent
@@ -396,4 +397,5 @@ Event = (
     | RecordingStarted
     | RecordingEnded
     | RecordingSaved
+    | ConfigEvent
 )

@@ -26,6 +26,7 @@ PROMISED = (
         "drop",
         "drain",
         "undrain",
+        "reload",
         "audit",
         "config",
         "keygen",

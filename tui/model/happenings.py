@@ -157,6 +157,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "drained": ("nothing is under way any more, after {lasted_s}", "; {cut} given up"),
     "drain-ended": ("new requests are taken again, after {lasted_s}",),
     "peer-draining": ("{peer} is {state}", ": {why}", "; {refused} receives refused"),
+    "config-reloaded": ("changed: {changed}", "; needs a restart: {needs_restart}"),
+    "config-refused": ("{errors}",),
 }
 """By kind; a part after the first is left out where one of its fields has nothing in it."""
 

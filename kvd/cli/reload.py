@@ -1,0 +1,78 @@
+"""``kvd reload``: the configuration is read again, and what became of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from kvd.cli import render
+from kvd.cli.exits import Failed
+from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.text import clean
+from kvd.wire.admin import Changed, Reload, Reloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One key, or one entry of a table; its values as TOML, empty where it has none."""
+
+    key: str
+    before: str
+    after: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What ``kvd reload --format json`` prints; with ``errors`` nothing was changed."""
+
+    changed: tuple[Change, ...]
+    needs_restart: tuple[Change, ...]
+    errors: tuple[str, ...]
+
+
+@click.command()
+@with_target
+@with_format
+def reload_command(target: Target, form: str) -> None:
+    """Have the daemon read its configuration again: files, conf.d and its own environment.
+
+    What can change while it runs holds when this returns; what needs a restart is named. An invalid
+    configuration changes nothing: its errors are printed, and the exit status is 1.
+    """
+    reloaded = ask(target, Reload(CALL), Reloaded)
+    if form == "json":
+        changed, waiting = map(_as_objects, (reloaded.changed, reloaded.needs_restart))
+        render.print_json(Outcome(changed, waiting, reloaded.errors))
+    elif not reloaded.errors:
+        click.echo(_in_words(reloaded))
+    if reloaded.errors:
+        count = len(reloaded.errors)
+        errors = "one error" if count == 1 else f"{count} errors"
+        lines = (clean(error) for error in reloaded.errors)
+        raise Failed("\n".join([f"nothing was changed: {errors} in the configuration", *lines]))
+
+
+def _as_objects(changes: Sequence[Changed]) -> tuple[Change, ...]:
+    return tuple(Change(one.key, one.before, one.after) for one in changes)
+
+
+def _in_words(reloaded: Reloaded) -> str:
+    if not reloaded.changed and not reloaded.needs_restart:
+        return "nothing has changed"
+    return "\n".join(
+        [
+            *_listed("changed:", reloaded.changed),
+            *_listed("needs a restart, and is still as before:", reloaded.needs_restart),
+        ]
+    )
+
+
+def _listed(head: str, changes: Sequence[Changed]) -> list[str]:
+    lines = [
+        f"  {clean(one.key)}: {clean(one.before) or 'none'} -> {clean(one.after) or 'none'}"
+        for one in changes
+    ]
+    return [head, *lines] if lines else []
