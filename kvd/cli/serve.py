@@ -28,6 +28,6 @@ def serve_command(ctx: click.Context, config_file: Path | None, sets: tuple[str,
     """
     config = valid_config(config_file, sets)
     from kvd.config import load  # noqa: PLC0415 - keeps kvd --help fast
-    from kvd.daemon.app import main  # noqa: PLC0415 - a wrong configuration needs no daemon
+    from kvd.daemon.serve import main  # noqa: PLC0415 - a wrong configuration needs no daemon
 
     ctx.exit(main(config, lambda: load(config_file, os.environ, sets)))

@@ -11,13 +11,10 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvloop
 import zmq
 
 from kvd import __version__
@@ -44,10 +41,8 @@ from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.doors import Doors, own_directory
-from kvd.daemon.ends import CANNOT_SERVE, exit_status
 from kvd.daemon.estate import open_estate
 from kvd.daemon.figures import peer_keys, settings_of
-from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.passed import Unfit
@@ -65,7 +60,6 @@ from kvd.observe.bus import Bus
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
-from kvd.observe.log import configure
 from kvd.observe.metrics import Metrics
 from kvd.pools.build import pool_memory, reserved_bytes
 from kvd.transfer.base import RegionFd
@@ -375,68 +369,3 @@ class Daemon:
         self.auditor.turn(now_s)
         self.watchdog.beat(now_s, lag_s)
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))
-
-
-async def serve(config: Config, log: EventLog, supervisor: Supervisor, read: Read) -> int:
-    """Run one daemon until a signal; returns the exit status."""
-    daemon = Daemon(config, log, supervisor, read)
-    loop = asyncio.get_running_loop()
-    is_stale = asyncio.Event()
-    if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
-        loop.add_signal_handler(signal.SIGHUP, _asked_to_reload, daemon, is_stale)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _asked_to_stop, daemon, number)
-    why = "stopping"
-    try:
-        await daemon.start()
-        if daemon.estate.is_journaled:
-            _print(f"kvd: the pool's memory was {daemon.estate.said}")
-        for name in supervisor.drop_unclaimed():
-            _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
-        supervisor.ready("serving")
-        _print(f"kvd {__version__} {config.node.name} ready")
-        if is_stale.is_set():
-            daemon.reloader.reload()
-        await daemon.stopped.wait()
-    except CANNOT_SERVE as error:
-        why = f"cannot serve: {error}"
-        _print(f"kvd: {why}")
-        return exit_status(error, config)
-    finally:
-        supervisor.stopping(why)
-        await daemon.stop()
-    return 0
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # in one piece, or a line of the log comes between
-    sys.stderr.flush()
-
-
-def _asked_to_reload(daemon: Daemon, is_stale: asyncio.Event) -> None:
-    """Now, or as soon as it is up."""
-    if daemon.is_up:
-        daemon.reloader.reload()
-    else:
-        is_stale.set()
-
-
-def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:
-    """The first signal drains and stops; a second one exits at once."""
-    if daemon.is_stopping or daemon.stopped.is_set():
-        os._exit(1)
-    daemon.ask_to_stop(number.name)
-
-
-def main(config: Config, read: Read) -> int:
-    """Run the daemon of ``config`` in the foreground; returns the exit status.
-
-    ``read`` gives the configuration as it is by then, or what is wrong with it.
-    """
-    keep_freed_memory()
-    supervisor = Supervisor.of(os.environ, os.getpid())
-    log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
-    try:
-        return uvloop.run(serve(config, log, supervisor, read))
-    finally:
-        log.close()
