@@ -41,7 +41,7 @@ from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.doors import Doors, own_directory
-from kvd.daemon.estate import open_estate
+from kvd.daemon.estate import leave, open_estate
 from kvd.daemon.figures import peer_keys, settings_of
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -50,7 +50,6 @@ from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import Recording
 from kvd.daemon.reload import Reloader
-from kvd.daemon.scribe import Scribe
 from kvd.daemon.sessions import NO_PAST, Past
 from kvd.daemon.supervisor import Supervisor
 from kvd.daemon.vigil import Vigil
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
+    from kvd.daemon.journalist import Journalist
     from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
     from kvd.transfer.base import Transport
@@ -162,6 +162,8 @@ class Daemon:
         """Take everything down, last first."""
         if self._tick is not None:
             self._tick.cancel()
+            if self.journalist is not None:
+                await leave(self.journalist, self.node.leases.tree)
         await self._up.aclose()
 
     def _recording(self) -> Recording:
@@ -202,7 +204,7 @@ class Daemon:
     async def _take_over(self) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""
         self.past: Past = NO_PAST
-        self.scribe: Scribe | None = None
+        self.journalist: Journalist | None = None
         verify = Verify(self.config.pool.verify)
         taken = await self.estate.take(verify, self.mover, self._clock, self.supervisor.advance)
         if taken is None:
@@ -216,7 +218,8 @@ class Daemon:
                 )
             self.reactor.feed(taken.adopted)
         self.past = taken.past
-        self.scribe = Scribe(taken.writer, self.mover, self.estate.region)
+        self.journalist = self.mover.sums = taken.journalist
+        self.journalist.transfer_ready()
 
     def _open_engines(
         self, context: zmq.Context[zmq.Socket[bytes]], descriptors: tuple[int, ...]
@@ -241,7 +244,7 @@ class Daemon:
             ),
             past=self.past,
             on_returned=self._client_returned,
-            notes=self.scribe,
+            notes=self.journalist,
             limits=AttachLimits(
                 mode=int(config.sockets.mode, 8),
                 group=config.sockets.group,
@@ -294,12 +297,12 @@ class Daemon:
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
-        if self.scribe is not None:
+        if self.journalist is not None:
             self.reactor.perform |= {
-                effects.NoteHeld: self.scribe.held,
-                effects.NoteCached: self.scribe.cached,
-                effects.NoteFreed: self.scribe.freed,
-                effects.NoteEnded: self.scribe.ended,
+                effects.NoteHeld: self.journalist.held,
+                effects.NoteCached: self.journalist.cached,
+                effects.NoteFreed: self.journalist.freed,
+                effects.NoteEnded: self.journalist.ended,
             }
 
     async def _serve_http(self) -> None:
@@ -350,8 +353,7 @@ class Daemon:
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; the leases that it can still release."""
         self.reactor.feed(ClientReturned(self._clock(), session, pid, leases))
-        kept = self.node.leases.leases
-        return tuple(one for one in leases if one in kept and kept[one].session == session)
+        return tuple(lease.id for lease in self.node.former.of_session(session))
 
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))

@@ -2,8 +2,8 @@
 
     open_estate        memory found or made; a journal that is no good makes it anew
     (the transfer process maps and registers it)
-    prove              pages are summed as ``pool.verify`` says; what was proven is taken over
-    writer             the journal goes on
+    take               pages are summed as ``pool.verify`` says; what was proven is taken over
+    leave              what is cached is proven for the next one
 
 What lives here: the order of these. What must not: where memory is kept (``kvd.pools``), what a
 journal says (``kvd.journal``), what becomes of pages and leases (the core).
@@ -14,29 +14,29 @@ nobody writes into these pages any more but engines that have leases on them.
 
 from __future__ import annotations
 
-import asyncio
 import mmap
-import os
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvd.core.inputs import Adopted
+from kvd.daemon.journalist import Journalist
 from kvd.daemon.kept import keep, memory_of
-from kvd.daemon.sessions import NO_PAST, FormerEngine, Past, Process
+from kvd.daemon.pagesums import PageSums, Unsummed
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, FormerEngine, Past, Process
 from kvd.journal.identity import Refused, identity_of
 from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.reader import Reading, Verify
 from kvd.journal.writer import Writer
 from kvd.pools.memory import Origin
-from kvd.transfer import orders
 from kvd.transfer.base import TransportDown
-from kvd.types import ID_BYTES, Pages
+from kvd.types import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
+    from kvd.core.radix import RadixTree
     from kvd.core.spec import PoolSpec
     from kvd.daemon.mover import Mover
     from kvd.daemon.supervisor import Supervisor
@@ -44,14 +44,8 @@ if TYPE_CHECKING:
     from kvd.journal.reader import Found
     from kvd.pools.memory import Memory
 
-TOKEN_HEAD: Final = b"S"
-"""Of every token of a session: a journal keeps what is behind it."""
-
-SUM_BYTES_AT_ONCE: Final = 256 * 2**20
-"""Of pages whose sums are ordered together: systemd is told that it goes on after each."""
-
-SUMMED_WITHIN_S: Final = 30.0
-"""So many bytes; a transfer process that takes longer does not work."""
+SETTLED_WITHIN_S: Final = 3.0
+"""Pages whose sums are not known by then are not taken over by the next daemon."""
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -59,7 +53,7 @@ class Taken(msgspec.Struct, frozen=True):
 
     adopted: Adopted | None
     past: Past
-    writer: Writer
+    journalist: Journalist
 
 
 class Estate:
@@ -73,7 +67,6 @@ class Estate:
         self.memory = memory
         self._spec = spec
         self.journal = journal
-        self.found: Found | None = None
 
     @property
     def is_journaled(self) -> bool:
@@ -110,45 +103,33 @@ class Estate:
         """
         if self.journal is None:
             return None
+        page_bytes = self.memory.placed[0].geometry.page_bytes
+        sums = mover.sums = PageSums(mover.sum, self.region, page_bytes)
         if self.memory.origin is Origin.MADE:
-            return Taken(None, NO_PAST, Writer(self.journal))
+            return Taken(None, NO_PAST, Journalist(Writer(self.journal), sums))
         reading = Reading(self.journal, verify)
-        await self._prove(reading, mover, advance)
-        found = self.found = reading.found()
-        return Taken(_adopted(found, clock()), _past(found), reading.carry_on())
-
-    async def _prove(self, reading: Reading, mover: Mover, advance: Callable[[str], None]) -> None:
-        stride = max(1, SUM_BYTES_AT_ONCE // self.memory.placed[0].geometry.page_bytes) * ID_BYTES
-        while pages := reading.to_sum():
-            sums = []
-            for start in range(0, len(pages), stride):
-                advance(f"verifying page {start // ID_BYTES} of {len(pages) // ID_BYTES}")
-                sums.append(await sums_of(mover, self.region, Pages(pages[start : start + stride])))
-            reading.summed(pages, b"".join(sums))
+        try:
+            await sums.check(reading, advance)
+        except Unsummed as why:
+            raise TransportDown(f"the pool that was left could not be verified: {why}") from why
+        found = reading.found()
+        journalist = Journalist(reading.carry_on(), sums)
+        return Taken(_adopted(found, clock()), _past(found), journalist)
 
     def close(self) -> None:
         """Drop our descriptors; what is kept stays."""
         self.memory.close()
 
 
-async def sums_of(mover: Mover, region: str, pages: Pages) -> bytes:
-    """The sums of pages of ours, 8 bytes each.
+async def leave(journalist: Journalist, tree: RadixTree) -> None:
+    """The end of this daemon: sums that are under way are awaited, and who was used last is noted.
 
-    Raises:
-        TransportDown: they did not come.
+    A killed daemon leaves the order in which its pages were cached instead.
     """
-    answer: asyncio.Future[orders.Summed] = asyncio.get_running_loop().create_future()
-    mover.on_summed = answer.set_result
-    mover.sum(orders.Sum(0, region, pages))
-    try:
-        async with asyncio.timeout(SUMMED_WITHIN_S):
-            summed = await answer
-    except TimeoutError:
-        msg = f"the transfer process did not sum {len(pages) // ID_BYTES} pages of {region}"
-        raise TransportDown(msg) from None
-    if summed.why:
-        raise TransportDown(summed.why)
-    return summed.sums
+    await journalist.settle(SETTLED_WITHIN_S)
+    journalist.writer.restamp(
+        Pages(b"".join(node.pages for node in tree.order.ahead() if node is not None))
+    )
 
 
 def open_estate(config: Config, spec: PoolSpec, supervisor: Supervisor) -> Estate:
@@ -173,22 +154,16 @@ def _journal_of(memory: Memory, config: Config, spec: PoolSpec) -> Journal | Non
     if memory.journal is None:
         return None
     if memory.origin is Origin.FOUND:
-        found = open_journal(_mapped(memory), identity_of(spec, config.node.name, _name_of(memory)))
+        found = open_journal(_mapped(memory), identity_of(spec, config.node.name, memory.identity))
         if not isinstance(found, Refused):
             return found
         memory.renew(f"the journal is of no use: {found.why}")
-    return make_journal(_mapped(memory), identity_of(spec, config.node.name, _name_of(memory)))
+    return make_journal(_mapped(memory), identity_of(spec, config.node.name, memory.identity))
 
 
 def _mapped(memory: Memory) -> mmap.mmap:
     assert memory.journal is not None
     return mmap.mmap(memory.journal.fd, memory.journal.size_bytes)
-
-
-def _name_of(memory: Memory) -> bytes:
-    """What tells the pool's memory from any other: the number of its file, on its file system."""
-    seen = os.fstat(memory.placed[0].arena.fd)
-    return seen.st_dev.to_bytes(8, "little") + seen.st_ino.to_bytes(8, "little")
 
 
 def _adopted(found: Found, at_s: float) -> Adopted:

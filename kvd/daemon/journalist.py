@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvd.daemon.processes import process_of
+from kvd.daemon.sessions import TOKEN_HEAD
+from kvd.daemon.vigil import started_ticks
+from kvd.journal.engines import Process
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
@@ -25,10 +27,19 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
     from kvd.daemon.pagesums import PageSums
-    from kvd.journal.engines import Process
     from kvd.journal.words import Words
     from kvd.journal.writer import Writer
     from kvd.transfer.orders import Summed
+
+
+ENDED_TICKS: Final = 1
+"""No process of an engine has started so early."""
+
+
+def process_now(pid: int) -> Process:
+    """The process that has this pid; one that has ended is noted so that nobody passes for it."""
+    ticks = started_ticks(pid)
+    return Process(pid, ENDED_TICKS if ticks is None else ticks)
 
 
 class Journalist:
@@ -44,7 +55,7 @@ class Journalist:
         self,
         writer: Writer,
         sums: PageSums,
-        process: Callable[[int], Process] = process_of,
+        process: Callable[[int], Process] = process_now,
     ) -> None:
         self.writer = writer
         self.n_unsummed_pages = 0
@@ -95,6 +106,10 @@ class Journalist:
         """It is dead: what it was asked for is asked again, of the next one."""
         self._is_ready = False
         self._sums.transfer_gone()
+
+    def summed(self, report: Summed) -> None:
+        """The transfer process answers."""
+        self._sums.summed(report)
 
     def _ask_soon(self) -> None:
         if self._turn is None and self._is_ready:
@@ -155,14 +170,15 @@ class Journalist:
 
     # ---- engines -----------------------------------------------------------------------------
 
-    def session_opened(self, session: int, name: str, pid: int, token: bytes) -> None:
+    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
         """A process opened the session; ``token`` is what it proves that by."""
-        self.writer.session_opened(session, token, name, self._process(pid))
+        said = token.removeprefix(TOKEN_HEAD)
+        self.writer.session_opened(session, said, name, self._process(pid))
 
     def session_joined(self, session: int, pid: int) -> None:
         """One more process of it."""
         self.writer.session_joined(session, self._process(pid))
 
-    def session_ended(self, session: int) -> None:
+    def session_left(self, session: int) -> None:
         """Its last process is gone."""
         self.writer.session_ended(session)

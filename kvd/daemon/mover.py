@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvd.core import effects, inputs
 from kvd.transfer import orders
@@ -34,6 +34,35 @@ STEADY_S = 10.0
 """A process that lived so long has not failed to start: its successor comes at once."""
 
 
+class SumsAsked(Protocol):
+    """Who orders sums hears of these."""
+
+    def summed(self, report: orders.Summed) -> None:
+        """The answer to one order."""
+        ...
+
+    def transfer_ready(self) -> None:
+        """A transfer process takes orders."""
+        ...
+
+    def transfer_gone(self) -> None:
+        """It is gone, with what it was asked."""
+        ...
+
+
+class NobodyAsks:
+    """Where nothing outlives the daemon, nothing is summed."""
+
+    def summed(self, report: orders.Summed) -> None:
+        """As ``SumsAsked``."""
+
+    def transfer_ready(self) -> None:
+        """As ``SumsAsked``."""
+
+    def transfer_gone(self) -> None:
+        """As ``SumsAsked``."""
+
+
 class Mover:
     """One transfer process after the other."""
 
@@ -50,8 +79,8 @@ class Mover:
         self._started_s = 0.0
         self._down_s: float | None = None
         self._why_down = ""
-        self.on_summed: Callable[[orders.Summed], None] = unheard
-        """Takes the sums of pages of ours that were ordered with ``sum``."""
+        self.sums: SumsAsked = NobodyAsks()
+        """Whoever has pages of ours summed; what a process takes with it is not answered."""
 
     def trouble(self, limit_s: float) -> str:
         """Why no transfer process has served for longer than ``limit_s``; empty if one has."""
@@ -88,6 +117,7 @@ class Mover:
                 self._started_s, self._generation, ready.metadata, ready.transport, why
             )
         )
+        self.sums.transfer_ready()
 
     async def stop(self) -> None:
         """Kill and reap."""
@@ -192,7 +222,7 @@ class Mover:
                 self._answered = report.number
                 continue
             if isinstance(report, orders.Summed):
-                self.on_summed(report)
+                self.sums.summed(report)
                 continue
             happened = _input_of(report, now_s)
             if happened is not None:
@@ -203,6 +233,7 @@ class Mover:
         self._transport = None
         self._is_down(why)
         self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
+        self.sums.transfer_gone()
         if self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
 
@@ -218,6 +249,7 @@ class Mover:
             await self._transport.stop()
             self._transport = None
             self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
+            self.sums.transfer_gone()
         await self._revive(why)
 
     async def _revive(self, why: str) -> None:
@@ -238,10 +270,6 @@ class Mover:
             else:
                 break
         self._restarting = None
-
-
-def unheard(_: orders.Summed) -> None:
-    """Where nothing outlives the daemon nobody orders sums."""
 
 
 def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:

@@ -68,6 +68,9 @@ class PageSums:
             report = Summed(report.ticket, b"", why)
         then(report)
 
+    def transfer_ready(self) -> None:
+        """There is somebody to ask; who was not answered asks again."""
+
     def transfer_gone(self) -> None:
         """Nobody will answer: tell everybody who waits, the first one first."""
         waiting, self._waiting = self._waiting, {}
@@ -75,8 +78,8 @@ class PageSums:
         for _, then in waiting.values():
             then(None)
 
-    async def check(self, reading: Reading) -> None:
-        """Have everything summed that ``reading`` wants.
+    async def check(self, reading: Reading, advance: Callable[[str], None]) -> None:
+        """Have everything summed that ``reading`` wants; ``advance`` is told how far it is.
 
         Raises:
             Unsummed: the transfer process could not: it is gone, or refuses.
@@ -84,6 +87,7 @@ class PageSums:
         while pages := reading.to_sum():
             window = self.most_pages * ID_BYTES
             for start in range(0, len(pages), window):
+                advance(f"verifying page {start // ID_BYTES} of {len(pages) // ID_BYTES}")
                 part = Pages(pages[start : start + window])
                 reading.summed(part, await self._sums_of(part))
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import asyncio
     from socket import socket
 
+TOKEN_HEAD: Final = b"S"
 TOKEN_BYTES: Final = 16
-"""Random bytes of a token; unguessable, so that knowing it is being of the session."""
+"""Random bytes behind it; unguessable, so that knowing a token is being of the session."""
 
 ROUTE_BYTES: Final = 8
 """Random bytes behind a token, in the routing id of a session that came back."""
@@ -172,7 +173,7 @@ class Sessions:
 
     def open(self) -> Session:
         """A new one."""
-        session = Session(self._next, b"S" + secrets.token_bytes(TOKEN_BYTES))
+        session = Session(self._next, TOKEN_HEAD + secrets.token_bytes(TOKEN_BYTES))
         self._next += 1
         self._by_token[session.token] = session
         self._by_route[session.route] = session

@@ -9,9 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from kvd.daemon.journalist import Journalist
+from kvd.daemon.journalist import Journalist, process_now
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
-from kvd.daemon.processes import may_live, process_of
 from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
 from kvd.journal.reader import Reading, Verify
@@ -212,10 +211,10 @@ async def test_pages_that_come_and_go_while_nobody_sums_do_not_pile_up():
 
 async def test_engines_are_noted_with_the_start_of_their_processes():
     desk = Desk()
-    desk.journalist.session_opened(1, "a", 70, b"t" * 16)
+    desk.journalist.session_opened(1, b"t" * 16, "a", 70)
     desk.journalist.session_joined(1, 71)
-    desk.journalist.session_opened(2, "b", 80, b"u" * 16)
-    desk.journalist.session_ended(2)
+    desk.journalist.session_opened(2, b"u" * 16, "b", 80)
+    desk.journalist.session_left(2)
 
     (engine,) = read(desk.buffer, desk.identity)[1].engines
 
@@ -230,7 +229,7 @@ async def test_what_is_read_is_checked_piece_by_piece():
     desk.writer.summed(pages, words, sums_of(pages))
     reading = Reading(desk.journal, Verify.ALL)
 
-    checking = asyncio.ensure_future(desk.sums.check(reading))
+    checking = asyncio.ensure_future(desk.sums.check(reading, lambda _: None))
     answered = 0
     while not checking.done():
         await turn()
@@ -249,7 +248,9 @@ async def test_a_check_ends_when_the_transfer_process_dies():
     desk.writer.cached(cached([1], path(1)))
     pages, words = desk.writer.pending(packed(1))
     desk.writer.summed(pages, words, sums_of(pages))
-    checking = asyncio.ensure_future(desk.sums.check(Reading(desk.journal, Verify.ALL)))
+    checking = asyncio.ensure_future(
+        desk.sums.check(Reading(desk.journal, Verify.ALL), lambda _: None)
+    )
     await turn()
 
     desk.sums.transfer_gone()
@@ -259,37 +260,12 @@ async def test_a_check_ends_when_the_transfer_process_dies():
 
 
 def test_a_process_is_known_by_its_pid_and_its_start():
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        process = process_of(child.pid)
-        assert process.start_ticks > 0
-        assert may_live(process)
-        assert not may_live(Process(child.pid, process.start_ticks - 1))
-    finally:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = process_now(child.pid)
         child.kill()
-    child.wait()
 
-    assert not may_live(process)
-    assert process_of(child.pid) == Process(child.pid, 0)
-
-
-@pytest.mark.parametrize("state", ["Z", "X"])
-def test_a_process_that_only_waits_to_be_reaped_is_dead(tmp_path, state):
-    (tmp_path / "5").mkdir()
-    stat = tmp_path / "5" / "stat"
-    fields = ["1"] * 18 + ["4711", "0"]
-    stat.write_text(f"5 (a ) b) S {' '.join(fields)}\n")
-    assert process_of(5, tmp_path) == Process(5, 4711)
-    assert may_live(Process(5, 4711), tmp_path)
-
-    stat.write_text(f"5 (a ) b) {state} {' '.join(fields)}\n")
-
-    assert not may_live(Process(5, 4711), tmp_path)
-
-
-def test_a_process_that_nobody_can_see_may_live():
-    assert process_of(0) == Process(0, 0)
-    assert may_live(Process(0, 0))
+    assert process.start_ticks > 1
+    assert process_now(child.pid) == Process(child.pid, 1)
 
 
 async def test_what_one_transfer_process_summed_the_next_one_finds_again():
@@ -312,7 +288,7 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     sums = PageSums(second.order, "kv", memory.shape.page_bytes)
     await second.start(only_sums(sums), print)
     reading = Reading(open_journal(buffer, ours), Verify.ALL)
-    await sums.check(reading)
+    await sums.check(reading, lambda _: None)
     await second.stop()
 
     (branch,) = reading.found().branches
