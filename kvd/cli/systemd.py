@@ -107,7 +107,8 @@ def install(*, root: Path | None, dry_run: bool, user: str, python: Path | None)
 def uninstall(*, root: Path | None, dry_run: bool) -> None:
     """Remove what install wrote. Configuration, keys, recordings and the user stay.
 
-    A daemon that runs is not stopped: stop it first.
+    A daemon that runs is not stopped: stop it first. The memory of its pool stays too, until kvd
+    drop.
     """
     top = root if root is not None else Path("/")
     if root is None:
@@ -118,11 +119,8 @@ def uninstall(*, root: Path | None, dry_run: bool) -> None:
         changes.remove(path)
     if root is None:
         _run(["systemctl", "daemon-reload"], is_dry=dry_run)
-    left = [
-        one
-        for one in ("/etc/kvd", "/var/lib/kvd", "/run/kvd", "/dev/shm/kvd")
-        if _lexists(top, Path(one))
-    ]
+    places = ("/etc/kvd", "/var/lib/kvd", "/run/kvd")
+    left = [place for place in places if _lexists(top, Path(place))]
     click.echo(f"left in place: {', '.join([*left, 'the user and its group'])}")
 
 

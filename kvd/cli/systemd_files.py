@@ -36,7 +36,6 @@ SERVICE_VALUES: Final[dict[str, str]] = {
     "sockets.client": "ipc:///run/kvd/client.sock",
     "sockets.admin": "ipc:///run/kvd/admin.sock",
     "pool.backing": "shm",
-    "pool.directory": "/dev/shm/kvd",
     "recorder.directory": "/var/lib/kvd/recordings",
 }
 """What the configuration of a service says where the defaults suit a daemon started by hand."""

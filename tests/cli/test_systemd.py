@@ -102,7 +102,7 @@ def test_the_configuration_is_valid_and_keeps_the_pool(tmp_path):
     config = load(tmp_path / CONFIG, {}, ())
 
     assert isinstance(config, Config), [error.sentence for error in config]
-    assert (config.pool.backing, config.pool.directory) == ("shm", "/dev/shm/kvd")
+    assert (config.pool.backing, config.pool.directory) == ("shm", None)
     assert config.sockets.client == "ipc:///run/kvd/client.sock"
     assert config.recorder.directory == "/var/lib/kvd/recordings"
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 SMALL = """
 [pool]
 size = "8MiB"
+layers = 4
+heads = 2
+head_dim = 64
 """
 
 
@@ -46,12 +49,12 @@ def service(guest: Guest) -> Guest:
 @pytest.fixture
 def idle(guest: Guest) -> Iterator[Guest]:
     """The guest with nothing of kvd up; afterwards it is as it was installed."""
-    _take_down(guest)
+    take_down(guest)
     yield guest
-    _take_down(guest)
+    take_down(guest)
 
 
-def _take_down(guest: Guest) -> None:
+def take_down(guest: Guest) -> None:
     """Everything of kvd, and the drop-ins of a test."""
     guest.systemctl("stop", "kvd.socket", "kvd", "kvd@*")
     guest.systemctl("reset-failed")

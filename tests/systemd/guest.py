@@ -32,6 +32,11 @@ HOME: Final = Path("/opt/kvd")
 PYTHON: Final = HOME / "venv" / "bin" / "python"
 """Of the guest; has kvd and all that it needs, and lies where user kvd can reach it."""
 
+ENVIRONMENT: Final = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+}
+
 BOOT_S: Final = 20.0
 DOWN_S: Final = 10.0
 RUN_S: Final = 30.0
@@ -73,21 +78,22 @@ class Guest:
         self, *argv: str | Path, check: bool = True, within_s: float = RUN_S, user: str = "root"
     ) -> subprocess.CompletedProcess[str]:
         """Run a command inside; its failure fails the test unless ``check`` is off."""
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "-C", "-r", "-w"]
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
-        command = [*enter, "--", *(become if user != "root" else ()), *map(str, argv)]
-        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         done = subprocess.run(
-            command,
+            self._command(argv, user),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=within_s,
             check=False,
-            env={"PATH": path, "LANG": "C.UTF-8"},
+            env=ENVIRONMENT,
         )
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done
+
+    def _command(self, argv: tuple[str | Path, ...], user: str) -> list[str]:
+        enter = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "-C", "-r", "-w"]
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
+        return [*enter, "--", *(become if user != "root" else ()), *map(str, argv)]
 
     def kvd(
         self, *argv: str, check: bool = True, user: str = "root"
@@ -99,6 +105,36 @@ class Guest:
         """What ``tests.systemd.engine`` answers inside."""
         done = self.run(PYTHON, "-P", "-m", "tests.systemd.engine", *argv, user=user)
         return json.loads(done.stdout)
+
+    @contextlib.contextmanager
+    def running_engine(self, *argv: str) -> Iterator[Callable[[], Any]]:
+        """An engine that lives as long as this, once it is ready; what is given has it answer."""
+        command = (PYTHON, "-P", "-m", "tests.systemd.engine", *argv)
+        with subprocess.Popen(
+            self._command(command, "engine"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            to, answers = process.stdin, process.stdout
+            try:
+                json.loads(answers.readline())
+
+                def ask() -> Any:
+                    to.write("\n")
+                    to.flush()
+                    return json.loads(answers.readline())
+
+                yield ask
+            finally:
+                to.close()
+                try:
+                    process.wait(RUN_S)
+                finally:
+                    process.kill()
 
     def systemctl(self, *argv: str, check: bool = True) -> str:
         """What systemctl prints."""

@@ -20,8 +20,8 @@ def test_install_makes_the_user_and_the_directories_and_a_second_one_nothing(gue
     entry = next(line for line in passwd if line.startswith("kvd:"))
     uid, gid = map(int, entry.split(":")[2:4])
     assert entry.endswith(":KV transfer daemon:/:/usr/sbin/nologin")
-    found = guest.path("/dev/shm/kvd").stat()
-    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (uid, gid, 0o700)
+    found = guest.path("/run/kvd").stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (uid, gid, 0o750)
 
     again = guest.kvd("systemd", "install")
 
@@ -78,7 +78,7 @@ def test_uninstall_waits_for_the_daemon_to_be_stopped_and_leaves_the_configurati
         assert not idle.path("/etc/systemd/system/multi-user.target.wants/kvd.service").exists()
         assert not idle.path("/etc/systemd/system/kvd.service.d").exists()
         assert done.stdout.splitlines()[-1] == (
-            "left in place: /etc/kvd, /var/lib/kvd, /run/kvd, /dev/shm/kvd, the user and its group"
+            "left in place: /etc/kvd, /var/lib/kvd, /run/kvd, the user and its group"
         )
         assert idle.path("/etc/kvd/kvd.toml").exists()
     finally:
