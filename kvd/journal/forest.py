@@ -88,11 +88,14 @@ def _ends(up: Ids, ids: Ids) -> Ids:
 
 
 class Forest:
-    """The pages that are kept, cut into branches: the longest stretches in which none forks.
+    """The pages that are kept, cut into branches.
+
+    A branch ends where the tree forks, and where a caching ended: what was cached in one piece is
+    one piece again. Eviction goes by pieces, so other ones would be other hits.
 
     Attributes:
         ids: the kept pages.
-        is_first, is_last: of their branches; (pages,).
+        is_first, is_last: of the longest stretches in which none forks; (pages,).
     """
 
     def __init__(self, columns: Columns, kept: Mask) -> None:
@@ -104,19 +107,22 @@ class Forest:
         self.is_first[self.ids] = True
         self.is_first[inner[children[columns.before[inner]] == 1]] = False
         self.is_last: Mask = kept & (children != 1)
+        self._begins: Mask = self.is_first.copy()
+        follows = columns.serial[inner] == columns.serial[columns.before[inner]] + np.uint64(1)
+        self._begins[inner[~follows]] = True
 
     def branches(self, journal: Journal, names: dict[int, str]) -> Grown:
         """All of it as values."""
         columns, ids = self._columns, self.ids
         up = columns.before.copy()
-        firsts = ids[self.is_first[ids]]
+        firsts = ids[self._begins[ids]]
         up[firsts] = firsts
         head = _ends(up, ids)
         in_order = ids[np.lexsort((columns.index[ids], head))]
-        starts = np.flatnonzero(self.is_first[in_order])
+        starts = np.flatnonzero(self._begins[in_order])
         bounds = [*starts.tolist(), in_order.size]
         number: Ids = np.full(columns.before.size, -1, np.intp)
-        number[in_order] = np.cumsum(self.is_first[in_order]) - 1
+        number[in_order] = np.cumsum(self._begins[in_order]) - 1
         heads = in_order[starts]
         parents = np.where(columns.index[heads] > 0, number[columns.before[heads]], -1)
         lasts = in_order[np.array(bounds[1:], np.intp) - 1]

@@ -149,6 +149,7 @@ class Writer:
                 self._cache_few(space, note)
             else:
                 self._cache_many(space, note)
+            self._serial += 1  # a gap, by which the reader tells one caching from the next
         if note.lease:
             self.move(note.lease, note.anchor)
 

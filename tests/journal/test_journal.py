@@ -407,3 +407,21 @@ def test_a_lease_of_before_has_no_path_where_nothing_is_cached():
     assert engine.session.leases == (FormerLease(1, "", NO_TOKENS, Pages(pack_ids([5]))),)
     assert engine.processes == (Process(0, 0),)
     assert packed_sums(Pages(b""), {}) == b""
+
+
+def test_what_was_cached_in_pieces_is_pieces_again():
+    """Eviction goes by pieces, so other ones would be other hits."""
+    ours = identity(pages=64)
+    buffer, journal = made(ours)
+    writer = Writer(journal)
+    for note in (cached([3, 4], LONG[:8]), cached([5, 6, 7], LONG[:20], before=4)):
+        writer.cached(note)
+        pages, words = writer.pending(note.pages)
+        writer.summed(pages, words, packed_sums(pages, {}))
+
+    _, found = read(buffer, ours)
+
+    assert [(one.parent, page_ids(one.pages)) for one in found.branches] == [
+        (-1, [3, 4]),
+        (0, [5, 6, 7]),
+    ]
