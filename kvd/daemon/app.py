@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvd import __version__
-from kvd.config import pool_spec
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
 from kvd.core.adopt import why_not
@@ -34,15 +31,15 @@ from kvd.core.inputs import (
 from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.words import node_word
-from kvd.daemon import lock
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
-from kvd.daemon.doors import Doors, own_directory
-from kvd.daemon.estate import leave, open_estate
+from kvd.daemon.doors import Doors
+from kvd.daemon.estate import leave
 from kvd.daemon.figures import peer_keys, settings_of
+from kvd.daemon.launch import launch
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.passed import Unfit
@@ -60,10 +57,7 @@ from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
-from kvd.pools.build import pool_memory, reserved_bytes
-from kvd.transfer.base import RegionFd
-from kvd.transfer.process import TransferProcess
-from kvd.types import Incarnation
+from kvd.pools.build import pool_memory
 from kvd.wire import peer
 
 if TYPE_CHECKING:
@@ -71,9 +65,9 @@ if TYPE_CHECKING:
 
     from kvd.config import Config
     from kvd.daemon.journalist import Journalist
+    from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
-    from kvd.transfer.base import Transport
 
 TICK_S = 0.05
 """Resolution of deadlines and repetitions; costs 0.1 % of a core."""
@@ -92,8 +86,10 @@ class Daemon:
         log: EventLog,
         supervisor: Supervisor | None = None,
         read: Read | None = None,
+        launched: Launch | None = None,
     ) -> None:
         self.config = config
+        self._launched = launched
         self.is_up = False
         self.reloader = Reloader(self, read or (lambda: config))
         self.supervisor = Supervisor() if supervisor is None else supervisor
@@ -112,21 +108,12 @@ class Daemon:
             CANNOT_SERVE: one of these; what to do about it is in its message.
         """
         config = self.config
-        self._lock_fd = self._take_lock()
-        spec = pool_spec(config)
-        size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"
-        self.supervisor.begin(f"reserving {size}")
-        self.estate = open_estate(config, spec, self.supervisor)
-        self._up.callback(self.estate.close)
+        launched = self._launched or launch(config, self.supervisor)
+        self._up.callback(launched.close)
+        self.estate, spec = launched.estate, launched.spec
         placed = self.estate.memory.placed
-        in_huge_pages = config.pool.huge_pages == "collapse"
-        regions = [
-            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_registered)
-            for p in placed
-        ]
-        incarnation = f"{lock.next_birth(self._lock_fd):016x}{secrets.token_hex(8)}"
         is_journaled = self.estate.is_journaled
-        settings = settings_of(config, spec, Incarnation(incarnation), is_journaled=is_journaled)
+        settings = settings_of(config, spec, launched.incarnation, is_journaled=is_journaled)
         self.node = Node(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
@@ -135,19 +122,12 @@ class Daemon:
         self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
         self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
         self.recording = self._recording()
-        self.mover = Mover(
-            self.reactor,
-            lambda generation: self._transport(generation, regions),
-            config.transfer.silent_s,
-        )
+        self.mover = Mover(self.reactor, launched.process, config.transfer.silent_s)
         self._up.push_async_callback(self.mover.stop)
-        self.supervisor.begin(f"registering {size}")
         await self.mover.start("start")
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Last, when all answers are on their way: an engine that sees us hang up waits no more.
-        self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._up.callback(context.term)
         self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
         self._open_admin(context)
@@ -165,7 +145,7 @@ class Daemon:
         if self._tick is not None:
             self._tick.cancel()
             if self.journalist is not None:
-                await leave(self.journalist, self.node.leases.tree)
+                await leave(self.journalist, self.node.leases.tree, self.supervisor.advance)
         await self._up.aclose()
 
     def _recording(self) -> Recording:
@@ -186,22 +166,6 @@ class Daemon:
         self.recording.bug(task, error)
 
     # ---- parts -------------------------------------------------------------------------------
-
-    def _take_lock(self) -> int:
-        sockets = self.config.sockets
-        for endpoint in (sockets.client, sockets.admin):
-            own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
-        descriptor = lock.take(sockets.client.removeprefix(IPC) + ".lock")
-        self._up.callback(os.close, descriptor)
-        return descriptor
-
-    def _transport(self, generation: int, regions: list[RegionFd]) -> Transport:
-        return TransferProcess(
-            f"{self.node.settings.incarnation}-{generation}",
-            regions,
-            environment=self.config.transfer.ucx,
-            keep_open=(self._lock_fd, *self.estate.memory.keep_open),
-        )
 
     async def _take_over(self) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""
@@ -258,7 +222,7 @@ class Daemon:
         self.clients.start(self._doors.bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
-        self._hang_up.callback(self.attach.close)
+        self._up.callback(self.attach.close)
         vigil = Vigil(self.attach.awaited, self.attach.over)
         vigil.start(self._loop)
         self._up.callback(vigil.close)

@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from kvd.journal.reader import Found
     from kvd.pools.memory import Memory
 
-SETTLED_WITHIN_S: Final = 3.0
+SETTLED_WITHIN_S: Final = 15.0
 """Pages whose sums are not known by then are not taken over by the next daemon."""
+
+LOOK_EVERY_S: Final = 1.0
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -121,12 +123,15 @@ class Estate:
         self.memory.close()
 
 
-async def leave(journalist: Journalist, tree: RadixTree) -> None:
+async def leave(journalist: Journalist, tree: RadixTree, advance: Callable[[str], None]) -> None:
     """The end of this daemon: sums that are under way are awaited, and who was used last is noted.
 
     A killed daemon leaves the order in which its pages were cached instead.
     """
-    await journalist.settle(SETTLED_WITHIN_S)
+    for _ in range(round(SETTLED_WITHIN_S / LOOK_EVERY_S)):
+        if await journalist.settle(LOOK_EVERY_S):
+            break
+        advance("summing the last pages, for the next daemon to take over")
     journalist.writer.restamp(
         Pages(b"".join(node.pages for node in tree.order.ahead() if node is not None))
     )

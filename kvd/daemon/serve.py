@@ -11,21 +11,27 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvd import __version__
-from kvd.daemon.app import Daemon
 from kvd.daemon.ends import CANNOT_SERVE, exit_status
 from kvd.daemon.heap import keep_freed_memory
+from kvd.daemon.launch import launch
 from kvd.daemon.supervisor import Supervisor
 from kvd.observe.log import configure
 
 if TYPE_CHECKING:
     from kvd.config import Config
+    from kvd.daemon.app import Daemon
+    from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
 
 
-async def serve(config: Config, log: EventLog, supervisor: Supervisor, read: Read) -> int:
+async def serve(
+    config: Config, log: EventLog, supervisor: Supervisor, read: Read, launched: Launch
+) -> int:
     """Run one daemon until a signal; returns the exit status."""
-    daemon = Daemon(config, log, supervisor, read)
+    from kvd.daemon import app  # noqa: PLC0415 - the transfer process comes up meanwhile
+
+    daemon = app.Daemon(config, log, supervisor, read, launched)
     loop = asyncio.get_running_loop()
     is_stale = asyncio.Event()
     if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
@@ -46,12 +52,18 @@ async def serve(config: Config, log: EventLog, supervisor: Supervisor, read: Rea
         await daemon.stopped.wait()
     except CANNOT_SERVE as error:
         why = f"cannot serve: {error}"
-        _print(f"kvd: {why}")
-        return exit_status(error, config)
+        return _cannot_serve(error, config, supervisor)
     finally:
         supervisor.stopping(why)
         await daemon.stop()
     return 0
+
+
+def _cannot_serve(error: BaseException, config: Config, supervisor: Supervisor) -> int:
+    """Say why; returns the exit status."""
+    supervisor.stopping(f"cannot serve: {error}")
+    _print(f"kvd: cannot serve: {error}")
+    return exit_status(error, config)
 
 
 def _print(line: str) -> None:
@@ -81,8 +93,12 @@ def main(config: Config, read: Read) -> int:
     """
     keep_freed_memory()
     supervisor = Supervisor.of(os.environ, os.getpid())
+    try:
+        launched = launch(config, supervisor)
+    except CANNOT_SERVE as error:
+        return _cannot_serve(error, config, supervisor)
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
-        return uvloop.run(serve(config, log, supervisor, read))
+        return uvloop.run(serve(config, log, supervisor, read, launched))
     finally:
         log.close()

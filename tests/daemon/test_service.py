@@ -60,7 +60,8 @@ def test_ready_is_said_last_and_stopping_first(manager, tmp_path):
     assert status == (
         "serving; peers 0/0 up, clients 0, pages 0 cached 256 free, handoffs 0 in flight"
     )
-    said = [one.lines for one in manager.told]
+    # A busy machine is told how it serves before it is told that it does.
+    said = [one.lines for one in manager.told if one.lines != {"STATUS": status}]
     assert said[:5] == [
         {"EXTEND_TIMEOUT_USEC": "60000000"},
         {"STATUS": "reserving 0.0 GiB"},

@@ -1,0 +1,108 @@
+"""The first steps of a daemon: its lock, its memory, and its transfer process on the way.
+
+They come before everything else because the transfer process needs half a second to load NIXL and
+to register the memory, as long as the rest of the daemon takes to be imported: both go side by
+side. So what is imported here is little.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.config import pool_spec
+from kvd.config.address import IPC
+from kvd.daemon import lock
+from kvd.daemon.doors import own_directory
+from kvd.daemon.estate import open_estate
+from kvd.pools.build import reserved_bytes
+from kvd.transfer.base import RegionFd
+from kvd.transfer.process import TransferProcess
+from kvd.types import Incarnation
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.core.spec import PoolSpec
+    from kvd.daemon.estate import Estate
+    from kvd.daemon.supervisor import Supervisor
+
+FIRST_GENERATION = 1
+
+
+class Launch:
+    """What is there before the daemon is. ``close`` it last.
+
+    Attributes:
+        spec: what the pool holds.
+        estate: its memory.
+        incarnation: of this life.
+    """
+
+    def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, estate: Estate) -> None:
+        """Use ``launch``."""
+        self.spec = spec
+        self.estate = estate
+        self.incarnation = Incarnation(f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}")
+        self._lock_fd = lock_fd
+        self._environment = config.transfer.ucx
+        in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
+        self._regions = [
+            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_registered)
+            for p in estate.memory.placed
+        ]
+        self._first = self._process(FIRST_GENERATION)
+
+    def spawn(self) -> None:
+        """Have the first transfer process come up.
+
+        Raises:
+            TransportDown: it cannot be started.
+        """
+        self._first.spawn()
+
+    def process(self, generation: int) -> TransferProcess:
+        """The transfer process of this generation, to be started."""
+        return self._first if generation == FIRST_GENERATION else self._process(generation)
+
+    def close(self) -> None:
+        """Let go of memory and lock; what is kept stays."""
+        self.estate.close()
+        os.close(self._lock_fd)
+
+    def _process(self, generation: int) -> TransferProcess:
+        return TransferProcess(
+            f"{self.incarnation}-{generation}",
+            self._regions,
+            environment=self._environment,
+            keep_open=(self._lock_fd, *self.estate.memory.keep_open),
+        )
+
+
+def launch(config: Config, supervisor: Supervisor) -> Launch:
+    """Take the lock, find or make the memory, and spawn the transfer process.
+
+    Raises:
+        CANNOT_SERVE: one of these; nothing stays open.
+    """
+    sockets = config.sockets
+    for endpoint in (sockets.client, sockets.admin):
+        own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
+    lock_fd = lock.take(sockets.client.removeprefix(IPC) + ".lock")
+    try:
+        spec = pool_spec(config)
+        size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"
+        supervisor.begin(f"reserving {size}")
+        estate = open_estate(config, spec, supervisor)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    made = Launch(config, spec, lock_fd, estate)
+    try:
+        supervisor.begin(f"registering {size}")
+        made.spawn()
+    except BaseException:
+        made.close()
+        raise
+    return made
