@@ -21,6 +21,7 @@ BENCHES = {
     ),
     "recorder": Verb("kvd.bench.recorder:command", "What the flight recorder takes.", "Benchmarks"),
     "console": Verb("kvd.bench.console:command", "What consoles cost.", "Benchmarks"),
+    "restart": Verb("kvd.bench.restart:command", "What a restart costs.", "Benchmarks"),
     "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
 }
 
