@@ -1,4 +1,7 @@
-"""The pool outlives the daemon under systemd: engines go on, and what was cached still is."""
+"""The pool outlives the daemon under systemd: engines go on, and what was cached still is.
+
+One engine stays for all tests with one backing, so each daemon takes over from the one before.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,7 @@ def test_an_engine_goes_on_over_a_killed_daemon(guest, engine):
     os.kill(main_pid(guest), signal.SIGKILL)
 
     assert engine() == GOES_ON
+    assert guest.show("kvd", "NRestarts") == "1"
 
 
 def test_an_engine_goes_on_over_a_restart(guest, engine):
@@ -87,12 +91,14 @@ def test_an_engine_goes_on_over_a_restart(guest, engine):
 
 def test_an_engine_goes_on_over_a_daemon_that_hangs(guest, engine):
     all_proven(guest)
-    before = main_pid(guest)
+    pid = guest.show("kvd", "MainPID")
 
-    os.kill(before, signal.SIGSTOP)
+    os.kill(main_pid(guest), signal.SIGSTOP)
 
     assert engine() == GOES_ON
-    assert main_pid(guest) != before
+    said = guest.journal("kvd")
+    assert "Watchdog timeout (limit 3s)!" in said
+    assert f"Killing process {pid} (python) with signal SIGABRT" in said
 
 
 def test_a_stop_and_a_start_find_the_pool_in_files_and_not_in_the_store(guest, engine, request):
