@@ -15,6 +15,7 @@ nobody writes into these pages any more but engines that have leases on them.
 from __future__ import annotations
 
 import mmap
+import os
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,7 +24,8 @@ from kvd.core.inputs import Adopted
 from kvd.daemon.journalist import Journalist
 from kvd.daemon.kept import keep, memory_of
 from kvd.daemon.pagesums import PageSums, Unsummed
-from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, FormerEngine, Past, Process
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, FormerEngine, Past, Process
+from kvd.journal import engines
 from kvd.journal.identity import Refused, identity_of
 from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.reader import Reading, Verify
@@ -108,15 +110,23 @@ class Estate:
         page_bytes = self.memory.placed[0].geometry.page_bytes
         sums = mover.sums = PageSums(mover.sum, self.region, page_bytes)
         if self.memory.origin is Origin.MADE:
-            return Taken(None, NO_PAST, Journalist(Writer(self.journal), sums))
+            writer = Writer(self.journal)
+            writer.pids_are_of(pid_namespace())
+            return Taken(None, NO_PAST, Journalist(writer, sums))
         reading = Reading(self.journal, verify)
         try:
             await sums.check(reading, advance)
         except Unsummed as why:
             raise TransportDown(f"the pool that was left could not be verified: {why}") from why
         found = reading.found()
-        journalist = Journalist(reading.carry_on(), sums)
-        return Taken(_adopted(found, clock()), _past(found), journalist)
+        writer = reading.carry_on()
+        if found.pid_namespace != pid_namespace():
+            for engine in found.engines:
+                writer.session_joined(engine.session.id, engines.Process(0, 0))
+            writer.pids_are_of(pid_namespace())
+        return Taken(
+            _adopted(found, clock()), past_of(found, pid_namespace()), Journalist(writer, sums)
+        )
 
     def close(self) -> None:
         """Drop our descriptors; what is kept stays."""
@@ -182,14 +192,22 @@ def _adopted(found: Found, at_s: float) -> Adopted:
     )
 
 
-def _past(found: Found) -> Past:
+def pid_namespace() -> int:
+    """The number of the namespace in which we see pids."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def past_of(found: Found, namespace: int) -> Past:
+    """The engines of before; pids that a daemon in another pid namespace noted say nothing."""
     return Past(
         tuple(
             FormerEngine(
                 engine.session.id,
                 TOKEN_HEAD + engine.token,
                 engine.session.name,
-                tuple(Process(one.pid, one.start_ticks) for one in engine.processes),
+                tuple(Process(one.pid, one.start_ticks) for one in engine.processes)
+                if found.pid_namespace == namespace
+                else UNSEEN,
             )
             for engine in found.engines
         ),

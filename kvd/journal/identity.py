@@ -1,7 +1,7 @@
 """Whose journal it is, and why one is not taken over. The head of the file says it, and is checked.
 
 magic, version, sizes | fingerprint | memory | node | check        written once, magic last
-generation, last lease, last session                               one sealed word each
+generation, last lease, last session, pid namespace                one sealed word each
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvd.core.spec import PoolSpec
 
 MAGIC: Final = b"kvd-jrnl"
-VERSION: Final = 1
+VERSION: Final = 2
 HEAD_BYTES: Final = 4096
 
 _HEAD: Final = struct.Struct("<8sIIQQ32s16s128s")

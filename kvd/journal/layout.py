@@ -68,7 +68,7 @@ BEFORE, INDEX, SPACE = 0, 1, 2
 SERIAL_8, BEFORE_SERIAL_8, STAMP_8, SUM_8 = 2, 3, 4, 5
 """Places in words of 8 bytes."""
 
-GENERATION, LAST_LEASE, LAST_SESSION = 0, 1, 2
+GENERATION, LAST_LEASE, LAST_SESSION, PID_NAMESPACE = 0, 1, 2, 3
 """The counters of the head."""
 _COUNTERS_AT: Final = 1024
 
@@ -123,7 +123,7 @@ class Journal:
         self.leases = self._view(sizes.leases_at, LEASE_WORDS * LEASE_SLOTS)
         self.engines = self._view(sizes.engines_at, ENGINE_BYTES // WORD_BYTES * ENGINE_SLOTS)
         self.spaces = self._view(sizes.spaces_at, SPACE_BYTES // WORD_BYTES * sizes.spaces)
-        self.head = self._view(_COUNTERS_AT, 3)
+        self.head = self._view(_COUNTERS_AT, 4)
         self._factors = weights(sizes.row_words)
         self._factors[STAMP_8] = 0
 
@@ -165,7 +165,7 @@ def make_journal(buffer: Buffer, identity: Identity, store: Store = operator.set
         (sizes.leases_at, sizes.rows_at),
     ):
         store(np.frombuffer(whole, np.uint8), slice(start, stop), 0)
-    for which in (GENERATION, LAST_LEASE, LAST_SESSION):
+    for which in (GENERATION, LAST_LEASE, LAST_SESSION, PID_NAMESPACE):
         store(journal.head, which, sealed(0, which))
     head = head_of(identity)
     store(whole, slice(len(MAGIC), len(head)), head[len(MAGIC) :])
@@ -185,7 +185,7 @@ def open_journal(buffer: Buffer, identity: Identity) -> Journal | Refused:
     if len(whole) < needed:
         return Refused(Flaw.RESIZED, f"it has {len(whole)} bytes, its head says {needed}")
     journal = Journal(whole, identity)
-    for which in (GENERATION, LAST_LEASE, LAST_SESSION):
+    for which in (GENERATION, LAST_LEASE, LAST_SESSION, PID_NAMESPACE):
         if unsealed(journal.head[which], which) is None:
             return Refused(Flaw.TORN, "a counter of its head is damaged")
     return journal

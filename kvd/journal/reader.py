@@ -28,7 +28,15 @@ from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.journal.claims import claim_word, read_claims
 from kvd.journal.engines import Process, read_engines
 from kvd.journal.forest import Columns, Forest, Grown, reachable
-from kvd.journal.layout import GENERATION, LAST_LEASE, LAST_SESSION, SUM_8, ids_of, page_bytes_of
+from kvd.journal.layout import (
+    GENERATION,
+    LAST_LEASE,
+    LAST_SESSION,
+    PID_NAMESPACE,
+    SUM_8,
+    ids_of,
+    page_bytes_of,
+)
 from kvd.journal.spaces import digests_of, read_spaces
 from kvd.journal.words import PENDING, PROVEN, mixed_all
 from kvd.journal.writer import Known, Writer
@@ -88,6 +96,7 @@ class Found(msgspec.Struct, frozen=True):
     unproven: Pages
     last_lease: int
     last_session: int
+    pid_namespace: int
     kept_pages: int
     summed_pages: int
     dropped: Dropped
@@ -167,6 +176,7 @@ class Reading:
             unproven=self._unproven(known),
             last_lease=journal.counter(LAST_LEASE),
             last_session=journal.counter(LAST_SESSION),
+            pid_namespace=journal.counter(PID_NAMESPACE),
             kept_pages=int(np.count_nonzero(self._kept)),
             summed_pages=int(np.count_nonzero(self._is_summed)),
             dropped=Dropped(

@@ -27,6 +27,7 @@ from kvd.journal.layout import (
     LAST_LEASE,
     LAST_SESSION,
     NO_SLOT,
+    PID_NAMESPACE,
     ROW_HEAD,
     SERIAL_8,
     SPACE,
@@ -212,6 +213,10 @@ class Writer:
         self._store(self.journal.rows8, (ids, STAMP_8), stamps)
 
     # ---- engines -----------------------------------------------------------------------------
+
+    def pids_are_of(self, namespace: int) -> None:
+        """The pid namespace in which every pid that is noted from now on has its meaning."""
+        self._store(self.journal.head, PID_NAMESPACE, sealed(namespace, PID_NAMESPACE))
 
     def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
         """An engine; ``token`` has 16 bytes."""
