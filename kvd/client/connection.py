@@ -62,6 +62,9 @@ Answer = (
 INDIFFERENT = frozenset({wire.Matched, wire.Snapshotted, wire.Fetched, Refusal})
 """Answers that change no record."""
 
+CHANGES_ROWS = wire.CommitLease | wire.RetractLease | wire.ResumeLease | wire.SlideLease
+"""Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
+
 UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
 
@@ -195,6 +198,9 @@ class Connection:
         if self._end is not None or self._away is not None:
             return
         self._away, self.back = refusal, Slot()
+        for call in self._calls.values():
+            if call.lease is not None and isinstance(call.request, CHANGES_ROWS):
+                call.lease.is_row_known = False
         self._fail(refusal)
         for lease in self._leases.values():
             lease.lose()

@@ -320,6 +320,17 @@ class Lease:
                     side="client",
                 )
             )
+        if self._state.lost is not None and not self._state.is_row_known:
+            raise KvdError(
+                Refusal(
+                    Code.BEFORE_RESTART,
+                    f"the daemon ended in the middle of a call that changes the pages of lease "
+                    f"{self.id}: which are its own now was never said, those of before may be "
+                    "someone else's by now; release it and open a new one",
+                    side="client",
+                    numbers={"lease": self.id},
+                )
+            )
         if self._state.lost is not None and not self._state.is_kept:
             raise KvdError(
                 Refusal(

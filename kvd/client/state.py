@@ -66,7 +66,8 @@ class LeaseState:
 
     ``kv_tokens`` is how far their KV was there when it began, or last resumed. ``beside`` has the
     rows of the other components that have page pools of their own. ``lost`` says why it can only be
-    released: it is of before a restart; ``is_kept`` whether its pages are still kept for it then.
+    released: it is of before a restart; ``is_kept`` whether its pages are still kept for it then,
+    ``is_row_known`` whether those are the pages here: no call that changes them was cut short.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class LeaseState:
         self.is_retracted = False
         self.lost: Refusal | None = None
         self.is_kept = True
+        self.is_row_known = True
         self._pages = pages
         self._beside = beside
 

@@ -428,6 +428,24 @@ def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
         own.begin(wire.GetSnapshot(own.next_call()))
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_known"),
+    [(wire.CommitLease, False), (wire.SlideLease, False), (wire.ExtendLease, True)],
+)
+def test_a_row_is_not_known_after_a_call_that_gives_pages_away_was_cut_short(
+    kind: type[wire.CommitLease | wire.SlideLease | wire.ExtendLease], is_known: bool
+) -> None:
+    own = connection()
+    lease, other = opened(own, 70, 71)
+    numbers = () if kind is wire.CommitLease else (8,)
+    begin(own, kind(own.next_call(), 70, *numbers), lease)
+
+    own.lost(GONE)
+    own.returned((70, 71), max_frame_bytes=1024)
+
+    assert (lease.is_kept, lease.is_row_known, other.is_row_known) == (True, is_known, True)
+
+
 def test_what_is_told_to_a_daemon_that_is_away_is_not_said_when_it_is_back() -> None:
     own = connection()
     own.lost(GONE)

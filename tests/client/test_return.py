@@ -153,6 +153,27 @@ async def test_a_release_under_way_when_the_daemon_dies_has_its_effect(daemon: D
         assert daemon.returned == [(1, ())]
 
 
+async def test_the_pages_of_a_lease_are_not_said_when_its_commit_was_never_answered(
+    daemon: Daemon,
+) -> None:
+    """The daemon may have put equal cached pages in their place, and freed them."""
+    daemon.script = script
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        lease = await node.lease([1])
+        committing = asyncio.create_task(refusal(lease.commit()))
+        await until(lambda: daemon.asked(wire.CommitLease))
+        daemon.hang_up()
+        daemon.restart(keep=[71])
+        assert await committing == "unreachable"
+        await node.match([1])
+
+        with pytest.raises(KvdError, match=r"^before-restart: .* may be someone else's by now"):
+            _ = lease.pages
+        await lease.release()
+
+        assert len(daemon.asked(wire.ReleaseLease)) == 1
+
+
 async def test_a_lease_that_is_not_kept_has_no_pages_and_its_release_says_nothing(
     daemon: Daemon,
 ) -> None:
