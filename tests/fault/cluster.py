@@ -173,6 +173,14 @@ def _sees(now: Snapshot, other: str) -> str | None:
     return f"{other} is not up with a sending agent"
 
 
+def _kept_in(memory: Path | None, name: str) -> dict[str, str]:
+    if memory is None:
+        return {}
+    place = memory / name
+    place.mkdir(mode=0o700)
+    return {"pool.backing": "shm", "pool.directory": str(place)}
+
+
 @contextlib.asynccontextmanager
 async def cluster(
     directory: Path,
@@ -180,8 +188,12 @@ async def cluster(
     *,
     nodes: str = "pdhg",
     settings: Mapping[str, str] | None = None,
+    memory: Path | None = None,
 ) -> AsyncIterator[Cluster]:
-    """A cluster under load, for as long as the block lasts."""
+    """A cluster under load, for as long as the block lasts.
+
+    With ``memory``, a directory, each pool is kept below it, and outlives its daemon.
+    """
     with contextlib.ExitStack() as stack:
         network = None
         chosen = {
@@ -195,7 +207,12 @@ async def cluster(
             network = stack.enter_context(switch(nodes))
             chosen |= {"transfer.ucx.UCX_NET_DEVICES": DEVICE, "peers.insecure": "true"}
         servers = {
-            name: Server(name, directory, chosen, network.place(name) if network else HERE)
+            name: Server(
+                name,
+                directory,
+                chosen | _kept_in(memory, name),
+                network.place(name) if network else HERE,
+            )
             for name in nodes
         }
         for one, other in ("dp", "pd", "hp", "hg"):

@@ -2,8 +2,9 @@
 
     python -m tests.fault.engine ENDPOINT NAME
 
-It opens another session whenever the daemon is gone. It checks what it gets: a delivered page as
-well as a cached one that it is allowed to reuse.
+It opens another session whenever the daemon is gone; with ``kept`` as a third word it stays with
+the one it has, for the pool outlives the daemon. It checks what it gets: a delivered page as well
+as a cached one that it is allowed to reuse.
 """
 
 from __future__ import annotations
@@ -16,33 +17,45 @@ import time
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 import kvd.client
 from kvd.client import KvdError
 from kvd.client.state import EventsLost
 from kvd.errors import Code, Refusal
-from tests.fault.jobs import JOBS, Hoard, Job, Listen, Receive, Report, Send, Unruly, encode
-from tests.fault.prompts import PAGE_TOKENS, Memory, Prompt, page_keys
+from tests.fault import over_restarts
+from tests.fault.checked import Checked, give_back, grown_of, prompt_of
+from tests.fault.jobs import (
+    JOBS,
+    Burst,
+    Check,
+    Hoard,
+    Hold,
+    Job,
+    Listen,
+    Receive,
+    Report,
+    Send,
+    Unruly,
+    encode,
+)
+from tests.fault.prompts import PAGE_TOKENS, Memory, Prompt
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvd.client import Lease, Node
-
-    Tokens = NDArray[np.int32]
 
 RETRY_S = 0.05
 CONNECT_S = 30.0
-GONE = frozenset({"unreachable", "unknown-session", "shutting-down", "pool-changed"})
+RETURN_S = 4.0
+"""How long a call waits for a daemon that is away."""
 
 
 class Session:
     """One session after the other with the same daemon."""
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, *, is_kept: bool) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._is_kept = is_kept
         self._node: Node | None = None
         self._memory: Memory | None = None
         self._opening: asyncio.Task[tuple[Node, Memory]] | None = None
@@ -55,7 +68,7 @@ class Session:
         """
         if self._opening is None or self._opening.done():
             node = self._node
-            if node is not None and node._port.connection.end is None and not node.is_away:
+            if node is not None and self._is_usable(node):
                 assert self._memory is not None
                 return node, self._memory
             self._opening = asyncio.create_task(self._open())
@@ -65,15 +78,20 @@ class Session:
             why = f"no session could be opened within {within_s:.1f} s"
             raise KvdError(Refusal(Code.UNREACHABLE, why, side="campaign")) from None
 
+    def _is_usable(self, node: Node) -> bool:
+        return node._port.connection.end is None and (self._is_kept or not node.is_away)
+
     async def _open(self) -> tuple[Node, Memory]:
         await self.leave()
         while True:
             try:
-                node = await kvd.client.connect(self._endpoint, name=self._name)
+                node = await kvd.client.connect(
+                    self._endpoint, name=self._name, return_within_s=RETURN_S
+                )
             except KvdError:
                 await asyncio.sleep(RETRY_S)
             else:
-                self._node, self._memory = node, Memory(node)
+                self._node, self._memory = node, Memory(node, is_kept=self._is_kept)
                 return self._node, self._memory
 
     async def leave(self) -> None:
@@ -81,26 +99,6 @@ class Session:
         node, self._node, self._memory = self._node, None, None
         if node is not None:
             await node.close()
-
-
-class Checked:
-    """How many pages were looked at, and how many were wrong."""
-
-    def __init__(self, *, may_be_torn: bool = False) -> None:
-        self.pages = 0
-        self.may_be_torn = may_be_torn
-        self.wrong: list[str] = []
-
-    def look(self, memory: Memory, lease: Lease, keys: list[bytes], what: str) -> None:
-        """Compare the pages of ``keys`` with what they must be."""
-        pages = lease.pages.tolist()[: len(keys)]
-        self.pages += len(keys)
-        bad = memory.wrong(pages, keys)
-        if bad and self.may_be_torn:
-            bad = [place for place in bad if not memory.is_torn_whole(pages[place], keys[place])]
-        if bad:
-            where = ", ".join(f"place {place} page {pages[place]}" for place in bad)
-            self.wrong.append(f"{what}: {where} of {len(keys)} pages, lease {lease.id}")
 
 
 class Engine:
@@ -130,6 +128,12 @@ class Engine:
                     await self._hoard(job)
                 case Listen():
                     report = await self._listen(job)
+                case Burst():
+                    await over_restarts.burst(*await self._session.node(), job)
+                case Hold():
+                    report = await over_restarts.hold(*await self._session.node(), job, checked)
+                case Check():
+                    report = await over_restarts.check(*await self._session.node(), job, checked)
         except KvdError as refused:
             report = Report(job.id, refused.code, str(refused)[:400])
         if checked.wrong:
@@ -147,7 +151,7 @@ class Engine:
     async def _send(self, job: Send, checked: Checked) -> None:
         until_s = time.monotonic() + job.deadline_s
         node, memory = await self._session.node(job.deadline_s)
-        tokens, keys = _prompt(job.prompt)
+        tokens, keys = prompt_of(job.prompt)
         lease = await node.lease(
             tokens, namespace=job.prompt.namespace, deadline_s=_left_s(until_s), priority=1
         )
@@ -166,6 +170,7 @@ class Engine:
             written = cached
             for step in range(1, job.steps + 1):
                 upto = cached + (len(keys) - cached) * step // job.steps
+                checked.must_be_kept(lease)
                 for place in range(written, upto):
                     memory.write(pages[place], keys[place])
                 written = upto
@@ -180,7 +185,7 @@ class Engine:
             if outcome.reason is not None:
                 raise KvdError(outcome.reason)
         finally:
-            await _give_back(lease, commit=is_good)
+            await give_back(lease, commit=is_good)
 
     async def _misbehave(self, job: Send, sending: kvd.client.Send) -> None:
         match job.unruly:
@@ -194,7 +199,7 @@ class Engine:
     async def _receive(self, job: Receive, checked: Checked) -> None:
         until_s = time.monotonic() + job.deadline_s
         node, memory = await self._session.node(job.deadline_s)
-        tokens, keys = _prompt(job.prompt)
+        tokens, keys = prompt_of(job.prompt)
         receiving = await node.receive(
             job.room,
             tokens,
@@ -218,14 +223,14 @@ class Engine:
             assert receiving.aux == job.room.to_bytes(8, "little"), receiving.aux
             if job.grow:
                 new = Prompt(job.prompt.family, 0, job.grow, job.room, "").tokens()
-                _, grown = _grown(job.prompt, tokens, new)
+                _, grown = grown_of(job.prompt, tokens, new)
                 pages = lease.pages.tolist()
                 for place in range(len(tokens) // PAGE_TOKENS, len(grown)):
                     memory.write(pages[place], grown[place])
                 await lease.commit(new)
                 checked.look(memory, lease, grown, "after decoding")
         finally:
-            await _give_back(lease, commit=True)
+            await give_back(lease, commit=True)
 
     async def _hoard(self, job: Hoard) -> None:
         """Page by page, so that every page that somebody gives back is taken."""
@@ -241,7 +246,7 @@ class Engine:
                     held.append(await node.lease(tokens, deadline_s=min(0.1, left_s), cache=False))
         finally:
             for lease in held:
-                await _give_back(lease, commit=False)
+                await give_back(lease, commit=False)
 
     async def _listen(self, job: Listen) -> Report:
         """Contiguous, or the gap is named: else the code says so."""
@@ -262,36 +267,17 @@ class Engine:
         return Report(job.id, "", events=heard, lost_events=lost)
 
 
-async def _give_back(lease: Lease, *, commit: bool) -> None:
-    """Release it; a session that is gone has released it."""
-    try:
-        await lease.release(() if commit else None)
-    except KvdError as refused:
-        if refused.code not in GONE:
-            raise
-
-
 def _left_s(until_s: float) -> float:
     return max(0.02, until_s - time.monotonic())
-
-
-def _prompt(prompt: Prompt) -> tuple[Tokens, list[bytes]]:
-    tokens = prompt.tokens()
-    return tokens, page_keys(prompt.namespace, tokens)
-
-
-def _grown(prompt: Prompt, tokens: Tokens, new: Tokens) -> tuple[Tokens, list[bytes]]:
-    whole = np.concatenate([tokens, new])
-    return whole, page_keys(prompt.namespace, whole)
 
 
 def _say(message: msgspec.Struct) -> None:
     os.write(sys.stdout.fileno(), encode(message) + b"\n")
 
 
-async def main(endpoint: str, name: str) -> None:
+async def main(endpoint: str, name: str, *, is_kept: bool) -> None:
     """Until the standard input ends."""
-    session = Session(endpoint, name)
+    session = Session(endpoint, name, is_kept=is_kept)
     engine = Engine(session)
     await session.node()
     lines = asyncio.StreamReader()
@@ -304,4 +290,4 @@ async def main(endpoint: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], is_kept="kept" in sys.argv[3:]))

@@ -101,8 +101,9 @@ class Engine:
     async def start(self) -> None:
         """Run it until it has a session."""
         with self._log.open("ab") as sink:
+            words = (self._node.daemon.client, self.name, *(["kept"] if self._node.is_kept else []))
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.fault.engine", self._node.daemon.client, self.name),
+                *(sys.executable, "-m", "tests.fault.engine", *words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=sink,
@@ -169,6 +170,8 @@ class Server:
         self.name = name
         self.daemon = Daemon(name, directory, settings, place)
         self.directory = self.daemon.directory
+        self.is_kept = settings.get("pool.backing", "anon") != "anon"
+        """Whether its pool outlives it."""
         self.lives = 0
         self.last_event = 0
 

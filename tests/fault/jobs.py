@@ -67,7 +67,38 @@ class Listen(Job, frozen=True, tag="listen"):
     for_s: float
 
 
-AnyJob = Send | Receive | Hoard | Listen
+class Burst(Job, frozen=True, tag="burst"):
+    """Commit one prompt after the other, as fast as can be."""
+
+    prompts: list[Prompt]
+
+
+class Hold(Job, frozen=True, tag="hold"):
+    """Hold a lease, half of it committed, until the daemon was restarted and ``hold_s`` more.
+
+    All of its pages must then be what they were. Without a restart it ends after ``most_s``.
+    """
+
+    prompt: Prompt
+    hold_s: float
+    most_s: float
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What may have been cached: a prompt, and ``grow`` tokens that room ``room`` added."""
+
+    prompt: Prompt
+    grow: int = 0
+    room: int = 0
+
+
+class Check(Job, frozen=True, tag="check"):
+    """Compare every cached page of these; the report names the pages, and the prompts by place."""
+
+    known: list[Known]
+
+
+AnyJob = Send | Receive | Hoard | Listen | Burst | Hold | Check
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -75,7 +106,9 @@ class Report(msgspec.Struct, frozen=True):
 
     ``began_s`` and ``ended_s`` are monotonic and the same clock in all processes of this host;
     ``wrong`` counts delivered or cached pages whose digest was not what it must be, among
-    ``checked``. The first report, with id 0, says that the engine has a session.
+    ``checked``. ``former``: leases of before a restart whose pages were looked at after it.
+    ``pages`` were compared by ``Check``, of the prompts at ``places``. The first report, with id 0,
+    says that the engine has a session.
     """
 
     id: int
@@ -87,6 +120,9 @@ class Report(msgspec.Struct, frozen=True):
     wrong: int = 0
     events: int = 0
     lost_events: int = 0
+    former: int = 0
+    pages: list[int] = []
+    places: list[int] = []
 
 
 JOBS = msgspec.json.Decoder(AnyJob)

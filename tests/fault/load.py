@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tests.fault.jobs import ENGINE_DIED, Receive, Report, Send, Unruly
+from tests.fault.jobs import ENGINE_DIED, Known, Receive, Report, Send, Unruly
 from tests.fault.prompts import Prompt, choose_prompt
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Route(NamedTuple):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """One room of the ledger: what both engines said."""
+    """One room of the ledger: what both engines said, and what they may have cached."""
 
     room: int
     route: str
@@ -57,6 +57,7 @@ class Room(msgspec.Struct, frozen=True):
     ended_s: float
     sent: Report
     received: Report
+    known: Known
 
     @property
     def is_delivered(self) -> bool:
@@ -206,7 +207,15 @@ class Load:
         await self._concluded(both, number, route, opened_s, deadline_s)
         sent, received = (task.result() for task in both)
         made = Room(
-            number, route.name, unruly, deadline_s, opened_s, time.monotonic(), sent, received
+            number,
+            route.name,
+            unruly,
+            deadline_s,
+            opened_s,
+            time.monotonic(),
+            sent,
+            received,
+            Known(chosen, receiving.grow, number),
         )
         self._judge(made)
         self.ledger.append(made)

@@ -83,13 +83,15 @@ def page_keys(namespace: str, tokens: NDArray[np.int32]) -> list[bytes]:
 class Memory:
     """The pool of one session as rows of bytes, a row a page."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, is_kept: bool = False) -> None:
+        """``is_kept``: it outlives its daemon, so what is leased stays ours while that is away."""
         pool = node.pool("main")
         part = pool.memory.components[0]
         assert pool.memory.order == "page_first"
         whole = pool._mapping(part).bytes[: part.pages * part.page_bytes]
         self.rows = whole.reshape(part.pages, part.page_bytes)
         self._connection = node._port.connection
+        self._is_kept = is_kept
 
     def check_ours(self) -> None:
         """An engine that has left its session has no pages: it must not write, nor believe any.
@@ -97,7 +99,7 @@ class Memory:
         Raises:
             KvdError: as every call of that session does now.
         """
-        why_not = self._connection.end or self._connection.away
+        why_not = self._connection.end or (None if self._is_kept else self._connection.away)
         if why_not is not None:
             raise KvdError(why_not)
 

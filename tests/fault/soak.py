@@ -1,4 +1,4 @@
-"""``make soak``: every long test within fifteen minutes.
+"""``make soak``: every long test within about twenty minutes.
 
     python -m tests.fault.soak --seed 1 --json DIRECTORY
 
@@ -55,6 +55,7 @@ def parts(seed: int) -> list[Part]:
         ),
         Part("sockets", ("-m", "tests.fault.fuzz", *own), 330.0),
         Part("restarts", ("-m", "tests.fault.restarts", "--each", "50", *own), 300.0),
+        Part("kept", ("-m", "tests.fault.restarts", "--kept", "--each", "25", *own), 400.0),
         Part("deaths", ("-m", "tests.fault.deaths", *own), 90.0),
     ]
 
@@ -103,7 +104,7 @@ class Running:
 
 def main() -> int:
     """The command line."""
-    words = argparse.ArgumentParser(description="Every long test, within fifteen minutes.")
+    words = argparse.ArgumentParser(description="Every long test, within about twenty minutes.")
     words.add_argument("--seed", type=int, default=1)
     words.add_argument("--only", nargs="*", choices=[part.name for part in parts(1)])
     words.add_argument("--json", type=Path, help="a directory for what each part says")

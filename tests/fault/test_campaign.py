@@ -1,4 +1,4 @@
-"""The short form of the campaign, the restarts and the deaths; ``make soak`` is the long one."""
+"""The short form of the campaign, the restarts, the deaths; ``make soak`` is the long one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.bench.daemons import Pair
-from tests.fault import deaths
+from tests.fault import deaths, kept
 from tests.fault.campaign import Campaign, one_round
 from tests.fault.cluster import cluster
 from tests.fault.faults import plan_short
@@ -44,3 +44,18 @@ async def test_faults_restarts_and_deaths_lose_nothing_and_leave_nothing_stuck(
     assert [len(one.back_s) for one in restarted] == [1, 1]
     assert [(one.verb, one.moment) for one in died] == calls
     assert max(one.released_s for one in died) < deaths.LIMIT_S
+
+
+@pytest.mark.slow
+async def test_kills_of_daemons_whose_pools_outlive_them_make_no_page_wrong_and_leak_none(
+    tmp_path: Path,
+) -> None:
+    found = await kept.run(tmp_path, SEED, 3, sides="d", rest_every=3)
+
+    (one,) = found
+    assert isinstance(one, kept.Kept)
+    assert len(one.pages) == 3
+    assert min(one.pages) > 0
+    assert one.former > 0
+    assert one.compared > 0
+    assert (one.damaged, one.gone) == (2, 1)
