@@ -47,7 +47,7 @@ DAMAGED_EVERY = 2
 """Of the lives that begin at rest."""
 PAGES = 193
 PAGE_BYTES = 32 * 1024
-SETTINGS = {"pool.pages": str(PAGES)}
+SETTINGS = {"pool.pages": str(PAGES), "recorder.enabled": "false"}
 """So few that something is evicted with nearly every prompt."""
 
 MOST_DELAY_S = 0.03
@@ -68,7 +68,7 @@ class Kept(Restarted):
     ``again``: how often a daemon was killed before it served. ``pages``, ``leases``: taken over, by
     life. ``former``: leases that an engine held over a restart, and looked through after it.
     ``compared``: cached pages at rest. ``damaged``: pages that were written while nobody had them;
-    ``gone``: as many were cached, and are no more.
+    ``gone``: as many were cached, and are no more. ``back_s`` is of lives that ended under load.
     """
 
     again: int = 0
@@ -93,7 +93,6 @@ class Lives:
         self._memory = memory / side
         self._source = random.Random(f"{seed} {side} kept")
         self._known: list[Known] = []
-        self._cached: list[Known] = []
         self._n_seen = 0
         self._jobs: set[asyncio.Task[Report]] = set()
         self.found = Kept(side)
@@ -112,11 +111,12 @@ class Lives:
                 n_rests += 1
                 await self._rest()
                 damaged = n_rests % DAMAGED_EVERY == 1
-                killed_s = await self._life_from_rest(is_damaged=damaged)
+                await self._life_from_rest(is_damaged=damaged)
                 made.load.resume()
+                await next_delivery(made, time.monotonic())
             else:
                 killed_s = await self._life_under_load()
-            found.back_s.append(await next_delivery(made, killed_s) - killed_s)
+                found.back_s.append(await next_delivery(made, killed_s) - killed_s)
             found.measure(made)
         await self._rest()
         await self._look()
@@ -142,16 +142,15 @@ class Lives:
             await asyncio.sleep(source.uniform(0, MOST_DELAY_S))
         return await self._restart(source.choice(["all", "sampled"]))
 
-    async def _life_from_rest(self, *, is_damaged: bool) -> float:
+    async def _life_from_rest(self, *, is_damaged: bool) -> None:
         """Ended when nobody holds anything; all that is cached is looked at after it."""
         before = (await self._server.snapshot()).pools[0].cached_pages
         await self._proven(before)
-        killed_s = await self._restart("all" if is_damaged else "sampled", is_damaged=is_damaged)
+        await self._restart("all" if is_damaged else "sampled", is_damaged=is_damaged)
         pages = self.found.pages[-1]
         if not is_damaged and pages != before:
             raise Broken(f"{before} pages were cached and proven, {pages} were taken over")
         await self._look()
-        return killed_s
 
     async def _restart(self, verify: str, *, is_damaged: bool = False) -> float:
         """Kill it, once or twice, and start it; when it was killed first."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.fault.cluster import Cluster
     from tests.fault.load import Room
 
-DELIVERED_S = 30.0
+DELIVERED_S = 15.0
 WARM_UP = 10
 """Lives of the other side before memory counts: caches fill, allocators settle."""
 WINDOW = 10
@@ -51,6 +51,7 @@ class Restarted(msgspec.Struct):
     """All restarts of one side. ``back_s``: from the kill to the next delivered room."""
 
     side: str
+    restarts: int = 0
     back_s: list[float] = []
     ages: list[Age] = []
     rooms: int = 0
@@ -63,6 +64,7 @@ class Restarted(msgspec.Struct):
         Raises:
             Broken: the load has found something.
         """
+        self.restarts += 1
         ages = {age.process: age for age in self.ages}
         for name, pid in survivors(made, self.side).items():
             if name not in ages:

@@ -72,7 +72,7 @@ def figures(found: list[Restarted], seed: int) -> Figures:
     rows, notes = [], []
     for one in found:
         back = (f"{percentile(one.back_s, 50):.2f}", f"{max(one.back_s):.2f}")
-        rows.append((one.side, str(len(one.back_s)), *back, str(one.rooms), str(one.delivered)))
+        rows.append((one.side, str(one.restarts), *back, str(one.rooms), str(one.delivered)))
         notes += one.told_ages()
     notes.append(f"{sum(one.pages_checked for one in found)} pages compared by digest")
     return Figures(
