@@ -12,8 +12,8 @@ import zmq
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
-from kvd.client.returning import WayBack, go_back, main_way
-from kvd.sockets import Sent, open_dealer, pusher, receive_now, send_now
+from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
+from kvd.sockets import Sent, open_dealer, pusher, receive_last, receive_now, send_now
 
 if TYPE_CHECKING:
     from socket import socket
@@ -117,6 +117,8 @@ class BlockingChannel:
         why = self._attachment.last_word()
         if why is None:
             return
+        connection = self._connection
+        receive_last(self._dealer, connection.feed, lambda: connection.is_waiting, LAST_WORDS_S)
         # What waits in it must not reach the daemon that is back: libzmq would deliver it.
         self._dealer.close(linger=0)
         if not why.is_retryable:

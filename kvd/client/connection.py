@@ -125,6 +125,11 @@ class Connection:
         """Why the daemon is not there now; None while it is, or once all is over."""
         return self._away
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the daemon still owes an answer, or the end of a handoff."""
+        return bool(self._calls or self._receives or self._sends)
+
     def next_call(self) -> int:
         """A number for the next request."""
         self._last_call += 1

@@ -11,7 +11,7 @@ import zmq
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
-from kvd.client.returning import WayBack, go_back, main_way
+from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
 from kvd.sockets import LoopSocket, Sent, open_dealer
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class LoopChannel:
         if why is None:
             return
         self._unwatch()
+        self._socket.receive_last(lambda: self._connection.is_waiting, LAST_WORDS_S)
         # What waits in it must not reach the daemon that is back: libzmq would deliver it.
         self._socket.close()
         if not why.is_retryable:

@@ -128,6 +128,8 @@ class Daemon:
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Last, when all answers are on their way: an engine that sees us hang up waits no more.
+        self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._up.callback(context.term)
         self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
         self._open_admin(context)
@@ -222,7 +224,7 @@ class Daemon:
         self.clients.start(self._doors.bind(context, config.sockets.client), self._loop)
         self._up.callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
-        self._up.callback(self.attach.close)
+        self._hang_up.callback(self.attach.close)
         vigil = Vigil(self.attach.awaited, self.attach.over)
         vigil.start(self._loop)
         self._up.callback(vigil.close)

@@ -156,3 +156,21 @@ def instances(idle):
 
 def test_two_instances_hand_kv_over_to_each_other(instances):
     assert instances.engine("handoff", A, B) == {"committed": True, "is_exact": True}
+
+
+def test_stop_waits_for_the_handoff_under_way_and_begins_no_other(instances):
+    with instances.running_engine("half", A, B) as go_on:
+        instances.systemctl("stop", "--no-block", "kvd@a")
+        instances.until(
+            lambda: "draining" in instances.show("kvd@a", "StatusText"), "it does not drain"
+        )
+        refused = instances.engine("refused", A)
+        assert instances.show("kvd@a", "ActiveState") == "deactivating"
+
+        assert go_on() == {"committed": True, "is_exact": True}
+
+        instances.until(
+            lambda: instances.show("kvd@a", "ActiveState") == "inactive", "it does not end"
+        )
+    assert refused == {"code": "draining"}
+    assert instances.show("kvd@a", "Result") == "success"
