@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvd.client.connection import Connection
     from kvd.wire.attach import AttachRequest
 
-LAST_WORDS_S: Final = 0.05
+LAST_WORDS_S: Final = 0.25
 """How long what a daemon sent before it hung up may still be on its way."""
 
 FIRST_PAUSE_S: Final = 0.02

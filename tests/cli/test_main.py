@@ -97,9 +97,9 @@ def test_bench_lists_its_verbs_without_loading_them():
     done = CliRunner().invoke(kvd, ["bench", "--help"])
 
     assert done.exit_code == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[-9:]] == [
+    assert [line.split()[0] for line in done.stdout.splitlines()[-10:]] == [
         *("radix", "stream", "integrity", "control", "multiturn", "families"),
-        *("recorder", "console", "footprint"),
+        *("recorder", "console", "restart", "footprint"),
     ]
 
 

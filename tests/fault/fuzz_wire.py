@@ -327,6 +327,10 @@ class Operators(Asking):
                 if type(message) in self._obeyed:
                     frame = frame[:-1]
                 self._obeyed.add(type(message))
+            if isinstance(message, admin.Drain):
+                frame = frame[
+                    :-1
+                ]  # a node that obeys refuses the healthy engine beside us, rightly
             if isinstance(message, admin.Look):
                 self._further[message.call] += 50 * (message.frames - 1)  # it may be said 50 times
             frames = [frame] if rng.random() > 0.02 else [frame] * rng.choice((2, 3, 50))

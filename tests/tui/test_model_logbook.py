@@ -96,7 +96,13 @@ def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     ("text", "expected"),
     [
         ("kind=evicted", ("evicted",)),
-        ("kind:peer", ("peer-lost", "peer-refused", "peer-replaced", "peer-suspect", "peer-up")),
+        (
+            "kind:peer",
+            (
+                *("peer-draining", "peer-lost", "peer-refused", "peer-replaced"),
+                *("peer-suspect", "peer-up"),
+            ),
+        ),
         ("level:fault", ("pages-corrupt", "violation")),
         ("words", ()),
         ("kind:nothing", ("none",)),
