@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -35,6 +36,8 @@ GOES_ON = {
 def engine(guest, request):
     """Asks an engine that has cached and holds pages since before all tests with this backing."""
     take_down(guest)
+    for directory in guest.path("/dev/shm").glob("kvd-*"):
+        shutil.rmtree(directory)  # what daemons of other tests have cached
     backing = f"Environment=KVD_POOL__BACKING={request.param}"
     guest.drop_in("kvd.service", f"[Service]\nWatchdogSec=3s\n{backing}\n")
     guest.systemctl("start", "kvd")
@@ -59,7 +62,7 @@ def journal(guest):
         return file
     for link in Path(f"/proc/{main_pid(guest)}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if "memfd:kvd.journal" in os.readlink(link):
+            if "memfd:kvd:journal" in os.readlink(link):
                 return link
     return None
 
