@@ -36,7 +36,7 @@ from kvd.bench.table import (
     write_json,
 )
 from kvd.journal.identity import HEAD_BYTES
-from kvd.journal.words import PENDING, PROVEN
+from kvd.journal.words import are_pending
 from kvd.pools.keeper import JOURNAL
 from kvd.trace import BLOCK_TOKENS, Blocks, TraceRequest, read_trace
 from kvd.types import ID_BYTES
@@ -146,8 +146,7 @@ def end(daemon: Daemon, how: str, memory: Path, pages: int) -> None:
 def unsummed_pages(memory: Path, pages: int) -> int:
     """Cached pages that the journal does not prove yet: a killed daemon loses them."""
     words = np.fromfile(memory / JOURNAL, np.uint64, pages + 1, offset=HEAD_BYTES)
-    is_pending = (words >= np.uint64(PENDING)) & (words < np.uint64(PROVEN))
-    return int(np.count_nonzero(is_pending))
+    return int(np.count_nonzero(are_pending(words)))
 
 
 def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Hits:

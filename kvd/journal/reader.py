@@ -38,7 +38,7 @@ from kvd.journal.layout import (
     page_bytes_of,
 )
 from kvd.journal.spaces import digests_of, read_spaces
-from kvd.journal.words import PENDING, PROVEN, mixed_all
+from kvd.journal.words import PENDING, PROVEN, are_pending, mixed_all
 from kvd.journal.writer import Known, Writer
 from kvd.types import NO_TOKENS, Pages
 
@@ -182,7 +182,7 @@ class Reading:
             dropped=Dropped(
                 damaged_pages=self._n_damaged,
                 cut_off_pages=self._n_cut_off,
-                unsummed_pages=int(np.count_nonzero(_is_pending(self._words))),
+                unsummed_pages=int(np.count_nonzero(are_pending(self._words))),
                 bad_sum_pages=self._n_bad,
                 damaged_leases=self._n_damaged_leases,
                 damaged_engines=self._n_damaged_engines,
@@ -273,9 +273,3 @@ class Reading:
         end = seen.get(at, max(at, 0))
         seen.update(dict.fromkeys(path, end))
         return end
-
-
-def _is_pending(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which are the words of pages that are cached, their sums not known."""
-    out: NDArray[np.bool_] = (words >= np.uint64(PENDING)) & (words < np.uint64(PROVEN))
-    return out

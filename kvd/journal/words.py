@@ -32,6 +32,12 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
+def are_pending(words: Words) -> NDArray[np.bool_]:
+    """Which are the words of pages that are cached, their sums not known."""
+    out: NDArray[np.bool_] = (words >= np.uint64(PENDING)) & (words < np.uint64(PROVEN))
+    return out
+
+
 def mixed_all(numbers: Words) -> Words:
     """64 bits of each, in which every one depends on all of it (splitmix64)."""
     numbers = numbers + _STEP

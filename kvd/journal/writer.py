@@ -37,7 +37,7 @@ from kvd.journal.layout import (
     page_bytes_of,
 )
 from kvd.journal.spaces import Spaces
-from kvd.journal.words import PENDING, WORD_BYTES, sealed
+from kvd.journal.words import PENDING, WORD_BYTES, are_pending, sealed
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
@@ -184,13 +184,12 @@ class Writer:
         """
         ids = ids_of(pages)
         words = self._words[ids]
-        waits = (words >> np.uint64(62)) == np.uint64(1)
+        waits = are_pending(words)
         return Pages(page_bytes_of(ids[waits])), words[waits]
 
     def all_pending(self) -> Pages:
         """Every page that is cached and not proven."""
-        waits = (self._words >> np.uint64(62)) == np.uint64(1)
-        return Pages(page_bytes_of(np.flatnonzero(waits)))
+        return Pages(page_bytes_of(np.flatnonzero(are_pending(self._words))))
 
     def summed(self, pages: Pages, words: Words, sums: bytes) -> int:
         """Prove those of ``pages`` whose word is still what it was; how many those are.
