@@ -109,9 +109,10 @@ class Estate:
             return None
         page_bytes = self.memory.placed[0].geometry.page_bytes
         sums = mover.sums = PageSums(mover.sum, self.region, page_bytes)
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # the one in which we see pids
         if self.memory.origin is Origin.MADE:
             writer = Writer(self.journal)
-            writer.pids_are_of(pid_namespace())
+            writer.pids_are_of(namespace)
             return Taken(None, NO_PAST, Journalist(writer, sums))
         reading = Reading(self.journal, verify)
         try:
@@ -120,13 +121,12 @@ class Estate:
             raise TransportDown(f"the pool that was left could not be verified: {why}") from why
         found = reading.found()
         writer = reading.carry_on()
-        if found.pid_namespace != pid_namespace():
+        if found.pid_namespace != namespace:
             for engine in found.engines:
                 writer.session_joined(engine.session.id, engines.Process(0, 0))
-            writer.pids_are_of(pid_namespace())
-        return Taken(
-            _adopted(found, clock()), past_of(found, pid_namespace()), Journalist(writer, sums)
-        )
+            writer.pids_are_of(namespace)
+        past = past_of(found, namespace)
+        return Taken(_adopted(found, clock()), past, Journalist(writer, sums))
 
     def close(self) -> None:
         """Drop our descriptors; what is kept stays."""
@@ -190,11 +190,6 @@ def _adopted(found: Found, at_s: float) -> Adopted:
         found.unproven,
         found.last_lease,
     )
-
-
-def pid_namespace() -> int:
-    """The number of the namespace in which we see pids."""
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def past_of(found: Found, namespace: int) -> Past:

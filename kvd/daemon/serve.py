@@ -51,19 +51,19 @@ async def serve(
             daemon.reloader.reload()
         await daemon.stopped.wait()
     except CANNOT_SERVE as error:
-        why = f"cannot serve: {error}"
-        return _cannot_serve(error, config, supervisor)
+        why = _cannot_serve(error)
+        return exit_status(error, config)
     finally:
         supervisor.stopping(why)
         await daemon.stop()
     return 0
 
 
-def _cannot_serve(error: BaseException, config: Config, supervisor: Supervisor) -> int:
-    """Say why; returns the exit status."""
-    supervisor.stopping(f"cannot serve: {error}")
-    _print(f"kvd: cannot serve: {error}")
-    return exit_status(error, config)
+def _cannot_serve(error: BaseException) -> str:
+    """Say why, and give the words for the manager."""
+    why = f"cannot serve: {error}"
+    _print(f"kvd: {why}")
+    return why
 
 
 def _print(line: str) -> None:
@@ -96,7 +96,8 @@ def main(config: Config, read: Read) -> int:
     try:
         launched = launch(config, supervisor)
     except CANNOT_SERVE as error:
-        return _cannot_serve(error, config, supervisor)
+        supervisor.stopping(_cannot_serve(error))
+        return exit_status(error, config)
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
         return uvloop.run(serve(config, log, supervisor, read, launched))
