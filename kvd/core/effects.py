@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core.seal import UNSEALED, Seal
+from kvd.core.shards import Making, Straight, Window
 from kvd.types import Pages, Tokens
 from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
@@ -54,6 +55,8 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     ``source[i]`` is logical page ``first_page + i`` of the prompt, summed as ``seal`` says.
     With ``split`` above 1 the peer's page is that part of ours, and everything is counted in its
     pages: ``source[i]`` is ``page * split + s``, piece ``s`` of our page.
+    ``making`` says which shards of ours go over the pages of the peer's ``peer_shard``. Nothing is
+    read before the CUDA event behind ``after`` has come, an IPC handle; empty: there is none.
     """
 
     post: int
@@ -65,12 +68,16 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     seal: Seal = UNSEALED
     first_page: int = 0
     split: int = 1
+    peer_shard: int = 0
+    making: Making = Straight()
+    after: bytes = b""
 
 
 class Verify(msgspec.Struct, frozen=True, tag=True):
     """Sum what arrived in our ``pages``, logical page ``seal.first`` first, and say ``Verified``.
 
-    ``sums``: what the writer says they must be, for the pages that the seal chooses.
+    ``sums``: what the writer says they must be, for the pages that the seal chooses. Only
+    ``window`` of each page of our ``shard`` is summed; None is all of it.
     """
 
     ticket: int
@@ -78,6 +85,8 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
     seal: Seal
     pages: Pages
     sums: bytes
+    shard: int = 0
+    window: Window | None = None
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True):

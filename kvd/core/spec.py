@@ -22,6 +22,7 @@ import math
 import msgspec
 import numpy as np
 
+from kvd.core.shards import Shard
 from kvd.types import Pages
 
 DTYPE_BYTES = {
@@ -144,6 +145,14 @@ class Order(enum.Enum):
     LAYER_FIRST = "layer_first"
 
 
+class Held(msgspec.Struct, frozen=True):
+    """Which shards of a model's KV a pool keeps; ``layers`` and ``heads`` are the model's."""
+
+    layers: int
+    heads: int
+    shards: tuple[Shard, ...]
+
+
 class PoolSpec(msgspec.Struct, frozen=True):
     """One pool: its components, their order in memory, and the pages of each (null page included).
 
@@ -158,6 +167,9 @@ class PoolSpec(msgspec.Struct, frozen=True):
     saved_pages: tuple[int, ...] = ()
     """Pages of host memory beside each component for retracted leases, a null page included; 0 for
     none, and left out for none at all."""
+    held: Held | None = None
+    """Where the first component is sharded: components are as one shard has them, and all shards of
+    a node are alike. None: the pool has all of the model, in one shard."""
 
     def __post_init__(self) -> None:
         if not self.saved_pages:
@@ -248,6 +260,11 @@ def lockstep_bytes(spec: PoolSpec) -> int:
         for one in spec.components
         if isinstance(one.extent, Whole) and has_bytes(one)
     )
+
+
+def shard_region(component: str, shard: int) -> str:
+    """The name of the memory of one shard of a component: of the first, the component's own."""
+    return f"{component}#{shard}" if shard else component
 
 
 def saved_region(component: Component) -> str:

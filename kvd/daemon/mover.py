@@ -180,13 +180,24 @@ class Mover:
                 effect.seal,
                 effect.first_page,
                 effect.split,
+                effect.peer_shard,
+                effect.making,
+                effect.after,
             )
         )
 
     def verify(self, effect: effects.Verify) -> None:
         """Carry out ``Verify``."""
         self._order(
-            orders.Verify(effect.ticket, effect.component, effect.seal, effect.pages, effect.sums)
+            orders.Verify(
+                effect.ticket,
+                effect.component,
+                effect.seal,
+                effect.pages,
+                effect.sums,
+                effect.shard,
+                effect.window,
+            )
         )
 
     def sum(self, order: orders.Sum) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 from kvd.core.geometry import Row
 from kvd.core.seal import UNSEALED, Seal
+from kvd.core.shards import Making, Straight, Window
 from kvd.types import Pages
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     ``source[i]`` is logical page ``first_page + i`` of its handoff; ``seal`` says which are summed.
     With ``split`` above 1 the peer's page is that part of ours, and everything is counted in its
     pages: ``source[i]`` is ``page * split + s``, piece ``s`` of our page, its slots in order.
+    ``region`` is a component; which shards of it ``making`` says for ours, ``peer_shard`` for the
+    peer's. Nothing is read before the CUDA event behind ``after`` (an IPC handle) has come.
     """
 
     post: int
@@ -109,12 +112,16 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     seal: Seal = UNSEALED
     first_page: int = 0
     split: int = 1
+    peer_shard: int = 0
+    making: Making = Straight()
+    after: bytes = b""
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Sum our ``pages`` of ``region``, logical pages ``[seal.first, seal.end)``, and compare.
 
-    ``sums`` are what the pages that the seal chooses must have, 8 bytes each, ascending.
+    ``sums`` are what the pages that the seal chooses must have, 8 bytes each, ascending. Only
+    ``window`` of each page of our ``shard`` is summed; None is all of it.
     """
 
     ticket: int
@@ -122,6 +129,8 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     seal: Seal
     pages: Pages
     sums: bytes
+    shard: int = 0
+    window: Window | None = None
 
 
 class Sum(msgspec.Struct, frozen=True, tag="sum"):

@@ -103,11 +103,41 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
+class Role(enum.Enum):
+    """What one source of a handoff is asked for."""
+
+    WRITER = "writer"
+    """Its share of the pages, which may be none."""
+    DUMMY = "dummy"
+    """Nothing: it has no part of what the decode side keeps. It concludes all the same."""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """What one source of a handoff sends: source ``part`` of ``parts``, as the engine listed them.
+
+    The pages of the delta are cut among the ``ranks`` sources that have the same, of which it is
+    number ``rank`` (``kvd.core.shards.page_share``). One of all sources is ``authoritative``: it
+    sends the aux, and what does not belong to single tokens (windows, states).
+    """
+
+    part: Counter = 0
+    parts: Counter = 1
+    rank: Counter = 0
+    ranks: Counter = 1
+    role: Role = Role.WRITER
+    is_authoritative: bool = True
+
+
+ALL = Share()
+"""Of the only source."""
+
+
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt.
 
     ``integrity``: the sums that Settled(DELIVERED) must bring; the decode side decides.
     ``waited_s``: how long ago the engine asked for it. A peer that does not say has asked just now.
+    ``share``: which part of it this source sends; the grants are for that part alone.
     """
 
     source: Name
@@ -122,6 +152,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     deadline_s: float
     integrity: Integrity = Integrity.OFF
     waited_s: float = 0.0
+    share: Share = ALL
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -145,11 +176,16 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag="accept"):
-    """Prefill to decode: the engine is here and agrees with the offer."""
+    """Prefill to decode: the engine is here and agrees with the offer.
+
+    ``decode_prefix_len``: where it begins to send. All sources of a handoff must begin at the same
+    token; None from a peer that does not say.
+    """
 
     source: Name
     target: Name
     handoff: Counter
+    decode_prefix_len: Figure | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

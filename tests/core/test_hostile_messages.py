@@ -19,6 +19,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import (
+    ALL,
     Abort,
     Accept,
     AskStory,
@@ -32,7 +33,9 @@ from kvd.wire.peer import (
     Ping,
     Progress,
     Reject,
+    Role,
     Settled,
+    Share,
     Story,
     Told,
     Withdrawn,
@@ -108,8 +111,10 @@ def decode_in(state: Decode) -> World:
 UGLY: dict[object, tuple[object, ...]] = {
     int: INTEGERS,
     str: NAMES,
+    bool: (True, False),
     bytes: BLOBS,
     float: FLOATS,
+    int | None: (None, *INTEGERS),
 }
 
 
@@ -117,10 +122,11 @@ def some(rng: random.Random, kind: object) -> object:
     """A value of this annotation, often an ugly one."""
     if kind in UGLY:
         return rng.choice(UGLY[kind])
-    if kind is bool:
-        return rng.random() < 0.5
-    if kind in {Outcome, Integrity}:
+    if kind in {Outcome, Integrity, Role}:
         return rng.choice(list(kind))  # type: ignore[call-overload]
+    if kind is Share:
+        ugly = (some(rng, of) for of in (int, int, int, int, Role, bool))
+        return rng.choice((ALL, Share(*ugly)))  # type: ignore[arg-type]
     if kind is Refusal:
         return Refusal(Code.INTERNAL, "why not")
     if kind == Refusal | None:

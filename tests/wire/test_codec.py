@@ -37,7 +37,7 @@ CODECS = {
 REFUSAL = Refusal(Code.NO_ROOM, "3 pages are needed", side="d", numbers={"needed_pages": 3})
 
 KEPT = [
-    (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
+    (PEER_MESSAGES, peer.Accept("1", "2", 7, 64), "95a6616363657074a131a1320740"),
     (
         PEER_MESSAGES,
         peer.Ping("1", "2", 3, 0, 5, 6, "draining", "y"),
@@ -86,6 +86,7 @@ KEPT = [
 """Messages with the bytes they have in protocol 1: a change here breaks running peers."""
 
 EARLIER = [
+    (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
     (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
     (
         CLIENT_REQUESTS,
@@ -130,9 +131,9 @@ def test_codec_reads_the_bytes_that_a_message_had_with_fewer_fields(
 
 def test_codec_reads_a_message_of_a_newer_minor_version() -> None:
     """Fields added at the end are skipped by an older reader."""
-    newer = msgspec.msgpack.encode(["accept", "1", "2", 7, "a field of tomorrow"])
+    newer = msgspec.msgpack.encode(["accept", "1", "2", 7, 64, "a field of tomorrow"])
 
-    assert PEER_MESSAGES.decode(newer) == peer.Accept("1", "2", 7)
+    assert PEER_MESSAGES.decode(newer) == peer.Accept("1", "2", 7, 64)
 
 
 def test_codec_fills_the_defaults_of_a_shorter_message() -> None:

@@ -1,0 +1,180 @@
+"""Which part of a model's KV lies where: arithmetic of layers, heads and pages, and nothing else.
+
+A **shard** is what one rank keeps: some layers of the model, and of each some heads::
+
+    tensor parallel, 4 heads on 2 ranks    rank 0: heads 0 1     rank 1: heads 2 3
+    the same on 8 ranks                    ranks 0 1: head 0     ranks 2 3: head 1 ...   (replicas)
+    pipeline, 32 layers in 2 stages        stage 0: layers 0..16     stage 1: layers 16..32
+
+All shards of one node have the same page ids: page 7 of a lease is page 7 of each of them. Sharding
+cuts a page across layers and heads; a **share** cuts the pages of a prompt among replicas, so that
+each of them sends a part.
+
+A **lane** is what goes to one shard of a peer: the window of its pages that this node fills, and
+the pieces of our shards that fill it. Both sides work out the same lanes from both sides' shards.
+
+Invariant: the pieces of each copy of a lane tile its window; the lanes of a node, one per shard of
+the peer at most, never overlap.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Layers ``[first_layer, end_layer)`` and heads ``[first_head, end_head)`` of the model."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+    @property
+    def cells(self) -> int:
+        """Heads of all its layers; 0 or less: it is empty."""
+        layers, heads = self.end_layer - self.first_layer, self.end_head - self.first_head
+        return layers * heads if layers > 0 and heads > 0 else 0
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """A part of each page of one shard, in that shard's own numbers, which begin at 0."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """``ours`` of the pages of our ``shard`` goes over ``theirs`` of the peer's pages."""
+
+    shard: int
+    ours: Window
+    theirs: Window
+
+
+class Straight(msgspec.Struct, frozen=True, tag="straight"):
+    """Whole pages of our ``shard`` are whole pages of the peer's."""
+
+    shard: int = 0
+
+
+class Pieced(msgspec.Struct, frozen=True, tag="pieced"):
+    """``window`` of each of the peer's pages is made of pieces of ours, which tile it."""
+
+    window: Window
+    pieces: tuple[Piece, ...]
+
+
+Making = Straight | Pieced
+"""How a page of a peer's shard is made of pages of ours."""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """What this node sends to one shard of a peer.
+
+    ``window``: which part of each of the peer's pages it fills; None is all of it. ``copies`` are
+    equal ways to make it, one for each replica that we have.
+    """
+
+    peer_shard: int
+    window: Window | None
+    copies: tuple[Making, ...]
+
+
+def tp_shards(
+    heads: int, tp_size: int, ranks: tuple[int, int], layers: tuple[int, int]
+) -> tuple[Shard, ...]:
+    """The shards of tensor-parallel ranks ``[ranks[0], ranks[1])`` of ``tp_size``.
+
+    With more ranks than heads each head is on ``tp_size // heads`` neighbouring ranks (integer
+    division: rank r has head ``r // replicas``). A latent counts as one head, so every rank has it.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if heads % tp_size and tp_size % heads:
+        msg = f"{heads} heads on {tp_size} ranks: one number must divide the other"
+        raise ValueError(msg)
+    each, replicas = max(1, heads // tp_size), max(1, tp_size // heads)
+    return tuple(
+        Shard(*layers, rank // replicas * each, (rank // replicas + 1) * each)
+        for rank in range(*ranks)
+    )
+
+
+def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[Lane, ...]:
+    """What a node with ``ours`` can send to one with ``theirs``, a lane for each shard it can.
+
+    Raises:
+        ValueError: what we have of one of their shards is no rectangle of layers and heads.
+    """
+    kinds = sorted(set(ours))
+    return tuple(
+        lane
+        for index, their in enumerate(theirs)
+        if (lane := _lane(index, their, kinds, ours)) is not None
+    )
+
+
+def _lane(index: int, their: Shard, kinds: list[Shard], ours: tuple[Shard, ...]) -> Lane | None:
+    found = [(kind, both) for kind in kinds if (both := _common(kind, their)).cells]
+    if not found:
+        return None
+    union = Shard(
+        min(both.first_layer for _, both in found),
+        max(both.end_layer for _, both in found),
+        min(both.first_head for _, both in found),
+        max(both.end_head for _, both in found),
+    )
+    if union.cells != sum(both.cells for _, both in found):
+        msg = f"what {ours} have of {their} is no rectangle of layers and heads"
+        raise ValueError(msg)
+    replicas = {kind: [at for at, one in enumerate(ours) if one == kind] for kind, _ in found}
+    n_copies = min(len(places) for places in replicas.values())
+    copies: list[Making] = []
+    for copy in range(n_copies):
+        if found[0][0] == their:
+            copies.append(Straight(replicas[their][copy]))
+            continue
+        pieces = tuple(
+            Piece(replicas[kind][copy], _within(both, kind), _within(both, their))
+            for kind, both in found
+        )
+        copies.append(Pieced(_within(union, their), pieces))
+    window = None if union == their else _within(union, their)
+    return Lane(index, window, tuple(copies))
+
+
+def _common(one: Shard, other: Shard) -> Shard:
+    return Shard(
+        max(one.first_layer, other.first_layer),
+        min(one.end_layer, other.end_layer),
+        max(one.first_head, other.first_head),
+        min(one.end_head, other.end_head),
+    )
+
+
+def _within(part: Shard, whole: Shard) -> Window:
+    """A part of a shard in the shard's own numbers."""
+    return Window(
+        part.first_layer - whole.first_layer,
+        part.end_layer - whole.first_layer,
+        part.first_head - whole.first_head,
+        part.end_head - whole.first_head,
+    )
+
+
+def page_share(first: int, end: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The pages of ``[first, end)`` that are ``rank``'s among ``ranks``: neighbours, evenly cut.
+
+    The first ranks have one more where it does not come out even; with fewer pages than ranks the
+    last ranks have none::
+
+        7 pages, 4 ranks    0 1 | 2 3 | 4 5 | 6
+        3 pages, 4 ranks    0 | 1 | 2 | -
+    """
+    each, more = divmod(end - first, ranks)
+    start = first + rank * each + min(rank, more)
+    return start, start + each + (rank < more)
