@@ -1,0 +1,1 @@
+"""What engines do on their devices: collectives, attention, memory. Neither core nor client."""
