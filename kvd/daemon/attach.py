@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    from kvd.daemon.sessions import OnReturned, Past, Process, Session, SessionNotes
+    from kvd.daemon.sessions import OnReturned, Past, Session, SessionNotes
+    from kvd.journal.engines import Process
     from kvd.wire.memory import PoolMemory
 
 MAX_REQUEST_BYTES: Final = 512 * 1024

@@ -24,8 +24,8 @@ from kvd.core.inputs import Adopted
 from kvd.daemon.journalist import Journalist
 from kvd.daemon.kept import keep, memory_of
 from kvd.daemon.pagesums import PageSums, Unsummed
-from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, FormerEngine, Past, Process
-from kvd.journal import engines
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, FormerEngine, Past
+from kvd.journal.engines import Process
 from kvd.journal.identity import Refused, identity_of
 from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.reader import Reading, Verify
@@ -123,7 +123,7 @@ class Estate:
         writer = reading.carry_on()
         if found.pid_namespace != namespace:
             for engine in found.engines:
-                writer.session_joined(engine.session.id, engines.Process(0, 0))
+                writer.session_joined(engine.session.id, Process(0))
             writer.pids_are_of(namespace)
         past = past_of(found, namespace)
         return Taken(_adopted(found, clock()), past, Journalist(writer, sums))
@@ -200,9 +200,7 @@ def past_of(found: Found, namespace: int) -> Past:
                 engine.session.id,
                 TOKEN_HEAD + engine.token,
                 engine.session.name,
-                tuple(Process(one.pid, one.start_ticks) for one in engine.processes)
-                if found.pid_namespace == namespace
-                else UNSEEN,
+                engine.processes if found.pid_namespace == namespace else UNSEEN,
             )
             for engine in found.engines
         ),

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from kvd.journal.engines import Process
+
 if TYPE_CHECKING:
     import asyncio
     from socket import socket
@@ -33,16 +35,6 @@ TOKEN_BYTES: Final = 16
 
 ROUTE_BYTES: Final = 8
 """Random bytes behind a token, in the routing id of a session that came back."""
-
-
-class Process(msgspec.Struct, frozen=True):
-    """A process of an engine; ``started_ticks`` tells it from a later one with the same number.
-
-    A ``pid`` of 0 is one that cannot be seen from here; ``started_ticks`` of 0 are not known.
-    """
-
-    pid: int
-    started_ticks: int = 0
 
 
 UNSEEN: Final = (Process(0),)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from kvd.daemon.sessions import Process
+    from kvd.journal.engines import Process
 
 LOOK_EVERY_S: Final = 0.5
 
@@ -51,7 +51,7 @@ def is_alive(process: Process) -> bool:
     found = started_ticks(process.pid)
     if found is None:
         return False
-    return not found or not process.started_ticks or found == process.started_ticks
+    return not found or not process.start_ticks or found == process.start_ticks
 
 
 class Vigil:

@@ -30,10 +30,14 @@ TOKEN_BYTES: Final = 16
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process of an engine; ``start_ticks`` as in field 22 of ``/proc/PID/stat``."""
+    """A process of an engine; ``start_ticks`` tells it from a later one with the same number.
+
+    They are field 22 of ``/proc/PID/stat``. A ``pid`` of 0 is one that cannot be seen from
+    here; ``start_ticks`` of 0 are not known.
+    """
 
     pid: int
-    start_ticks: int
+    start_ticks: int = 0
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -107,18 +111,6 @@ class Engines:
         slot = self.slots.get(session)
         if slot is not None:
             self._enter(slot, session, process)
-
-    def leave(self, session: int, pid: int) -> None:
-        """One process less."""
-        slot = self.slots.get(session)
-        if slot is None:
-            return
-        at = slot * _WORDS + _PROCESSES
-        for index in range(at, at + 2 * PROCESSES, 2):
-            word = self._words[index + 1]
-            if word and unsealed(word, session ^ self._words[index]) == pid:
-                self._store(self._words, index + 1, 0)
-                return
 
     def end(self, session: int) -> None:
         """The session is over."""

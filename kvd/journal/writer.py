@@ -228,10 +228,6 @@ class Writer:
         """One more process of it."""
         self._engines.join(session, process)
 
-    def session_left(self, session: int, pid: int) -> None:
-        """One process of it less."""
-        self._engines.leave(session, pid)
-
     def session_ended(self, session: int) -> None:
         """Its last process is gone."""
         self._engines.end(session)

@@ -14,9 +14,10 @@ import pytest_asyncio
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.daemon.sessions import FormerEngine, Past, Process
+from kvd.daemon.sessions import FormerEngine, Past
 from kvd.daemon.vigil import Vigil, is_alive, started_ticks
 from kvd.errors import Code, KvdError, Refusal
+from kvd.journal.engines import Process
 from kvd.pools.build import build_pool, pool_memory
 from kvd.wire.attach import Attach, AttachRequest, Join
 

@@ -216,5 +216,5 @@ def test_pids_of_another_pid_namespace_prove_nobody_dead():
     (known,) = past_of(found, 4711).engines
     (other,) = past_of(found, 4712).engines
 
-    assert [(one.pid, one.started_ticks) for one in known.processes] == [(70, 1234)]
-    assert [(one.pid, one.started_ticks) for one in other.processes] == [(0, 0)]
+    assert [(one.pid, one.start_ticks) for one in known.processes] == [(70, 1234)]
+    assert [(one.pid, one.start_ticks) for one in other.processes] == [(0, 0)]
