@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -131,6 +131,14 @@ class Outcome(msgspec.Struct, frozen=True):
     sent_bytes: int
 
 
+class WhenWritten(Protocol):
+    """An event of a device: ``torch.cuda.Event(interprocess=True)`` is one."""
+
+    def ipc_handle(self) -> bytes:
+        """By which another process finds it."""
+        ...
+
+
 class Send:
     """The prefill side: what is written may be sent, as soon as both sides have met."""
 
@@ -138,6 +146,7 @@ class Send:
         self._port = port
         self._state = state
         self._within_s = within_s
+        self._events: list[WhenWritten] = []
 
     @property
     def id(self) -> int:
@@ -167,12 +176,20 @@ class Send:
         if isinstance(outcome, Refusal):
             raise HandoffError(outcome)
 
-    async def advance(self, upto_tokens: int) -> None:
+    async def advance(self, upto_tokens: int, *, after: WhenWritten | bytes | None = None) -> None:
         """The KV of all tokens below ``upto_tokens`` is written; legal before the offer has come.
 
         Less than before changes nothing: what is written stays written. Leave those pages alone
         until ``finish`` has returned: they are summed while they travel, and a page that changes
         meanwhile may fail the handoff as ``corrupt``.
+
+        Args:
+            upto_tokens: counted from the start of the prompt.
+            after: the KV is written when this event comes: a
+                ``torch.cuda.Event(interprocess=True)`` recorded behind the kernels that write it,
+                or the 64 bytes of an event's IPC handle.
+                Pages are read after the latest event that was given. An event object is kept until
+                the handoff is over; whoever gives bytes keeps its event for as long.
 
         Raises:
             HandoffError: the handoff has ended: there is no need to compute the rest for it.
@@ -180,25 +197,30 @@ class Send:
         """
         self._raise_if_ended()
         call = self._port.connection.next_call()
-        request = wire.Advance(call, self.id, operator.index(upto_tokens))
+        handle = self._keep(after)
+        request = wire.Advance(call, self.id, operator.index(upto_tokens), handle)
         try:
             await self._port.ask(request, wire.Done, about=self._state)
         except KvdError:
             self._raise_if_ended()
             raise
 
-    async def finish(self, aux: bytes = b"") -> Outcome:
+    async def finish(
+        self, aux: bytes = b"", *, after: WhenWritten | bytes | None = None
+    ) -> Outcome:
         """All KV of the prompt is written. Returns when the decode side has spoken.
 
         Until then leave the pages of the prompt alone, the last, partial one too.
 
         Args:
             aux: opaque bytes for the decode engine: first token, logprobs ...
+            after: as in ``advance``.
 
         Returns:
             whether it committed, or why not; a handoff that failed is no exception here.
         """
-        request = wire.Finish(self._port.connection.next_call(), self.id, bytes(aux))
+        handle = self._keep(after)
+        request = wire.Finish(self._port.connection.next_call(), self.id, bytes(aux), handle)
         try:
             call = await self._port.perform(request, about=self._state, within_s=self._within_s)
         except KvdError:
@@ -233,6 +255,13 @@ class Send:
             # The daemon ended, and the handoff with it: there is nobody to be told.
             if self._state.lost is None:
                 raise
+
+    def _keep(self, after: WhenWritten | bytes | None) -> bytes:
+        """The event's handle; an event that ends before it was waited for is undefined in CUDA."""
+        if after is None or isinstance(after, bytes):
+            return after or b""
+        self._events.append(after)
+        return after.ipc_handle()
 
     def _raise_if_ended(self) -> None:
         if self._state.failure is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.api import Matched
-    from kvd.client.handoff import Outcome, Receive, Send
+    from kvd.client.handoff import Outcome, Receive, Send, WhenWritten
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pool import Pool
     from kvd.client.rows import PageNumbers
@@ -166,13 +166,13 @@ class SyncSend:
         """As ``Send.accepted``."""
         run(self.wrapped.accepted())
 
-    def advance(self, upto_tokens: int) -> None:
+    def advance(self, upto_tokens: int, *, after: WhenWritten | bytes | None = None) -> None:
         """As ``Send.advance``."""
-        run(self.wrapped.advance(upto_tokens))
+        run(self.wrapped.advance(upto_tokens, after=after))
 
-    def finish(self, aux: bytes = b"") -> Outcome:
+    def finish(self, aux: bytes = b"", *, after: WhenWritten | bytes | None = None) -> Outcome:
         """As ``Send.finish``."""
-        return run(self.wrapped.finish(aux))
+        return run(self.wrapped.finish(aux, after=after))
 
     def abort(self, reason: str) -> None:
         """As ``Send.abort``."""

@@ -73,6 +73,12 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     after: bytes = b""
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Nobody wants this post any more: if its event has not come yet, it is not to be posted."""
+
+    post: int
+
+
 class Verify(msgspec.Struct, frozen=True, tag=True):
     """Sum what arrived in our ``pages``, logical page ``seal.first`` first, and say ``Verified``.
 
@@ -176,6 +182,7 @@ Effect = (
     | LoadAgent
     | DropAgent
     | Post
+    | Forget
     | Verify
     | Quiesce
     | Copy

@@ -336,7 +336,7 @@ class Engines:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
             return part
-        refusal = self._node.prefiller.advance(part, message.upto_tokens)
+        refusal = self._node.prefiller.advance(part, message.upto_tokens, message.after)
         if refusal is None:
             self._out.answer(session, client.Done(message.call))
         return refusal
@@ -346,7 +346,7 @@ class Engines:
         if isinstance(part, Refusal):
             self._node.prefiller.forget_failed(session, message.send)
             return part
-        return self._node.prefiller.finish(part, message.call, message.aux)
+        return self._node.prefiller.finish(part, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)

@@ -40,11 +40,12 @@ def stalled(part: PrefillPart, at_s: float, mine: Settings) -> Refusal | None:
     if moved >= floor:
         flow.restart(at_s)
         return None
+    event = " and at the event that the engine named" if part.after else ""
     return Refusal(
         Code.STALLED,
         f"room {part.room} to {part.peer}: {moved} bytes moved in {window_s:.1f} s with "
         f"{len(part.outstanding)} posts under way, the least is {mine.min_bytes_per_s} bytes a "
-        "second: look at the network between the two, or lower transfer.min_bytes_per_s",
+        f"second: look at the network between the two{event}, or lower transfer.min_bytes_per_s",
         side=mine.name,
         numbers={"moved_bytes": moved, "floor_bytes": floor, "window_s": round(window_s, 3)},
     )

@@ -232,6 +232,14 @@ class PostFailed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Unposted(msgspec.Struct, frozen=True, tag=True):
+    """Nothing of the post was written, and nothing will be: its event did not come."""
+
+    at_s: float
+    post: int
+    why: str
+
+
 class Verified(msgspec.Struct, frozen=True, tag=True):
     """What ``Verify`` of that ticket found: the logical pages that are not what was sent.
 
@@ -348,6 +356,7 @@ Input = (
     | PostMoved
     | PostDone
     | PostFailed
+    | Unposted
     | Verified
     | Quiet
     | Copied

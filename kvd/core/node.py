@@ -115,6 +115,7 @@ class Node:
             i.PostMoved: self.transfers.post_moved,
             i.PostDone: self.transfers.post_done,
             i.PostFailed: self.transfers.post_failed,
+            i.Unposted: self.transfers.unposted,
             i.Verified: self.decoder.verified,
             i.Quiet: self._quiet,
             i.Copied: self.copies.copied,

@@ -120,6 +120,7 @@ class PrefillPart:
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
     __slots__ = (
+        "after",
         "answer_s",
         "aux",
         "cursor_tokens",
@@ -181,6 +182,8 @@ class PrefillPart:
         self.prompt_tokens = 0
         self.decode_prefix_len = 0
         self.cursor_tokens = 0
+        self.after = b""
+        """The event behind which all tokens below the cursor are written; none: they are."""
         self.posted_tokens = 0
         self.posted_pages = 0
         self.moved_bytes = 0

@@ -20,6 +20,7 @@ from kvd.core.agents import Agent
 from kvd.core.cargo import parts_of
 from kvd.core.seal import UNSEALED
 from kvd.core.tables import Prefill
+from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import Integrity
 
@@ -28,6 +29,22 @@ if TYPE_CHECKING:
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import Engine, PrefillPart
     from kvd.core.peer import Peers
+
+
+EVENT_BYTES = 64
+"""Of the IPC handle of a CUDA event."""
+
+
+def no_event(after: bytes, side: str) -> Refusal | None:
+    """Why this cannot be the event that a post waits for; nothing is none, which is right."""
+    if len(after) in {0, EVENT_BYTES}:
+        return None
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"an event of {len(after)} bytes: the IPC handle of a CUDA event has {EVENT_BYTES}",
+        side=side,
+        numbers={"bytes": len(after)},
+    )
 
 
 class Posts:
@@ -109,8 +126,14 @@ class Posts:
                 UNSEALED if is_open else part.seals[index],
                 0 if is_open else start,
                 parts,
+                after=part.after,
             )
         )
+
+    def forget(self, part: PrefillPart) -> None:
+        """Those of the part whose event has not come are not to begin any more."""
+        if part.after:
+            self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
 
     def moved(self, post: int, moved_bytes: int) -> PrefillPart | None:
         """A running post has moved so much."""

@@ -24,7 +24,7 @@ from kvd.core.machine import move_prefill
 from kvd.core.offer import disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.peer_drain import lost_because
-from kvd.core.posts import Posts
+from kvd.core.posts import Posts, no_event
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.core.verdict import too_late
 from kvd.errors import Code, Refusal
@@ -105,8 +105,11 @@ class Prefiller:
             self._stream(part, T.ENGINE_OPENED)
         return None
 
-    def advance(self, part: PrefillPart, upto_tokens: int) -> Refusal | None:
-        """KV below ``upto_tokens`` is written."""
+    def advance(self, part: PrefillPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
+        """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
+        refusal = no_event(after, self._settings.name)
+        if refusal is not None:
+            return refusal
         if not 0 <= upto_tokens <= part.prompt_tokens:
             return Refusal(
                 Code.BAD_REQUEST,
@@ -116,13 +119,15 @@ class Prefiller:
             )
         if part.aux is None and upto_tokens > part.cursor_tokens:
             part.cursor_tokens = upto_tokens
+            part.after = after or part.after
             self._move(part, T.ADVANCED, "")
             self.posts.push(part)
         return None
 
-    def finish(self, part: PrefillPart, call: int, aux: bytes) -> Refusal | None:
+    def finish(self, part: PrefillPart, message: client.Finish) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
-        refusal = self._too_long(part, aux)
+        refusal = self._too_long(part, message.aux)
+        refusal = refusal or no_event(message.after, self._settings.name)
         if refusal is not None:
             return refusal
         if part.aux is not None:
@@ -133,8 +138,9 @@ class Prefiller:
             refusal = not_reached(part.engine, self._cargo, self._settings.name)
             if refusal is not None:
                 return refusal
-        part.finish_call = call
-        part.aux = aux
+        part.finish_call = message.call
+        part.aux = message.aux
+        part.after = message.after or part.after
         part.cursor_tokens = part.prompt_tokens
         self._move(part, T.FINISHED, "")
         self.push(part)
@@ -330,6 +336,7 @@ class Prefiller:
             if len(self.failed) > MAX_FAILED_SENDS:
                 del self.failed[next(iter(self.failed))]
         if part.state is P.DRAINING:
+            self.posts.forget(part)
             self._drain(part)
         elif part.state is P.SETTLED:
             self._settle(part, refusal)

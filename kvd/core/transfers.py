@@ -18,7 +18,7 @@ from kvd.wire.peer import Progress
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.inputs import PostDone, PostFailed, PostMoved
+    from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
     from kvd.core.parts import PrefillPart
     from kvd.core.peer import Peer, Peers
     from kvd.core.prefill import Prefiller
@@ -53,6 +53,13 @@ class Transfers:
         if part is not None:
             self._prefiller.give_up(part, self._failed(got.why))
             self._peers.drop_agent(part.incarnation, part.generation, got.why)
+
+    def unposted(self, got: Unposted) -> None:
+        """It never began, so nothing is in doubt, and the agent serves others as before."""
+        part = self._posts.parts.get(got.post)
+        if part is not None:
+            self._prefiller.give_up(part, self._failed(got.why))
+            self._over(got.post, 0)
 
     # ---- agents ------------------------------------------------------------------------------
 

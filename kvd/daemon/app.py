@@ -258,6 +258,7 @@ class Daemon:
             effects.LoadAgent: self.mover.load,
             effects.DropAgent: self.mover.drop,
             effects.Post: self.mover.post,
+            effects.Forget: self.mover.forget,
             effects.Verify: self.mover.verify,
             effects.Quiesce: self.mover.quiesce,
             effects.Copy: self.mover.copy,

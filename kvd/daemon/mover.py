@@ -186,6 +186,10 @@ class Mover:
             )
         )
 
+    def forget(self, effect: effects.Forget) -> None:
+        """Carry out ``Forget``."""
+        self._order(orders.Forget(effect.post))
+
     def verify(self, effect: effects.Verify) -> None:
         """Carry out ``Verify``."""
         self._order(
@@ -299,6 +303,8 @@ def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
             happened = inputs.PostDone(now_s, post, moved_bytes, sums)
         case orders.PostFailed(post, why):
             happened = inputs.PostFailed(now_s, post, why)
+        case orders.Unposted(post, why):
+            happened = inputs.Unposted(now_s, post, why)
         case _:
             happened = _input_of_pages(report, now_s)
     return happened

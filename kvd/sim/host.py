@@ -71,6 +71,7 @@ class Host:
             effects.LoadAgent: self._load_agent,
             effects.DropAgent: self._drop_agent,
             effects.Post: self._post,
+            effects.Forget: lambda _: None,  # no engine here names events
             effects.Verify: lambda effect: self.mover.verify(effect),  # noqa: PLW0108 - the mover changes
             effects.Quiesce: lambda effect: self.mover.quiesce(effect.lease),
             effects.Copy: self._copy,

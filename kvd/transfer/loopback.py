@@ -35,6 +35,7 @@ from kvd.transfer.orders import (
     CopyFailed,
     Drop,
     Dropped,
+    Forget,
     Load,
     Loaded,
     LoadFailed,
@@ -49,6 +50,7 @@ from kvd.transfer.orders import (
     Ready,
     Sum,
     Summed,
+    Unposted,
     Verified,
     Verify,
 )
@@ -118,6 +120,8 @@ class Loopback:
                 self._drop(order)
             case Post():
                 self._post(order)
+            case Forget():
+                pass  # no post waits here
             case Verify():
                 self._verify(order)
             case Sum():
@@ -228,6 +232,8 @@ class Loopback:
             why = objection(order.source, order.destination, ours, theirs, order.split)
         if why or peer is None or ours is None or theirs is None:
             self._say(PostFailed(order.post, why))
+        elif order.after:
+            self._say(Unposted(order.post, "inside one process there are no events to wait for"))
         elif not order.source:
             self._say(Posted(order.post, 0, 0.0))
         elif peer.agent not in _alive:

@@ -5,7 +5,8 @@ length and that many bytes of MessagePack: one order, or one list of reports. No
 byte of a page or knows NIXL.
 
 Invariants:
-  - Each ``Post`` is answered by one ``Posted`` or ``PostFailed``; ``Moved`` may come before.
+  - Each ``Post`` is answered by one ``Posted``, ``PostFailed`` or ``Unposted``; ``Moved`` may come
+    before.
   - Each ``Load`` is answered by one ``Loaded`` or ``LoadFailed``, unless a ``Drop`` overtakes it.
   - Each ``Verify`` is answered by one ``Verified``.
   - Each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``.
@@ -117,6 +118,12 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     after: bytes = b""
 
 
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Nobody wants this post any more: ``Unposted``, if it still waits for its event."""
+
+    post: int
+
+
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Sum our ``pages`` of ``region``, logical pages ``[seal.first, seal.end)``, and compare.
 
@@ -163,7 +170,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-Order = Begin | Load | Drop | Post | Verify | Sum | Quiesce | Copy | Probe
+Order = Begin | Load | Drop | Post | Forget | Verify | Sum | Quiesce | Copy | Probe
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -252,6 +259,13 @@ class PostFailed(msgspec.Struct, frozen=True, tag="post-failed"):
     why: str
 
 
+class Unposted(msgspec.Struct, frozen=True, tag="unposted"):
+    """The post waited for its event; nothing of it was written, and nothing will be."""
+
+    post: int
+    why: str
+
+
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     """The sending agent is destroyed: this process sends nothing more through it.
 
@@ -308,6 +322,7 @@ Report = (
     | Moved
     | Posted
     | PostFailed
+    | Unposted
     | Verified
     | Summed
     | Dropped

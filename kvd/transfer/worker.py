@@ -8,6 +8,7 @@ the collapser. They hand their results to the loop's inbox.
 
     daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
                        |---Post--> Lane: handles --> Moved, PostFailed, Posted with its sums
+                       |---Post(after)--> Waiting for its event --> as above, or Unposted
                        |---Verify--> summers --> Verified
                        |---Drop--> Lane.destroy --> Dropped
                        '---Copy--> copier --> Copied, CopyFailed
@@ -34,6 +35,7 @@ from typing import Final, NamedTuple, NoReturn, assert_never
 
 from kvd.transfer import witness
 from kvd.transfer.copies import COPIER, Copier, mapped_area
+from kvd.transfer.devices import Devices
 from kvd.transfer.inflow import Inflow
 from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
 from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
@@ -48,6 +50,7 @@ from kvd.transfer.orders import (
     CopyFailed,
     Drop,
     Dying,
+    Forget,
     Frames,
     Load,
     Order,
@@ -65,6 +68,7 @@ from kvd.transfer.orders import (
 )
 from kvd.transfer.staging import STAGING_BYTES
 from kvd.transfer.sums import SUMMER, Job, Summers, Sums
+from kvd.transfer.waiting import Waiting
 
 TICK_S: Final = 0.02
 """A look at what is in flight, should no descriptor have told of it."""
@@ -139,6 +143,7 @@ class Worker:
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
         self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
+        self._waiting = Waiting(Devices(), post=self._post, report=self._reports.append)
         self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
@@ -167,6 +172,8 @@ class Worker:
                     self._take()
                 else:
                     self._links.woken(descriptor)
+            if self._waiting.is_pending:
+                self._waiting.step()
             self._links.post_round()
             self._links.step()  # last: what one host copies is done when it is posted
             if self._asked:
@@ -212,7 +219,7 @@ class Worker:
         """How long the loop may sleep."""
         if self._links.can_post:
             return 0.0
-        if self._links.is_blind:
+        if self._links.is_blind or self._waiting.is_pending:
             return BLIND_TICK_S
         if self._asked:
             return QUIESCE_TICK_S
@@ -232,11 +239,8 @@ class Worker:
         match order:
             case Load():
                 self._links.load(order)
-            case Drop():
-                self._links.drop(order)
-            case Post():
-                self._sums.post(order)
-                self._links.post(order)
+            case Drop() | Post() | Forget():
+                self._obey_of_posts(order)
             case Verify():
                 self._sums.verify(order)
             case Sum():
@@ -251,6 +255,23 @@ class Worker:
                 os._exit(0)
             case _:
                 assert_never(order)
+
+    def _obey_of_posts(self, order: Drop | Post | Forget) -> None:
+        match order:
+            case Drop():
+                self._waiting.drop(order)
+                self._links.drop(order)
+            case Post(after=b""):
+                self._post(order)
+            case Post():
+                self._waiting.add(order)
+            case Forget(post):
+                self._waiting.forget(post)
+
+    def _post(self, order: Post) -> None:
+        """What it reads is written: sum it, and send it."""
+        self._sums.post(order)
+        self._links.post(order)
 
     def _take(self) -> None:
         for item in self._inbox.take():

@@ -47,6 +47,9 @@ Layout = Annotated[str, Meta(max_length=1024 * 1024)]
 
 Digest = Annotated[bytes, Meta(max_length=64)]
 
+EventHandle = Annotated[bytes, Meta(max_length=64)]
+"""The IPC handle of a CUDA event, 64 bytes; empty where there is none."""
+
 Checksums = Annotated[bytes, Meta(max_length=64 * 1024 * 1024)]
 """Of the pages of one prompt, 8 bytes each: eight million pages."""
 

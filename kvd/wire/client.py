@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.wire.bounds import Call, Figure, Name, Namespace, Priority, Reason
+from kvd.wire.bounds import Call, EventHandle, Figure, Name, Namespace, Priority, Reason
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
 
@@ -109,19 +109,24 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
-    """KV below ``upto_tokens`` is written; legal before the offer came. Answer: ``Done``."""
+    """KV below ``upto_tokens`` is written; legal before the offer came. Answer: ``Done``.
+
+    ``after``: it is when this event has come; nothing of it is read before.
+    """
 
     call: Call
     send: int
     upto_tokens: Figure
+    after: EventHandle = b""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
-    """All KV is written. Answer, when the decode side has spoken: ``Finished``."""
+    """All KV is written (``after``: as in ``Advance``). Answer, in the end: ``Finished``."""
 
     call: Call
     send: int
     aux: bytes = b""
+    after: EventHandle = b""
 
 
 class AbortSend(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -234,15 +239,7 @@ Request = (
     | FetchPages
 )
 
-TAKES_TOKENS = (
-    OpenLease,
-    CommitLease,
-    CommitAndRelease,
-    Receive,
-    Send,
-    MatchPrefix,
-    RetractLease,
-)
+TAKES_TOKENS = (OpenLease, CommitLease, CommitAndRelease, Receive, Send, MatchPrefix, RetractLease)
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
 

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "kvd.config": MIDDLE | {"kvd.config"},
     "kvd.pools": MIDDLE | {"kvd.pools"},
     "kvd.device": MIDDLE | {"kvd.pools", "kvd.device"},
-    "kvd.transfer": MIDDLE | {"kvd.transfer"},
+    "kvd.transfer": MIDDLE | {"kvd.device", "kvd.transfer"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
     "kvd.console": CORE | {"kvd.console"},

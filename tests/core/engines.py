@@ -25,13 +25,16 @@ class Sender:
 
     def advance(self, upto: int) -> None:
         self.world.p.write(self.lease.pages, self.toks, end=upto)
-        assert isinstance(
-            self.world.p.call(client.Advance, send=self.send, upto_tokens=upto), client.Done
-        )
+        assert isinstance(self.promise(upto), client.Done)
 
-    def finish(self, aux: bytes = b"aux") -> client.Reply | None:
-        self.world.p.write(self.lease.pages, self.toks)
-        reply = self.world.p.call(client.Finish, send=self.send, aux=aux)
+    def promise(self, upto: int, after: bytes = b"") -> client.Reply | None:
+        """It is written, or will be when the event comes."""
+        return self.world.p.call(client.Advance, send=self.send, upto_tokens=upto, after=after)
+
+    def finish(self, aux: bytes = b"aux", after: bytes = b"") -> client.Reply | None:
+        if not after:
+            self.world.p.write(self.lease.pages, self.toks)
+        reply = self.world.p.call(client.Finish, send=self.send, aux=aux, after=after)
         self.finish_call = self.world.p.calls
         return reply
 

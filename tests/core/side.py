@@ -161,6 +161,10 @@ class Side:
         component = self.config.spec.components[0]
         self.noted = Noted(component.page_size, component.name)
         self.flights: dict[int, Flight] = {}
+        self.waiting: dict[int, effects.Post] = {}
+        """Posts whose event has not come."""
+        self.come: set[bytes] = {b""}
+        """Events that have."""
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
         """Pages in our own socket buffers, whose sender is over."""
@@ -222,6 +226,9 @@ class Side:
                 self.drop_agent(drop)
             case effects.Post() as post:
                 self.post(post)
+            case effects.Forget(post):
+                if self.waiting.pop(post, None) is not None:
+                    self.inbox.append(inputs.Unposted(0.0, post, "given up"))
             case effects.Verify() as verify:
                 self.verify(verify)
             case effects.Quiesce() as quiesce:
@@ -377,6 +384,9 @@ class Side:
         part = self.node.prefiller.posts.parts.get(post.post)
         if part is None:
             return  # the same step has already ended it
+        if post.after not in self.come:
+            self.waiting[post.post] = post
+            return
         grant = Grant(part.incarnation, part.generation, part.handoff, 0)
         there = self.world.side_of(part.incarnation)
         if there.incarnation == part.incarnation:
@@ -384,6 +394,13 @@ class Side:
         flight = self.flights[post.post] = Flight(post, grant)
         if not self.world.hold_posts:
             self.land(flight)
+
+    def comes(self, event: bytes) -> None:
+        """An event of the engine's device."""
+        self.come.add(event)
+        waiting, self.waiting = self.waiting, {}
+        for post in waiting.values():
+            self.post(post)
 
     def land(self, flight: Flight, n_pages: int | None = None) -> None:
         """The next pages of a post arrive; at the last one its end is reported."""
@@ -514,6 +531,10 @@ class Side:
 
     def drop_agent(self, drop: effects.DropAgent) -> None:
         """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
+        for post in list(self.waiting.values()):
+            if (post.incarnation, post.generation) == (drop.incarnation, drop.generation):
+                del self.waiting[post.post]
+                self.inbox.append(inputs.Unposted(0.0, post.post, "agent destroyed"))
         over = [
             flight
             for flight in self.flights.values()

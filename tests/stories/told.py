@@ -131,6 +131,8 @@ def input_line(happened: inputs.Input, name: str) -> str | None:
             return f"{name}  a post is done, {happened.moved_bytes} bytes"
         case inputs.PostFailed():
             return f"{name}  a post failed: {happened.why}"
+        case inputs.Unposted():
+            return f"{name}  a post never began: {happened.why}"
         case inputs.TransferGone():
             return f"{name}  transfer process reaped: {happened.why}"
         case inputs.Quiet():

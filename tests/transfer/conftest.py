@@ -28,6 +28,7 @@ from kvd.transfer.orders import (
     Post,
     Posted,
     PostFailed,
+    Unposted,
 )
 from kvd.transfer.process import TransferProcess
 from kvd.types import Pages, pack_ids
@@ -193,7 +194,11 @@ class Node:
         """How a post ended."""
         return (
             await self.until(
-                lambda: self.heard(Posted, post=post) or self.heard(PostFailed, post=post)
+                lambda: (
+                    self.heard(Posted, post=post)
+                    or self.heard(PostFailed, post=post)
+                    or self.heard(Unposted, post=post)
+                )
             )
         )[0]
 

@@ -12,6 +12,7 @@ from kvd.transfer.orders import (
     Begin,
     Copy,
     Drop,
+    Forget,
     Frames,
     Load,
     Loaded,
@@ -21,6 +22,7 @@ from kvd.transfer.orders import (
     PostFailed,
     Quiesce,
     RegionPlan,
+    Unposted,
     frame_of,
     order_of,
     reports_of,
@@ -31,6 +33,8 @@ ORDERS = [
     Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
     Load("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
+    Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),
+    Forget(10),
     Drop("peer", 2),
     Quiesce(1),
     Copy(7, "kv", Pages(pack_ids([1, 2])), "kv.saved", Pages(pack_ids([5, 6]))),
@@ -49,7 +53,12 @@ def test_orders_arrive_whole_when_the_stream_is_cut_anywhere(cuts):
 
 
 def test_reports_travel_in_batches():
-    reports = [Loaded("p", 1, Path.SAME_HOST), Posted(3, 4096, 0.5), PostFailed(4, "gone")]
+    reports = [
+        Loaded("p", 1, Path.SAME_HOST),
+        Posted(3, 4096, 0.5),
+        PostFailed(4, "gone"),
+        Unposted(5, "no"),
+    ]
 
     (body,) = Frames().feed(frame_of(reports))
 
