@@ -3,6 +3,10 @@
 Equal layouts exchange both ways. Where only the page sizes differ, the larger pages can be sent to
 the node with the smaller ones, if that takes them into host memory; never the other way round,
 because nobody puts pages together.
+
+Which shards of the model either node has is no difference: what goes from which to which are
+``lanes``, worked out here once for each Hello. A node that has nothing, or not all, of what the
+other keeps may still be one of several sources.
 """
 
 from __future__ import annotations
@@ -10,28 +14,50 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core.page_split import page_split, read_fingerprint
-from kvd.core.spec import Exchanged, Host, PoolSpec, exchanged, layout_difference
+from kvd.core.shards import Lane, Shard, Straight, flaw, lanes
+from kvd.core.spec import (
+    Exchanged,
+    Host,
+    PoolSpec,
+    exchanged,
+    heads_of,
+    layout_difference,
+    read_shards,
+    shards_of,
+)
 from kvd.errors import Code, Refusal
+
+MAX_SHARDS = 1024
+"""Of a peer: far above any node; the work for a Hello grows with them."""
+
+WHOLE = (Lane(0, None, (Straight(),)),)
+"""Between two pools that have all of the model in one shard."""
 
 
 class LayoutMatch(msgspec.Struct, frozen=True):
     """Why nothing is sent to a peer and taken from it, each None where something is.
 
     ``split``: how many of its pages each of ours is, for each component that peers compare.
+    ``shards`` are the peer's; ``lanes`` go to them from ours, ``incoming`` from them to ours.
     """
 
     sending: Refusal | None
     receiving: Refusal | None
     split: tuple[int, ...]
     difference: str
+    shards: tuple[Shard, ...] = ()
+    lanes: tuple[Lane, ...] = WHOLE
+    incoming: tuple[Lane, ...] = WHOLE
 
 
 def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMatch:
     """Compare our pool with the fingerprint that ``there`` has sent to ``here``."""
     difference = layout_difference(ours, theirs)
+    theirs, shards = read_shards(theirs)
     if difference is None:
-        return LayoutMatch(None, None, (), "")
-    found = page_split(ours, theirs)
+        return _between_shards(ours, shards, here, there)
+    is_cut = bool(shards) or ours.held is not None
+    found = None if is_cut else page_split(ours, theirs)
     bare = _without_kv(ours, theirs, here, there)
     why = (
         f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
@@ -73,6 +99,46 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         numbers=sizes,
     )
     return LayoutMatch(device, device, (), difference)
+
+
+def _between_shards(
+    ours: PoolSpec, theirs: tuple[Shard, ...], here: str, there: str
+) -> LayoutMatch:
+    """What goes from which shard to which, between two pools of the same model."""
+    first = exchanged(ours)[0]
+    whole = Shard(0, first.layers, 0, heads_of(first.layout))
+    if ours.held is None and not theirs:
+        return LayoutMatch(None, None, (), "", (whole,))
+    mine, theirs = shards_of(ours), theirs or (whole,)
+    why = flaw(theirs, first.layers, whole.end_head)
+    if len(theirs) > MAX_SHARDS:
+        why = f"{len(theirs)} shards, of which {MAX_SHARDS} are read at most"
+    if why:
+        wrong = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"{there} tells {here} of {why}; run the same version of kvd on both",
+            side=here,
+        )
+        return LayoutMatch(wrong, wrong, (), f"its shards: {why}", theirs, (), ())
+    sending, out = _lanes(mine, theirs, here, there)
+    receiving, incoming = _lanes(theirs, mine, here, there)
+    difference = ""
+    if sending is not None and receiving is not None:
+        difference = sending.message
+    return LayoutMatch(sending, receiving, (), difference, theirs, out, incoming)
+
+
+def _lanes(
+    source: tuple[Shard, ...], target: tuple[Shard, ...], here: str, there: str
+) -> tuple[Refusal | None, tuple[Lane, ...]]:
+    try:
+        return None, lanes(source, target)
+    except ValueError as exc:
+        why = (
+            f"the shards of {here} and {there} do not fit: {exc}; let each node hold "
+            "neighbouring ranks of one stage (pool.tp_ranks, pool.stage)"
+        )
+        return Refusal(Code.LAYOUT_MISMATCH, why, side=here), ()
 
 
 def _without_kv(ours: PoolSpec, theirs: str, here: str, there: str) -> str | None:

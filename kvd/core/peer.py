@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import RETRY_S, Agent, Agents
+from kvd.core.dialed import Dialed
 from kvd.core.hello import unwelcome
 from kvd.core.layouts import layout_match
 from kvd.core.life import Life
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import HandshakeFailed
     from kvd.core.settings import Settings
+    from kvd.core.shards import Lane, Shard
     from kvd.errors import Refusal
 
 
@@ -43,6 +45,8 @@ class Peer:
         "generation",
         "heard_s",
         "incarnation",
+        "incoming",
+        "lanes",
         "life",
         "link",
         "max_aux_bytes",
@@ -55,6 +59,7 @@ class Peer:
         "refusal",
         "round_trip_s",
         "settled_floor",
+        "shards",
         "source_refusal",
         "split",
     )
@@ -75,6 +80,12 @@ class Peer:
         """Why we take nothing from it."""
         self.split: tuple[int, ...] = ()
         """How many of its pages each of ours is, for each component compared."""
+        self.shards: tuple[Shard, ...] = ()
+        """What of the model it has."""
+        self.lanes: tuple[Lane, ...] = ()
+        """What of its shards ours can fill."""
+        self.incoming: tuple[Lane, ...] = ()
+        """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
         self.agent = Agent.NONE
         self.agent_since_s = 0.0
         self.agent_rest_s = RETRY_S
@@ -85,20 +96,6 @@ class Peer:
         self.ping_sent_s = 0.0
         self.round_trip_s = 0.0
         self.drain = UNSAID
-
-
-class Dialed:
-    """A configured link and the name that must answer on it."""
-
-    __slots__ = ("address", "answered", "name", "trouble", "trouble_s")
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
-        self.address = address
-        self.answered = False
-        self.trouble = ""
-        """Why the last handshake on it failed, and when."""
-        self.trouble_s = 0.0
 
 
 class Peers:
@@ -249,6 +246,7 @@ class Peers:
         mine = self._settings
         match = layout_match(mine.spec, message.layout, mine.name, peer.name)
         peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
+        peer.shards, peer.lanes, peer.incoming = match.shards, match.lanes, match.incoming
         if match.sending is not None and match.receiving is not None:
             out = self._out
             why = match.difference

@@ -19,7 +19,12 @@ the peer at most, never overlap.
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
+
+SHOWN = 4
+"""Of the shards that a sentence names."""
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -104,6 +109,63 @@ def tp_shards(
     )
 
 
+def span(noun: str, first: int, end: int) -> str:
+    """``layer 3``, or ``layers 0-15``: what lies in ``[first, end)``."""
+    return f"{noun} {first}" if end - first == 1 else f"{noun}s {first}-{end - 1}"
+
+
+def said(shard: Shard) -> str:
+    """A shard in a sentence: ``layers 0-15 of heads 0-3``."""
+    layers = span("layer", shard.first_layer, shard.end_layer)
+    return f"{layers} of {span('head', shard.first_head, shard.end_head)}"
+
+
+def flaw(shards: tuple[Shard, ...], layers: int, heads: int) -> str:
+    """Why these cannot be the shards of a node, of a model so large; empty where they can."""
+    first = shards[0]
+    size = (first.end_layer - first.first_layer, first.end_head - first.first_head)
+    for shard in shards:
+        if not shard.cells or _common(shard, Shard(0, layers, 0, heads)) != shard:
+            return f"a shard of {said(shard)}, of a model with {layers} layers of {heads} heads"
+        if size != (shard.end_layer - shard.first_layer, shard.end_head - shard.first_head):
+            return f"shards of different sizes, like {said(first)} and {said(shard)}"
+    return ""
+
+
+def lacking(wanted: tuple[Shard, ...], found: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """What of ``wanted`` none of ``found`` has, as rectangles that do not overlap.
+
+    Each is as high as the layers and as wide as the heads between two neighbouring bounds of the
+    shards allow; rectangles that continue each other in layers are one.
+    """
+    both = {*wanted, *found}
+    layer_cuts = sorted({at for one in both for at in (one.first_layer, one.end_layer)})
+    head_cuts = sorted({at for one in both for at in (one.first_head, one.end_head)})
+    missing: list[Shard] = []
+    for heads in itertools.pairwise(head_cuts):
+        for layers in itertools.pairwise(layer_cuts):
+            cell = Shard(*layers, *heads)
+            if not _has(wanted, cell) or _has(found, cell):
+                continue
+            last = missing[-1] if missing else None
+            if last and (last.end_layer, last.first_head) == (cell.first_layer, cell.first_head):
+                missing[-1] = Shard(last.first_layer, cell.end_layer, *heads)
+            else:
+                missing.append(cell)
+    return tuple(missing)
+
+
+def _has(shards: tuple[Shard, ...], cell: Shard) -> bool:
+    return any(_common(one, cell) == cell for one in shards)
+
+
+def listed(shards: tuple[Shard, ...]) -> str:
+    """Shards in a sentence, the first few kinds of them."""
+    kinds = [said(one) for one in dict.fromkeys(shards)]
+    more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
+    return ", ".join(kinds[:SHOWN]) + more
+
+
 def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[Lane, ...]:
     """What a node with ``ours`` can send to one with ``theirs``, a lane for each shard it can.
 
@@ -129,7 +191,7 @@ def _lane(index: int, their: Shard, kinds: list[Shard], ours: tuple[Shard, ...])
         max(both.end_head for _, both in found),
     )
     if union.cells != sum(both.cells for _, both in found):
-        msg = f"what {ours} have of {their} is no rectangle of layers and heads"
+        msg = f"what {listed(ours)} have of {said(their)} is no rectangle of layers and heads"
         raise ValueError(msg)
     replicas = {kind: [at for at, one in enumerate(ours) if one == kind] for kind, _ in found}
     n_copies = min(len(places) for places in replicas.values())

@@ -22,6 +22,7 @@ import math
 import msgspec
 import numpy as np
 
+from kvd.core.leaves import leaves_of, named, owner
 from kvd.core.shards import Shard
 from kvd.types import Pages
 
@@ -253,10 +254,42 @@ def has_bytes(component: Component) -> bool:
     return not isinstance(component.tier, Nowhere) and page_bytes(component) > 0
 
 
+def shards_of(spec: PoolSpec) -> tuple[Shard, ...]:
+    """The shards of a pool; of one that has all of the model, that one shard."""
+    if spec.held is not None:
+        return spec.held.shards
+    first = spec.components[0]
+    return (Shard(0, first.layers, 0, heads_of(first.layout)),)
+
+
+def heads_of(layout: Layout) -> int:
+    """Heads that shards may divide among them; a latent, and what is opaque, is one."""
+    return layout.heads if isinstance(layout, Mha) else 1
+
+
+def shard_of(component: Component, shard: Shard) -> Component:
+    """A component of the model as one shard has it."""
+    return _resized(
+        component, shard.end_layer - shard.first_layer, shard.end_head - shard.first_head
+    )
+
+
+def _resized(component: Component, layers: int, heads: int) -> Component:
+    layout = component.layout
+    if isinstance(layout, Mha):
+        layout = msgspec.structs.replace(layout, heads=heads)
+    return msgspec.structs.replace(component, layers=layers, layout=layout)
+
+
+def node_page_bytes(spec: PoolSpec, component: Component) -> int:
+    """Bytes of one page of ``component`` in all shards of the node together."""
+    return page_bytes(component) * (1 if spec.held is None else len(spec.held.shards))
+
+
 def lockstep_bytes(spec: PoolSpec) -> int:
     """Bytes of one page of the first component, with what is in lockstep with it."""
     return sum(
-        page_bytes(one) * companion_factor(spec, one)
+        node_page_bytes(spec, one) * companion_factor(spec, one)
         for one in spec.components
         if isinstance(one.extent, Whole) and has_bytes(one)
     )
@@ -265,6 +298,11 @@ def lockstep_bytes(spec: PoolSpec) -> int:
 def shard_region(component: str, shard: int) -> str:
     """The name of the memory of one shard of a component: of the first, the component's own."""
     return f"{component}#{shard}" if shard else component
+
+
+def region_names(spec: PoolSpec, area: str) -> tuple[str, ...]:
+    """The regions of an area, one for each shard: of a component, or of its saved pages."""
+    return tuple(shard_region(area, shard) for shard in range(len(shards_of(spec))))
 
 
 def saved_region(component: Component) -> str:
@@ -286,87 +324,75 @@ class Exchanged(msgspec.Struct, frozen=True):
 
 
 def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
-    """The components that a peer must have too: all but buffers."""
+    """The components that a peer must have too: all but buffers, and as the model has them."""
     return tuple(
         Exchanged(
             one.name, one.layers if has_bytes(one) else 0, one.layout, one.page_size, one.extent
         )
-        for one in spec.components
+        for one in (_of_model(part, spec.held) for part in spec.components)
         if not isinstance(one.extent, Buffer)
     )
 
 
+def _of_model(component: Component, held: Held | None) -> Component:
+    """A component as the model has it, of which a pool's shards have parts."""
+    return component if held is None else _resized(component, held.layers, held.heads)
+
+
 def fingerprint(spec: PoolSpec) -> str:
-    """What must be equal on both sides of a handoff, as canonical text."""
+    """A pool as its peers must know it, as canonical text.
+
+    First what must be equal on both sides of a handoff. Then, where the pool is not all of the
+    model in one shard, its shards, which may differ (``read_shards``).
+    """
     comparable = (spec.order, exchanged(spec))
-    return msgspec.json.encode(comparable, order="deterministic").decode()
+    if spec.held is None:
+        return _as_text(comparable)
+    return _as_text((*comparable, spec.held.shards))
+
+
+def _as_text(value: object) -> str:
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def read_shards(theirs: str) -> tuple[str, tuple[Shard, ...]]:
+    """A peer's fingerprint without its shards, and those; none where it names none."""
+    try:
+        *comparable, last = msgspec.json.decode(theirs, type=list[msgspec.Raw])
+        shards = msgspec.json.decode(last, type=tuple[Shard, ...])
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return theirs, ()
+    if len(comparable) != 2:
+        return theirs, ()
+    return f"[{','.join(bytes(one).decode() for one in comparable)}]", shards
 
 
 MAX_DIFFERENCE_CHARS = 500
 """Of what is said about a peer's layout: a dozen fields."""
 
-_MAX_DEPTH = 8
-"""Our own layouts nest four deep; below this a stranger's is shown as one value."""
-
 
 def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     """The differences between our layout and a peer's fingerprint, in words; None when equal.
 
-    The cost is linear in ``theirs``, and what is said is cut to ``MAX_DIFFERENCE_CHARS``.
+    Which shards either has is no difference. The cost is linear in ``theirs``, and what is said is
+    cut to ``MAX_DIFFERENCE_CHARS``.
     """
-    if fingerprint(ours) == theirs:
+    text = _as_text((ours.order, exchanged(ours)))
+    theirs, _ = read_shards(theirs)
+    if text == theirs:
         return None
-    mine = _flatten(msgspec.json.decode(fingerprint(ours)))
+    mine = leaves_of(msgspec.json.decode(text))
     try:
-        other = _flatten(msgspec.json.decode(theirs))
+        other = leaves_of(msgspec.json.decode(theirs))
     except (msgspec.DecodeError, RecursionError):
         return f"theirs is no layout: {theirs[:40]!r}"
-    lone = _named(mine) ^ _named(other)
+    lone = named(mine) ^ named(other)
     parts = [
         f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
         for key in sorted(mine.keys() | other.keys())
-        if mine.get(key) != other.get(key) and (key.endswith(".name") or _owner(key) not in lone)
+        if mine.get(key) != other.get(key) and (key.endswith(".name") or owner(key) not in lone)
     ]
     said = "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
     if len(said) > MAX_DIFFERENCE_CHARS:
         return said[: MAX_DIFFERENCE_CHARS - 3] + "..."
     return said
-
-
-def _owner(key: str) -> str:
-    """``components.1`` of ``components.1.layers``, or of itself."""
-    return ".".join(key.split(".", 2)[:2])
-
-
-def _named(leaves: dict[str, str]) -> set[str]:
-    """The components that have a name: where only one side has one, that name says enough."""
-    return {_owner(key) for key in leaves if key.endswith(".name") and key.count(".") == 2}
-
-
-_TOP = {"0": "order", "1": "components"}
-
-
-def _flatten(value: object) -> dict[str, str]:
-    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part."""
-    leaves: dict[str, str] = {}
-    stack: list[tuple[str, int, object]] = [("", 0, value)]
-    while stack:
-        path, depth, found = stack.pop()
-        items: list[tuple[str, object]]
-        if isinstance(found, dict) and depth < _MAX_DEPTH:
-            items = list(found.items())
-        elif isinstance(found, list) and depth < _MAX_DEPTH:
-            items = [(str(index), item) for index, item in enumerate(found)]
-        else:
-            leaves[path] = _shown(found)
-            continue
-        for key, item in items:
-            name = f"{path}.{key[:40]}" if depth else _TOP.get(key, key[:40])
-            stack.append((name, depth + 1, item))
-    return leaves
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):
-        return f"{type(value).__name__} of {len(value)}"
-    return str(value)[:80]
