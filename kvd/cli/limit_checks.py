@@ -10,7 +10,7 @@ import resource
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.running import Judged, judged
 from kvd.config.pool import pool_spec
-from kvd.core.spec import Buffer, has_bytes, page_bytes
+from kvd.core.spec import Buffer, has_bytes, node_page_bytes
 from kvd.text import amount
 
 OWN_FILES = 128
@@ -27,7 +27,7 @@ def registered_bytes(subject: Subject) -> dict[str, int]:
     """What an RDMA device would pin, by region: saved pages and device buffers are not."""
     spec = pool_spec(subject.config)
     return {
-        component.name: page_bytes(component) * pages
+        component.name: node_page_bytes(spec, component) * pages
         for component, pages in zip(spec.components, spec.pages, strict=True)
         if has_bytes(component) and not isinstance(component.extent, Buffer)
     }

@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvd.cli.sheet import Sheet, nothing
-from kvd.text import amount, bar, clean
+from kvd.core.shards import span
+from kvd.text import amount, bar, clean, counted
 
 if TYPE_CHECKING:
     from kvd.wire.snapshot import BufferState, CompanionState, PoolState, WindowState
@@ -57,6 +58,8 @@ def _prose(one: PoolState) -> list[str]:
         width=32,
     )
     lines = [f"[{cells}] {_page(one)}"]
+    if one.shards:
+        lines.append(_shards(one))
     lines += [_companion(beside) for beside in one.companions]
     if one.window is not None:
         lines.append(_window(one.window))
@@ -76,6 +79,17 @@ def _page(one: PoolState) -> str:
     if not one.placeholder_bytes:
         return counted
     return f"{counted}; a placeholder of one page has {amount(one.placeholder_bytes)}"
+
+
+def _shards(one: PoolState) -> str:
+    """Of which layers and heads of the model the shards are, and what a page takes in each."""
+    n_shards, first = len(one.shards), one.shards[0]
+    heads = list(dict.fromkeys((shard.first_head, shard.end_head) for shard in one.shards))
+    said = " | ".join(span("head", *each) for each in heads)
+    copies = f", {n_shards // len(heads)} of each" if n_shards > len(heads) else ""
+    layers = span("layer", first.first_layer, first.end_layer)
+    each = amount(one.page_bytes // n_shards)
+    return f"{counted(n_shards, 'shard')} of {each} a page: {layers} of {said}{copies}"
 
 
 def _companion(one: CompanionState) -> str:

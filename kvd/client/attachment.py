@@ -12,11 +12,16 @@ import select
 import socket
 import stat
 import struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attached, AttachRequest, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.wire.memory import ComponentMemory, PoolMemory
 
 ATTACH_WITHIN_S: Final = 10.0
 """A daemon that has not answered by then is not going to."""
@@ -34,7 +39,7 @@ class Attachment:
     """One process of a session. Closing it, or dying, ends that process' part in it."""
 
     def __init__(self, sock: socket.socket, attached: Attached, fds: list[int]) -> None:
-        """Take over the socket and the descriptors: one for each component that has bytes."""
+        """Take over the socket and the descriptors: as ``wire.memory`` says."""
         self.attached = attached
         self._fds = fds
         self._take(sock)
@@ -53,28 +58,26 @@ class Attachment:
         """The routing id of this session on the client socket."""
         return self.attached.route or self.attached.token
 
-    def memory_fd(self, pool: str, component: str) -> int:
-        """The descriptor of one component's memory; it stays ours.
+    def memory_fd(self, pool: str, component: str, shard: int = 0) -> int:
+        """The descriptor of one component's memory, of one shard of it; it stays ours.
 
         Raises:
-            KvdError: ``bad-request`` when there is no such component, or it has no bytes;
+            KvdError: ``bad-request`` when there is no such component or shard, or it has no bytes;
                 ``wrong-state`` after ``close``.
         """
         if self._sock.fileno() < 0:
             raise _failure(Code.WRONG_STATE, "this session was closed: map its memory before")
         names = [
-            (one.name, part.name)
+            (one.name, part.name, number)
             for one in self.attached.pools
-            for part in one.components
-            if part.total_bytes
+            for part, number in _memories(one)
         ]
         for name, fd in zip(names, self._fds, strict=True):
-            if name == (pool, component):
+            if name == (pool, component, shard):
                 return fd
-        known = ", ".join(f"{one}.{part}" for one, part in names)
-        raise _failure(
-            Code.BAD_REQUEST, f"{pool}.{component} has no memory here; there is: {known or 'none'}"
-        )
+        known = ", ".join(dict.fromkeys(f"{one}.{part}" for one, part, _ in names))
+        which = f"shard {shard} of {pool}.{component}" if shard else f"{pool}.{component}"
+        raise _failure(Code.BAD_REQUEST, f"{which} has no memory here; there is: {known or 'none'}")
 
     def last_word(self) -> Refusal | None:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""
@@ -228,9 +231,17 @@ def _read_answer(packet: bytes) -> Attached:
             raise KvdError(refusal)
 
 
+def _memories(pool: PoolMemory) -> Iterator[tuple[ComponentMemory, int]]:
+    """Each memory that a descriptor is passed for, in that order: a component and its shard."""
+    for part in pool.components:
+        if part.total_bytes:
+            for shard in range(max(1, len(part.shards))):
+                yield part, shard
+
+
 def _check_memory(attached: Attached, fds: list[int]) -> None:
     """Refuse descriptors that do not hold what the description says."""
-    parts = [part for pool in attached.pools for part in pool.components if part.total_bytes]
+    parts = [part for pool in attached.pools for part, _ in _memories(pool)]
     if len(parts) != len(fds):
         raise _failure(
             Code.INTERNAL, f"{attached.node} described {len(parts)} memories and passed {len(fds)}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvd.client.attachment import Attachment
-    from kvd.wire.memory import ComponentMemory, PoolMemory
+    from kvd.wire.memory import ComponentMemory, PoolMemory, ShardPlace
 
 
 WHOLE = "whole"
@@ -28,7 +28,8 @@ class Pool:
     def __init__(self, memory: PoolMemory, attachment: Attachment) -> None:
         self.memory = memory
         self._attachment = attachment
-        self._mappings: dict[str, Mapping] = {}
+        self._mappings: dict[tuple[str, int], Mapping] = {}
+        """By component and shard."""
 
     @property
     def name(self) -> str:
@@ -39,6 +40,14 @@ class Pool:
     def page_size(self) -> int:
         """Tokens per page of the first component."""
         return self.memory.components[0].page_size
+
+    @property
+    def shards(self) -> tuple[ShardPlace, ...]:
+        """What of the model each shard of this pool has; empty where one has all of it.
+
+        Shard ``i`` is what ``view(..., shard=i)`` shows. A page has the same id in all of them.
+        """
+        return self.memory.components[0].shards
 
     def page_size_of(self, component: str) -> int:
         """Tokens per page of any component; 1 for a state, whose page is one state.
@@ -93,8 +102,8 @@ class Pool:
         Each has the shape (pages, ...), indexed by the ids of ``lease.pages_of(component)``: K and
         V (and their scales) as in ``layer``; one latent; an index (pages, page_size, heads, dim);
         the tensors of a state, each (pages, *its own shape), in the order of the configuration.
-        Layers are counted from 0 within the component: which layer of the model that is, is the
-        engine's to know.
+        Layers are counted from 0 within the shard, as heads are: of which layers and heads of the
+        model it is, ``shards`` says.
 
         Raises:
             KvdError: ``bad-request`` when there is no such component, layer or shard,
@@ -111,8 +120,10 @@ class Pool:
         part = self.component(component)
         if not part.total_bytes:
             raise self._has_no_bytes(part)
-        if shard != 0:
-            raise _none(f"{self.name}.{component} has one shard, number 0; not {shard}")
+        n_shards = max(1, len(part.shards))
+        if not 0 <= shard < n_shards:
+            have = f"{n_shards} shards, from 0" if n_shards > 1 else "one shard, number 0"
+            raise _none(f"{self.name}.{component} has {have}; not {shard}")
         places = [place for place in part.tensors if place.layer == layer]
         if not places:
             layers = {place.layer for place in part.tensors}
@@ -120,7 +131,7 @@ class Pool:
                 f"{self.name}.{component} has {len(layers)} layers with bytes here, from 0; there "
                 f"is no layer {layer}"
             )
-        mapping = self._mapping(part)
+        mapping = self._mapping(part, shard)
         return {place.part: mapping.tensor(place, part.pages) for place in places}
 
     def close(self) -> None:
@@ -129,9 +140,9 @@ class Pool:
         Raises:
             KvdError: ``wrong-state`` while a view is alive; that component stays mapped.
         """
-        for name, mapping in list(self._mappings.items()):
+        for key, mapping in list(self._mappings.items()):
             mapping.close()
-            del self._mappings[name]
+            del self._mappings[key]
 
     def _has_no_bytes(self, part: ComponentMemory) -> KvdError:
         what = f"{self.name}.{part.name} has no bytes, its {part.pages} pages are only counted"
@@ -145,11 +156,12 @@ class Pool:
             why = f"the {self.memory.family} pool keeps bytes in {', '.join(others)} alone"
         return KvdError(Refusal(Code.NOT_SUPPORTED, f"{what}: {why}", side="client"))
 
-    def _mapping(self, part: ComponentMemory) -> Mapping:
-        if part.name not in self._mappings:
-            fd = self._attachment.memory_fd(self.name, part.name)
-            self._mappings[part.name] = Mapping(fd, part.total_bytes)
-        return self._mappings[part.name]
+    def _mapping(self, part: ComponentMemory, shard: int) -> Mapping:
+        key = part.name, shard
+        if key not in self._mappings:
+            fd = self._attachment.memory_fd(self.name, part.name, shard)
+            self._mappings[key] = Mapping(fd, part.total_bytes)
+        return self._mappings[key]
 
 
 class Pools:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvd.core.buffers import Buffers
-from kvd.core.spec import has_bytes, kind, page_bytes
+from kvd.core.spec import has_bytes, kind, node_page_bytes
 from kvd.types import NO_PAGES, Pages
 
 if TYPE_CHECKING:
@@ -128,15 +128,21 @@ class Plane:
     """One component, or one saved area, during a survey and after it.
 
     ``keeper`` is None for the first component and for saved areas, ``saves`` is the component whose
-    area it is.
+    area it is, ``page_bytes`` are of all its shards.
     """
 
     def __init__(
-        self, pool: PagePool, component: Component, keeper: Keeper | None, saves: str
+        self,
+        pool: PagePool,
+        component: Component,
+        keeper: Keeper | None,
+        *,
+        saves: str,
+        page_bytes: int,
     ) -> None:
         self.name = pool.name
         self.total_pages = pool.total_pages
-        self.page_bytes = page_bytes(component) if has_bytes(component) else 0
+        self.page_bytes = page_bytes
         self.tier = "host" if saves else kind(component.tier)
         self.pool = pool
         self.keeper = keeper
@@ -265,13 +271,18 @@ class Plane:
 def planes_of(node: Node) -> list[Plane]:
     """One for each component with pages of its own, the first one first; then the saved areas."""
     table, spec = node.leases, node.settings.spec
-    first = spec.components[0]
     by_name = {one.name: one for one in spec.components}
+
+    def plane(pool: PagePool, name: str, keeper: Keeper | None, saves: str = "") -> Plane:
+        component = by_name[name]
+        n_bytes = node_page_bytes(spec, component) if has_bytes(component) else 0
+        return Plane(pool, component, keeper, saves=saves, page_bytes=n_bytes)
+
     return [
-        Plane(table.pool, first, None, ""),
-        *[Plane(one.pool, one.component, one, "") for one in table.beside.each],
+        plane(table.pool, spec.components[0].name, None),
+        *[plane(one.pool, one.component.name, one) for one in table.beside.each],
         *[
-            Plane(pool, by_name[name], None, name)
+            plane(pool, name, None, name)
             for name, pool in table.saved.pools.items()
             if pool.total_pages > 1
         ],

@@ -18,8 +18,8 @@ import math
 
 import msgspec
 
-from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, Raw, State, page_bytes
-from kvd.wire.memory import TensorPlace
+from kvd.core.spec import DTYPE_BYTES, Component, Mha, Mla, Order, PoolSpec, Raw, State, page_bytes
+from kvd.wire.memory import ShardPlace, TensorPlace
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +78,13 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
             for place in tensors
         )
     return Geometry(pages, block, rows, tuple(tensors), _page_tokens(component))
+
+
+def shard_places(spec: PoolSpec) -> tuple[ShardPlace, ...]:
+    """What of the model each shard has; none where one has all of it."""
+    if spec.held is None:
+        return ()
+    return tuple(ShardPlace(*msgspec.structs.astuple(one)) for one in spec.held.shards)
 
 
 def _page_tokens(component: Component) -> int:

@@ -8,13 +8,14 @@ import numpy as np
 
 from kvd.core.beside_rules import needed_nodes
 from kvd.core.buffers import Buffers
+from kvd.core.geometry import shard_places
 from kvd.core.spec import (
     companion_factor,
     extent_tokens,
     has_bytes,
     is_companion,
     kind,
-    page_bytes,
+    node_page_bytes,
 )
 from kvd.core.windows import Windows
 from kvd.types import Pages, count
@@ -71,7 +72,7 @@ def _first(node: Node) -> PoolState:
         pool=spec.name,
         component=table.pool.name,
         page_size=table.page_size,
-        page_bytes=page_bytes(first) if has_bytes(first) else 0,
+        page_bytes=node_page_bytes(spec, first) if has_bytes(first) else 0,
         total_pages=table.pool.total_pages,
         free_pages=table.pool.free_pages,
         held_pages=held,
@@ -81,10 +82,11 @@ def _first(node: Node) -> PoolState:
         locked_pages=table.tree.protected_pages,
         saved_pages=table.saved.used_pages(first.name),
         saved_capacity_pages=table.saved.capacity_pages(first.name),
-        placeholder_bytes=0 if has_bytes(first) else page_bytes(first),
+        placeholder_bytes=0 if has_bytes(first) else node_page_bytes(spec, first),
         tier=kind(first.tier),
         extent=kind(first.extent),
         companions=_companions(node),
+        shards=shard_places(spec),
     )
 
 
@@ -94,7 +96,7 @@ def _companions(node: Node) -> tuple[CompanionState, ...]:
         CompanionState(
             component=one.name,
             page_size=one.page_size,
-            page_bytes=page_bytes(one),
+            page_bytes=node_page_bytes(spec, one),
             pages_each=companion_factor(spec, one),
             total_pages=pages,
             tier=kind(one.tier),
@@ -116,7 +118,7 @@ def _beside(node: Node, keeper: Keeper) -> PoolState:
         pool=node.settings.spec.name,
         component=component.name,
         page_size=component.page_size,
-        page_bytes=page_bytes(component),
+        page_bytes=node_page_bytes(node.settings.spec, component),
         total_pages=keeper.pool.total_pages,
         free_pages=keeper.pool.free_pages,
         held_pages=held,

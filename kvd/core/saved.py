@@ -31,7 +31,7 @@ from kvd.core.spec import (
     companion_pages,
     has_bytes,
     is_companion,
-    page_bytes,
+    node_page_bytes,
     saved_region,
 )
 from kvd.core.standing import Turn, standing_next
@@ -71,6 +71,7 @@ class SavedArea:
                 self._components[component.name] = component
                 self.pools[component.name] = PagePool(saved_region(component), max(1, pages))
         self._first = spec.components[0].name
+        self._spec = spec
         self._table = table
         self._out = out
 
@@ -132,7 +133,7 @@ class SavedArea:
                 times += self._companions
             for component, factor in times:
                 n_pages += count(part.slots) * factor
-                n_bytes += count(part.slots) * factor * page_bytes(component)
+                n_bytes += count(part.slots) * factor * node_page_bytes(self._spec, component)
         return n_pages, n_bytes
 
     def _fresh_tokens(self, parts: tuple[SavedPart, ...], n_tokens: int) -> int:

@@ -102,7 +102,7 @@ class AttachServer:
         Args:
             path: of the socket file.
             describe: the pools as they are now.
-            fds: descriptors of the components that have bytes, in the order of ``describe``.
+            fds: descriptors of the memory that ``describe`` tells of, in the order that it says.
             node: this daemon's name.
             incarnation: this daemon's life.
             on_opened: takes session, name, pid: a new session.

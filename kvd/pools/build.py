@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.geometry import Geometry, geometry
+from kvd.core.geometry import Geometry, geometry, shard_places
 from kvd.core.spec import (
     Buffer,
     Component,
@@ -16,6 +16,7 @@ from kvd.core.spec import (
     extent_tokens,
     has_bytes,
     kind,
+    region_names,
     saved_region,
 )
 from kvd.pools.arena import Arena, NotReserved, check_free, reserve
@@ -98,7 +99,7 @@ def sizes(wanted: list[Region]) -> dict[str, int]:
 
 
 def pool_regions(spec: PoolSpec) -> Iterator[Region]:
-    """What engines map, component by component.
+    """What engines map, component by component, and of each shard by shard.
 
     Raises:
         NotReserved: memory of a kind that is not here.
@@ -108,7 +109,8 @@ def pool_regions(spec: PoolSpec) -> Iterator[Region]:
             _check_here(component, spec)
             shape = geometry(component, pages=pages, order=spec.order)
             is_own = isinstance(component.extent, Buffer)
-            yield Region(component.name, shape, is_pool=True, is_registered=not is_own)
+            for name in region_names(spec, component.name):
+                yield Region(name, shape, is_pool=True, is_registered=not is_own)
 
 
 def saved_regions(spec: PoolSpec) -> Iterator[Region]:
@@ -116,7 +118,8 @@ def saved_regions(spec: PoolSpec) -> Iterator[Region]:
     for component, pages in zip(spec.components, spec.saved_pages, strict=True):
         if has_bytes(component) and pages:
             shape = geometry(component, pages=pages, order=spec.order)
-            yield Region(saved_region(component), shape, is_pool=False, is_registered=False)
+            for name in region_names(spec, saved_region(component)):
+                yield Region(name, shape, is_pool=False, is_registered=False)
 
 
 def pool_memory(spec: PoolSpec) -> PoolMemory:
@@ -147,6 +150,7 @@ def _component_memory(component: Component, pages: int, spec: PoolSpec) -> Compo
         tier=kind(component.tier),
         extent=kind(component.extent),
         extent_tokens=extent_tokens(component),
+        shards=shard_places(spec),
     )
 
 

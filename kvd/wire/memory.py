@@ -20,8 +20,20 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     page_shape: tuple[int, ...]
 
 
+class ShardPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Layers ``[first_layer, end_layer)`` and heads ``[first_head, end_head)`` of the model."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+
 class ComponentMemory(msgspec.Struct, frozen=True):
     """One component's bytes: the memory descriptor passed beside this holds them from offset 0.
+
+    A sharded component has ``shards``, each with a descriptor of its own, in this order; pages,
+    bytes and tensors are those of any of them, for all are alike. Without, there is one.
 
     ``tier`` is ``device``, ``host`` or ``nowhere`` (no bytes and no descriptor); ``extent`` is
     ``whole``, ``tail``, ``per-request`` or ``buffer``, with the window or the buffer of a request
@@ -37,10 +49,15 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     tier: str = "device"
     extent: str = "whole"
     extent_tokens: int = 0
+    shards: tuple[ShardPlace, ...] = ()
 
 
 class PoolMemory(msgspec.Struct, frozen=True):
-    """One pool as an engine sees it. Descriptors are passed in the order of ``components``."""
+    """One pool as an engine sees it.
+
+    Descriptors are passed in the order of ``components``, and of those that have bytes alone: for
+    each shard of a component one, shard 0 first, before those of the next component.
+    """
 
     name: str
     family: str

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.wire.memory import ShardPlace
+
 
 class CompanionState(msgspec.Struct, frozen=True):
     """A component in lockstep with another: each page of that has ``pages_each`` of this."""
@@ -76,6 +78,9 @@ class PoolState(msgspec.Struct, frozen=True):
     """Where the extent is ``tail``."""
     buffer: BufferState | None = None
     """Where the extent is ``buffer``."""
+    shards: tuple[ShardPlace, ...] = ()
+    """What of the model each shard has, where there are others than one with all of it. Pages are
+    those of each of them alike, ``page_bytes`` of all of them together."""
 
 
 class HeldState(msgspec.Struct, frozen=True):
