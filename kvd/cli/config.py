@@ -110,6 +110,7 @@ def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], sty
 
 def _pool_in_words(spec: PoolSpec) -> str:
     """Its pages by budget; where nothing is held, the tokens that are counted."""
+    from kvd.core.shards import listed  # noqa: PLC0415 - as above
     from kvd.core.spec import budgets, has_bytes, page_bytes  # noqa: PLC0415 - as above
 
     if not any(has_bytes(one) for one in spec.components):
@@ -122,7 +123,10 @@ def _pool_in_words(spec: PoolSpec) -> str:
     counts = [f"{spec.pages[spec.index(one.name)]} pages" for one in budgets(spec)]
     names = [one.name for one in budgets(spec)]
     if len(names) == 1:
-        return f"{spec.name} of {counts[0]}"
+        if spec.held is None:
+            return f"{spec.name} of {counts[0]}"
+        shards = spec.held.shards
+        return f"{spec.name} of {counts[0]} in {len(shards)} shards: {listed(shards)}"
     held = " and ".join(f"{pages} of {name}" for pages, name in zip(counts, names, strict=True))
     return f"{spec.name} of {held}"
 

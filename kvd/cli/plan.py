@@ -17,6 +17,7 @@ from kvd.config.facts import NotPlanned
 from kvd.config.model import Model, model_of
 from kvd.config.plan import FAMILIES, USUAL_CONTEXT_TOKENS, Outcome, Plan, Unsuited, Wanted, plans
 from kvd.config.pool_pages import size_bytes
+from kvd.config.sharding import KEYS
 from kvd.text import amount, clean
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
     help="For hisparse: tokens of one request on the device.",
 )
 @click.option("--dtype", help="Element type of the KV. [default: that of the model]")
+@click.option("--tp-size", type=click.IntRange(1, 4096), help="As pool.tp_size. [default: 1]")
+@click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
+@click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
+@click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
 @click.option("--family", type=click.Choice(FAMILIES), help="Plan this one only.")
 @click.option(
     "--format",
@@ -113,6 +118,10 @@ class _Options(msgspec.Struct):
     page_size: int
     buffer_tokens: int
     dtype: str | None
+    tp_size: int | None
+    tp_ranks: str | None
+    stage: str | None
+    replicas: int | None
 
 
 def _wanted(model: Model, options: _Options) -> Wanted:
@@ -124,6 +133,7 @@ def _wanted(model: Model, options: _Options) -> Wanted:
         page_size=options.page_size,
         buffer_tokens=options.buffer_tokens,
         dtype=options.dtype,
+        shards={name: given for name in KEYS if (given := getattr(options, name)) is not None},
     )
 
 
@@ -179,7 +189,8 @@ def _head(model: Model, wanted: Wanted) -> str:
 
 def _parts(plan: Plan) -> list[str]:
     return [
-        f"{one.name}: {one.pages} pages of {amount(one.page_bytes)} ({amount(one.total_bytes)} "
-        f"{one.tier}), {one.request_pages} a request"
+        f"{one.name}: {one.pages} pages of {amount(one.page_bytes)}"
+        + (f" in {one.shards} shards" if one.shards > 1 else "")
+        + f" ({amount(one.total_bytes)} {one.tier}), {one.request_pages} a request"
         for one in plan.parts
     ]

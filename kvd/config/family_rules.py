@@ -20,6 +20,7 @@ from kvd.config.pool_pages import (
     page_counts,
     second_budget,
 )
+from kvd.config.sharding import KEYS, shard_count
 from kvd.core.geometry import misplaced
 from kvd.core.spec import Buffer, PerRequest, page_bytes
 
@@ -162,10 +163,13 @@ def _pool_fits(config: Config) -> list[Finding]:
     parts, pool = _parts(config), config.pool
     if not parts or beside(parts) is not None or pool.pages is not None:
         return []
-    block = block_bytes(parts)
+    n_shards = shard_count(pool)
+    block = block_bytes(parts, n_shards)
     if page_counts(pool, parts)[0] >= 2:
         return []
     rule = f"must hold at least 2 pages, and one page of this pool takes {block} bytes"
+    if n_shards > 1:
+        rule += f" in its {n_shards} shards"
     return [Finding("pool.size", rule, f"give at least {-(-2 * block // 1024)}KiB")]
 
 
@@ -213,7 +217,7 @@ def _page_ids_fit(config: Config) -> list[Finding]:
 
 _FAMILY = frozenset({"pool.family", "pool.layers", *(f"pool.{name}" for name in BELONGS)})
 _POOL = _FAMILY | {
-    f"pool.{name}" for name in ("dtype", "page_size", "pages", "size", "typical_tokens")
+    f"pool.{name}" for name in ("dtype", "page_size", "pages", "size", "typical_tokens", *KEYS)
 }
 
 FAMILY_RULES = (

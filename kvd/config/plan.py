@@ -21,7 +21,18 @@ from kvd.config.pool import PREFILL_ONLY, components, pool_spec
 from kvd.config.pool_pages import MAX_PAGES, block_bytes, pages_of_request, size_bytes
 from kvd.config.render import toml_value
 from kvd.config.schema import Config
-from kvd.core.spec import Buffer, Component, PerRequest, PoolSpec, budgets, has_bytes, page_bytes
+from kvd.core.spec import (
+    Buffer,
+    Component,
+    PerRequest,
+    PoolSpec,
+    budgets,
+    has_bytes,
+    lockstep_bytes,
+    node_page_bytes,
+    page_bytes,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from kvd.config.keys import Value
@@ -36,7 +47,10 @@ _NOWHERE = Host(node_name="node-0", runtime="/run/kvd", config_file="/dev/null")
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What is planned for. Sizes are texts like ``80GiB``; ``host_memory`` is for hisparse."""
+    """What is planned for. Sizes are texts like ``80GiB``; ``host_memory`` is for hisparse.
+
+    ``memory`` is that of a node, and ``shards`` are keys of [pool] that say what it holds.
+    """
 
     memory: str
     host_memory: str
@@ -44,10 +58,14 @@ class Wanted(msgspec.Struct, frozen=True):
     page_size: int
     buffer_tokens: int
     dtype: str | None = None
+    shards: dict[str, str | int] = {}
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One component of a plan. ``request_pages`` is what one request holds of it at a time."""
+    """One component of a plan. ``request_pages`` is what one request holds of it at a time.
+
+    ``page_bytes`` are of all ``shards`` of the node, ``layers`` those of each.
+    """
 
     name: str
     tier: str
@@ -56,6 +74,7 @@ class Part(msgspec.Struct, frozen=True):
     page_bytes: int
     pages: int
     request_pages: int
+    shards: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -178,7 +197,7 @@ def _plan(model: Model, wanted: Wanted, family: str, full: int) -> Plan:
     rooms = _rooms(spec, wanted.context_tokens)
     full = full or _full_rooms(spec, wanted)
     kv = spec.components[0]
-    block = 0 if family == PREFILL_ONLY else block_bytes(spec.components)
+    block = 0 if family == PREFILL_ONLY else lockstep_bytes(spec)
     return Plan(
         family=family,
         parts=parts,
@@ -213,6 +232,7 @@ def _pool_keys(model: Model, wanted: Wanted, family: str) -> dict[str, Value]:
         pool |= {"dtype": wanted.dtype or model.dtype, "page_size": wanted.page_size}
     if is_windowed:
         pool |= _window_keys(model)
+    pool |= wanted.shards
     if model.index_dim:
         pool |= {"index_dim": model.index_dim, "index_dtype": INDEX_DTYPE}
     if family == "hisparse":
@@ -297,9 +317,10 @@ def _part(component: Component, pages: int, context_tokens: int, spec: PoolSpec)
         tier=str(component.tier.__struct_config__.tag),
         layers=component.layers,
         page_size=component.page_size,
-        page_bytes=page_bytes(component) if has_bytes(component) else 0,
+        page_bytes=node_page_bytes(spec, component) if has_bytes(component) else 0,
         pages=pages,
         request_pages=request,
+        shards=len(shards_of(spec)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config.families import counts_tokens, keeps_latents
 from kvd.config.pool_pages import page_counts, saved_counts
+from kvd.config.sharding import held
 from kvd.core.spec import (
     DTYPE_BYTES,
     Buffer,
@@ -25,6 +26,7 @@ from kvd.core.spec import (
     State,
     StateTensor,
     Tail,
+    shard_of,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def state_tensor(name: str, text: str) -> StateTensor | None:
 def components(pool: PoolSection) -> tuple[Component, ...]:
     """What the family of ``pool`` keeps: kv, its companions, and what has a budget beside it.
 
+    As one shard has it: its layers and heads are those that this node holds.
     The keys that the family needs must be there.
     """
     kv = _kv(pool)
@@ -88,7 +91,9 @@ def _kv(pool: PoolSection) -> Component:
     else:
         layout = Mha(pool.heads, pool.head_dim, pool.v_dim or pool.head_dim, pool.dtype)
     tier = Host() if pool.family == "hisparse" else Device(pool.device)
-    return Component("kv", pool.layers, layout, pool.page_size, tier=tier)
+    whole = Component("kv", pool.layers, layout, pool.page_size, tier=tier)
+    here = held(pool)
+    return whole if here is None else shard_of(whole, here.shards[0])
 
 
 def _windows(pool: PoolSection) -> Component:
@@ -141,4 +146,5 @@ def pool_spec(config: Config) -> PoolSpec:
         components=parts,
         pages=counts,
         saved_pages=saved_counts(pool, parts, counts),
+        held=held(pool),
     )

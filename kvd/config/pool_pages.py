@@ -5,7 +5,8 @@ a typical request, ``size`` bytes are divided so that both run out together::
 
     kv pages = size * n / (kv_page_bytes * n + beside_page_bytes * b)
 
-A page of kv is paid with its companions. Every count includes the null page.
+A page of kv is paid with its companions, and in every shard of the node. Every count includes the
+null page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from kvd.config.sharding import shard_count
 from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
 from kvd.core.tail import most_pages
 
@@ -48,10 +50,11 @@ def factor(kv: Component, component: Component) -> int:
     return kv.page_size // component.page_size if isinstance(component.extent, Whole) else 0
 
 
-def block_bytes(parts: tuple[Component, ...]) -> int:
-    """Bytes of one page of kv with its companions."""
+def block_bytes(parts: tuple[Component, ...], shards: int = 1) -> int:
+    """Bytes of one page of kv with its companions, in all shards together."""
     kv = parts[0]
-    return page_bytes(kv) + sum(factor(kv, one) * page_bytes(one) for one in parts[1:])
+    one_shard = page_bytes(kv) + sum(factor(kv, one) * page_bytes(one) for one in parts[1:])
+    return shards * one_shard
 
 
 def beside(parts: tuple[Component, ...]) -> Component | None:
@@ -112,7 +115,7 @@ def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int,
     """Pages of kv, and of what has a budget beside it (0 where there is none)."""
     kv, other = parts[0], beside(parts)
     size = size_bytes(pool.size or "") or 0
-    block = block_bytes(parts)
+    block = block_bytes(parts, shard_count(pool))
     if other is None:
         return (size // block if pool.pages is None else pool.pages), 0
     given = second_budget(pool)
@@ -155,7 +158,7 @@ def saved_counts(
     least what one lease has, or none could ever be saved. All are 0 where that leaves one of them
     no more than its null page.
     """
-    total = sum(
+    total = shard_count(pool) * sum(
         page_bytes(one) * count
         for one, count in zip(parts, counts, strict=True)
         if not isinstance(one.extent, Buffer)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvd.config.shard_keys import Replicas, Stage, TpRanks, TpSize
+
 DType = Literal[
     "bfloat16",
     "float16",
@@ -54,7 +56,7 @@ class PoolSection(msgspec.Struct, frozen=True):
             "state are counted apart. 0 is for recurrent alone: then pages are single tokens.",
         ),
     ] = 4
-    heads: Annotated[int, Meta(ge=1, le=4096, description="KV heads per layer.")] = 2
+    heads: Annotated[int, Meta(ge=1, le=4096, description="KV heads per layer of the model.")] = 2
     head_dim: Annotated[
         int, Meta(ge=1, le=65536, description="Elements of one K head (and of V, unless v_dim).")
     ] = 64
@@ -120,6 +122,10 @@ class PoolSection(msgspec.Struct, frozen=True):
             "same on both sides of a handoff.",
         ),
     ] = 16
+    tp_size: TpSize = 1
+    tp_ranks: TpRanks | None = None
+    stage: Stage | None = None
+    replicas: Replicas = 1
     pages: (
         Annotated[
             int,
@@ -136,10 +142,11 @@ class PoolSection(msgspec.Struct, frozen=True):
         Annotated[
             str,
             Meta(
-                description="Memory of the pool, from which the numbers of pages follow: an index "
-                "and scales are paid with their page; swa and recurrent divide it so that requests "
-                "of pool.typical_tokens use up both their parts together; hisparse means the host "
-                "memory, its index and buffer come on top. Excludes pool.pages.",
+                description="Memory of the pool, from which the numbers of pages follow: a page is "
+                "paid in every shard of this node; an index and scales are paid with their page; "
+                "swa and recurrent divide it so that requests of pool.typical_tokens use up both "
+                "their parts together; hisparse means the host memory, its index and buffer come "
+                "on top. Excludes pool.pages.",
                 extra={"rule": "a whole number and a unit: KiB, MiB, GiB or TiB"},
             ),
         ]

@@ -19,6 +19,8 @@ from kvd.config.key_rules import KEY_RULES
 from kvd.config.pool import state_tensor
 from kvd.config.pool_pages import size_bytes
 from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
+from kvd.config.shard_rules import SHARD_RULES
+from kvd.config.sharding import layers_of, ranks_of
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -134,6 +136,14 @@ def _size(text: str) -> str | None:
     return None if size_bytes(text) is not None else "write for example 256MiB"
 
 
+def _ranks(text: str) -> str | None:
+    return None if ranks_of(text) is not None else "write for example 0-3, the last one included"
+
+
+def _stage(text: str) -> str | None:
+    return None if layers_of(text) is not None else "write for example 0:16, the last not included"
+
+
 def _state(text: str) -> str | None:
     return None if state_tensor("", text) is not None else "write for example float32[64,64,128]"
 
@@ -153,6 +163,8 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "pool.size": _size,
     "pool.saved_size": _size,
     "pool.state": _state,
+    "pool.tp_ranks": _ranks,
+    "pool.stage": _stage,
     "transfer.ucx": _variable,
     "http.listen": _http,
     "pool.directory": _absolute_directory,
@@ -254,6 +266,7 @@ def _ports_apart(config: Config) -> list[Finding]:
 
 RULES = (
     *FAMILY_RULES,
+    *SHARD_RULES,
     *PREFILL_ONLY_RULES,
     *KEPT_RULES,
     Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),

@@ -592,6 +592,30 @@ def test_plan_prints_each_family_and_a_section_to_paste(tmp_path: Path) -> None:
     assert (pasted["pool"]["family"], pasted["pool"]["size"]) == ("swa", "640GiB")
 
 
+def test_plan_divides_the_memory_of_a_node_among_its_shards(tmp_path: Path) -> None:
+    sizes = ("--memory", "80GiB", "--family", "mha")
+    halves = ("--tp-size", "2")
+    copies = (*halves, "--replicas", "2", "--stage", "0:16")
+
+    one, two, four = (run(tmp_path, LLAMA_3_8B, *sizes, *more)[1] for more in ((), halves, copies))
+
+    in_one = "kv: 40960 pages of 2.0 MiB (80.0 GiB device), 512 a request"
+    assert in_one in one
+    assert in_one.replace("2.0 MiB", "2.0 MiB in 2 shards") in two
+    assert in_one.replace("2.0 MiB", "2.0 MiB in 4 shards") in four
+    pasted = tomllib.loads(four[four.index("[pool]") :])["pool"]
+    assert (pasted["tp_size"], pasted["stage"], pasted["replicas"]) == (2, "0:16", 2)
+
+
+def test_plan_says_why_a_family_is_not_sharded(tmp_path: Path) -> None:
+    status, _, err = run(
+        tmp_path, GEMMA_3_27B, "--memory", "80GiB", "--family", "swa", "--tp-size", "2"
+    )
+
+    assert status == 1
+    assert "pool.tp_size = 2 is refused with pool.family = swa" in err
+
+
 def test_plan_prints_the_same_as_json(tmp_path: Path) -> None:
     status, out, err = run(tmp_path, LLAMA_3_8B, "--memory", "80GiB", "--format", "json")
 

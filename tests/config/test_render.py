@@ -74,6 +74,8 @@ def test_every_example_of_the_schema_is_a_valid_value() -> None:
             base = [*base, "pool.index_dim=128"]
         if key.path == "pool.directory":
             base = ["pool.backing=shm"]
+        if key.path in {"pool.tp_ranks", "pool.stage"}:
+            base = ["pool.layers=32", "pool.heads=8", "pool.tp_size=8"]
         loaded(None, *base, *sets)
 
 
