@@ -48,6 +48,17 @@ class Geometry(msgspec.Struct, frozen=True):
         )
 
     @property
+    def heads(self) -> int:
+        """Equal parts of each slot of each tensor; 0: its slots have no parts, or unknown ones."""
+        found = {place.page_shape[1] for place in self.tensors} if self.page_tokens else set()
+        return found.pop() if len(found) == 1 else 0
+
+    @property
+    def layers(self) -> int:
+        """Layers whose tensors follow each other in a page; 0 where ``heads`` is."""
+        return len({place.layer for place in self.tensors}) if self.heads else 0
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of the whole component."""
         return self.pages * self.page_bytes

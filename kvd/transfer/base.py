@@ -51,6 +51,8 @@ class RegionFd(msgspec.Struct, frozen=True):
             self.is_registered,
             shape.page_tokens,
             shape.strips,
+            shape.layers,
+            shape.heads,
         )
 
 

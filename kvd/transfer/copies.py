@@ -27,6 +27,7 @@ import numpy as np
 
 from kvd.transfer.descriptors import objection
 from kvd.transfer.orders import Copied, CopyFailed
+from kvd.transfer.pieces import window_rows
 from kvd.transfer.strips import matched, strips
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.core.geometry import Row
+    from kvd.core.shards import Window
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Copy
 
@@ -52,9 +54,13 @@ PASSING_BYTES: Final = 4 * SLICE_BYTES
 class Area:
     """One mapped region as arrays of uint8."""
 
-    def __init__(self, note: RegionNote, memory: Bytes) -> None:
-        """``memory`` is the whole region from its byte 0."""
+    def __init__(self, note: RegionNote, memory: Bytes, *, is_readable: bool = True) -> None:
+        """``memory`` is the whole region from its byte 0.
+
+        ``is_readable``: the processor reads it where it lies, as it cannot the memory of a device.
+        """
         self.note = note
+        self.is_readable = is_readable
         self._memory = memory
         self._known: dict[tuple[int, bool], list[Bytes]] = {}
 
@@ -69,7 +75,7 @@ class Area:
             views = self._known[split, by_tensor] = [self._cut(row, split) for row in rows]
         return views
 
-    def gather(self, ids: NDArray[np.int32], split: int, into: Bytes) -> None:
+    def gather(self, split: int, ids: NDArray[np.int32], into: Bytes) -> None:
         """Bring pieces together: the bytes of ``ids[i]`` become row ``i`` of ``into``."""
         arrays = self.pieces(split, by_tensor=True)
         bounds = list(pairwise(accumulate((array.shape[2] for array in arrays), initial=0)))
@@ -79,6 +85,17 @@ class Area:
             page, part = int(whole[first]), int(parts[first])
             for array, (start, end) in zip(arrays, bounds, strict=True):
                 into[first:last, start:end] = array[page, part : part + last - first]
+
+    def window(self, window: Window) -> list[Bytes]:
+        """A window of all heads as arrays ``(pages, 1, bytes)``, in the order of its bytes."""
+        return [self._cut(row, 1) for row in window_rows(self.note, window)]
+
+    def array(
+        self, offset: int, shape: tuple[int, int, int], steps: tuple[int, int, int, int]
+    ) -> Bytes:
+        """An array ``(pages, *shape)`` of its bytes that begins ``offset`` bytes into it."""
+        sizes = (self.note.pages, *shape)
+        return np.lib.stride_tricks.as_strided(self._memory[offset:], sizes, steps)
 
     def _cut(self, row: Row, split: int) -> Bytes:
         size = row.piece_bytes // split

@@ -1,8 +1,8 @@
 """From page ids to the descriptors of a write, and from those to handles.
 
-Each row of a region gives one piece per page (``strips`` says which rows correspond; where the
-peer's page is a part of ours, a page here is a piece of one of ours). Where neighbours in the list
-are neighbours in memory on both sides, their pieces are one segment; segments are cut into
+Each stretch gives one piece of memory per page (``pieces`` says which correspond; where the peer's
+page is a part of ours, a page here is a piece of one of ours). Where neighbours in the list are
+neighbours in memory on both sides, their stretches are one segment; segments are cut into
 descriptors of at most 512 KiB, and descriptors are dealt into handles of about 16 MiB::
 
     pages        7  8  9 | 3      (source and destination both step by +1 inside a run)
@@ -18,21 +18,23 @@ Invariant: the descriptors of a post cover each addressed page exactly once, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvd.core.geometry import Row
-from kvd.transfer.strips import matched, mismatch
+from kvd.transfer.pieces import Stretches, misfit, packed, straight
+from kvd.transfer.strips import mismatch
 from kvd.types import NULL_PAGE, count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from kvd.core.shards import Window
     from kvd.transfer.metadata import RegionNote
+    from kvd.transfer.pieces import Source
     from kvd.types import Pages
 
     Words = NDArray[np.uint64]
@@ -67,26 +69,44 @@ def objection(
     source: Pages, destination: Pages, ours: RegionNote, theirs: RegionNote, split: int = 1
 ) -> str:
     """Why these pages must not be written, or an empty string."""
-    if len(source) != len(destination) or len(source) % 4:
-        return (
-            f"{count(source)} source pages for {count(destination)} destination pages; "
-            "a post needs as many of one as of the other"
-        )
-    why = mismatch(ours, theirs, split)
-    if why:
-        return why
-    for side, pages, region, cut in (
-        ("source", source, ours, split),
-        ("destination", destination, theirs, 1),
-    ):
-        wrong = strays(pages, region, cut)
-        if wrong.size:
-            last = region.pages * cut - 1
-            return (
-                f"{side} page {wrong[0]} is not a page of region {region.name!r}, "
-                f"whose pages{f', cut into {cut},' if cut > 1 else ''} are {cut} to {last}"
-            )
-    return ""
+    return (
+        _uneven(source, destination)
+        or mismatch(ours, theirs, split)
+        or _stray("source", source, ours, split)
+        or _stray("destination", destination, theirs)
+    )
+
+
+def window_objection(
+    source: Pages,
+    destination: Pages,
+    window: Window,
+    sources: Sequence[Source],
+    theirs: RegionNote,
+) -> str:
+    """Why these pieces of pages must not be written over that window, or an empty string."""
+    why = _uneven(source, destination) or misfit(window, sources, theirs)
+    strays_here = (_stray("source", source, note) for note, _ in sources)
+    return why or next(filter(None, strays_here), "") or _stray("destination", destination, theirs)
+
+
+def _uneven(source: Pages, destination: Pages) -> str:
+    if len(source) == len(destination) and not len(source) % 4:
+        return ""
+    return (
+        f"{count(source)} source pages for {count(destination)} destination pages; "
+        "a post needs as many of one as of the other"
+    )
+
+
+def _stray(side: str, pages: Pages, region: RegionNote, cut: int = 1) -> str:
+    wrong = strays(pages, region, cut)
+    if not wrong.size:
+        return ""
+    return (
+        f"{side} page {wrong[0]} is not a page of region {region.name!r}, whose "
+        f"pages{f', cut into {cut},' if cut > 1 else ''} are {cut} to {region.pages * cut - 1}"
+    )
 
 
 def strays(pages: Pages, region: RegionNote, split: int = 1) -> NDArray[np.int32]:
@@ -104,33 +124,38 @@ def writes(
 
     ``objection`` must have found nothing.
     """
-    from_ids = np.frombuffer(source, dtype="<i4").astype(np.uint64)
-    to_ids = np.frombuffer(destination, dtype="<i4").astype(np.uint64)
-    parts = [
-        _segments(pairs, starts, (from_ids, to_ids), (ours.address, theirs.address), split)
-        for pairs, starts in _groups(*matched(ours, theirs, split), (from_ids, to_ids), split)
-    ]
-    at = np.concatenate([part[0] for part in parts])
-    to = np.concatenate([part[1] for part in parts])
-    rows = _cut(at, to, np.concatenate([part[2] for part in parts]))
-    return _dealt(*rows, _by_cost(rows[0][:, 1]))
+    return stretch_writes(source, destination, straight(ours, theirs, split), split)
 
 
-def packed_writes(destination: Pages, theirs: RegionNote, handle_pages: int) -> Writes:
-    """The descriptors that write whole pages, packed ``handle_pages`` at a time, each from byte 0.
+def stretch_writes(
+    source: Pages, destination: Pages, stretches: Stretches, split: int = 1
+) -> Writes:
+    """The descriptors that write these stretches of ``source`` over those of ``destination``."""
+    found = _segments(_ids(source), _ids(destination), stretches, split)
+    rows = _cut(found.at, found.to, found.size)
+    return _dealt(rows.source, rows.destination, _by_cost(rows.source[:, 1]))
 
-    Source addresses count from where the pages of their handle are packed. ``theirs`` has one row.
+
+def packed_writes(
+    destination: Pages, theirs: RegionNote, handle_pages: int, window: Window | None = None
+) -> Writes:
+    """The descriptors that write ``window`` of pages, packed ``handle_pages`` at a time.
+
+    Source addresses count from where the pages of their handle are packed.
     """
-    to_ids = np.frombuffer(destination, dtype="<i4").astype(np.uint64)
+    stretches = packed(theirs, window)
+    to_ids = _ids(destination)
     from_ids = np.arange(to_ids.size, dtype=np.uint64) % np.uint64(handle_pages)
-    size = theirs.page_bytes
-    ((pairs, starts),) = _groups((Row(0, size, size),), theirs.rows, (from_ids, to_ids), 1)
-    rows = _cut(*_segments(pairs, starts, (from_ids, to_ids), (0, theirs.address), 1))
-    ends = np.cumsum(rows[0][:, 1])
-    return _dealt(*rows, (ends - np.uint64(1)) // np.uint64(handle_pages * size))
+    found = _segments(from_ids, to_ids, stretches, 1)
+    rows = _cut(found.at, found.to, found.size)
+    handle = (found.first // handle_pages)[rows.segment]
+    if stretches.size.size > 1:
+        order = np.argsort(handle, kind="stable")
+        return _dealt(rows.source[order], rows.destination[order], handle[order])
+    return _dealt(rows.source, rows.destination, handle)
 
 
-def _dealt(source: Words, destination: Words, handle: Words) -> Writes:
+def _dealt(source: Words, destination: Words, handle: NDArray[Any]) -> Writes:
     """Descriptors and the handle that each belongs to, ascending."""
     bounds = [0]
     if handle.size:
@@ -141,14 +166,22 @@ def _dealt(source: Words, destination: Words, handle: Words) -> Writes:
     return Writes(source=source, destination=destination, bounds=bounds, sizes=sizes)
 
 
-def _cut(at: Words, to: Words, length: Words) -> tuple[Words, Words]:
-    """Segments as descriptors of both sides."""
+class _Cut(NamedTuple):
+    """Descriptors of both sides, and which segment each is of."""
+
+    source: Words
+    destination: Words
+    segment: Ids
+
+
+def _cut(at: Words, to: Words, length: Words) -> _Cut:
+    """Segments as descriptors."""
     pieces = ((length + np.uint64(CUT_BYTES - 1)) // np.uint64(CUT_BYTES)).astype(np.int64)
     ends = pieces.cumsum()
     whole = np.arange(pieces.size).repeat(pieces)
     skip = (np.arange(whole.size) - (ends - pieces)[whole]).astype(np.uint64) * np.uint64(CUT_BYTES)
     size = np.minimum(np.uint64(CUT_BYTES), length[whole] - skip)
-    return _rows(at[whole] + skip, size), _rows(to[whole] + skip, size)
+    return _Cut(_rows(at[whole] + skip, size), _rows(to[whole] + skip, size), whole)
 
 
 def _rows(address: Words, size: Words) -> Words:
@@ -159,49 +192,59 @@ def _rows(address: Words, size: Words) -> Words:
     return rows
 
 
-def _groups(
-    ours: tuple[Row, ...], theirs: tuple[Row, ...], ids: tuple[Words, Words], split: int
-) -> Iterator[tuple[list[tuple[Row, Row]], Ids]]:
-    """The row pairs whose pages touch in the same places, and where in the list segments begin.
+class _Segments(NamedTuple):
+    """Runs of pages of one stretch that are in one piece on both sides.
 
-    Pages of a row touch if nothing lies between them, pieces of one page always. Segments go on
-    where both sides step by one and what they step over touches on both.
+    ``first``: where in the list of pages each begins.
     """
-    groups: dict[tuple[bool, bool], list[tuple[Row, Row]]] = {}
-    for a, b in zip(ours, theirs, strict=True):
-        dense = (a.stride_bytes == a.piece_bytes, b.stride_bytes == b.piece_bytes)
-        groups.setdefault(dense, []).append((a, b))
-    from_ids, to_ids = ids
+
+    at: Words
+    to: Words
+    size: Words
+    first: Ids
+
+
+def _segments(from_ids: Words, to_ids: Words, stretches: Stretches, split: int) -> _Segments:
+    """The segments of all stretches.
+
+    Stretches of neighbouring pages touch if nothing lies between them, pieces of one page always.
+    Segments go on where both sides step by one and what they step over touches on both.
+    """
     one = np.uint64(1)
     steps = (np.diff(from_ids) == one) & (np.diff(to_ids) == one)
     is_inside = from_ids[1:] % np.uint64(split) != 0
-    for (is_dense_here, is_dense_there), pairs in groups.items():
-        goes_on = steps & (is_dense_here | is_inside) & is_dense_there
-        first = np.ones(min(1, from_ids.size), np.bool_)
-        yield pairs, np.flatnonzero(np.concatenate((first, ~goes_on)))
+    dense_here = stretches.at_step == stretches.size * np.uint64(split)
+    dense_there = stretches.to_step == stretches.size
+    kinds = dense_here * 2 + dense_there
+    begins = np.ones(min(1, from_ids.size), np.bool_)
+    parts = []
+    for kind in np.flatnonzero(np.bincount(kinds)).tolist():
+        goes_on = steps & (is_inside | bool(kind & 2)) & bool(kind & 1)
+        firsts = np.flatnonzero(np.concatenate((begins, ~goes_on)))
+        alike = Stretches(*(column[kinds == kind] for column in stretches))
+        parts.append(_segments_of(from_ids, to_ids, alike, firsts, split))
+    return _Segments(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _segments(
-    pairs: list[tuple[Row, Row]],
-    starts: Ids,
-    ids: tuple[Words, Words],
-    bases: tuple[int, int],
-    split: int,
-) -> tuple[Words, Words, Words]:
-    """Source address, destination address and bytes of each segment of these rows."""
-    lengths = np.diff(np.append(starts, ids[0].size)).astype(np.uint64)
-    whole, part = np.divmod(ids[0][starts], np.uint64(split))
-    piece = np.array([[theirs.piece_bytes] for _, theirs in pairs], np.uint64)
-    at = _addresses([ours for ours, _ in pairs], whole, bases[0]) + piece * part
-    to = _addresses([theirs for _, theirs in pairs], ids[1][starts], bases[1])
-    return at.ravel(), to.ravel(), (piece * lengths).ravel()
+def _segments_of(
+    from_ids: Words, to_ids: Words, stretches: Stretches, firsts: Ids, split: int
+) -> _Segments:
+    """The segments of stretches that all begin anew at the same places of the list."""
+    lengths = np.diff(np.append(firsts, from_ids.size)).astype(np.uint64)
+    page, part = np.divmod(from_ids[firsts], np.uint64(split))
+    at, at_step, to, to_step, size = (column[:, np.newaxis] for column in stretches)
+    starts = at + at_step * page + size * part
+    ends = to + to_step * to_ids[firsts]
+    return _Segments(
+        starts.ravel(),
+        ends.ravel(),
+        (size * lengths).ravel(),
+        np.broadcast_to(firsts, starts.shape).ravel(),
+    )
 
 
-def _addresses(rows: list[Row], pages: Words, base: int) -> Words:
-    """Where the pieces of these pages begin, a line for each row."""
-    offset = np.array([[row.offset_bytes + base] for row in rows], np.uint64)
-    stride = np.array([[row.stride_bytes] for row in rows], np.uint64)
-    return offset + stride * pages
+def _ids(pages: Pages) -> Words:
+    return np.frombuffer(pages, dtype="<i4").astype(np.uint64)
 
 
 def _by_cost(size: Words) -> Words:

@@ -22,19 +22,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvd.transfer.descriptors import objection, packed_writes, writes
 from kvd.transfer.nixl import NixlUnusable, Step
 from kvd.transfer.orders import Moved, Path, Posted, PostFailed
-from kvd.transfer.staging import Packing, is_worth_packing
+from kvd.transfer.plans import found, plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvd.transfer.copies import Area
-    from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.nixl import Sender
     from kvd.transfer.orders import Post, Report
+    from kvd.transfer.plans import Plan
     from kvd.transfer.staging import Slot, Staging
 
 IN_FLIGHT_HANDLES: Final = 4
@@ -44,10 +43,9 @@ PROGRESS_EVERY_S: Final = 0.05
 class _Running:
     """One post on its way."""
 
-    def __init__(self, post: int, plan: Writes, packing: Packing | None) -> None:
+    def __init__(self, post: int, plan: Plan) -> None:
         self.post = post
-        self.plan = plan
-        self.packing = packing
+        self.plan, self.packing = plan
         self.turns = 0
         self.arrived = 0
         self.moved_bytes = 0
@@ -64,17 +62,6 @@ class _Flight:
         self.running = running
         self.size = size
         self.slot = slot
-
-
-def _run(order: Post, area: Area, theirs: RegionNote) -> _Running:
-    """The plan of a post that nothing speaks against."""
-    split = order.split
-    if not is_worth_packing(area.note, theirs, split):
-        plan = writes(order.source, order.destination, area.note, theirs, split)
-        return _Running(order.post, plan, None)
-    packing = Packing(order.source, area, split, theirs.page_bytes)
-    plan = packed_writes(order.destination, theirs, packing.handle_pages)
-    return _Running(order.post, plan, packing)
 
 
 class Lane:
@@ -113,22 +100,17 @@ class Lane:
             return False
         return self._turns[0].packing is None or bool(self._staging.free)
 
-    def add(self, order: Post, area: Area) -> None:
-        """Take a post of pages of ``area`` in, or refuse it with ``PostFailed``."""
-        ours = area.note
-        theirs = self._theirs.get(order.region)
-        if theirs is None:
-            why = f"peer {order.peer} has no region {order.region!r}"
-        elif order.post in self._open:
-            why = f"post {order.post} is already running"
-        else:
-            why = objection(order.source, order.destination, ours, theirs, order.split)
-        if why or theirs is None:
-            self._report(PostFailed(order.post, why))
+    def add(self, order: Post, ours: Mapping[str, Area]) -> None:
+        """Take a post of pages of our regions in, or refuse it with ``PostFailed``."""
+        regions = found(order, ours, self._theirs)
+        if order.post in self._open:
+            self._report(PostFailed(order.post, f"post {order.post} is already running"))
+        elif isinstance(regions, str):
+            self._report(PostFailed(order.post, regions))
         elif not order.source:
             self._report(Posted(order.post, 0, 0.0))
         else:
-            running = _run(order, area, theirs)
+            running = _Running(order.post, plan(order, regions))
             self._open[order.post] = running
             self._turns.append(running)
 

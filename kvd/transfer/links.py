@@ -194,15 +194,13 @@ class Links:
     def post(self, order: Post) -> None:
         """Hand a post to its lane."""
         key = Key(order.peer, order.generation)
-        lane, ours = self._lanes.get(key), self._mine.regions.get(order.region)
+        lane = self._lanes.get(key)
         if lane is None:
             why = f"no sending agent for peer {key.peer} generation {key.generation} is loaded"
             self._report(PostFailed(order.post, why))
-        elif ours is None:
-            self._report(PostFailed(order.post, f"this node has no region {order.region!r}"))
         else:
             self._watch(key, lane.sender)
-            lane.add(order, ours)
+            lane.add(order, self._mine.regions)
 
     def built(self, built: Built) -> None:
         """Take over what the builder made and start its first write."""

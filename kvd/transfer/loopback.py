@@ -8,6 +8,7 @@ can hold posts, fail the next one, or kill a transport.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 from collections import deque
 from typing import TYPE_CHECKING, assert_never
@@ -16,16 +17,8 @@ import numpy as np
 
 from kvd.transfer.base import TransportDown
 from kvd.transfer.copies import Area, Turns, begin
-from kvd.transfer.descriptors import objection, writes
-from kvd.transfer.metadata import (
-    VERSION,
-    BadMetadata,
-    Metadata,
-    RegionNote,
-    extent_bytes,
-    pack,
-    unpack,
-)
+from kvd.transfer.mapping import noted
+from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, extent_bytes, pack, unpack
 from kvd.transfer.orders import (
     Alive,
     Begin,
@@ -54,6 +47,7 @@ from kvd.transfer.orders import (
     Verified,
     Verify,
 )
+from kvd.transfer.plans import direct, found
 from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
 
 if TYPE_CHECKING:
@@ -83,8 +77,7 @@ class Loopback:
     def __init__(self, name: str, regions: Sequence[RegionFd]) -> None:
         self._name = name
         self._regions = tuple(regions)
-        self._maps: dict[str, mmap.mmap] = {}
-        self._notes: dict[str, RegionNote] = {}
+        self._registered: dict[str, Area] = {}
         self._areas: dict[str, Area] = {}
         self._links: dict[tuple[str, int], Metadata] = {}
         self._copies: deque[_Copy] = deque()
@@ -104,7 +97,7 @@ class Loopback:
         for region in self._regions:
             self._map(region)
         _alive[self._name] = self
-        notes = tuple(self._notes.values())
+        notes = tuple(area.note for area in self._registered.values())
         for note in notes:
             self._say(Collapsed(note.name, 0, "loopback"))
         return Ready(pack(Metadata(VERSION, self._name, b"", 0, 1, notes)), "loopback")
@@ -180,20 +173,11 @@ class Loopback:
                 f"its file has {len(mapped)} bytes"
             )
             raise TransportDown(msg)
-        note = RegionNote(
-            region.name,
-            0,
-            len(mapped),
-            shape.pages,
-            shape.page_bytes,
-            shape.rows,
-            shape.page_tokens,
-            shape.strips,
-        )
-        self._areas[region.name] = Area(note, np.frombuffer(mapped, np.uint8))
+        memory = np.frombuffer(mapped, np.uint8)
+        area = Area(noted(region.plan(), memory.ctypes.data, len(mapped)), memory)
+        self._areas[region.name] = area
         if region.is_registered:
-            self._maps[region.name] = mapped
-            self._notes[region.name] = note
+            self._registered[region.name] = area
 
     def _load(self, order: Load) -> None:
         try:
@@ -222,16 +206,13 @@ class Loopback:
 
     def _post(self, order: Post) -> None:
         peer = self._links.get((order.peer, order.generation))
-        ours = self._notes.get(order.region)
-        theirs = {note.name: note for note in peer.regions}.get(order.region) if peer else None
         if peer is None:
             why = f"no sending agent for peer {order.peer} generation {order.generation} is loaded"
-        elif ours is None or theirs is None:
-            why = f"region {order.region!r} is not on both sides"
-        else:
-            why = objection(order.source, order.destination, ours, theirs, order.split)
-        if why or peer is None or ours is None or theirs is None:
             self._say(PostFailed(order.post, why))
+            return
+        regions = found(order, self._registered, {note.name: note for note in peer.regions})
+        if isinstance(regions, str):
+            self._say(PostFailed(order.post, regions))
         elif order.after:
             self._say(Unposted(order.post, "inside one process there are no events to wait for"))
         elif not order.source:
@@ -239,7 +220,7 @@ class Loopback:
         elif peer.agent not in _alive:
             self._say(PostFailed(order.post, f"{peer.agent} is gone"))
         else:
-            plan = writes(order.source, order.destination, ours, theirs, order.split)
+            plan = direct(order, regions)
             self._copies.append(_Copy(order, plan, _alive[peer.agent]))
             self._turn_soon()
 
@@ -283,12 +264,10 @@ class Loopback:
         self._turn_soon()
 
     def _advance(self, copy: _Copy) -> Report:
-        plan, region = copy.plan, copy.order.region
-        source, destination = self._maps[region], copy.peer._maps[region]  # noqa: SLF001 - its own
+        plan = copy.plan
         for row in range(plan.bounds[copy.turns], plan.bounds[copy.turns + 1]):
             at, size, _ = plan.source[row].tolist()
-            to = int(plan.destination[row, 0])
-            destination[to : to + size] = source[at : at + size]
+            ctypes.memmove(int(plan.destination[row, 0]), at, size)
             copy.moved_bytes += size
         copy.turns += 1
         if copy.turns == plan.handles:

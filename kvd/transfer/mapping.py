@@ -79,15 +79,22 @@ def map_region(plan: RegionPlan) -> RegionNote:
     address = -(-room // unit) * unit
     _map(address, there, mmap.MAP_SHARED | _MAP_FIXED, plan.descriptor)
     _libc.madvise(address, there, _MADV_HUGEPAGE)
+    return noted(plan, address, there)
+
+
+def noted(plan: RegionPlan, address: int, region_bytes: int) -> RegionNote:
+    """A region that is mapped at ``address``, as peers are told of it."""
     return RegionNote(
         plan.name,
         address,
-        there,
+        region_bytes,
         plan.pages,
         plan.page_bytes,
         plan.rows,
         plan.page_tokens,
         plan.strips,
+        plan.layers,
+        plan.heads,
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from kvd.core.geometry import Row
+from kvd.transfer.strips import strips
 
 VERSION = 1
 
@@ -36,7 +37,9 @@ class RegionNote(msgspec.Struct, frozen=True):
 
     ``strips`` are the bytes of each tensor in one page, as they follow each other through the rows;
     empty: each row is one. ``page_tokens`` are the slots along the first axis of every strip, which
-    is what a page can be cut by; 0: it cannot be cut.
+    is what a page can be cut by; 0: it cannot be cut. ``layers`` and ``heads`` are what windows of
+    a page are counted in: the strips of a layer follow each other (K, then V), all layers are alike
+    and evenly spaced, and each slot of a strip is ``heads`` equal parts; 0: a page has no windows.
     """
 
     name: str
@@ -47,6 +50,8 @@ class RegionNote(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     page_tokens: int = 0
     strips: tuple[int, ...] = ()
+    layers: int = 0
+    heads: int = 0
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -163,6 +168,34 @@ def _check(region: RegionNote) -> None:
             f"{len(region.strips)} tensors of {region.page_tokens} slots; they are not"
         )
         raise BadMetadata(msg)
+    if not _has_windows(region):
+        msg = (
+            f"region {region.name!r} says that the {len(region.strips)} tensors of a page are "
+            f"those of {region.layers} layers, all alike, and that each of their "
+            f"{region.page_tokens} slots is {region.heads} heads; they are not"
+        )
+        raise BadMetadata(msg)
+
+
+def _has_windows(region: RegionNote) -> bool:
+    """Whether layers and heads, if they are given, divide the strips evenly."""
+    layers, heads, tokens = region.layers, region.heads, region.page_tokens
+    if not layers and not heads:
+        return True
+    if not (0 < layers <= len(region.strips) and 0 < heads < _TOP and tokens > 0):
+        return False
+    each, rest = divmod(len(region.strips), layers)
+    if rest or any(size % (tokens * heads) for size in region.strips):
+        return False
+    rows = strips(region)
+    return all(_is_even(rows[tensor::each]) for tensor in range(each))
+
+
+def _is_even(rows: tuple[Row, ...]) -> bool:
+    """Whether the strips of one tensor are alike and evenly spaced."""
+    sizes = {(row.stride_bytes, row.piece_bytes) for row in rows}
+    steps = {b.offset_bytes - a.offset_bytes for a, b in itertools.pairwise(rows)}
+    return len(sizes) == 1 and len(steps) <= 1
 
 
 def _is_tiled(region: RegionNote) -> bool:

@@ -64,7 +64,9 @@ class RegionPlan(msgspec.Struct, frozen=True):
     """Peers may write into it and posts read it; otherwise only a ``Copy`` touches it."""
     page_tokens: int = 0
     strips: tuple[int, ...] = ()
-    """As in ``RegionNote``."""
+    layers: int = 0
+    heads: int = 0
+    """These four as in ``RegionNote``."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

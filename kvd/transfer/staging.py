@@ -25,9 +25,17 @@ import numpy as np
 from kvd.transfer.strips import strips
 
 if TYPE_CHECKING:
-    from kvd.transfer.copies import Area, Bytes
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from kvd.transfer.copies import Bytes
     from kvd.transfer.metadata import RegionNote
+    from kvd.transfer.pieces import Stretches
     from kvd.types import Pages
+
+    Gather = Callable[[NDArray[np.int32], Bytes], None]
+    """Brings what is written for each of these pages together, in a row of the array each."""
 
 SLOT_BYTES: Final = 2 * 2**20
 SLOTS: Final = 32
@@ -57,11 +65,10 @@ class Staging:
 class Packing:
     """The pieces of one post, and how to pack those of one handle."""
 
-    def __init__(self, pages: Pages, area: Area, split: int, page_bytes: int) -> None:
-        """``page_bytes`` are the peer's."""
+    def __init__(self, pages: Pages, gather: Gather, page_bytes: int) -> None:
+        """``page_bytes`` are those that ``gather`` makes of each of ``pages``."""
         self._ids = np.frombuffer(pages, "<i4")
-        self._area = area
-        self._split = split
+        self._gather = gather
         self._page_bytes = page_bytes
         self.handle_pages = SLOT_BYTES // page_bytes
 
@@ -70,7 +77,7 @@ class Packing:
         low = handle * self.handle_pages
         ids = self._ids[low : low + self.handle_pages]
         shape = (ids.size, self._page_bytes)
-        self._area.gather(ids, self._split, memory[: ids.size * self._page_bytes].reshape(shape))
+        self._gather(ids, memory[: ids.size * self._page_bytes].reshape(shape))
 
 
 def is_worth_packing(ours: RegionNote, theirs: RegionNote, split: int) -> bool:
@@ -81,3 +88,13 @@ def is_worth_packing(ours: RegionNote, theirs: RegionNote, split: int) -> bool:
         return False
     each_bytes = theirs.page_bytes // len(strips(theirs))
     return each_bytes < GATHER_BELOW_BYTES and theirs.page_bytes <= SLOT_BYTES
+
+
+def is_worth_gathering(lying: Stretches, together: Stretches) -> bool:
+    """Whether a window's pieces are small where they are ``lying``, and fewer ``together``."""
+    n_bytes = int(together.size.sum())
+    return (
+        len(together.size) < len(lying.size)
+        and n_bytes < GATHER_BELOW_BYTES * len(lying.size)
+        and n_bytes <= SLOT_BYTES
+    )

@@ -22,14 +22,20 @@ import os
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 import numpy as np
 
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.shards import Piece, Pieced, Straight
+from kvd.core.spec import shard_region
+from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import Posted, PostFailed, Summed, Verified
+from kvd.transfer.pieces import Source, beyond, unmade
+from kvd.transfer.reading import Gathered, InPlace
 from kvd.transfer.strips import uncut
 from kvd.types import NO_PAGES
 from kvd.wire.peer import Integrity
@@ -39,8 +45,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvd.core.shards import Window
     from kvd.transfer.copies import Area
     from kvd.transfer.orders import Post, Report, Sum, Verify
+    from kvd.transfer.reading import Reading
     from kvd.types import Pages
 
 SUMMER: Final = "summer"
@@ -54,13 +62,13 @@ SWITCH_S: Final = 0.0005
 class Job:
     """The sums of the chosen pages of one post, or of one delta that has arrived."""
 
-    split = 1
-
-    def __init__(self, ticket: int, area: Area, seal: Seal, pages: Pages, first_page: int) -> None:
-        """``pages`` are of ``area``, ``first_page`` first."""
+    def __init__(
+        self, ticket: int, reading: Reading, seal: Seal, pages: Pages, first_page: int
+    ) -> None:
+        """``pages`` are read by ``reading``, ``first_page`` first."""
         ids = np.frombuffer(pages, "<i4")
         self.ticket = ticket
-        self.area = area
+        self.reading = reading
         self.seal = seal
         self.logical = chosen(seal, first_page, first_page + ids.size)
         self.ids = ids[self.logical - first_page]
@@ -71,20 +79,11 @@ class Job:
 
     def sum_slice(self, low: int, high: int) -> None:
         """Sum the chosen pages ``[low, high)``."""
-        pages, seal, sums = self.ids[low:high], self.seal, self.sums
-        arrays = self.area.pieces()
-        if self.split > 1:
-            arrays = [np.empty((pages.size, 1, self.page_bytes), np.uint8)]
-            self.area.gather(pages, self.split, arrays[0][:, 0])
-            pages = np.arange(pages.size)
-        pairs = zip(pages.tolist(), self.logical[low:high].tolist(), strict=True)
-        for at, (page, logical) in enumerate(pairs, low):
-            sums[at] = page_sum(seal, logical, (array[page, 0] for array in arrays))
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of what is summed as one page."""
-        return self.area.note.page_bytes // self.split
+        seal, sums = self.seal, self.sums
+        pages = self.reading.pages(self.ids[low:high])
+        pairs = zip(self.logical[low:high].tolist(), pages, strict=True)
+        for at, (logical, pieces) in enumerate(pairs, low):
+            sums[at] = page_sum(seal, logical, pieces)
 
     def packed(self) -> bytes:
         """The sums as they travel."""
@@ -110,7 +109,7 @@ class SumJob(Job):
     """Of pages as they lie here: each sum is bound to the number of its page."""
 
     def __init__(self, ticket: int, area: Area, pages: Pages) -> None:
-        super().__init__(ticket, area, _HERE, NO_PAGES, 0)
+        super().__init__(ticket, InPlace(area.pieces()), _HERE, NO_PAGES, 0)
         self.ids = np.frombuffer(pages, "<i4")
         self.logical = self.ids.astype(np.int64)
         self.sums = np.zeros(self.ids.size, np.uint64)
@@ -122,27 +121,73 @@ _HERE: Final = Seal(Integrity.FULL, b"kvd page of ours", 0, 0)
 
 def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
     """The job of a post; None where nothing is to be summed, or the post will be refused."""
-    area = areas.get(order.region)
-    if area is None or order.seal.is_open or uncut(area.note, order.split):
+    if order.seal.is_open:
         return None
-    if strays(order.source, area.note, order.split).size:
+    reading = _read(order, areas)
+    if reading is None:
         return None
-    job = PostJob(order.post, area, order.seal, order.source, order.first_page)
-    job.split = order.split
+    job = PostJob(order.post, reading, order.seal, order.source, order.first_page)
     return job if job.left else None
+
+
+def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
+    """How the pages of a post are read; None where it will be refused."""
+    match order.making:
+        case Straight(shard):
+            area = areas.get(shard_region(order.region, shard))
+            if area is None or uncut(area.note, order.split):
+                return None
+            if strays(order.source, area.note, order.split).size:
+                return None
+            return _read_whole(area, order.split)
+        case Pieced(window, pieces):
+            found = [areas.get(shard_region(order.region, one.shard)) for one in pieces]
+            parts = [(a, one) for a, one in zip(found, pieces, strict=True) if a is not None]
+            sources = [Source(area.note, one) for area, one in parts]
+            if len(parts) < len(pieces) or unmade(window, sources):
+                return None
+            if any(strays(order.source, area.note).size for area, _ in parts):
+                return None
+            return _read_window(window, parts)
+        case _:
+            assert_never(order.making)
+
+
+def _read_whole(area: Area, split: int) -> Reading:
+    """Whole pages, or pieces of them."""
+    if split == 1:
+        return InPlace(area.pieces())
+    return Gathered(partial(area.gather, split), area.note.page_bytes // split)
+
+
+def _read_window(window: Window, parts: list[tuple[Area, Piece]]) -> Reading:
+    """Pieces that make a window."""
+    area, piece = parts[0]
+    if len(parts) == 1 and piece.ours.end_head - piece.ours.first_head == area.note.heads:
+        return InPlace(area.window(piece.ours))
+    assembly = Assembly(window, parts)
+    return Gathered(assembly.gather, assembly.page_bytes)
 
 
 def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified:
     """The job of a ``Verify``, or the answer where there is nothing that could be summed."""
-    seal, area = order.seal, areas.get(order.region)
+    seal, name = order.seal, shard_region(order.region, order.shard)
+    area, window = areas.get(name), order.window
     why = ""
     if area is None:
-        why = f"there is no region {order.region!r} here"
+        why = f"there is no region {name!r} here"
     elif strays(order.pages, area.note).size or len(order.pages) // 4 != seal.end - seal.first:
-        why = f"the pages are not those of tokens {seal.first} to {seal.end} in {order.region!r}"
+        why = f"the pages are not those of tokens {seal.first} to {seal.end} in {name!r}"
+    elif window is not None:
+        why = beyond(window, area.note, "here")
     if why or area is None:
         return Verified(order.ticket, (), why)
-    job = VerifyJob(order.ticket, area, seal, order.pages, seal.first)
+    reading = (
+        _read_whole(area, 1)
+        if window is None
+        else _read_window(window, [(area, Piece(order.shard, window, window))])
+    )
+    job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
         return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
@@ -207,7 +252,7 @@ class Summers:
                 self._news.wait()
             job = self._turns.popleft()
             low = job.begun
-            stride = max(1, SLICE_BYTES // job.page_bytes)
+            stride = max(1, SLICE_BYTES // job.reading.page_bytes)
             job.begun = high = min(low + stride, job.ids.size)
             if high < job.ids.size:
                 self._turns.append(job)

@@ -33,6 +33,8 @@ def note(shape: Geometry, address: int = 0, name: str = "kv") -> RegionNote:
         shape.rows,
         shape.page_tokens,
         shape.strips,
+        shape.layers,
+        shape.heads,
     )
 
 

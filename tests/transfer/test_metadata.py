@@ -104,9 +104,68 @@ def test_tensors_that_are_not_the_bytes_of_a_page_are_refused(change):
         unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
 
 
+SHARDED = msgspec.structs.replace(
+    REGION, page_tokens=4, strips=(1024, 512, 1024, 512, 512, 512), layers=3, heads=8
+)
+EVEN = msgspec.structs.replace(SHARDED, strips=(1536, 512) * 2, layers=2)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        EVEN,
+        msgspec.structs.replace(EVEN, heads=128),
+        msgspec.structs.replace(EVEN, layers=1, strips=(1024,) * 4),
+        msgspec.structs.replace(EVEN, layers=4, strips=(1024,) * 4),
+        msgspec.structs.replace(WIDE, layers=1, heads=1, strips=(1024, 2048, 1024)),
+    ],
+)
+def test_layers_and_heads_come_back_as_they_were(region):
+    metadata = msgspec.structs.replace(GOOD, regions=(region,))
+    assert unpack(pack(metadata)) == metadata
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        SHARDED,
+        *(
+            msgspec.structs.replace(EVEN, **change)
+            for change in (
+                {"layers": 0},
+                {"heads": 0},
+                {"layers": -1},
+                {"heads": -1},
+                {"layers": 3},
+                {"layers": 4},
+                {"layers": 8},
+                {"heads": 3},
+                {"heads": 256},
+                {"heads": 2**63},
+                {"page_tokens": 0},
+                {"strips": ()},
+                {"strips": (1536, 512, 512, 1536)},
+            )
+        ),
+        msgspec.structs.replace(WIDE, layers=3, heads=1),
+    ],
+)
+def test_layers_and_heads_that_are_not_those_of_the_tensors_are_refused(wrong):
+    with pytest.raises(BadMetadata, match=r"says that the \d tensors of a page are those of"):
+        unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
+
+
+def test_layers_that_are_not_evenly_spaced_are_refused():
+    rows = (Row(0, 1024, 1024), Row(3072, 1024, 1024), Row(9216, 1024, 1024))
+    wrong = RegionNote("kv", 2**40, 2**14, 3, 3072, rows, 4, (1024,) * 3, 3, 1)
+
+    with pytest.raises(BadMetadata, match="are those of 3 layers, all alike"):
+        unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
+
+
 def test_metadata_of_a_node_that_knows_nothing_of_tensors_is_read():
     old = msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD))
-    for field in ("page_tokens", "strips"):
+    for field in ("page_tokens", "strips", "layers", "heads"):
         del old["regions"][0][field]
 
     assert unpack(framed(msgspec.msgpack.encode(old))) == GOOD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from functools import partial
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ class Bench:
     def post(self, number):
         pages = companion_pages(ids(range(1, self.pages + 1)), 4)
         onto = ids(range(4, 4 * self.pages + 4))
-        self.lane.add(Post(number, "p", 1, "kv", pages, onto, split=4), self.ours.area)
+        self.lane.add(Post(number, "p", 1, "kv", pages, onto, split=4), {"kv": self.ours.area})
 
     def posted(self):
         """How often and with what the post has ended well; how far it had come is told by time."""
@@ -201,7 +202,7 @@ def test_pieces_are_packed_tensor_by_tensor_from_wherever_they_begin():
     ours = Memory(Mha(2, 6, 4, "uint8"), 8, 5)
     ours.bytes[:] = np.random.default_rng(3).integers(0, 256, ours.bytes.size, "u1")
     pieces = [7, 6, 11, 12, 13, 14, 5]
-    packing = Packing(ids(pieces), ours.area, 4, ours.shape.page_bytes // 4)
+    packing = Packing(ids(pieces), partial(ours.area.gather, 4), ours.shape.page_bytes // 4)
     packed = np.zeros(SLOT_BYTES, np.uint8)
 
     packing.fill(0, packed)

@@ -1,0 +1,123 @@
+"""Pieces of pages of several regions of ours, brought together in the order of the peer's page.
+
+A merge of two shards of one node, page-first, both copied into a row of memory of their own::
+
+    shard 0, page 7   [L0 K: s0 h0, s1 h0][L0 V: s0 h0, s1 h0]
+    shard 1, page 7   [L0 K: s0 h1, s1 h1][L0 V: s0 h1, s1 h1]
+    together          [L0 K: s0 h0 h1, s1 h0 h1][L0 V: s0 h0 h1, s1 h0 h1]
+
+One assignment moves a tensor of all layers of a run of pages; numpy lets go of the interpreter
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvd.core.geometry import Row
+from kvd.core.shards import Window
+from kvd.transfer.metadata import RegionNote
+from kvd.transfer.pieces import tensors, window_strips
+from kvd.transfer.strips import strips
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvd.core.shards import Piece
+    from kvd.transfer.copies import Area, Bytes
+
+
+class _Grid(NamedTuple):
+    """A window of one tensor of all pages: an array ``(pages, layers, slots, bytes)``."""
+
+    offset: int
+    shape: tuple[int, int, int]
+    steps: tuple[int, int, int, int]
+
+
+class _Move(NamedTuple):
+    """What one assignment brings to its place."""
+
+    read: Bytes
+    store: _Grid
+
+
+class Assembly:
+    """A window of the peer's pages, made of pages of ours."""
+
+    def __init__(self, window: Window, pieces: Sequence[tuple[Area, Piece]]) -> None:
+        """``pieces`` tile the window."""
+        made = _packed_note(window, pieces)
+        self.page_bytes = made.page_bytes
+        self._moves = [
+            _Move(area.array(read.offset, read.shape, read.steps), store)
+            for area, piece in pieces
+            for read, store in zip(
+                _grids(area.note, piece.ours), _grids(made, _from(window, piece)), strict=True
+            )
+        ]
+
+    def gather(self, ids: NDArray[np.int32], into: Bytes) -> None:
+        """The window of each page becomes a row of ``into``, in the order of the window's bytes."""
+        stores = [
+            np.ndarray((ids.size, *grid.shape), np.uint8, into.data, grid.offset, grid.steps)
+            for _, grid in self._moves
+        ]
+        cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+        for first, end in pairwise([0, *cuts.tolist(), ids.size]):
+            page = int(ids[first])
+            for (read, _), store in zip(self._moves, stores, strict=True):
+                store[first:end] = read[page : page + end - first]
+
+
+def _packed_note(window: Window, pieces: Sequence[tuple[Area, Piece]]) -> RegionNote:
+    """One page that is nothing but the window, as if it were a region.
+
+    All layers are alike, so those of the first piece tell of all.
+    """
+    area, piece = pieces[0]
+    note, ours = area.note, piece.ours
+    heads, layers = window.end_head - window.first_head, window.end_layer - window.first_layer
+    part_heads = ours.end_head - ours.first_head
+    layer = window_strips(note, ours)[: tensors(note)]
+    sizes = tuple(size // part_heads * heads for size in layer) * layers
+    total = sum(sizes)
+    row = (Row(0, total, total),)
+    return RegionNote("packed", 0, total, 1, total, row, note.page_tokens, sizes, layers, heads)
+
+
+def _from(window: Window, piece: Piece) -> Window:
+    """What the piece goes over, counted from the window's beginning."""
+    theirs = piece.theirs
+    return Window(
+        theirs.first_layer - window.first_layer,
+        theirs.end_layer - window.first_layer,
+        theirs.first_head - window.first_head,
+        theirs.end_head - window.first_head,
+    )
+
+
+def _grids(note: RegionNote, window: Window) -> list[_Grid]:
+    """Each tensor of a window."""
+    each, slots, places = tensors(note), note.page_tokens, strips(note)
+    heads, layers = window.end_head - window.first_head, window.end_layer - window.first_layer
+    found = []
+    for tensor in range(each):
+        rows = places[tensor::each]
+        first = rows[window.first_layer]
+        layer_step = rows[-1].offset_bytes - rows[-2].offset_bytes if len(rows) > 1 else 0
+        slot = first.piece_bytes // slots
+        head = slot // note.heads
+        found.append(
+            _Grid(
+                first.offset_bytes + window.first_head * head,
+                (layers, slots, heads * head),
+                (first.stride_bytes, layer_step, slot, 1),
+            )
+        )
+    return found

@@ -1,0 +1,134 @@
+"""From a post to what is written: the regions it names, what speaks against it, its descriptors.
+
+A post names a component. Whole pages come from one shard of ours; a window of the peer's pages from
+one or several. Where the pieces are small and those of the window itself are fewer, they are packed
+first (see ``staging``); from memory that the processor cannot read they go as they lie, always.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, assert_never
+
+from kvd.core.shards import Pieced, Straight
+from kvd.core.spec import shard_region
+from kvd.transfer.assembly import Assembly
+from kvd.transfer.descriptors import (
+    Writes,
+    objection,
+    packed_writes,
+    stretch_writes,
+    window_objection,
+    writes,
+)
+from kvd.transfer.pieces import Source, packed, pieced
+from kvd.transfer.staging import Packing, is_worth_gathering, is_worth_packing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvd.core.shards import Piece
+    from kvd.transfer.copies import Area
+    from kvd.transfer.metadata import RegionNote
+    from kvd.transfer.orders import Post
+
+
+class Found(NamedTuple):
+    """The regions of a post: of whole pages one of ours, otherwise one for each piece."""
+
+    ours: tuple[Area, ...]
+    theirs: RegionNote
+
+
+class Plan(NamedTuple):
+    """What a post writes, and how its pages are packed before, if they are."""
+
+    writes: Writes
+    packing: Packing | None
+
+
+def found(order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]) -> Found | str:
+    """The regions of a post against which nothing speaks, or what does."""
+    match order.making:
+        case Straight(shard):
+            shards = [shard]
+        case Pieced(_, pieces):
+            shards = [piece.shard for piece in pieces]
+        case _:
+            assert_never(order.making)
+    names = [shard_region(order.region, shard) for shard in shards]
+    missing = [name for name in names if name not in ours]
+    if missing:
+        return f"this node has no region {missing[0]!r}"
+    there = theirs.get(shard_region(order.region, order.peer_shard))
+    if there is None:
+        name = shard_region(order.region, order.peer_shard)
+        return f"peer {order.peer} has no region {name!r}"
+    areas = tuple(ours[name] for name in names)
+    return _objection(order, areas, there) or Found(areas, there)
+
+
+def direct(order: Post, regions: Found) -> Writes:
+    """The descriptors that write a post from where its pages lie."""
+    match order.making:
+        case Straight():
+            (area,) = regions.ours
+            return writes(order.source, order.destination, area.note, regions.theirs, order.split)
+        case Pieced(_, pieces):
+            stretches = pieced(_sources(regions, pieces), regions.theirs)
+            return stretch_writes(order.source, order.destination, stretches)
+        case _:
+            assert_never(order.making)
+
+
+def plan(order: Post, regions: Found) -> Plan:
+    """How a post is written."""
+    packing = None
+    if all(area.is_readable for area in regions.ours):
+        packing = _packing(order, regions)
+    if packing is None:
+        return Plan(direct(order, regions), None)
+    window = order.making.window if isinstance(order.making, Pieced) else None
+    made = packed_writes(order.destination, regions.theirs, packing.handle_pages, window)
+    return Plan(made, packing)
+
+
+def _packing(order: Post, regions: Found) -> Packing | None:
+    """How the pages of a post are packed, where that is faster."""
+    theirs, split = regions.theirs, order.split
+    match order.making:
+        case Straight():
+            (area,) = regions.ours
+            if not is_worth_packing(area.note, theirs, split):
+                return None
+            return Packing(order.source, partial(area.gather, split), theirs.page_bytes)
+        case Pieced(window, pieces):
+            lying = pieced(_sources(regions, pieces), theirs)
+            if not is_worth_gathering(lying, packed(theirs, window)):
+                return None
+            assembly = Assembly(window, list(zip(regions.ours, pieces, strict=True)))
+            return Packing(order.source, assembly.gather, assembly.page_bytes)
+        case _:
+            assert_never(order.making)
+
+
+def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
+    making, split = order.making, order.split
+    if split != 1 and (making != Straight() or order.peer_shard):
+        return (
+            f"pages of region {order.region!r} cannot be cut into {split} pieces on their way "
+            f"between shards, here to shard {order.peer_shard} of the peer; use pages of one size "
+            "on both sides"
+        )
+    match making:
+        case Straight():
+            return objection(order.source, order.destination, areas[0].note, theirs, split)
+        case Pieced(window, pieces):
+            sources = [Source(area.note, one) for area, one in zip(areas, pieces, strict=True)]
+            return window_objection(order.source, order.destination, window, sources, theirs)
+        case _:
+            assert_never(making)
+
+
+def _sources(regions: Found, pieces: tuple[Piece, ...]) -> list[Source]:
+    return [Source(area.note, piece) for area, piece in zip(regions.ours, pieces, strict=True)]
