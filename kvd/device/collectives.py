@@ -134,7 +134,7 @@ class Gather:
         self._group = group
         self._arena = arena
         self._stream = stream
-        if stream is None and arena.device.type == "cuda":
+        if stream is None and arena.device.type == "cuda" and self.ranks > 1:
             self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
         self._last: _Route | None = None
 
@@ -188,26 +188,19 @@ class Gather:
         self._check(x, route, out, tokens)
         if self.ranks == 1:
             return Pending(lambda: x if out is None else out.copy_(x))
-        with torch.inference_mode(), self._working(x):
-            if out is None or not tokens:
-                out = _empty(tokens, x)
+        with self._working(x, out):
+            into = out if out is not None and tokens else _empty(tokens, x)
             if not sharding.tokens or not _row_bytes(x):
-                result = out
-                return Pending(lambda: result)
-            call = self._sent(x, route, out, to)
-        pending = Pending(functools.partial(self._landed, call))
-        call.block.hold(pending.finish)
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                pending.enqueue(self._stream)
-        return pending
+                return Pending(lambda: into)
+            return self._begun(x, route, into, to)
 
     def _routed(self, sharding: Sharding) -> _Route:
         if self._last is None or self._last.sharding != sharding:
             if sharding.ranks != self.ranks:
                 msg = f"a sharding for {sharding.ranks} ranks in a group of {self.ranks}"
                 raise ValueError(msg)
-            order = torch.from_numpy(sharding.order()).to(self._arena.device)
+            with self._working():
+                order = torch.from_numpy(sharding.order()).to(self._arena.device)
             self._last = _Route(sharding, sharding.counts, sharding.max_len, order)
         return self._last
 
@@ -230,12 +223,11 @@ class Gather:
             )
             raise ValueError(msg)
 
-    def _sent(self, x: torch.Tensor, route: _Route, out: torch.Tensor, to: int | None) -> _Call:
+    def _begun(self, x: torch.Tensor, route: _Route, out: torch.Tensor, to: int | None) -> Pending:
         row_bytes = _row_bytes(x)
         send_bytes = route.max_len * row_bytes
-        receive_bytes = self.ranks * send_bytes
         # A function of the sharding and the row: every rank takes as much, whatever it has itself.
-        block = self._arena.take(aligned(send_bytes) + receive_bytes)
+        block = self._arena.take(aligned(send_bytes) + self.ranks * send_bytes)
         send = _padded(x, block, send_bytes)
         received = block.memory[aligned(send_bytes) :]
         try:
@@ -247,7 +239,12 @@ class Gather:
         except RuntimeError as broken:
             raise self._failed(broken) from broken
         assert work is not None
-        return _Call(work, block, received.view(-1, row_bytes), route.order, out)
+        call = _Call(work, block, received.view(-1, row_bytes), route.order, out)
+        pending = Pending(functools.partial(self._landed, call))
+        block.hold(pending.finish)
+        if self._stream is not None:
+            pending.enqueue(self._stream)
+        return pending
 
     def _landed(self, call: _Call) -> torch.Tensor:
         try:
@@ -267,15 +264,18 @@ class Gather:
         )
 
     @contextlib.contextmanager
-    def _working(self, x: torch.Tensor) -> Iterator[None]:
-        """What is done inside goes on the gather's stream, after what made ``x``."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
-        x.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
+    def _working(self, *tensors: torch.Tensor | None) -> Iterator[None]:
+        """What is done inside goes on the gather's stream, after what made these tensors."""
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                yield
 
 
 def agree(what: str, value: int, group: dist.ProcessGroup) -> int:

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from kvd.core.shards import page_share
 from kvd.device.arena import Arena
 from kvd.device.collectives import Disagreement, Gather, agree
 from kvd.device.sequence import Split, shard
+from kvd.device.symmetric import open_arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.device.collectives import Pending
     from kvd.device.sequence import Sharding
 
 HOST = torch.device("cpu")
@@ -133,11 +138,182 @@ def agree_on(rank: Rank, values: list[int]) -> Any:
         return {"values": {str(at): value for at, value in apart.values.items()}, "is": str(apart)}
 
 
+def gather_shapes(rank: Rank) -> dict[str, bool]:
+    """What engines hand over: slices, out buffers at odd places, tensors with gradients."""
+    ranks, number = rank.group.size(), rank.number
+    sharding = shard(Split.ZIGZAG, [21, 30], ranks)
+    gather = Gather(rank.group, arena_of(0))
+    whole = batch(51, (4, 6), "bfloat16", 11)
+    own = torch.from_numpy(sharding.rows(number))
+    turned = whole[own].transpose(1, 2).contiguous().transpose(1, 2)
+    odd = torch.zeros(51 * 24 + 3, dtype=torch.bfloat16)[3:].view(51, 4, 6)
+    learned = whole[own].float().requires_grad_()
+    with torch.inference_mode():
+        frozen = torch.zeros_like(whole)
+        started = gather.start(whole[own], sharding, out=frozen)
+    filled = gather.start(whole[own], sharding, out=odd).wait()
+    return {
+        "not contiguous": same(gather.start(turned, sharding).wait(), whole),
+        "out at an odd place": filled is odd and same(odd, whole),
+        "with gradients": same(gather.start(learned, sharding).wait(), whole.float()),
+        "out of inference mode": started.wait() is frozen and same(frozen, whole),
+    }
+
+
+def gather_refused(rank: Rank) -> list[str]:
+    """What is said of arguments that do not fit; nothing is sent, so the ranks stay together."""
+    ranks, number = rank.group.size(), rank.number
+    sharding = shard(Split.ZIGZAG, [16], ranks)
+    gather = Gather(rank.group, arena_of(0))
+    x = torch.zeros(sharding.counts[number], 2)
+    wrong: list[Callable[[], object]] = [
+        lambda: gather.start(x[1:], sharding),
+        lambda: gather.start(x, sharding, out=torch.zeros(15, 2)),
+        lambda: gather.start(x, sharding, out=torch.zeros(16, 2, dtype=torch.float64)),
+        lambda: gather.start(x, sharding, out=torch.zeros(2, 16).t()),
+        lambda: gather.start(x, shard(Split.ZIGZAG, [16], ranks + 1)),
+    ]
+    said = []
+    for call in wrong:
+        try:
+            call()
+        except ValueError as refused:
+            said.append(str(refused))
+    gather.start(x, sharding).wait()
+    return said
+
+
+def gather_in_window(rank: Rank) -> list[Any]:
+    """Sizes around a window of 16 KiB: where blocks lay, what was counted."""
+    ranks = rank.group.size()
+    arena = arena_of(16384)
+    gather = Gather(rank.group, arena)
+    for number, lengths in enumerate([[10], [9, 9], [200], [7], [400], [33, 50]]):
+        sharding = shard(Split.ZIGZAG, lengths, ranks)
+        whole = batch(sharding.tokens, (8, 16), "uint8", number)
+        mine = whole[torch.from_numpy(sharding.rows(rank.number))]
+        if not same(gather.start(mine, sharding).wait(), whole):
+            return [f"other bits in {lengths}"]
+    usage = arena.usage
+    where = arena.take(1).span
+    return [usage.in_window, usage.too_large, usage.largest_bytes, usage.allocations, where.start]
+
+
+def gather_after_warm_up(rank: Rank, window_bytes: int) -> list[Any]:
+    """After a warm-up: allocations of the arena, how many calls of torch returned new memory.
+
+    And which did in a last gather that has to allocate its result.
+    """
+    ranks = rank.group.size()
+    arena = arena_of(window_bytes)
+    gather = Gather(rank.group, arena)
+    gather.warm_up(shard(Split.ZIGZAG, [512, 300], ranks), (8, 16), torch.float32)
+    before = arena.usage.allocations
+    out = torch.empty(812, 8, 16)
+    batches = [shard(Split.ZIGZAG, lengths, ranks) for lengths in ([512, 300], [100], [812])]
+    own = [torch.zeros(one.counts[rank.number], 8, 16) for one in batches]
+    with Watched() as watched:
+        for sharding, x in zip(batches, own, strict=True):
+            first = gather.start(x, sharding, out=out[: sharding.tokens])
+            second = gather.start(x, sharding, out=out[: sharding.tokens])
+            first.wait()
+            second.wait()
+        made = len(watched.made)
+        gather.start(own[1], batches[1]).wait()
+    return [arena.usage.allocations - before, made, watched.made]
+
+
+class Watched(TorchFunctionMode):
+    """Which calls of torch in this thread returned memory that they were not given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        given, got = (
+            {one.untyped_storage().data_ptr() for one in tree_leaves(of) if torch.is_tensor(one)}
+            for of in ((args, kwargs), returned)
+        )
+        if got - given:
+            self.made.append(func.__name__)
+        return returned
+
+
+def gather_for_sending(rank: Rank, tokens: int, page_size: int) -> list[Any]:
+    """Pages that a rank would send of a gathered prompt, and the bytes in them."""
+    ranks, number = rank.group.size(), rank.number
+    sharding = shard(Split.INTERLEAVED, [tokens], ranks)
+    whole = batch(tokens, (1, 8), "uint8", 21)
+    mine = whole[torch.from_numpy(sharding.rows(number))]
+    got = Gather(rank.group, arena_of(4096)).start(mine, sharding).wait()
+    pages = torch.full((16, page_size, 1, 8), JUNK, dtype=torch.uint8)
+    slots = torch.arange(got.shape[0])
+    pages[slots // page_size, slots % page_size] = got
+    share = page_share(0, -(-got.shape[0] // page_size), number, ranks)
+    untouched = bool((pages[share[1] if number == ranks - 1 else 16 :] == JUNK).all())
+    return [list(share), untouched, same(pages.view(-1, 1, 8)[:tokens], whole)]
+
+
+def start_only(rank: Rank, tokens: int) -> str:
+    """Start a gather and come back; ``wait_for_it`` ends it."""
+    sharding = shard(Split.ZIGZAG, [tokens], rank.group.size())
+    whole = batch(tokens, (8, 16), "bfloat16", 9)
+    mine = whole[torch.from_numpy(sharding.rows(rank.number))]
+    begun.append((Gather(rank.group, arena_of(0)).start(mine, sharding), whole))
+    return ""
+
+
+def wait_for_it(rank: Rank) -> str:
+    pending, whole = begun.pop()
+    return "" if same(pending.wait(), whole) else "other bits"
+
+
+def open_one(rank: Rank, window_bytes: int, poor: list[int]) -> list[Any]:
+    """An arena whose window is plain memory; ``poor`` ranks cannot allocate theirs."""
+    windows = PlainWindows(rank.number in poor)
+    arena = open_arena(rank.group, HOST, window_bytes=window_bytes, windows=windows)
+    sharding = shard(Split.ZIGZAG, [20], rank.group.size())
+    whole = batch(20, (8, 16), "bfloat16", 9)
+    mine = whole[torch.from_numpy(sharding.rows(rank.number))]
+    is_same = same(Gather(rank.group, arena).start(mine, sharding).wait(), whole)
+    return [arena.usage.window_bytes, windows.registered, arena.usage.in_window, is_same]
+
+
+def open_by_itself(rank: Rank, window_bytes: int) -> list[int]:
+    """What this rank finds out without the others: they are not called."""
+    arena = open_arena(rank.group, HOST, window_bytes=window_bytes)
+    return [arena.usage.window_bytes, arena.usage.plain_bytes]
+
+
+class PlainWindows:
+    """Windows of plain memory: what they hold is right, that peers reach it is not needed."""
+
+    def __init__(self, is_poor: bool) -> None:
+        self._is_poor = is_poor
+        self.registered = 0
+
+    def are_available(self, device: torch.device, group: dist.ProcessGroup) -> bool:
+        return True
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        if self._is_poor:
+            raise torch.OutOfMemoryError(f"no {size} bytes")
+        return torch.full((size,), JUNK, dtype=torch.uint8, device=device)
+
+    def register(self, memory: torch.Tensor, group: dist.ProcessGroup) -> None:
+        dist.barrier(group)
+        self.registered += memory.numel()
+
+
+begun: list[tuple[Pending, torch.Tensor]] = []
+
 CASES: dict[str, Callable[..., Any]] = {
-    "is_ready": is_ready,
-    "gather_one": gather_one,
-    "gather_random": gather_random,
-    "gather_misread": gather_misread,
-    "gather_alone": gather_alone,
-    "agree_on": agree_on,
+    case.__name__: case
+    for case in (
+        *(is_ready, agree_on, open_one, open_by_itself, start_only, wait_for_it),
+        *(gather_one, gather_random, gather_misread, gather_alone, gather_shapes, gather_refused),
+        *(gather_in_window, gather_after_warm_up, gather_for_sending),
+    )
 }

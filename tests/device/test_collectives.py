@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvd.device.sequence import Split, shard
+from tests.device.ranks import Ranks
+
 if TYPE_CHECKING:
-    from tests.device.ranks import Ranks, Told
+    from pathlib import Path
+
+    from tests.device.ranks import Told
 
 MHA = [8, 16]
 MLA = [1, 576]
@@ -128,3 +133,91 @@ def test_a_disagreement_is_raised_on_all_ranks_alike(four: Ranks) -> None:
     assert [one.found for one in answers] == [
         {"values": {"0": 64, "1": 0, "2": 64}, "is": said}
     ] * 3
+
+
+def test_tensors_come_as_engines_have_them(four: Ranks) -> None:
+    answers = four.run("gather_shapes", 2)
+
+    assert [one.error for one in answers] == ["", ""]
+    for one in answers:
+        assert all(one.found.values()), one.found
+
+
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(four: Ranks) -> None:
+    said = [one.found for one in four.run("gather_refused", 4)]
+
+    assert said[1] == [
+        "rank 1 of 4 has 4 rows on cpu, but the tensor is (3, 2) on cpu",
+        "out is (15, 2) torch.float32 on cpu, strides (2, 1); the result needs (16, 2) "
+        "torch.float32 on cpu, contiguous",
+        "out is (16, 2) torch.float64 on cpu, strides (2, 1); the result needs (16, 2) "
+        "torch.float32 on cpu, contiguous",
+        "out is (16, 2) torch.float32 on cpu, strides (1, 16); the result needs (16, 2) "
+        "torch.float32 on cpu, contiguous",
+        "a sharding for 5 ranks in a group of 4",
+    ]
+
+
+def test_ranks_take_the_same_way_when_a_window_is_too_small(four: Ranks) -> None:
+    """scenario F10: by sizes alone, blocks at the same places, counted, the results the same."""
+    answers = four.run("gather_in_window", 4)
+
+    row, largest = 128, shard(Split.ZIGZAG, [400], 4).max_len
+    assert [one.error for one in answers] == [""] * 4
+    assert answers[0].found[:4] == [4, 2, 5 * largest * row, 2]
+    assert all(one.found == answers[0].found for one in answers)
+
+
+@pytest.mark.parametrize("window_bytes", [0, 2**20, 2**22], ids=["plain", "small", "window"])
+def test_a_warm_up_with_the_largest_batch_allocates_all_that_comes_later(
+    four: Ranks, window_bytes: int
+) -> None:
+    """Then the arena allocates nothing, and no call of torch returns memory it was not given.
+
+    A gather without ``out`` has its result made, and nothing else. (The order of the rows, 8 bytes
+    each, is made once for each batch, by numpy.)
+    """
+    answers = four.run("gather_after_warm_up", 2, window_bytes=window_bytes)
+
+    assert [one.error for one in answers] == ["", ""]
+    assert [one.found for one in answers] == [[0, 0, ["empty"]]] * 2
+
+
+def test_no_page_of_padding_is_sent(four: Ranks) -> None:
+    """scenario F12: 33 tokens on 4 ranks gather 36 rows; of 9 pages of 4 the last has one token."""
+    answers = four.run("gather_for_sending", 4, tokens=33, page_size=4)
+
+    assert [one.found for one in answers] == [
+        [[0, 3], True, True],
+        [[3, 5], True, True],
+        [[5, 7], True, True],
+        [[7, 9], True, True],
+    ]
+
+
+def test_a_gather_is_started_before_the_others_have_come(four: Ranks) -> None:
+    """Rank 0 goes on with its work: what it started ends when rank 1 starts it too."""
+    four.tell([0], "start_only", 2, tokens=40)
+    assert four.hear(0).error == ""
+
+    four.tell([1], "start_only", 2, tokens=40)
+    assert four.hear(1).error == ""
+
+    assert_same(four.run("wait_for_it", 2))
+
+
+def test_a_rank_that_is_gone_is_told_to_the_others(tmp_path: Path) -> None:
+    """The survivors are told at once, by gathers and by comparisons, and none hangs."""
+    three = Ranks(3, tmp_path)
+    try:
+        three.run("is_ready", 3)
+        three.kill(2)
+        arguments = {"split": "zigzag", "lengths": [60], "shape": MHA, "dtype": "uint8", "seed": 1}
+        three.tell([0], "gather_one", 3, **arguments)
+        three.tell([1], "gather_one", 3, **arguments)
+        said = [three.hear(rank).error for rank in (0, 1)]
+    finally:
+        three.stop()
+
+    for rank, error in enumerate(said):
+        assert error.startswith(f"GatherFailed: rank {rank} of 3: a gather did not end (")
