@@ -107,6 +107,24 @@ def _llama(shape: Shape) -> PreTrainedConfig:
     )
 
 
+def _qwen(shape: Shape) -> PreTrainedConfig:
+    from transformers import Qwen3Config  # noqa: PLC0415 - as above
+
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def _deepseek(shape: Shape) -> PreTrainedConfig:
     from transformers import DeepseekV3Config  # noqa: PLC0415 - as above
 
@@ -229,6 +247,8 @@ _SHAPE = msgspec.structs.replace
 
 _ROWS = (
     Architecture("llama", "mha", _LLAMA, _llama),
+    # As many heads of KV as there are ranks in the largest demo: none of them is kept twice.
+    Architecture("qwen", "mha", _SHAPE(_LLAMA, kv_heads=4), _qwen),
     Architecture(
         "deepseek",
         "mla",
