@@ -9,24 +9,21 @@ import msgspec
 
 from kvd.demo.compute import answer, pack_logits
 from kvd.demo.layout import Part
-from kvd.demo.leased import LeasedSequence, Lengths, PoolViews
+from kvd.demo.leased import Lengths
 from kvd.demo.messages import Decode, Decoded, FirstToken
 from kvd.demo.settings import STEP_TOKENS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from kvd.client import SyncLease, SyncNode
-    from kvd.demo.layout import Shape
+    from kvd.demo.sequences import Sequences
 
 
 class DecodeEngine:
-    """One model over one pool."""
+    """What computes, over one pool."""
 
-    def __init__(self, model: PreTrainedModel, shape: Shape, node: SyncNode) -> None:
-        self._model = model
+    def __init__(self, sequences: Sequences, node: SyncNode) -> None:
+        self._sequences = sequences
         self._node = node
-        self._views = PoolViews(shape, node.pool("main"))
 
     def decode(self, order: Decode) -> Decoded:
         """Receive the prompt of ``order``, answer it, keep prompt and answer cached."""
@@ -34,7 +31,7 @@ class DecodeEngine:
         handoff = self._node.receive(
             order.room,
             tokens,
-            source=order.source,
+            source=order.sources,
             reserve_tokens=order.answer_tokens,
             deadline_s=order.deadline_s,
             step_tokens=STEP_TOKENS,
@@ -47,12 +44,8 @@ class DecodeEngine:
             self._damage(order.damage, lease, handoff.prefix_len)
         # The daemon committed the prompt, so its whole pages are shared now; the answer goes into
         # what is left of the last page and into the reserve.
-        sequence = LeasedSequence(
-            self._model,
-            self._views,
-            lease,
-            Lengths(len(tokens), len(tokens)),
-            step_tokens=STEP_TOKENS,
+        sequence = self._sequences.begin(
+            lease, Lengths(len(tokens), len(tokens)), step_tokens=STEP_TOKENS
         )
         said, logits = answer(sequence.compute, first.token, order.answer_tokens)
         lease.release(new_tokens=said[:-1])  # the last token has no KV
@@ -66,11 +59,14 @@ class DecodeEngine:
         )
 
     def _damage(self, part: Part, lease: SyncLease, prefix_tokens: int) -> None:
-        """Spoil one page that crossed: what follows must then come out differently."""
-        row = lease.pages_of(part.value)
+        """Spoil one page that crossed: what follows must then come out differently.
+
+        Of a tensor-parallel engine only the shard of this rank is.
+        """
+        views, row = self._sequences.views, lease.pages_of(part.value)
         pages = {
-            Part.KV: row[prefix_tokens // self._views.page_size :],
+            Part.KV: row[prefix_tokens // views.page_size :],
             Part.WINDOW: row[row.nonzero()[0][1:]],  # the first may lie just behind the window
             Part.STATE: row[1:],
         }
-        self._views.damage(part, int(pages[part][0]))
+        views.damage(part, int(pages[part][0]))

@@ -1,96 +1,36 @@
 """An engine process of the demo: ``python -m kvd.demo.engine NAME``, driven over standard streams.
 
 Which role it plays follows from what it is asked: ``Prefill``, ``Decode`` or ``Generate``; the name
-is for whoever lists processes. It ends when its standard input does, so it cannot outlive the demo.
+is for whoever lists processes. How many processes it is it learns with its model; the first of them
+speaks for all. It ends when its standard input does, so it cannot outlive the demo.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, BinaryIO, assert_never
+from typing import BinaryIO, Protocol
 
 import torch
 import transformers
 
-from kvd.client import connect_sync
-from kvd.demo.decode import DecodeEngine
 from kvd.demo.encoder import EncoderEngine
-from kvd.demo.messages import (
-    Connect,
-    Connected,
-    ConnectEncoder,
-    Decode,
-    Embed,
-    Failed,
-    Generate,
-    Prefill,
-    Reply,
-    Request,
-    Start,
-    Started,
-    frame,
-    read_request,
-)
+from kvd.demo.group import fork
+from kvd.demo.messages import Failed, Reply, Request, Start, Started, frame, read_request
 from kvd.demo.models import ARCHITECTURES, ENCODERS, build_model, weight_digest
-from kvd.demo.prefill import PrefillEngine
-from kvd.demo.reference import generate
+from kvd.demo.rank import spokesman
 from kvd.errors import KvdError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-    from kvd.demo.layout import Shape
-
-
-class Engine:
-    """A model, and both sides of a handoff once it has been told where its daemon is."""
-
-    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
-        self._model = model
-        self._shape = shape
-        self._sides: tuple[PrefillEngine, DecodeEngine] | None = None
+class Engine(Protocol):
+    """Answers the demo."""
 
     def answer(self, request: Request) -> Reply:
-        """Do what ``request`` asks."""
-        match request:
-            case Start():
-                return Failed("the model was built already")
-            case Connect(endpoint=endpoint, name=name):
-                node = connect_sync(endpoint, name=name)
-                self._sides = (
-                    PrefillEngine(self._model, self._shape, node),
-                    DecodeEngine(self._model, self._shape, node),
-                )
-                return Connected()
-            case Generate():
-                return generate(self._model, request)
-            case Prefill():
-                return self._attached()[0].prefill(request)
-            case Decode():
-                return self._attached()[1].decode(request)
-            case ConnectEncoder() | Embed():
-                return Failed("only an encoder embeds")
-            case _:
-                assert_never(request)
+        """Do what ``request`` asks.
 
-    def _attached(self) -> tuple[PrefillEngine, DecodeEngine]:
-        """Both sides."""
-        assert self._sides is not None, "the demo connects an engine before it uses it"
-        return self._sides
-
-
-def start(order: Start) -> tuple[Engine | EncoderEngine, Started]:
-    """Build the model of ``order``."""
-    engine: Engine | EncoderEngine
-    if order.model in ENCODERS:
-        model = build_model(ENCODERS[order.model], seed=order.seed, dtype=order.dtype)
-        engine = EncoderEngine(model)
-    else:
-        architecture = ARCHITECTURES[order.model]
-        model = build_model(architecture, seed=order.seed, dtype=order.dtype)
-        engine = Engine(model, architecture.shape)
-    return engine, Started(weight_digest(model), str(torch.__version__), transformers.__version__)
+        Raises:
+            KvdError: a daemon refused.
+        """
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -100,7 +40,18 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     if order is None:
         return
     assert isinstance(order, Start), f"the first request is Start, not {order}"
-    engine, started = start(order)
+    is_encoder = order.model in ENCODERS
+    architecture = (ENCODERS if is_encoder else ARCHITECTURES)[order.model]
+    model = build_model(architecture, seed=order.seed, dtype=order.dtype)
+    started = Started(weight_digest(model), str(torch.__version__), transformers.__version__)
+    if is_encoder:
+        engine: Engine = EncoderEngine(model)
+    else:
+        group = fork(order.division.ranks)
+        if group.rank:
+            requests.close()
+            replies.close()  # so that the demo hears when the first rank ends
+        engine = spokesman(model, architecture.shape, order.division, group)
     _send(replies, started)
     while (request := read_request(requests)) is not None:
         try:

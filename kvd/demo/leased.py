@@ -38,7 +38,7 @@ class Memory(Protocol):
     def page_size(self) -> int:
         """Tokens per page."""
 
-    def tensors(self, component: str, *, layer: int) -> dict[str, torch.Tensor]:
+    def tensors(self, component: str, *, layer: int, shard: int = 0) -> dict[str, torch.Tensor]:
         """The memory of one layer."""
 
 
@@ -53,17 +53,21 @@ class Leased(Protocol):
 
 
 class PoolViews:
-    """The memory of every layer of a model, mapped once and kept: a view costs nothing to hold."""
+    """The memory of every layer of a model, mapped once and kept: a view costs nothing to hold.
 
-    def __init__(self, shape: Shape, pool: Memory) -> None:
+    ``shape``: what of the model the pool keeps. ``shard``: of which of the pool's shards.
+    """
+
+    def __init__(self, shape: Shape, pool: Memory, *, shard: int = 0) -> None:
         self.shape = shape
+        self._shard = shard
         self.parts = {place.part for place in places(shape)}
         self.page_size = pool.page_size
         self.layers = tuple(self._views(pool, place) for place in places(shape))
 
     def _views(self, pool: Memory, place: Place) -> LayerViews | StateViews:
         """The tensors of one layer."""
-        found = pool.tensors(place.part.value, layer=place.layer)
+        found = pool.tensors(place.part.value, layer=place.layer, shard=self._shard)
         if place.part is Part.STATE:
             return StateViews(conv=found["conv"], scan=found["ssm"])
         if self.shape.latent_dim:

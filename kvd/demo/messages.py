@@ -12,23 +12,28 @@ from typing import BinaryIO
 
 import msgspec
 
+from kvd.demo.division import ALONE, Division, Sent
 from kvd.demo.layout import Part
 
 LENGTH_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Build the model. Answer: ``Started``."""
+    """Build the model, and be so many processes. Answer: ``Started``."""
 
     model: str
     seed: int
     dtype: str
+    division: Division = ALONE
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
-    """Attach to the daemon at ``endpoint``. Answer: ``Connected``."""
+    """Attach to the daemons at ``endpoints``, one for each rank that has one, in their order.
 
-    endpoint: str
+    Answer: ``Connected``.
+    """
+
+    endpoints: tuple[str, ...]
     name: str
 
 
@@ -49,7 +54,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
 
     room: int
     tokens: tuple[int, ...]
-    source: str
+    sources: tuple[str, ...]
     answer_tokens: int
     deadline_s: float
     damage: Part | None = None
@@ -109,16 +114,16 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     """The handoff is over.
 
     ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
-    always computed). The sent figures are the prefill daemon's; ``peak_window_pages`` is the most
-    that the lease had of those at once, ``slides`` how often it slid. ``handoff_s`` runs from the
-    first page ready to be sent until the decode side's commit, ``tail_s`` only from the last one.
+    always computed). ``sent`` has the figures of each prefill daemon; ``peak_window_pages`` is the
+    most that the lease had of those at once, ``slides`` how often it slid. ``handoff_s`` runs from
+    the first page ready to be sent until the decode side's commit, ``tail_s`` only from the last
+    one. Of several ranks with a daemon these are the figures of the slowest.
     """
 
     prefix_tokens: int
     computed_tokens: int
     decode_prefix_len: int
-    sent_pages: int
-    sent_bytes: int
+    sent: tuple[Sent, ...]
     handoff_s: float
     tail_s: float
     logits: bytes
@@ -174,9 +179,14 @@ class FirstToken(msgspec.Struct, frozen=True):
     logprob: float
 
 
+def encode(message: Request | Reply) -> bytes:
+    """One message."""
+    return _ENCODER.encode(message)
+
+
 def frame(message: Request | Reply) -> bytes:
     """One message with its length."""
-    body = _ENCODER.encode(message)
+    body = encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
@@ -185,7 +195,12 @@ def read_request(stream: BinaryIO) -> Request | None:
     header = stream.read(LENGTH_BYTES)
     if len(header) < LENGTH_BYTES:
         return None
-    request: Request = _REQUESTS.decode(stream.read(int.from_bytes(header, "big")))
+    return decode_request(stream.read(int.from_bytes(header, "big")))
+
+
+def decode_request(body: bytes) -> Request:
+    """A request from the body of its frame."""
+    request: Request = _REQUESTS.decode(body)
     return request
 
 

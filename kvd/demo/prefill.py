@@ -12,25 +12,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.demo.compute import greedy, pack_logits
-from kvd.demo.leased import LeasedSequence, Lengths, PoolViews
+from kvd.demo.division import Sent
+from kvd.demo.leased import Lengths
 from kvd.demo.messages import FirstToken, Prefill, Prefilled
 from kvd.errors import HandoffError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
-    from kvd.client import SyncLease, SyncNode, SyncSend
-    from kvd.demo.layout import Shape
+    from kvd.client import SyncNode, SyncSend
+    from kvd.demo.sequences import Computed, Sequences
 
 
 class PrefillEngine:
-    """One model over one pool."""
+    """What computes, over one pool."""
 
-    def __init__(self, model: PreTrainedModel, shape: Shape, node: SyncNode) -> None:
-        self._model = model
+    def __init__(self, sequences: Sequences, node: SyncNode) -> None:
+        self._sequences = sequences
         self._node = node
-        self._views = PoolViews(shape, node.pool("main"))
 
     def prefill(self, order: Prefill) -> Prefilled:
         """Compute the prompt of ``order`` and hand its KV to whoever receives its room."""
@@ -41,16 +40,14 @@ class PrefillEngine:
         send = self._node.send(order.room, tokens, lease=lease, deadline_s=order.deadline_s)
         began_s = time.monotonic()
         send.advance(lease.prefix_len)
-        first_computed = _first_computed(lease, len(tokens))
-        sequence = LeasedSequence(
-            self._model,
-            self._views,
-            lease,
-            Lengths(first_computed, lease.prefix_len),
-            step_tokens=order.chunk_tokens,
+        cached = self._sequences.common_prefix(lease.prefix_len)
+        first_computed = _first_computed(cached, len(tokens))
+        sequence = self._sequences.begin(
+            lease, Lengths(first_computed, lease.prefix_len), step_tokens=order.chunk_tokens
         )
-        logits = _compute(order, sequence, send)
+        logits = self._sequences.known(_compute(order, sequence, send))
         computed_s = time.monotonic()
+        self._sequences.agree(send)
         first = FirstToken(greedy(logits), float(logits.log_softmax(-1).max()))
         result = send.finish(aux=msgspec.msgpack.encode(first))
         ended_s = time.monotonic()
@@ -58,11 +55,10 @@ class PrefillEngine:
         if result.reason is not None:
             raise HandoffError(result.reason)
         return Prefilled(
-            prefix_tokens=lease.prefix_len,
+            prefix_tokens=cached,
             computed_tokens=len(tokens) - first_computed,
             decode_prefix_len=result.decode_prefix_len,
-            sent_pages=result.sent_pages,
-            sent_bytes=result.sent_bytes,
+            sent=(Sent(result.sent_pages, result.sent_bytes),),
             handoff_s=ended_s - began_s,
             tail_s=ended_s - computed_s,
             logits=pack_logits([logits]),
@@ -71,7 +67,7 @@ class PrefillEngine:
         )
 
 
-def _compute(order: Prefill, sequence: LeasedSequence, send: SyncSend) -> torch.Tensor:
+def _compute(order: Prefill, sequence: Computed, send: SyncSend) -> torch.Tensor:
     """Compute what is not cached, chunk by chunk; (vocabulary,) logits of the last token."""
     tokens = order.tokens
     while True:
@@ -82,10 +78,10 @@ def _compute(order: Prefill, sequence: LeasedSequence, send: SyncSend) -> torch.
             return logits
 
 
-def _first_computed(lease: SyncLease, prompt_tokens: int) -> int:
+def _first_computed(cached_tokens: int, prompt_tokens: int) -> int:
     """Where to start: the last token is always computed, because its logits are needed.
 
     After a full hit its KV is cached and stays as it is: the cache writes nothing below
     ``shared_tokens``.
     """
-    return min(lease.prefix_len, prompt_tokens - 1)
+    return min(cached_tokens, prompt_tokens - 1)

@@ -1,4 +1,4 @@
-"""The processes of the demo: two daemons and three engines, started, spoken to, stopped.
+"""The processes of the demo: daemons and engines, started, spoken to, stopped.
 
 Each writes its standard error to a log file, whose end is shown when something fails. They get a
 session of their own, so that Ctrl-C reaches only the demo, which then stops them; if the demo is
@@ -23,6 +23,7 @@ from kvd.demo.layout import PageCounts, PoolLayout
 from kvd.demo.messages import LENGTH_BYTES, Failed, Reply, Request, decode_reply, frame
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 LOG_LINES = 15
@@ -35,17 +36,28 @@ class DemoFailed(Exception):
     """The demo could not go on; the message says which process, why, and quotes its log."""
 
 
-class Child:
-    """One process that the demo started, its standard input and output, and its log."""
+ENGINE_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",  # nothing is downloaded: models are built from numbers
+    "OMP_NUM_THREADS": "1",  # no library starts a thread, which a fork would not copy
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
-    def __init__(self, name: str, arguments: list[str], directory: Path) -> None:
+
+class Child:
+    """One process that the demo started, its standard input and output, and its log.
+
+    ``variables``: of its environment, beside ours.
+    """
+
+    def __init__(
+        self, name: str, arguments: list[str], directory: Path, variables: Mapping[str, str]
+    ) -> None:
         self.name = name
         self._log = directory / f"{name}.log"
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("KVD_")
         }
-        # Nothing is downloaded: models are built from numbers.
-        environment |= {"HF_HUB_OFFLINE": "1"}
+        environment |= variables
         # Appending: libraries in the process may open the file once more, as /dev/stderr.
         with self._log.open("ab") as sink:
             self._process = subprocess.Popen(
@@ -97,7 +109,8 @@ class EngineProcess(Child):
     """An engine: requests go in, answers come out, in order."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(name, ["-m", "kvd.demo.engine", name], directory)
+        arguments = ["-m", "kvd.demo.engine", name]
+        super().__init__(name, arguments, directory, ENGINE_VARIABLES)
         self._unread = bytearray()
 
     def tell(self, request: Request) -> None:
@@ -139,7 +152,8 @@ class EngineProcess(Child):
 class DaemonPlan(msgspec.Struct, frozen=True):
     """What one daemon is told: its name, its address for peers, whom it knows, and what it holds.
 
-    ``sections``: of its configuration, beside these.
+    ``sections``: of its configuration, beside these. ``keys``: of its pool, beside what follows
+    from the model.
     """
 
     name: str
@@ -148,6 +162,7 @@ class DaemonPlan(msgspec.Struct, frozen=True):
     pool: PoolLayout
     pages: PageCounts
     sections: dict[str, dict[str, object]] = {}
+    keys: dict[str, object] = {}
 
 
 class DaemonProcess(Child):
@@ -160,7 +175,7 @@ class DaemonProcess(Child):
         config = runtime / "kvd.toml"
         config.write_text(configuration(plan, runtime))
         arguments = ["-m", "kvd.demo.daemon", "serve", "--config", str(config)]
-        super().__init__(plan.name, arguments, directory)
+        super().__init__(plan.name, arguments, directory, {})
 
 
 def configuration(plan: DaemonPlan, runtime: Path) -> str:
@@ -173,7 +188,7 @@ def configuration(plan: DaemonPlan, runtime: Path) -> str:
         },
         "peers": {"listen": plan.address},
         "peers.connect": dict(plan.peers),
-        "pool": plan.pool.section(plan.pages),
+        "pool": plan.pool.section(plan.pages) | plan.keys,
         "http": {"listen": "off"},
         "log": {"format": "console"},
         **plan.sections,

@@ -45,6 +45,9 @@ class Environment(msgspec.Struct, frozen=True):
     page_bytes: int
     part_page_bytes: dict[str, int] = {}
     """Bytes of a page of each part of the pool that has any; ``page_bytes`` is the first one's."""
+    prefill: str = ""
+    decode: str = ""
+    """Of how many processes the engines were, and what each of these did."""
 
 
 class WindowPages(msgspec.Struct, frozen=True):
@@ -65,6 +68,16 @@ class WindowPages(msgspec.Struct, frozen=True):
     decode_slides: int = 0
 
 
+class Sender(msgspec.Struct, frozen=True):
+    """What one of several prefill daemons sent of a prompt, and what it had to send."""
+
+    node: str
+    pages_sent: int
+    pages_expected: int
+    bytes_sent: int
+    bytes_expected: int
+
+
 class Row(msgspec.Struct, frozen=True):
     """One turn.
 
@@ -75,7 +88,8 @@ class Row(msgspec.Struct, frozen=True):
     ``pages_sent`` counts pages of tokens, the bytes everything. ``bytes_saved``: what would have
     been sent beyond that with nothing cached, and with all layers alike. ``damaged``: the part of
     which a page was zeroed, in a negative control. Where ``states`` cross, pages are single tokens
-    that have no KV.
+    that have no KV. ``senders``: where there are several, each of them; the figures of the row are
+    the sums of theirs.
     """
 
     conversation: str
@@ -101,6 +115,7 @@ class Row(msgspec.Struct, frozen=True):
     window: WindowPages | None = None
     damaged: str | None = None
     states: int = 0
+    senders: tuple[Sender, ...] = ()
 
     @property
     def sent_told(self) -> str:
@@ -198,6 +213,14 @@ def _figure_problems(row: Row) -> list[str]:
         ("decode_prefix_len is", row.decode_prefix_len, row.decode_prefix_expected),
         ("pages sent:", row.pages_sent, row.pages_expected),
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
+        *(
+            figure
+            for one in row.senders
+            for figure in (
+                (f"pages sent by {one.node}:", one.pages_sent, one.pages_expected),
+                (f"bytes sent by {one.node}:", one.bytes_sent, one.bytes_expected),
+            )
+        ),
     )
     found = [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
     return found if row.window is None else found + _window_problems(row.window)
@@ -224,6 +247,7 @@ def table_of(report: Report) -> Table:
     unit = "states" if any(row.states for row in report.turns) else "pages"
     headings = ["turn", "prompt", "prefix", unit, "sent", "saved"]
     headings += ["window"] if has_window else []
+    headings += ["by daemon"] if any(row.senders for row in report.turns) else []
     for heading in (*headings, "ttft", "tail", "dlogit"):
         table.add_column(heading, justify="right")
     table.add_column("tokens")
@@ -237,6 +261,7 @@ def table_of(report: Report) -> Table:
             f"{row.bytes_sent / 1024:.0f} KiB",
             f"{row.bytes_saved / 1024:.0f} KiB",
             *([] if row.window is None else [_peaks(row.window)]),
+            *(["+".join(str(one.pages_sent) for one in row.senders)] if row.senders else []),
             f"{row.ttft_ms:.0f} ms",
             f"{row.tail_ms:.1f} ms",
             f"{row.max_logit_difference:.0e}",
@@ -287,8 +312,11 @@ def verdict(report: Report) -> str:
     what = f"exactly the pages that decode lacked, {saved} saved ({saved / (sent + saved):.0%})"
     if any(row.states for row in rows):
         what = "exactly one state per prompt"
+    environment = report.environment
+    engines = {environment.prefill, environment.decode} - {"", "one process"}
+    by = f" ({environment.prefill} to {environment.decode})" if engines else ""
     return (
-        f"OK: {tokens} tokens of {len(rows)} turns equal a single process; {sent} bytes sent, "
+        f"OK: {tokens} tokens of {len(rows)} turns{by} equal a single process; {sent} bytes sent, "
         f"{what}{_window_told(rows)}; {report.seconds:.0f} s"
     )
 

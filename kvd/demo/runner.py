@@ -11,14 +11,18 @@ import numpy as np
 
 import kvd
 from kvd.demo.conversation import ANSWER_TOKENS, Dialogues, ExpectedCache
+from kvd.demo.division import due_of_each
 from kvd.demo.layout import Part
 from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
-from kvd.demo.report import Environment, Report, Row, Totals, WindowPages, problems
+from kvd.demo.report import Environment, Report, Row, Sender, Totals, WindowPages, problems
 from kvd.demo.settings import CHUNK_TOKENS, STEP_TOKENS
-from kvd.demo.stage import ANSWER_S, POLL_S, PREFILL, Stage, Watcher, ask, open_stage
+from kvd.demo.stage import ANSWER_S, POLL_S, Stage, Watcher, ask, open_stage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.demo.conversation import Script, Turn
+    from kvd.demo.division import Sent
     from kvd.demo.settings import Settings
 
 DEADLINE_S = 30.0
@@ -99,7 +103,14 @@ class _Performance:
         due_prefix = pool.usable_prefix(len(prompt), self._cached.prefix_tokens(prompt))
         began_s = time.monotonic()
         self._stage.decode.tell(
-            Decode(room, prompt, PREFILL, ANSWER_TOKENS, DEADLINE_S, damage=damage)
+            Decode(
+                room,
+                prompt,
+                self._settings.prefill_nodes,
+                ANSWER_TOKENS,
+                DEADLINE_S,
+                damage=damage,
+            )
         )
         self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S))
         prefilled = self._stage.prefill.hear(Prefilled, within_s=ANSWER_S)
@@ -109,8 +120,13 @@ class _Performance:
         self._cached.add(prompt + decoded.tokens[:-1])
 
         due = pool.due_pages(len(prompt), due_prefix)
-        due_bytes = pool.bytes_of(due)
-        gigabits = prefilled.sent_bytes * 8 / 1e9
+        senders = self._senders(prefilled.sent, due)
+        uncached = self._senders(prefilled.sent, pool.full_pages(len(prompt)))
+        bytes_sent, bytes_due = (
+            sum(one.bytes_sent for one in senders),
+            sum(one.bytes_expected for one in senders),
+        )
+        gigabits = bytes_sent * 8 / 1e9
         return Row(
             conversation=turn.conversation,
             turn=turn.number,
@@ -120,11 +136,11 @@ class _Performance:
             computed_tokens=prefilled.computed_tokens,
             decode_prefix_len=decoded.prefix_tokens,
             decode_prefix_expected=due_prefix,
-            pages_sent=prefilled.sent_pages,
-            pages_expected=due.get(Part.KV, 0),
-            bytes_sent=prefilled.sent_bytes,
-            bytes_expected=due_bytes,
-            bytes_saved=pool.bytes_of(pool.full_pages(len(prompt))) - due_bytes,
+            pages_sent=sum(one.pages_sent for one in senders),
+            pages_expected=sum(one.pages_expected for one in senders),
+            bytes_sent=bytes_sent,
+            bytes_expected=bytes_due,
+            bytes_saved=sum(one.bytes_expected for one in uncached) - bytes_due,
             ttft_ms=round((decoded.first_token_at_s - began_s) * 1e3, 3),
             handoff_ms=round(prefilled.handoff_s * 1e3, 3),
             tail_ms=round(prefilled.tail_s * 1e3, 3),
@@ -135,6 +151,16 @@ class _Performance:
             window=self._window(len(prompt), prefilled, decoded),
             damaged=None if damage is None else damage.value,
             states=due.get(Part.STATE, 0),
+            senders=senders if len(senders) > 1 else (),
+        )
+
+    def _senders(self, sent: Sequence[Sent], pages: dict[Part, int]) -> tuple[Sender, ...]:
+        """What each prefill daemon sent, and what it had to send of so many pages."""
+        settings = self._settings
+        due = due_of_each(settings.pool, pages, settings.prefill, settings.decode)
+        return tuple(
+            Sender(name, one.pages, must.pages, one.bytes, must.bytes)
+            for name, one, must in zip(settings.prefill_nodes, sent, due, strict=True)
         )
 
     def _window(
@@ -175,15 +201,15 @@ def _totals(stage: Stage) -> Totals:
     """
     deadline_s = time.monotonic() + QUIET_S
     while True:
-        sender, receiver = stage.prefill_daemon(), stage.decode_daemon()
-        pools = (*sender.pools, *receiver.pools)
+        senders, receiver = stage.prefill_daemons(), stage.decode_daemon()
+        pools = [pool for daemon in (*senders, receiver) for pool in daemon.pools]
         held = sum(pool.held_pages + pool.quarantined_pages for pool in pools)
         locked = sum(pool.locked_pages for pool in pools)
         if not held + locked or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
     return Totals(
-        sent_bytes=sender.totals.sent_bytes,
+        sent_bytes=sum(sender.totals.sent_bytes for sender in senders),
         received_bytes=receiver.totals.received_bytes,
         handoffs_delivered=receiver.totals.handoffs_delivered,
         pages_still_held=held,
@@ -201,7 +227,7 @@ def _environment(settings: Settings, stage: Stage) -> Environment:
         transformers=stage.models.transformers,
         platform=platform.platform(),
         cpus=len(os.sched_getaffinity(0)),
-        transport=stage.prefill_daemon().transport,
+        transport=stage.decode_daemon().transport,
         model=settings.model,
         weights=stage.models.weights,
         seed=settings.seed,
@@ -210,4 +236,6 @@ def _environment(settings: Settings, stage: Stage) -> Environment:
         order=settings.order,
         page_bytes=pool.page_bytes(pool.parts[0]),
         part_page_bytes={part.value: pool.page_bytes(part) for part in pool.parts},
+        prefill=settings.prefill.told,
+        decode=settings.decode.told,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.demo.conversation import Script, write_script
+from kvd.demo.division import ALONE, Division
 from kvd.demo.layout import PageCounts, Part, PoolLayout
 from kvd.demo.messages import Start
 from kvd.demo.models import ARCHITECTURES, ENCODERS, Architecture
@@ -31,6 +32,8 @@ class Settings(msgspec.Struct, frozen=True):
     page_size: int | None
     order: str
     dtype: str
+    prefill: Division = ALONE
+    decode: Division = ALONE
 
     @property
     def architecture(self) -> Architecture:
@@ -42,9 +45,14 @@ class Settings(msgspec.Struct, frozen=True):
         """Whether the model embeds texts and decodes nothing."""
         return self.model in ENCODERS
 
-    def start(self) -> Start:
+    def start(self, division: Division = ALONE) -> Start:
         """What every engine is told first."""
-        return Start(self.model, self.seed, self.dtype)
+        return Start(self.model, self.seed, self.dtype, division)
+
+    @property
+    def prefill_nodes(self) -> tuple[str, ...]:
+        """The names of the prefill daemons."""
+        return tuple(f"prefill-{number}" for number in range(self.prefill.daemons))
 
     @property
     def tolerance(self) -> float:

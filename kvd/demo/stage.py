@@ -1,4 +1,4 @@
-"""Everything that a demo runs on: two daemons, three engines, and a look into each daemon.
+"""Everything that a demo runs on: its daemons, three engines, and a look into each daemon.
 
 Processes start side by side, because importing torch and transformers is most of the time. Leaving
 the stage stops them, whatever happened; a failure quotes the last lines of the daemons' logs.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvd.client import connect_sync
+from kvd.demo.division import pool_keys
 from kvd.demo.messages import Connect, Connected, Reply, Request, Started
 from kvd.demo.processes import (
     Child,
@@ -25,14 +26,14 @@ from kvd.demo.processes import (
 from kvd.errors import KvdError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvd.client import SyncNode
     from kvd.demo.layout import PageCounts
     from kvd.demo.settings import Settings
     from kvd.wire.snapshot import Snapshot
 
-PREFILL, DECODE = "prefill-0", "decode-0"
+DECODE = "decode-0"
 START_S = 120.0
 ANSWER_S = 60.0
 POLL_S = 0.02
@@ -81,16 +82,17 @@ class Stage:
     def __init__(
         self,
         engines: Engines,
-        daemons: tuple[SyncNode, SyncNode],
+        daemons: Sequence[SyncNode],
         models: Started,
     ) -> None:
+        """All of one demo; the last of ``daemons`` is the decode node's."""
         self.prefill, self.decode, self.reference = engines
-        self._prefill_node, self._decode_node = daemons
+        *self._prefill_nodes, self._decode_node = daemons
         self.models = models
 
-    def prefill_daemon(self) -> Snapshot:
-        """The state of the prefill node's daemon."""
-        return self._prefill_node.snapshot()
+    def prefill_daemons(self) -> list[Snapshot]:
+        """The state of the prefill engine's daemons: one, or one for each of its ranks."""
+        return [node.snapshot() for node in self._prefill_nodes]
 
     def decode_daemon(self) -> Snapshot:
         """The state of the decode node's daemon."""
@@ -109,17 +111,22 @@ def open_stage(settings: Settings, *, pages: PageCounts, watcher: Watcher) -> It
         processes = Processes()
         open_.callback(processes.stop)
         try:
-            watcher.stage("starting 2 daemons and 3 engines; importing torch takes longest")
+            n_daemons = settings.prefill.daemons + 1
+            watcher.stage(
+                f"starting {n_daemons} daemons and 3 engines; importing torch takes longest"
+            )
             engines = _start_engines(settings, processes, directory)
             daemons = _start_daemons(settings, pages, processes, directory)
             nodes = [open_.enter_context(session(daemon)) for daemon in daemons]
             for node, daemon in zip(nodes, daemons, strict=True):
-                _wait_until_linked(node, daemon)
+                _wait_until_linked(node, daemon, 1 if node is not nodes[-1] else len(nodes) - 1)
             watcher.stage("the daemons know each other; building the model in every engine")
             models = _built(engines)
-            for engine, daemon in zip(engines, daemons, strict=False):
-                ask(engine, Connect(daemon.endpoint, engine.name), Connected)
-            yield Stage(engines, (nodes[0], nodes[1]), models)
+            endpoints = tuple(daemon.endpoint for daemon in daemons)
+            prefill, decode, _ = engines
+            ask(prefill, Connect(endpoints[:-1], prefill.name), Connected)
+            ask(decode, Connect(endpoints[-1:], decode.name), Connected)
+            yield Stage(engines, nodes, models)
         except KvdError as refusal:
             raise processes.failed(DemoFailed(f"a daemon refused: {refusal}")) from refusal
         except DemoFailed as failure:
@@ -136,22 +143,33 @@ def _start_engines(settings: Settings, processes: Processes, directory: Path) ->
     """Prefill, decode and reference: the same program, told to build the same model."""
     names = ("prefill-engine", "decode-engine", "reference")
     prefill, decode, reference = (processes.add(EngineProcess(name, directory)) for name in names)
-    for engine in (prefill, decode, reference):
-        engine.tell(settings.start())
+    prefill.tell(settings.start(settings.prefill))
+    decode.tell(settings.start(settings.decode))
+    reference.tell(settings.start())
     return prefill, decode, reference
 
 
 def _start_daemons(
     settings: Settings, pages: PageCounts, processes: Processes, directory: Path
-) -> tuple[DaemonProcess, DaemonProcess]:
-    """The prefill node and the decode node, each knowing the other."""
-    here, there = free_addresses(2)
-    plans = (
-        DaemonPlan(PREFILL, here, {DECODE: there}, settings.pool, pages),
-        DaemonPlan(DECODE, there, {PREFILL: here}, settings.pool, pages),
-    )
-    first, second = (processes.add(DaemonProcess(plan, directory)) for plan in plans)
-    return first, second
+) -> list[DaemonProcess]:
+    """The prefill nodes and, last, the decode node, which knows all of them and is known to all."""
+    names, shape = settings.prefill_nodes, settings.architecture.shape
+    *here, there = free_addresses(len(names) + 1)
+    sources = dict(zip(names, here, strict=True))
+    plans = [
+        DaemonPlan(
+            name,
+            address,
+            {DECODE: there},
+            settings.pool,
+            pages,
+            keys=pool_keys(shape, settings.prefill, number),
+        )
+        for number, (name, address) in enumerate(sources.items())
+    ]
+    keys = pool_keys(shape, settings.decode, 0)
+    plans.append(DaemonPlan(DECODE, there, sources, settings.pool, pages, keys=keys))
+    return [processes.add(DaemonProcess(plan, directory)) for plan in plans]
 
 
 def session(daemon: DaemonProcess) -> SyncNode:
@@ -166,12 +184,12 @@ def session(daemon: DaemonProcess) -> SyncNode:
             time.sleep(POLL_S)
 
 
-def _wait_until_linked(node: SyncNode, daemon: DaemonProcess) -> None:
-    """Until the two daemons have exchanged a Hello."""
+def _wait_until_linked(node: SyncNode, daemon: DaemonProcess, peers: int) -> None:
+    """Until the daemon has exchanged a Hello with so many peers."""
     deadline_s = time.monotonic() + START_S
-    while not any(peer.state == "up" for peer in node.snapshot().peers):
+    while sum(peer.state == "up" for peer in node.snapshot().peers) < peers:
         if not daemon.is_running or time.monotonic() > deadline_s:
-            raise daemon.failed("has no link to its peer")
+            raise daemon.failed(f"has no link to each of its {peers} peers")
         time.sleep(POLL_S)
 
 

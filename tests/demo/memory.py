@@ -50,8 +50,8 @@ class Memory:
                     place.offset_bytes // element.itemsize,
                 )
 
-    def tensors(self, component: str, *, layer: int) -> dict[str, torch.Tensor]:
-        """As ``Pool.tensors``."""
+    def tensors(self, component: str, *, layer: int, shard: int = 0) -> dict[str, torch.Tensor]:
+        """As ``Pool.tensors``, of a pool that has but one shard."""
         return {
             part: tensor
             for (name, number, part), tensor in self._tensors.items()

@@ -1,0 +1,76 @@
+"""Engines of several real processes compute what one does, and keep their part of its KV."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from kvd.demo.processes import ENGINE_VARIABLES
+from tests.demo.divided import Compared
+
+TENSOR = ("tensor:llama:2", "tensor:llama:4", "tensor:qwen:4", "tensor:deepseek:2")
+PIPELINE = ("pipeline:llama:2", "pipeline:deepseek:4")
+CONTEXT = ("context:llama:2", "context:qwen:4", "context:deepseek:2")
+
+
+def compared(*cases: str) -> list[Compared]:
+    """What came out of each case; see ``divided``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.demo.divided", *cases],
+        env={**os.environ, **ENGINE_VARIABLES},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.splitlines()
+    return [msgspec.json.decode(line, type=Compared) for line in lines]
+
+
+@pytest.mark.slow
+def test_ranks_compute_and_keep_what_one_process_does() -> None:
+    """Heads and layers divided: the very same bits, because no sum is split.
+
+    Tokens divided: the same up to rounding, because other shapes are multiplied; the last pieces
+    are too short for every rank to have a token. In every case a spoiled page shows.
+    """
+    found = compared(*TENSOR, *PIPELINE, *CONTEXT)
+
+    assert [one.case for one in found] == [*TENSOR, *PIPELINE, *CONTEXT]
+    for one in found:
+        rounding = 5e-5 if one.case.startswith("context") else 0.0
+        assert one.logits <= rounding, one
+        assert one.kv <= rounding, one
+        assert one.spoiled > 0.02, one
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_ends_the_others() -> None:
+    """Nobody waits for it: the next word from it is an error."""
+    program = (
+        "import os, torch\n"
+        "torch.set_num_threads(1)\n"
+        "from kvd.demo.group import fork\n"
+        "group = fork(3)\n"
+        "assert group.gathered(b'%d' % group.rank) == [b'0', b'1', b'2']\n"
+        "assert group.numbers(group.rank + 5) == [5, 6, 7]\n"
+        "if group.rank == 1:\n"
+        "    os._exit(0)\n"
+        "try:\n"
+        "    group.spread(b'', source=1)\n"
+        "except RuntimeError:\n"
+        "    os._exit(7)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **ENGINE_VARIABLES},
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 7
