@@ -32,7 +32,7 @@ from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
-from kvd.transfer.nixl import Binding, Receiver, Sender, Step
+from kvd.transfer.nixl import Binding, Receiver, Sender, Span, Step
 from kvd.types import Pages
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ class _Bare:
         self._scratch = map_scratch(SCRATCH_BYTES)
         self._binding = Binding()
         self._spans = [
-            (self._note.address, self._note.region_bytes),
-            (self._scratch, SCRATCH_BYTES),
+            Span(self._note.address, self._note.region_bytes),
+            Span(self._scratch, SCRATCH_BYTES),
         ]
         self._name = f"{shape.name}-{os.getpid()}"
         self._receiver = Receiver(self._binding, self._name, self._spans)

@@ -25,11 +25,16 @@ class TransportDown(Exception):
     """A transport did not start, or was asked for something after its end."""
 
 
+NO_FD = -1
+"""Of a region on a device."""
+
+
 class RegionFd(msgspec.Struct, frozen=True):
-    """One region of host memory: a file descriptor to map, and where its pages lie.
+    """One region of memory: a file descriptor to map, and where its pages lie.
 
     ``in_huge_pages``: collapse it to 2 MiB pages. ``is_registered``: peers write into it and posts
-    read it; otherwise only copies of this process touch it.
+    read it; otherwise only copies of this process touch it. ``device``: it is to be allocated on
+    that CUDA device, and there is no descriptor.
     """
 
     name: str
@@ -37,6 +42,7 @@ class RegionFd(msgspec.Struct, frozen=True):
     geometry: Geometry
     in_huge_pages: bool = True
     is_registered: bool = True
+    device: int | None = None
 
     def plan(self) -> RegionPlan:
         """What the transfer process must know of this region."""
@@ -53,6 +59,7 @@ class RegionFd(msgspec.Struct, frozen=True):
             shape.strips,
             shape.layers,
             shape.heads,
+            device=self.device,
         )
 
 

@@ -21,7 +21,7 @@ import threading
 from functools import reduce
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -51,18 +51,57 @@ PASSING_BYTES: Final = 4 * SLICE_BYTES
 """The oldest copy gets a fifth of the time at least."""
 
 
+class Reach(Protocol):
+    """How this process gets at the bytes of a region."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the processor reads and writes them where they lie."""
+        ...
+
+    def copy(self, onto: Bytes, source: Bytes) -> None:
+        """Copy rows of bytes over as many, of which either may be of this region."""
+        ...
+
+    def settle(self) -> None:
+        """Return when everything that was copied is there."""
+        ...
+
+
+class Mapped:
+    """Host memory, mapped here."""
+
+    is_direct = True
+
+    def copy(self, onto: Bytes, source: Bytes) -> None:
+        """As ``Reach``."""
+        onto[...] = source
+
+    def settle(self) -> None:
+        """As ``Reach``."""
+
+
+MAPPED: Final = Mapped()
+
+
 class Area:
-    """One mapped region as arrays of uint8."""
+    """One region as arrays of uint8: of a device's memory they are addresses, and nothing else."""
 
-    def __init__(self, note: RegionNote, memory: Bytes, *, is_readable: bool = True) -> None:
-        """``memory`` is the whole region from its byte 0.
-
-        ``is_readable``: the processor reads it where it lies, as it cannot the memory of a device.
-        """
+    def __init__(self, note: RegionNote, memory: Bytes, reach: Reach = MAPPED) -> None:
+        """``memory`` is the whole region from its byte 0."""
         self.note = note
-        self.is_readable = is_readable
+        self.reach = reach
         self._memory = memory
         self._known: dict[tuple[int, bool], list[Bytes]] = {}
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the arrays may be looked into; otherwise ``gather`` what is to be read."""
+        return self.reach.is_direct
+
+    def first(self, size: int) -> Bytes:
+        """The first bytes of the region, as one row."""
+        return self._memory[np.newaxis, :size]
 
     def pieces(self, split: int = 1, *, by_tensor: bool = False) -> list[Bytes]:
         """The pages as arrays ``(pages, split, bytes)``, in the order of a page's bytes.
@@ -77,14 +116,16 @@ class Area:
 
     def gather(self, split: int, ids: NDArray[np.int32], into: Bytes) -> None:
         """Bring pieces together: the bytes of ``ids[i]`` become row ``i`` of ``into``."""
-        arrays = self.pieces(split, by_tensor=True)
+        arrays = self.pieces(split, by_tensor=split > 1)
         bounds = list(pairwise(accumulate((array.shape[2] for array in arrays), initial=0)))
         whole, parts = np.divmod(ids, split)
         cuts = np.flatnonzero((np.diff(ids) != 1) | (np.diff(whole) != 0)) + 1
         for first, last in pairwise([0, *cuts.tolist(), ids.size]):
             page, part = int(whole[first]), int(parts[first])
             for array, (start, end) in zip(arrays, bounds, strict=True):
-                into[first:last, start:end] = array[page, part : part + last - first]
+                source = array[page, part : part + last - first]
+                self.reach.copy(into[first:last, start:end], source)
+        self.reach.settle()
 
     def window(self, window: Window) -> list[Bytes]:
         """A window of all heads as arrays ``(pages, 1, bytes)``, in the order of its bytes."""
@@ -112,9 +153,12 @@ def mapped_area(note: RegionNote) -> Area:
 class Job:
     """One copy under way, carried out in slices; ``left_bytes`` of it are still to do."""
 
-    def __init__(self, order: Copy, reads: list[Bytes], stores: list[Bytes]) -> None:
+    def __init__(
+        self, order: Copy, reads: list[Bytes], stores: list[Bytes], reach: Reach = MAPPED
+    ) -> None:
         """``reads`` and ``stores``: the pages of both regions, in arrays that correspond."""
         self.ticket = order.ticket
+        self._reach = reach
         self._of, self._to = (
             np.frombuffer(ids, "<i4") for ids in (order.source, order.destination)
         )
@@ -128,7 +172,7 @@ class Job:
     def step(self) -> int:
         """Copy the next slice; its bytes.
 
-        One assignment per row and per run of pages that steps by one on both sides.
+        One copy per row and per run of pages that steps by one on both sides.
         """
         low, self._done = self._done, min(self._done + self._stride, self._of.size)
         of, to = self._of[low : self._done], self._to[low : self._done]
@@ -137,7 +181,8 @@ class Job:
         runs = [(int(of[at]), int(to[at]), end - at) for at, end in pairwise(bounds)]
         for read, store in zip(self._reads, self._stores, strict=True):
             for first, onto, n_pages in runs:
-                store[onto : onto + n_pages] = read[first : first + n_pages]
+                self._reach.copy(store[onto : onto + n_pages, 0], read[first : first + n_pages, 0])
+        self._reach.settle()
         copied_bytes = (self._done - low) * self._page_bytes
         self.left_bytes -= copied_bytes
         return copied_bytes
@@ -158,6 +203,7 @@ def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
         order,
         source.pieces(by_tensor=ours != source.note.rows),
         destination.pieces(by_tensor=theirs != destination.note.rows),
+        destination.reach if source.is_readable else source.reach,
     )
 
 

@@ -1,27 +1,69 @@
-"""The CUDA devices of the transfer process. Nothing of CUDA is loaded before it is needed."""
+"""The CUDA devices of the transfer process: its regions there, and the events of engines.
+
+A region is one plain allocation, because an IPC handle is of a whole one, and NIXL registers it as
+one. It belongs to this process: when this ends, however it ends, the memory does, whoever still has
+it mapped. Nothing of CUDA is loaded before it is needed.
+
+What kind of memory an allocation is, is asked of the runtime and not assumed: peers are told what
+it says, NIXL registers it so.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from typing import TYPE_CHECKING, Final
 
-from kvd.device.cuda import CudaError, Runtime
+import numpy as np
+
+from kvd.device.cuda import CudaError, Rows, Runtime, Side
 from kvd.device.cuda_library import load
+from kvd.transfer.copies import Area
+from kvd.transfer.mapping import HUGE_BYTES, noted
+from kvd.transfer.metadata import HOST, Kind, Place, extent_bytes
+from kvd.transfer.orders import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvd.transfer.copies import Bytes
+    from kvd.transfer.orders import RegionPlan
+
+_MIB: Final = 2**20
 
 
 class DeviceUnusable(Exception):
     """There is no CUDA here, or it refuses; the message is a sentence."""
 
 
+class OnDevice:
+    """Memory of a device: the runtime copies it, to host memory and back too."""
+
+    is_direct = False
+
+    def __init__(self, runtime: Runtime, device: int) -> None:
+        self._runtime = runtime
+        self.device = device
+
+    def copy(self, onto: Bytes, source: Bytes) -> None:
+        """As ``Reach``: two arrays ``(rows, bytes)``, of which the bytes of a row are together."""
+        self._runtime.use(self.device)
+        self._runtime.copy_rows(_rows(onto), _rows(source), source.shape[1], source.shape[0])
+
+    def settle(self) -> None:
+        """As ``Reach``."""
+        self._runtime.use(self.device)
+        self._runtime.synchronize()
+
+
 class Devices:
-    """The runtime of this process, and the devices that its regions lie on."""
+    """The runtime of this process, and what it has on devices."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """``environ`` says where a runtime is looked for; None: that of the process."""
         self._environ = environ
         self._runtime: Runtime | None = None
+        self._used: dict[str, int] = {}
+        """The device of each region that lies on one."""
 
     @property
     def runtime(self) -> Runtime:
@@ -37,6 +79,46 @@ class Devices:
             self._runtime = found
         return self._runtime
 
+    @property
+    def cuda_major(self) -> int:
+        """Of the CUDA that the driver serves; 0 where no region lies on a device."""
+        return int(self.runtime.driver_version().partition(".")[0]) if self._used else 0
+
+    def area(self, plan: RegionPlan, device: int) -> Area:
+        """Allocate a region, zeroed, for the life of the process.
+
+        Raises:
+            DeviceUnusable: there is no such device, or not so much memory; the numbers are said.
+        """
+        size = -(-extent_bytes(plan.pages, plan.rows) // HUGE_BYTES) * HUGE_BYTES
+        runtime = self.runtime
+        try:
+            address = runtime.allocate(device, size)
+            place = Place(Kind.VRAM, device) if runtime.side(address) is Side.DEVICE else HOST
+        except CudaError as exc:
+            raise DeviceUnusable(f"region {plan.name!r}: {exc}{self._room(device)}") from exc
+        self._used[plan.name] = device
+        memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
+        return Area(noted(plan, address, size, place), memory, OnDevice(runtime, device))
+
+    def shared(self, areas: Mapping[str, Area]) -> tuple[Shared, ...]:
+        """What engines open to see the regions on devices.
+
+        Raises:
+            DeviceUnusable: their memory cannot be shared.
+        """
+        try:
+            return tuple(
+                Shared(
+                    name,
+                    self.runtime.bus_id(device),
+                    self.runtime.share(areas[name].note.address),
+                )
+                for name, device in self._used.items()
+            )
+        except CudaError as exc:
+            raise DeviceUnusable(f"memory of a device cannot be given to engines: {exc}") from exc
+
     def open_event(self, handle: bytes) -> int:
         """An engine's event, on whichever device it was made: its handle does not say.
 
@@ -44,9 +126,24 @@ class Devices:
             DeviceUnusable: there is no CUDA, or the handle is no event of a living process.
         """
         runtime, why = self.runtime, ""
-        for device in range(runtime.device_count()):
+        for device in sorted(set(self._used.values())) or range(runtime.device_count()):
             try:
                 return runtime.open_event(device, handle)
             except CudaError as exc:
                 why = str(exc)
         raise DeviceUnusable(why)
+
+    def _room(self, device: int) -> str:
+        """What there is, if the device says it."""
+        try:
+            room = self.runtime.room(device)
+        except CudaError:
+            return ""
+        return (
+            f"; {room.free_bytes / _MIB:,.0f} of {room.total_bytes / _MIB:,.0f} MiB are free "
+            f"on cuda:{device}: lower pool.pages or pool.size"
+        )
+
+
+def _rows(array: Bytes) -> Rows:
+    return Rows(array.ctypes.data, array.strides[0])

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvd.transfer.metadata import Kind
 from kvd.transfer.nixl import NixlUnusable, Step
 from kvd.transfer.orders import Moved, Path, Posted, PostFailed
 from kvd.transfer.plans import found, plan
@@ -43,9 +44,12 @@ PROGRESS_EVERY_S: Final = 0.05
 class _Running:
     """One post on its way."""
 
-    def __init__(self, post: int, plan: Plan) -> None:
+    def __init__(self, post: int, plan: Plan, ours: tuple[Area, ...]) -> None:
         self.post = post
-        self.plan, self.packing = plan
+        self.ours = ours
+        self.plan, self.packing, self.sides = plan
+        self.is_of_device = Kind.VRAM in self.sides
+        self.is_between_devices = set(self.sides) == {Kind.VRAM}
         self.turns = 0
         self.arrived = 0
         self.moved_bytes = 0
@@ -94,6 +98,18 @@ class Lane:
         return bool(self._flights)
 
     @property
+    def is_blind(self) -> bool:
+        """Whether no descriptor would wake the loop when a handle in flight is done."""
+        return self.has_flights and (
+            not self.sender.polls or any(one.running.is_of_device for one in self._flights)
+        )
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether handles go from device to device: one of 16 MiB takes 10 to 500 us."""
+        return any(one.running.is_between_devices for one in self._flights)
+
+    @property
     def can_post(self) -> bool:
         """Whether ``post_next`` would start a handle."""
         if not self._turns or len(self._flights) >= IN_FLIGHT_HANDLES:
@@ -110,7 +126,7 @@ class Lane:
         elif not order.source:
             self._report(Posted(order.post, 0, 0.0))
         else:
-            running = _Running(order.post, plan(order, regions))
+            running = _Running(order.post, plan(order, regions), regions.ours)
             self._open[order.post] = running
             self._turns.append(running)
 
@@ -129,7 +145,7 @@ class Lane:
             source = source + np.array([slot.address, 0, 0], np.uint64)
         running.turns += 1
         try:
-            handle = self.sender.post(source, plan.destination[low:high])
+            handle = self.sender.post(source, plan.destination[low:high], running.sides)
         except NixlUnusable as exc:
             self._lose(size, slot)
             self._fail(running, str(exc))
@@ -161,16 +177,19 @@ class Lane:
     def destroy(self, why: str) -> int:
         """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.
 
-        On one host a handle's bytes were all copied when it was posted, so nothing is open.
+        On one host a handle's bytes were all copied when it was posted, so nothing is open; but
+        what concerns a device is copied behind our back, and counts as open.
         """
         for running in list(self._open.values()):
             self._fail(running, why)
         self.sender.destroy()
+        for area in {area for one in self._flights for area in one.running.ours}:
+            area.reach.settle()  # what the device copies of its own accord is over after this
         slots = [flight.slot for flight in self._flights if flight.slot is not None]
         self._staging.free += [*slots, *self._lost_slots]
         match self.path:
             case Path.SAME_HOST:
-                return 0
+                return sum(one.size for one in self._flights if one.running.is_of_device)
             case Path.NETWORK:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
 

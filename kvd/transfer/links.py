@@ -18,7 +18,7 @@ import numpy as np
 
 from kvd.transfer.lane import Lane
 from kvd.transfer.metadata import BadMetadata, unpack
-from kvd.transfer.nixl import NixlUnusable, Sender, Step
+from kvd.transfer.nixl import NixlUnusable, Sender, Span, Step
 from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Path, Post, PostFailed
 from kvd.transfer.staging import STAGING_BYTES, Staging
 
@@ -63,11 +63,11 @@ class Mine(NamedTuple):
     scratch: int
     staging: int
 
-    def spans(self) -> list[tuple[int, int]]:
-        """(address, bytes) of everything to register."""
+    def spans(self) -> list[Span]:
+        """Everything to register."""
         notes = [area.note for area in self.regions.values()]
-        spans = [(note.address, note.region_bytes) for note in notes]
-        return [*spans, (self.scratch, SCRATCH_BYTES), (self.staging, STAGING_BYTES)]
+        spans = [Span(note.address, note.region_bytes, note.place) for note in notes]
+        return [*spans, Span(self.scratch, SCRATCH_BYTES), Span(self.staging, STAGING_BYTES)]
 
 
 class Builder:
@@ -153,9 +153,14 @@ class Links:
     @property
     def is_blind(self) -> bool:
         """Whether something in flight has no descriptor that would wake the loop."""
-        return any(
-            lane.has_flights and not lane.sender.polls for lane in self._lanes.values()
-        ) or any(not warming.sender.polls for warming in self._warming.values())
+        return any(lane.is_blind for lane in self._lanes.values()) or any(
+            not warming.sender.polls for warming in self._warming.values()
+        )
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether what is in flight may be done before the loop could fall asleep."""
+        return any(lane.is_fast for lane in self._lanes.values())
 
     def load(self, order: Load) -> None:
         """Have an agent built; a repeated ``Load`` is answered again."""

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.transfer.metadata import RegionNote, extent_bytes
+from kvd.transfer.metadata import HOST, RegionNote, extent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.transfer.metadata import Place
     from kvd.transfer.orders import RegionPlan
 
 HUGE_BYTES: Final = 2 * 2**20
@@ -82,8 +83,8 @@ def map_region(plan: RegionPlan) -> RegionNote:
     return noted(plan, address, there)
 
 
-def noted(plan: RegionPlan, address: int, region_bytes: int) -> RegionNote:
-    """A region that is mapped at ``address``, as peers are told of it."""
+def noted(plan: RegionPlan, address: int, region_bytes: int, place: Place = HOST) -> RegionNote:
+    """A region that lies at ``address``, as peers are told of it."""
     return RegionNote(
         plan.name,
         address,
@@ -95,6 +96,7 @@ def noted(plan: RegionPlan, address: int, region_bytes: int) -> RegionNote:
         plan.strips,
         plan.layers,
         plan.heads,
+        place=place,
     )
 
 

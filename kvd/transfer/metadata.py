@@ -10,6 +10,7 @@ control socket only, and every number in it is checked, for the loop computes ad
 
 from __future__ import annotations
 
+import enum
 import itertools
 import struct
 
@@ -30,6 +31,24 @@ _LONGEST_NAME = 256
 _LARGEST_BLOB_BYTES = 16 * 2**20
 _MOST_REGIONS = 4096
 _MOST_ROWS = 2**16
+_HIGHEST_DEVICE = 2**16
+
+
+class Kind(enum.Enum):
+    """Kinds of memory, by the names that NIXL has for them."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where memory lies: of which kind it is, and of which device; host memory has device 0."""
+
+    kind: Kind = Kind.DRAM
+    device: int = 0
+
+
+HOST = Place()
 
 
 class RegionNote(msgspec.Struct, frozen=True):
@@ -52,6 +71,7 @@ class RegionNote(msgspec.Struct, frozen=True):
     strips: tuple[int, ...] = ()
     layers: int = 0
     heads: int = 0
+    place: Place = HOST
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -160,6 +180,12 @@ def _check(region: RegionNote) -> None:
             f"region {region.name!r} of {region.region_bytes} bytes cannot hold {region.pages} "
             f"pages of {region.page_bytes} bytes in {len(region.rows)} rows "
             f"ending at {extent_bytes(region.pages, region.rows)}"
+        )
+        raise BadMetadata(msg)
+    place = region.place
+    if not 0 <= place.device <= _HIGHEST_DEVICE or (place.device and place.kind is Kind.DRAM):
+        msg = (
+            f"region {region.name!r} lies in {place.kind.value} of device {place.device}: no place"
         )
         raise BadMetadata(msg)
     if not _is_tiled(region):

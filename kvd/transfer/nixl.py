@@ -25,12 +25,14 @@ import sys
 import termios
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvd.transfer.metadata import HOST, Kind
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
     from kvd.transfer.descriptors import Words
-    from kvd.transfer.metadata import Metadata
+    from kvd.transfer.metadata import Metadata, Place
 
 DEFAULT_ENVIRONMENT: Final = {
     "UCX_MEM_MMAP_HOOK_MODE": "none",  # saves 0.4 s; regions stay mapped until the process ends
@@ -69,6 +71,24 @@ class Step(enum.Enum):
     DONE = "done"
 
 
+class Span(NamedTuple):
+    """Memory to register."""
+
+    address: int
+    size: int
+    place: Place = HOST
+
+
+class Sides(NamedTuple):
+    """Of which kind the memory is that is read, and the memory that is written."""
+
+    source: Kind
+    destination: Kind
+
+
+BOTH_HOST: Final = Sides(Kind.DRAM, Kind.DRAM)
+
+
 class Mark(NamedTuple):
     """Bytes a connection has received in its life, and how many of them wait to be read."""
 
@@ -79,10 +99,13 @@ class Mark(NamedTuple):
 class Binding:
     """The imported binding: ``api`` is its C++ module (Any: it has no types)."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda_major: int = 0) -> None:
+        """``cuda_major`` is of the CUDA driver, where device memory is to be registered."""
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        module = _import_first()
+        if cuda_major:
+            os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")  # allocated before UCX, it looks host
+        module = _import_first(cuda_major)
         self.module = module.__name__.partition(".")[0]
         self.api: Any = module.nixlBind
         self.errors: tuple[type[Exception], ...] = tuple(
@@ -90,6 +113,7 @@ class Binding:
             for name, value in vars(self.api).items()
             if name.startswith("nixl") and name.endswith("Error")
         )
+        self.segments = {Kind.DRAM: self.api.DRAM_SEG, Kind.VRAM: self.api.VRAM_SEG}
 
     def agent(self, name: str, *, progress_delay_us: int) -> Any:
         """A bare agent; a delay of 0 means that it has no progress thread."""
@@ -101,10 +125,12 @@ class Binding:
         config.captureTelemetry = False
         return self.api.nixlAgent(name, config)
 
-    def register(self, agent: Any, spans: list[tuple[int, int]]) -> None:
-        """Register (address, bytes) spans of host memory with ``agent``."""
-        rows = [(address, size, 0, "") for address, size in spans]
-        agent.registerMem(self.api.nixlRegDList(self.api.DRAM_SEG, rows))
+    def register(self, agent: Any, spans: list[Span]) -> None:
+        """Register memory with ``agent``, kind by kind."""
+        for kind, segment in self.segments.items():
+            rows = [(*one[:2], one.place.device, "") for one in spans if one.place.kind is kind]
+            if rows:
+                agent.registerMem(self.api.nixlRegDList(segment, rows))
 
     @contextlib.contextmanager
     def translating(self, doing: str) -> Iterator[None]:
@@ -119,7 +145,7 @@ class Binding:
 class Receiver:
     """The passive agent: registered regions that peers write into."""
 
-    def __init__(self, binding: Binding, name: str, spans: list[tuple[int, int]]) -> None:
+    def __init__(self, binding: Binding, name: str, spans: list[Span]) -> None:
         before, threads = _event_polls(), _threads()
         with binding.translating(f"creating the receiving agent {name!r}"):
             self._agent = binding.agent(name, progress_delay_us=PROGRESS_DELAY_US)
@@ -149,9 +175,7 @@ class Sender:
     readable when ``step`` has something to find; empty where the network gives none.
     """
 
-    def __init__(
-        self, binding: Binding, name: str, *, spans: list[tuple[int, int]], peer: Metadata
-    ) -> None:
+    def __init__(self, binding: Binding, name: str, *, spans: list[Span], peer: Metadata) -> None:
         self._binding = binding
         self._api = binding.api
         self._peer = peer.agent
@@ -166,18 +190,18 @@ class Sender:
             raise NixlUnusable(msg)
         self.polls = sorted(_event_polls() - before)
 
-    def post(self, source: Words, destination: Words) -> int:
-        """Start a write and return its handle; on one host this call does the copying.
+    def post(self, source: Words, destination: Words, sides: Sides = BOTH_HOST) -> int:
+        """Start a write and return its handle; of host memory on one host this call copies.
 
         Raises:
             NixlUnusable: the peer is gone or refuses; over a network, part may have been sent.
         """
-        api = self._api
+        api, segments = self._api, self._binding.segments
         try:
             handle: int = self._agent.createXferReq(
                 api.NIXL_WRITE,
-                api.nixlXferDList(api.DRAM_SEG, source),
-                api.nixlXferDList(api.DRAM_SEG, destination),
+                api.nixlXferDList(segments[sides.source], source),
+                api.nixlXferDList(segments[sides.destination], destination),
                 self._peer,
             )
             self._agent.postXferReq(handle)
@@ -230,10 +254,14 @@ class Sender:
         del self._agent
 
 
-def _import_first() -> ModuleType:
-    """The first binding that imports: two of them in one process clash."""
+def _import_first(cuda_major: int) -> ModuleType:
+    """The first binding that imports: two of them in one process clash.
+
+    One that was built for a newer CUDA than the driver knows imports all the same, and then takes
+    device memory for the host's.
+    """
     missing = []
-    for name in _BINDINGS:
+    for name in sorted(_BINDINGS, key=lambda one: one != f"nixl_cu{cuda_major}"):
         try:
             return importlib.import_module(f"{name}._api")
         except ImportError as exc:

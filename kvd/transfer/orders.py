@@ -52,7 +52,7 @@ class Path(enum.Enum):
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
-    """One host region to map: ``descriptor`` is its inherited file descriptor."""
+    """One region: to map, with an inherited file ``descriptor``, or to allocate on a ``device``."""
 
     name: str
     descriptor: int
@@ -67,6 +67,8 @@ class RegionPlan(msgspec.Struct, frozen=True):
     layers: int = 0
     heads: int = 0
     """These four as in ``RegionNote``."""
+    device: int | None = None
+    """The number of a CUDA device; None: it is host memory. One on a device has no descriptor."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -175,11 +177,23 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 Order = Begin | Load | Drop | Post | Forget | Verify | Sum | Quiesce | Copy | Probe
 
 
+class Shared(msgspec.Struct, frozen=True):
+    """A region on a device, for engines to open: where the device sits, and an IPC handle."""
+
+    region: str
+    bus_id: str
+    handle: bytes
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Every region is registered; ``metadata`` is for the peers' ``Load``."""
+    """Every region is registered; ``metadata`` is for the peers' ``Load``.
+
+    ``shared``: those on devices. Their memory is this process's own and ends with it.
+    """
 
     metadata: bytes
     transport: str
+    shared: tuple[Shared, ...] = ()
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):

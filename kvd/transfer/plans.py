@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
+import numpy as np
+
 from kvd.core.shards import Pieced, Straight
 from kvd.core.spec import shard_region
 from kvd.transfer.assembly import Assembly
@@ -21,6 +23,8 @@ from kvd.transfer.descriptors import (
     window_objection,
     writes,
 )
+from kvd.transfer.metadata import Kind
+from kvd.transfer.nixl import Sides
 from kvd.transfer.pieces import Source, packed, pieced
 from kvd.transfer.staging import Packing, is_worth_gathering, is_worth_packing
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
     from kvd.core.shards import Piece
     from kvd.transfer.copies import Area
+    from kvd.transfer.descriptors import Words
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Post
 
@@ -41,10 +46,11 @@ class Found(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a post writes, and how its pages are packed before, if they are."""
+    """What a post writes, how its pages are packed before, if they are, and the kinds of memory."""
 
     writes: Writes
     packing: Packing | None
+    sides: Sides
 
 
 def found(order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]) -> Found | str:
@@ -86,11 +92,25 @@ def plan(order: Post, regions: Found) -> Plan:
     packing = None
     if all(area.is_readable for area in regions.ours):
         packing = _packing(order, regions)
+    there = regions.theirs.place
     if packing is None:
-        return Plan(direct(order, regions), None)
-    window = order.making.window if isinstance(order.making, Pieced) else None
-    made = packed_writes(order.destination, regions.theirs, packing.handle_pages, window)
-    return Plan(made, packing)
+        made, here = direct(order, regions), regions.ours[0].note.place.kind
+        for area in regions.ours:
+            _lie_on(made.source, area.note)
+    else:
+        window = order.making.window if isinstance(order.making, Pieced) else None
+        made = packed_writes(order.destination, regions.theirs, packing.handle_pages, window)
+        here = Kind.DRAM
+    _lie_on(made.destination, regions.theirs)
+    return Plan(made, packing, Sides(here, there.kind))
+
+
+def _lie_on(rows: Words, note: RegionNote) -> None:
+    """Name the device of those descriptors that are of this region; no two share an address."""
+    if note.place.device:
+        begin = np.uint64(note.address)
+        is_inside = (rows[:, 0] >= begin) & (rows[:, 0] - begin < np.uint64(note.region_bytes))
+        rows[is_inside, 2] = note.place.device
 
 
 def _packing(order: Post, regions: Found) -> Packing | None:

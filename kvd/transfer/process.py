@@ -176,7 +176,7 @@ class TransferProcess:
                     pass_fds=(
                         theirs.fileno(),
                         self._witness,
-                        *(plan.descriptor for plan in plans),
+                        *(plan.descriptor for plan in plans if plan.device is None),
                         *self._keep_open,
                     ),
                     stdin=subprocess.DEVNULL,

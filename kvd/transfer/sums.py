@@ -33,6 +33,7 @@ from kvd.core.shards import Piece, Pieced, Straight
 from kvd.core.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import strays
+from kvd.transfer.fetched import Fetched
 from kvd.transfer.orders import Posted, PostFailed, Summed, Verified
 from kvd.transfer.pieces import Source, beyond, unmade
 from kvd.transfer.reading import Gathered, InPlace
@@ -109,7 +110,7 @@ class SumJob(Job):
     """Of pages as they lie here: each sum is bound to the number of its page."""
 
     def __init__(self, ticket: int, area: Area, pages: Pages) -> None:
-        super().__init__(ticket, InPlace(area.pieces()), _HERE, NO_PAGES, 0)
+        super().__init__(ticket, _read_whole(area, 1), _HERE, NO_PAGES, 0)
         self.ids = np.frombuffer(pages, "<i4")
         self.logical = self.ids.astype(np.int64)
         self.sums = np.zeros(self.ids.size, np.uint64)
@@ -155,13 +156,16 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
 
 def _read_whole(area: Area, split: int) -> Reading:
     """Whole pages, or pieces of them."""
-    if split == 1:
+    if split == 1 and area.is_readable:
         return InPlace(area.pieces())
     return Gathered(partial(area.gather, split), area.note.page_bytes // split)
 
 
 def _read_window(window: Window, parts: list[tuple[Area, Piece]]) -> Reading:
     """Pieces that make a window."""
+    if not all(area.is_readable for area, _ in parts):
+        fetched = Fetched(window, parts)
+        return Gathered(fetched.gather, fetched.page_bytes)
     area, piece = parts[0]
     if len(parts) == 1 and piece.ours.end_head - piece.ours.first_head == area.note.heads:
         return InPlace(area.window(piece.ours))

@@ -34,8 +34,8 @@ from collections import deque
 from typing import Final, NamedTuple, NoReturn, assert_never
 
 from kvd.transfer import witness
-from kvd.transfer.copies import COPIER, Copier, mapped_area
-from kvd.transfer.devices import Devices
+from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
+from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.inflow import Inflow
 from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
 from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
@@ -59,6 +59,7 @@ from kvd.transfer.orders import (
     Quiesce,
     Quiet,
     Ready,
+    RegionPlan,
     Report,
     StartFailed,
     Sum,
@@ -66,6 +67,7 @@ from kvd.transfer.orders import (
     frame_of,
     order_of,
 )
+from kvd.transfer.selfwrite import advised, prove
 from kvd.transfer.staging import STAGING_BYTES
 from kvd.transfer.sums import SUMMER, Job, Summers, Sums
 from kvd.transfer.waiting import Waiting
@@ -126,38 +128,38 @@ class Worker:
         Raises:
             NixlUnusable: NIXL is missing or refuses.
             RegionUnusable: a region cannot be mapped.
+            DeviceUnusable: a region cannot be allocated on its device.
         """
         begin, later = self._first_order()
         for descriptor in begin.kept:
             witness.keep(descriptor)
-        regions = {plan.name: map_region(plan) for plan in begin.regions}
-        for plan in begin.regions:
-            os.close(plan.descriptor)
-        areas = {name: mapped_area(note) for name, note in regions.items()}
+        devices = Devices()
+        areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
         scratch, staging = map_scratch(SCRATCH_BYTES), map_scratch(STAGING_BYTES)
         mine = Mine(begin.name, registered, scratch, staging)
-        binding = Binding()
-        self._receiver = Receiver(binding, begin.name, mine.spans())
+        binding = Binding(devices.cuda_major)
+        with advised(binding, mine):
+            self._receiver = Receiver(binding, begin.name, mine.spans())
+            told = _told(mine, self._receiver.blob)
+            prove(binding, mine, told)
         builder = Builder(binding, mine, self._inbox.put)
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
         self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
-        self._waiting = Waiting(Devices(), post=self._post, report=self._reports.append)
+        self._waiting = Waiting(devices, post=self._post, report=self._reports.append)
         self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
         self._copier.start()
         summers.start()
-        notes = tuple(area.note for area in registered.values())
-        blob = self._receiver.blob
-        told = Metadata(VERSION, begin.name, blob, mine.scratch, SCRATCH_BYTES, notes)
-        self._reports.append(Ready(pack(told), f"{binding.module} UCX"))
+        shared = devices.shared(areas)
+        self._reports.append(Ready(pack(told), f"{binding.module} UCX", shared))
         self._flush()
         self._orders.settimeout(0.0)
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
-        huge = [regions[plan.name] for plan in begin.regions if plan.in_huge_pages]
+        huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
         Collapser(huge, is_busy=self._is_busy, on_outcome=self._inbox.put).start()
         for order in later:
             self._obey(order)
@@ -217,7 +219,7 @@ class Worker:
 
     def _patience_s(self) -> float | None:
         """How long the loop may sleep."""
-        if self._links.can_post:
+        if self._links.can_post or self._links.is_fast:
             return 0.0
         if self._links.is_blind or self._waiting.is_pending:
             return BLIND_TICK_S
@@ -318,6 +320,21 @@ class Worker:
             self._is_full = False
 
 
+def _area(plan: RegionPlan, devices: Devices) -> Area:
+    """The region in its memory."""
+    if plan.device is not None:
+        return devices.area(plan, plan.device)
+    note = map_region(plan)
+    os.close(plan.descriptor)
+    return mapped_area(note)
+
+
+def _told(mine: Mine, blob: bytes) -> Metadata:
+    """What peers must know."""
+    notes = tuple(area.note for area in mine.regions.values())
+    return Metadata(VERSION, mine.name, blob, mine.scratch, SCRATCH_BYTES, notes)
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; end now if it already has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -334,7 +351,7 @@ def main() -> None:
     worker = Worker(socket.socket(fileno=descriptor))
     try:
         worker.begin()
-    except (NixlUnusable, RegionUnusable) as exc:
+    except (NixlUnusable, RegionUnusable, DeviceUnusable) as exc:
         worker.fail(StartFailed(str(exc)))
     # A woken batch thread does not preempt the one that woke it: without this the daemon's loop
     # stood still for up to 8 ms in the send of an order, because the copy began there and then.

@@ -6,6 +6,7 @@
  *
  *   DOUBLE_DEVICES   how many there are (2)           DOUBLE_BYTES   memory of each (256 MiB)
  *   DOUBLE_COUNT_ERROR  what cudaGetDeviceCount returns (0)
+ *   DOUBLE_SIDE      what cudaPointerGetAttributes says: 1 host, 2 device (1)
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -163,7 +164,7 @@ int cudaPointerGetAttributes(Where *where, const void *address) {
     Piece *one = piece_with(address);
     memset(where, 0, sizeof *where);
     if (one) {
-        where->type = 1;
+        where->type = (int)number_of("DOUBLE_SIDE", 1);
         where->device = one->device;
         where->host_pointer = (void *)address;
     }

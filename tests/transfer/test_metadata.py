@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from kvd.core.geometry import Row
 from kvd.transfer.descriptors import objection, writes
-from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
+from kvd.transfer.metadata import (
+    VERSION,
+    BadMetadata,
+    Kind,
+    Metadata,
+    Place,
+    RegionNote,
+    pack,
+    unpack,
+)
 from kvd.types import Pages, pack_ids
 
 REGION = RegionNote("kv", 2**40, 3 * 4096, 3, 4096, (Row(0, 4096, 4096),))
@@ -60,6 +69,22 @@ def test_any_truncation_is_noticed(size):
 def test_a_region_that_would_reach_beyond_itself_is_refused(change):
     wrong = msgspec.structs.replace(REGION, **change)
     with pytest.raises(BadMetadata, match="region 'kv' of 12288 bytes cannot hold"):
+        unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
+
+
+def test_a_region_of_a_device_is_told_with_its_place():
+    region = msgspec.structs.replace(REGION, place=Place(Kind.VRAM, 7))
+    told = msgspec.structs.replace(GOOD, regions=(region,))
+
+    assert unpack(pack(told)) == told
+
+
+@pytest.mark.parametrize(
+    "place", [Place(Kind.VRAM, -1), Place(Kind.VRAM, 2**16 + 1), Place(Kind.DRAM, 1)]
+)
+def test_a_region_that_lies_nowhere_is_refused(place):
+    wrong = msgspec.structs.replace(REGION, place=place)
+    with pytest.raises(BadMetadata, match=rf"in {place.kind.value} of device {place.device}: no"):
         unpack(pack(msgspec.structs.replace(GOOD, regions=(wrong,))))
 
 

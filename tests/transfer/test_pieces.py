@@ -13,8 +13,9 @@ import pytest
 
 from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
 from kvd.core.spec import Mha, Order, shard_region
-from kvd.transfer.copies import Area
+from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.descriptors import packed_writes
+from kvd.transfer.metadata import Kind, Place
 from kvd.transfer.orders import Post
 from kvd.transfer.plans import direct, found, plan
 from kvd.transfer.staging import SLOT_BYTES
@@ -206,16 +207,34 @@ def test_pieces_that_are_packed_go_to_the_same_places(name, orders):
         assert rows.handles == 3
 
 
-def test_memory_that_the_processor_cannot_read_goes_as_it_lies():
+class Afar(Mapped):
+    is_direct = False
+
+
+def test_memory_that_the_processor_cannot_read_goes_as_it_lies_each_from_its_device():
     here, there = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
     (order, regions, _, _) = next(every_post(here, there))
-    assert plan(order, regions).packing is not None
+    packed_first = plan(order, regions)
+    assert packed_first.packing is not None
+    assert packed_first.sides == (Kind.DRAM, Kind.DRAM)
 
-    on_device = Area(regions.ours[1].note, here.memory, is_readable=False)
-    made = plan(order, regions._replace(ours=(regions.ours[0], on_device)))
+    notes = [
+        msgspec.structs.replace(area.note, place=Place(Kind.VRAM, device))
+        for device, area in enumerate(regions.ours)
+    ]
+    onto = msgspec.structs.replace(regions.theirs, place=Place(Kind.VRAM, 5))
+    ours = tuple(Area(one, here.memory, Afar()) for one in notes)
+    made = plan(order, regions._replace(ours=ours, theirs=onto))
 
     assert made.packing is None
-    assert np.array_equal(made.writes.source, direct(order, regions).source)
+    assert made.sides == (Kind.VRAM, Kind.VRAM)
+    lying = direct(order, regions)
+    assert np.array_equal(made.writes.source[:, :2], lying.source[:, :2])
+    begin = np.uint64(notes[1].address)
+    is_second = (lying.source[:, 0] >= begin) & (lying.source[:, 0] < begin + np.uint64(SPACE))
+    assert 0 < is_second.sum() < len(is_second)
+    assert np.array_equal(made.writes.source[:, 2], is_second.astype(np.uint64))
+    assert (made.writes.destination[:, 2] == 5).all()
 
 
 FIRST, LAYERS = Order.PAGE_FIRST, Order.LAYER_FIRST

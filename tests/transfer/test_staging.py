@@ -49,7 +49,7 @@ class Wire:
         self.broken = set()
         self.is_gone = False
 
-    def post(self, source, destination):
+    def post(self, source, destination, _sides):
         self.waiting.append((source.copy(), destination.copy()))
         return len(self.waiting) - 1
 

@@ -1,0 +1,236 @@
+"""Regions on devices: real transfer processes and real NIXL, over a double of the CUDA runtime.
+
+The double's memory is the host's, and says so, so NIXL has it as DRAM: how NIXL moves VRAM is for
+tests/gpu. Everything else is as on a device: who allocates, who opens, who copies, what ends when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvd.core.seal import Seal
+from kvd.core.shards import lanes, tp_shards
+from kvd.core.spec import Mla, Order
+from kvd.device.cuda import CudaError
+from kvd.transfer.base import TransportDown
+from kvd.transfer.orders import Copied, Posted, Sum, Summed, Verified, Verify
+from kvd.types import Pages, pack_ids
+from kvd.wire.peer import Integrity
+from tests.cuda.regions import ON_DEVICE, node_of
+from tests.cuda.test_cuda import other
+from tests.transfer.layouts import shaped
+from tests.transfer.sharded import MHA, fill, memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.transfer.conftest import Node
+
+PATTERNS = (([3], [5]), (list(range(1, 25)), list(range(1, 25))), ([9, 2, 17, 24], [4, 23, 8, 1]))
+SIDES = {"device to device": (ON_DEVICE, ON_DEVICE)} | {
+    "device to host": (ON_DEVICE, {}),
+    "host to device": ({}, ON_DEVICE),
+}
+
+
+@contextlib.asynccontextmanager
+async def two(double, ours, theirs, **settings) -> Iterator[tuple[Node, Node]]:
+    async with (
+        node_of(double, "sender", ours, **settings) as sender,
+        node_of(double, "receiver", theirs, **settings) as receiver,
+    ):
+        await sender.load(receiver)
+        yield sender, receiver
+
+
+@pytest.mark.parametrize("tcp", [{}, {"UCX_TLS": "tcp"}], ids=["same-host", "tcp"])
+@pytest.mark.parametrize("sides", SIDES)
+async def test_pages_arrive_and_nothing_else_changes(double, sides, tcp):
+    numbers = iter(range(1, 99))
+    async with two(double, *SIDES[sides], **tcp) as (sender, receiver):
+        for region in ("kv", "layered"):
+            ours, theirs = sender.memories[region], receiver.memories[region]
+            for source, destination in PATTERNS:
+                theirs.paint(50 + next(numbers))
+                size = theirs.shape.total_bytes
+                expected = theirs.bytes[:size].copy()
+                for row in theirs.shape.rows:
+                    for a, b in zip(source, destination, strict=True):
+                        expected[theirs.piece(row, b)] = ours.bytes[ours.piece(row, a)]
+                post = next(numbers)
+                sender.post(post, receiver, source, destination, region=region)
+
+                outcome = await sender.outcome(post)
+
+                assert isinstance(outcome, Posted), outcome
+                assert np.array_equal(theirs.bytes[:size], expected)
+
+
+async def test_sums_of_a_device_are_those_of_the_same_bytes_in_host_memory(double):
+    seal = Seal(Integrity.FULL, b"devices!", 0, 4)
+    pages = [7, 8, 2, 24]
+    async with two(double, ON_DEVICE, {}) as (device, host):
+        for region in ("kv", "layered"):
+            device.post(1, host, pages, pages, region=region, seal=seal)
+            posted = await device.outcome(1)
+            assert len(posted.sums) == 4 * 8
+            order = Verify(1, region, seal, Pages(pack_ids(pages)), posted.sums)
+            for node in (device, host):
+                node.transport.order(order)
+                assert (await node.hears(Verified)).bad_pages == ()
+            row = device.memories[region].shape.rows[-1]
+            device.memories[region].bytes[device.memories[region].piece(row, 2)] ^= 1
+            device.transport.order(order)
+            device.reports.clear()
+            assert (await device.hears(Verified)).bad_pages == (2,)
+            host.transport.order(Sum(9, region, Pages(pack_ids([7]))))
+            device.transport.order(Sum(9, region, Pages(pack_ids([7]))))
+            assert (await host.hears(Summed)).sums == (await device.hears(Summed)).sums
+            device.reports.clear()
+            host.reports.clear()
+
+
+@pytest.mark.parametrize("region", ["kv", "layered"])
+async def test_pages_of_a_device_are_saved_in_host_memory_and_brought_back(double, region):
+    async with node_of(double, "decode", ON_DEVICE) as node:
+        ours = node.memories[region]
+        size = ours.shape.total_bytes
+        before = ours.bytes[:size].copy()
+        pages, saved = [3, 4, 5, 20], [1, 2, 8, 3]
+
+        node.copy(1, region, pages, f"{region}.saved", saved)
+        assert isinstance(await node.copied(1), Copied)
+        for row in ours.shape.rows:
+            for page in pages:
+                ours.bytes[ours.piece(row, page)] = 0
+        node.copy(2, f"{region}.saved", saved, region, pages)
+        assert isinstance(await node.copied(2), Copied)
+
+        assert np.array_equal(ours.bytes[:size], before)
+
+
+async def test_larger_pages_of_a_device_are_cut_where_they_lie(double):
+    """The processor cannot pack what it cannot read: pieces leave from where they are."""
+    seal = Seal(Integrity.FULL, b"in parts", 0, 4)
+    latent = Mla(480, 32, "bfloat16")
+    large, small = (
+        {"kv": shaped(latent, size, 640 // size, Order.PAGE_FIRST, layers=4)} for size in (64, 16)
+    )
+    async with (
+        node_of(double, "prefill", {"kv": 0}, large) as sender,
+        node_of(double, "decode", {"kv": 1}, small) as receiver,
+    ):
+        await sender.load(receiver)
+        sender.post(1, receiver, [9, 10, 11, 20], [4, 5, 30, 7], split=4, seal=seal)
+        posted = await sender.outcome(1)
+        assert isinstance(posted, Posted)
+        order = Verify(1, "kv", seal, Pages(pack_ids([4, 5, 30, 7])), posted.sums)
+        receiver.transport.order(order)
+        assert (await receiver.hears(Verified)).bad_pages == ()
+        assert receiver.memories["kv"].bytes[5 * 16384 * 4 :][:64].any()
+
+
+@pytest.mark.parametrize("order", list(Order))
+async def test_shards_on_two_devices_are_sent_and_summed_as_one_pool_has_them(double, order):
+    """Pages of two tensor-parallel ranks, each on a device of its own, to a pool on a host."""
+    seal = Seal(Integrity.FULL, b"together", 0, 3)
+    halves = tp_shards(MHA.heads, 2, (0, 2), (0, MHA.layers))
+    ours = {f"kv{'#1' * i}": memory_of(MHA, one, 9, order) for i, one in enumerate(halves)}
+    theirs = {"kv": memory_of(MHA, MHA.all, 9, order)}
+    (lane,) = lanes(halves, (MHA.all,))
+    async with (
+        node_of(double, "prefill", {"kv": 0, "kv#1": 1}, ours) as sender,
+        node_of(double, "decode", {}, theirs) as receiver,
+    ):
+        for region, shard in zip(ours, halves, strict=True):
+            fill(sender.memories[region].bytes, ours[region], shard, 7)
+        expected = np.zeros_like(receiver.memories["kv"].bytes)
+        fill(expected, theirs["kv"], MHA.all, 7)
+        receiver.memories["kv"].bytes[:] = expected
+        await sender.load(receiver)
+        await receiver.load(sender)
+
+        sender.post(1, receiver, [1, 5, 2], [1, 5, 2], making=lane.copies[0], seal=seal)
+        posted = await sender.outcome(1)
+        assert isinstance(posted, Posted), posted
+        assert np.array_equal(receiver.memories["kv"].bytes, expected), "the same bytes again"
+        receiver.transport.order(Verify(1, "kv", seal, Pages(pack_ids([1, 5, 2])), posted.sums))
+        assert (await receiver.hears(Verified)).bad_pages == ()
+
+        for back in lanes((MHA.all,), halves):
+            post = 10 + back.peer_shard
+            more = {"peer_shard": back.peer_shard, "making": back.copies[0], "seal": seal}
+            receiver.post(post, sender, [1, 5, 2], [3, 4, 6], **more)
+            sums = (await receiver.outcome(post)).sums
+            pages = Pages(pack_ids([3, 4, 6]))
+            sender.transport.order(Verify(post, "kv", seal, pages, sums, back.peer_shard))
+            assert (await sender.hears(Verified, ticket=post)).bad_pages == ()
+            assert len(sums) == 3 * 8
+
+
+async def test_the_memory_ends_with_its_process_whoever_has_opened_it(double, cuda):
+    async with node_of(double, "decode", ON_DEVICE) as node:
+        shared = {one.region: one for one in node.ready.shared}
+        device = cuda.device_at(shared["layered"].bus_id)
+        with other(double, "open", device, shared["layered"].handle) as engine:
+            assert engine.said == "open"
+            engine.child.kill()
+        node.copy(1, "kv", [1], "kv", [2])
+        assert isinstance(await node.copied(1), Copied), "a dead engine is nobody's concern"
+        assert holders(), "while the process lives"
+        owner = node.transport.pid
+
+    assert owner not in holders()
+    assert not holders()
+    for one in shared.values():
+        with pytest.raises(CudaError):
+            cuda.open(cuda.device_at(one.bus_id), one.handle)
+
+
+def holders() -> set[int]:
+    """Processes that hold or map memory of the double's devices."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if "/memfd:double-cuda " in (entry / "maps").read_text():
+                found.add(int(entry.name))
+            if any("/memfd:double-cuda " in os.readlink(fd) for fd in (entry / "fd").iterdir()):
+                found.add(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "why"),
+    [
+        (
+            ON_DEVICE,
+            {"DOUBLE_BYTES": str(4 * 2**20)},
+            r"region 'kv': allocating 26 MiB on cuda:0: cudaErrorMemoryAllocation \(2\): out of "
+            r"memory; 4 of 4 MiB are free on cuda:0: lower pool.pages or pool.size",
+        ),
+        ({"kv": 2}, {}, r"region 'kv': choosing cuda:2: cudaErrorInvalidDevice \(101\)"),
+        (
+            ON_DEVICE,
+            {"KVD_CUDART": "/nowhere"},
+            "no CUDA device can be used here: /nowhere: cannot",
+        ),
+        (
+            ON_DEVICE,
+            {"DOUBLE_SIDE": "2"},
+            r"NIXL does not reach the memory of the device: .*nixl-cu12 or nixl-cu13; here: nixl",
+        ),
+    ],
+    ids=["too-much", "no-such-device", "no-cuda", "nixl-cannot"],
+)
+async def test_a_device_that_does_not_serve_ends_the_start_with_what_to_do(
+    double, devices, settings, why
+):
+    with pytest.raises(TransportDown, match=why):
+        async with node_of(double, "decode", devices, **settings):
+            pass
