@@ -77,6 +77,8 @@ NOT_IN_THE_CORE = {
 HOMES = {
     "torch": ("kvd/pools/", "kvd/device/", "kvd/client/mapping.py", "kvd/demo/", "kvd/bench/"),
     "transformers": ("kvd/demo/", "kvd/bench/"),
+    "flash_attn": ("kvd/device/flash.py",),
+    "flash_attn_interface": ("kvd/device/flash.py",),
     "nixl": ("kvd/transfer/nixl.py",),
     "nixl_cu12": ("kvd/transfer/nixl.py",),
     "nixl_cu13": ("kvd/transfer/nixl.py",),
@@ -90,6 +92,9 @@ HOMES = {
 """The only places where a module may be imported, other than for type checkers."""
 
 LAZY_TORCH = ("kvd/client/mapping.py",)
+
+OPTIONAL = ("flash_attn", "flash_attn_interface")
+"""Packages that need not be installed: imported inside the function that needs them."""
 
 
 def package_of(module: str) -> str:
@@ -182,6 +187,17 @@ def test_the_client_loads_torch_only_when_memory_is_mapped(sources):
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_need_not_be_installed_is_imported_when_it_is_called(sources):
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module} when it is itself imported, which fails "
+        "wherever that is not installed: import it inside the function that needs it"
+        for source in sources
+        for one in source.imports
+        if one.module.partition(".")[0] in OPTIONAL and one.when != "call"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -193,6 +209,13 @@ def test_the_client_loads_torch_only_when_memory_is_mapped(sources):
 def test_an_upward_import_is_found(sources, planted, name, text):
     with pytest.raises(AssertionError, match=f"{name}:[12] imports"):
         test_packages_import_only_what_lies_below_them([*sources, *planted(name, text)])
+
+
+def test_an_optional_package_at_the_top_of_a_file_is_found(planted):
+    with pytest.raises(AssertionError, match="fails wherever that is not installed"):
+        test_what_need_not_be_installed_is_imported_when_it_is_called(
+            planted("kvd/device/flash.py", "from flash_attn import flash_attn_varlen_func")
+        )
 
 
 @pytest.mark.parametrize("text", ["import time", "from time import monotonic"])
