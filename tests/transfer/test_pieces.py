@@ -11,126 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
-from kvd.core.spec import Mha, Order, shard_region
+from kvd.core.geometry import Row
+from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes
+from kvd.core.spec import Mha, Order
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.descriptors import packed_writes
-from kvd.transfer.metadata import Kind, Place
-from kvd.transfer.orders import Post
+from kvd.transfer.metadata import Kind, Place, RegionNote
+from kvd.transfer.pieces import Source, pieced
 from kvd.transfer.plans import direct, found, plan
 from kvd.transfer.staging import SLOT_BYTES
-from tests.transfer.layouts import ids, note
-from tests.transfer.sharded import LATENT, MHA, Model, elements, fill, memory_of
-
-OURS, THEIRS = 6, 7
-PAGES, ONTO = [4, 1, 2, 3, 5], [6, 2, 3, 4, 1]
-SPACE = 2**20
-"""Addresses from one region to the next."""
-
-
-def tp(model: Model, size: int) -> tuple[Shard, ...] | None:
-    try:
-        return tp_shards(model.heads, size, (0, size), (0, model.layers))
-    except ValueError:
-        return None
-
-
-def with_heads(heads: int) -> Model:
-    return MHA._replace(layout=msgspec.structs.replace(MHA.layout, heads=heads))
-
-
-STAGES = (Shard(0, 1, 0, 4), Shard(1, 4, 0, 4))
-HALVES = (Shard(0, 4, 0, 2), Shard(0, 4, 2, 4))
-CASES = {
-    **{
-        f"{model.heads} heads, {here} to {there}": (model, ours, theirs)
-        for model in (*map(with_heads, (1, 2, 3, 4)), LATENT)
-        for here, there in product((1, 2, 4), repeat=2)
-        if (ours := tp(model, here)) and (theirs := tp(model, there))
-    },
-    "latent, 4 to 2": (LATENT, (LATENT.all,) * 4, (LATENT.all,) * 2),
-    "stage 0 of all": (MHA, STAGES[:1], (MHA.all,)),
-    "stage 1 of all": (MHA, STAGES[1:], (MHA.all,)),
-    "all to stages": (MHA, (MHA.all,), STAGES),
-    "stages of one node": (MHA, STAGES, (MHA.all,)),
-    "stages to other stages": (MHA, STAGES, (Shard(0, 3, 0, 4), Shard(3, 4, 0, 4))),
-    "one rank of two": (MHA, HALVES[:1], (MHA.all,)),
-    "the other rank": (MHA, HALVES[1:], (MHA.all,)),
-    "two ranks of a stage": (MHA, (Shard(1, 4, 0, 2), Shard(1, 4, 2, 4)), (MHA.all,)),
-    "heads to a stage": (MHA, HALVES, STAGES),
-    "latent, a stage": (LATENT, (Shard(2, 4, 0, 1),), (LATENT.all,)),
-    "a slot of one token": (MHA._replace(page_tokens=1), HALVES, (MHA.all,)),
-    "one layer": (MHA._replace(layers=1), (Shard(0, 1, 0, 4),), tp_shards(4, 2, (0, 2), (0, 1))),
-    "K without V": (MHA._replace(layout=Mha(4, 3, 0, "uint8")), HALVES, (MHA.all,)),
-}
-
-
-class Side:
-    """The shards of one pool in memory of their own, at addresses of their own."""
-
-    def __init__(self, model, shards, pages, order, first):
-        self.model, self.shards = model, shards
-        self.shapes = [memory_of(model, shard, pages, order) for shard in shards]
-        self.memory = np.zeros(SPACE * len(shards), np.uint8)
-        self.first = first
-        self.areas = {}
-        for index, shape in enumerate(self.shapes):
-            name, at = shard_region("kv", index), index * SPACE
-            assert shape.total_bytes <= SPACE
-            told = note(shape, first + at, name)
-            self.areas[name] = Area(told, self.memory[at : at + shape.total_bytes])
-
-    @property
-    def notes(self):
-        return {name: area.note for name, area in self.areas.items()}
-
-    def elements(self, index):
-        at, shape = index * SPACE, self.shapes[index]
-        memory = self.memory[at : at + shape.total_bytes]
-        return elements(memory, shape, self.shards[index])
-
-    def fill(self, seed):
-        for index, (shard, shape) in enumerate(zip(self.shards, self.shapes, strict=True)):
-            fill(self.memory[index * SPACE :], shape, shard, seed)
-
-
-def sides(name, orders):
-    model, ours, theirs = CASES[name]
-    here = Side(model, ours, OURS, orders[0], SPACE)
-    there = Side(model, theirs, THEIRS, orders[1], 100 * SPACE)
-    here.fill(1)
-    return here, there
-
-
-def post(making, peer_shard=0, pages=PAGES, onto=ONTO, split=1):
-    return Post(
-        1,
-        "decode-0",
-        1,
-        "kv",
-        ids(pages),
-        ids(onto),
-        split=split,
-        peer_shard=peer_shard,
-        making=making,
-    )
-
-
-def delivered(here, there, lane):
-    """What the peer's memory must be when the lane is done, and which bytes of it were written."""
-    expected, written = np.zeros_like(there.memory), np.zeros_like(there.memory)
-    have = {}
-    for index in range(len(here.shards)):
-        for one in here.elements(index):
-            have[one[:4]] = one.pages
-    for memory, is_mark in ((expected, False), (written, True)):
-        at, shape = lane.peer_shard * SPACE, there.shapes[lane.peer_shard]
-        shard = there.shards[lane.peer_shard]
-        for one in elements(memory[at : at + shape.total_bytes], shape, shard):
-            if one[:4] in have:
-                for page, onto in zip(PAGES, ONTO, strict=True):
-                    one.pages[onto] = 1 if is_mark else have[one[:4]][page]
-    return expected, written
+from tests.transfer.sharded import CASES, SPACE, Model, Side, delivered, post, sides
 
 
 def write(rows, here, there):
@@ -376,3 +266,19 @@ def test_shards_of_ours_that_are_laid_out_otherwise_are_refused():
     areas = here.areas | {"kv#1": Area(other, here.memory)}
 
     assert "in 'kv#1' here; lay both out alike" in found(post(MERGED), areas, there.notes)
+
+
+@pytest.mark.parametrize("far", [(64, 128), (128, 64)])
+def test_tensors_whose_pages_are_not_equally_far_apart_are_not_joined(far):
+    """They touch in page 0 and, on one of the sides, in no other."""
+    ours, theirs = (
+        RegionNote("kv", at, 4096, 5, 64, rows, 4, (32, 32), layers=1, heads=2)
+        for at, step in zip((2**20, 2**30), far, strict=True)
+        for rows in [(Row(0, 64, 32), Row(32, step, 32))]
+    )
+
+    found = pieced([Source(ours, Piece(0, Window(0, 1, 0, 2), Window(0, 1, 0, 2)))], theirs)
+
+    assert found.at.tolist() == [2**20, 2**20 + 32]
+    assert (found.at_step.tolist(), found.to_step.tolist()) == ([64, far[0]], [64, far[1]])
+    assert found.size.tolist() == [32, 32]
