@@ -8,6 +8,10 @@ An Offer has one grant for each, in this order. A **unit** is a page of the deco
 prefill side's is larger, each of its pages is several units, cut by tokens (``split``). Units are
 numbered from the start of the prompt, so both sides name the same one by the same number.
 
+Where a node has shards, each grant goes along **lanes**, one to each shard of the decode side. A
+**leg** is one grant along one lane: it has posts, a seal and sums of its own. Both sides work out
+the same legs in the same order, grant by grant and shard by shard.
+
 What must not live here: whether an Offer is accepted (``offer``), when something is posted
 (``posts``).
 """
@@ -16,7 +20,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from kvd.core.seal import Seal, seal_of
+from kvd.core.shards import Lane, Straight
 from kvd.core.spec import (
     Buffer,
     Component,
@@ -26,7 +33,9 @@ from kvd.core.spec import (
     companion_factor,
     companion_pages,
     has_bytes,
+    heads_of,
     page_bytes,
+    shard_region,
 )
 from kvd.core.windows import Windows
 from kvd.types import ID_BYTES, NO_PAGES, Pages
@@ -46,6 +55,18 @@ def parts_of(split: tuple[int, ...], place: int = 0) -> int:
     return split[place] if split else 1
 
 
+class Leg(msgspec.Struct, frozen=True):
+    """One grant of an Offer along one lane; ``grant`` is its place among the grants."""
+
+    grant: int
+    lane: Lane
+
+
+def legs_of(offer: Offer, lanes: tuple[Lane, ...]) -> tuple[Leg, ...]:
+    """The legs of what an Offer grants, along the lanes between the two nodes."""
+    return tuple([Leg(grant, lane) for grant in range(len(offer.grants)) for lane in lanes])
+
+
 class Freight:
     """One component that travels. ``place`` is its place among those that peers compare."""
 
@@ -56,9 +77,18 @@ class Freight:
         self.factor = factor
         """Of its pages to one of the first component, where it is in lockstep with it."""
         self.page_bytes = page_bytes(component)
+        """Of one of our shards."""
         self.place = place
         self.streams = isinstance(component.extent, Whole)
         """Whether it is posted as it is computed; otherwise with the last chunk."""
+
+    def lane_bytes(self, lane: Lane) -> int:
+        """Bytes that go along a lane for each page, wherever the two shards are of another size."""
+        making = lane.copies[0]
+        if isinstance(making, Straight):
+            return self.page_bytes
+        cells = self.component.layers * heads_of(self.component.layout)
+        return self.page_bytes // cells * making.window.cells
 
     def units(self, grant: Grant, unit_tokens: int) -> tuple[int, int]:
         """The units ``[first, end)`` that a grant of it covers."""
@@ -121,24 +151,31 @@ class Cargo:
         keeper = self._table.beside.named(component.name)
         return NO_PAGES if keeper is None else keeper.own(lease)
 
-    def granted_bytes(self, grants: tuple[Grant, ...], split: tuple[int, ...] = ()) -> int:
-        """Bytes that land on the granted pages."""
+    def granted_bytes(
+        self, grants: tuple[Grant, ...], legs: tuple[Leg, ...], split: tuple[int, ...] = ()
+    ) -> int:
+        """Bytes that land on the granted pages, in all shards of the decode side."""
         total = 0
-        for freight, grant in zip(self.freights, grants, strict=True):
+        for leg in legs:
+            freight, grant = self.freights[leg.grant], grants[leg.grant]
             parts = parts_of(split, freight.place)
-            total += len(grant.pages) // ID_BYTES * (freight.page_bytes // parts)
+            total += len(grant.pages) // ID_BYTES * (freight.lane_bytes(leg.lane) // parts)
         return total
 
     # ---- both sides --------------------------------------------------------------------------
 
-    def seals(self, offer: Offer, split: tuple[int, ...] = ()) -> tuple[Seal, ...]:
-        """One per grant; none where nothing is summed."""
+    def seals(
+        self, offer: Offer, legs: tuple[Leg, ...], split: tuple[int, ...] = ()
+    ) -> tuple[Seal, ...]:
+        """One per leg; none where nothing is summed."""
         if offer.integrity is Integrity.OFF:
             return ()
         seals = []
-        for freight, grant in zip(self.freights, offer.grants, strict=True):
+        for leg in legs:
+            freight, grant = self.freights[leg.grant], offer.grants[leg.grant]
             units = freight.units(grant, self.unit_tokens(freight, split))
-            seals.append(seal_of(offer, grant.component, units))
+            region = shard_region(grant.component, leg.lane.peer_shard)
+            seals.append(seal_of(offer, region, units))
         return tuple(seals)
 
     def windows(self) -> Iterator[tuple[int, Windows]]:

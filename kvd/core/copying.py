@@ -1,7 +1,8 @@
 """The copies of leases between the pool and the saved area: when are all of one lease's over?
 
-A lease has one for each component that is copied. What comes of it is known when the last is over:
-a refusal of one is no reason to touch pages that another still reads or writes.
+A lease has one for each component that is copied, and of each shard of it. What comes of it is
+known when the last is over: a refusal of one is no reason to touch pages that another still reads
+or writes.
 
 What must not live here: what becomes of the lease (``retract``), the numbers of tickets
 (``copies``).
@@ -11,13 +12,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import saved_region
+from kvd.core.spec import region_names, saved_region
 
 if TYPE_CHECKING:
     from kvd.core.copies import Copies, CopyAsker
     from kvd.core.lease import Lease
     from kvd.core.saved import Moved
-    from kvd.core.spec import PoolSpec
+    from kvd.core.spec import Component, PoolSpec
+
+
+def _pairs(spec: PoolSpec, component: Component) -> list[tuple[str, str]]:
+    pools = region_names(spec, component.name)
+    return list(zip(pools, region_names(spec, saved_region(component)), strict=True))
 
 
 class Copying:
@@ -38,7 +44,8 @@ class LeaseCopies:
 
     def __init__(self, spec: PoolSpec, copies: Copies) -> None:
         self.by_ticket: dict[int, Copying] = {}
-        self._regions = {one.name: saved_region(one) for one in spec.components}
+        self._regions = {one.name: _pairs(spec, one) for one in spec.components}
+        """By component: its regions, each with that of its saved pages."""
         self._copies = copies
 
     def leases(self) -> list[Lease]:
@@ -46,18 +53,18 @@ class LeaseCopies:
         return [one.lease for one in self.by_ticket.values()]
 
     def save(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
-        """Order one copy out for each."""
+        """Order the copies out."""
         copying, order = Copying(lease), self._copies.order
         for one in moved:
-            saved = self._regions[one.component]
-            self._note(copying, order(asker, one.component, one.pages, saved, one.slots))
+            for region, saved in self._regions[one.component]:
+                self._note(copying, order(asker, region, one.pages, saved, one.slots))
 
     def restore(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
-        """Order one copy back for each."""
+        """Order the copies back."""
         copying, order = Copying(lease), self._copies.order
         for one in moved:
-            saved = self._regions[one.component]
-            self._note(copying, order(asker, saved, one.slots, one.component, one.pages))
+            for region, saved in self._regions[one.component]:
+                self._note(copying, order(asker, saved, one.slots, region, one.pages))
 
     def _note(self, copying: Copying, ticket: int) -> None:
         copying.tickets.add(ticket)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.admission import Admission, Waiter
-from kvd.core.cargo import Cargo
+from kvd.core.cargo import Cargo, legs_of
+from kvd.core.coverage import uncovered
 from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
@@ -248,8 +249,7 @@ class Decoder:
         part.handoff = self._last_handoff
         self.by_handoff[part.handoff] = part
         grants = self._cargo.grants(lease, part.prompt_tokens)
-        part.total_bytes = self._cargo.granted_bytes(grants)
-        part.unanswered = Offer(
+        part.unanswered = offer = Offer(
             source=self._settings.incarnation,
             target=peer.incarnation,
             handoff=part.handoff,
@@ -263,7 +263,9 @@ class Decoder:
             integrity=self._settings.integrity,
             waited_s=self._out.at_s - part.since_s,
         )
-        part.seals = self._cargo.seals(part.unanswered)
+        part.legs = legs_of(offer, peer.incoming)
+        part.total_bytes = self._cargo.granted_bytes(grants, part.legs)
+        part.seals = self._cargo.seals(offer, part.legs)
         n_pages = sum(count(grant.pages) for grant in grants)
         self._move(part, T.ADMITTED, f"has {part.prefix_tokens} tokens, {n_pages} pages wanted")
         self._out.answer(part.session, client.Receiving(call, part.id, part.prefix_tokens))
@@ -278,6 +280,11 @@ class Decoder:
         del self.parts[part.id]
         self.withdraw(part.room, part.peer, why)
         self._tell_ended(part, Outcome.REFUSED, why)
+
+    def not_ready(self, source: str) -> str | None:
+        """What a receive from this node waits for; None when an Offer can go out."""
+        refusal = uncovered(source, self.peers, self._settings)
+        return self.peers.not_ready(source) or (refusal.message if refusal is not None else None)
 
     def withdraw(self, room: int, source: str, why: Refusal) -> None:
         """Nothing is offered: an engine that waits for it over there need not wait longer."""

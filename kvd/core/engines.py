@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
 from kvd.core.cache_mode import gate_of
+from kvd.core.coverage import uncovered
 from kvd.core.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
@@ -270,7 +271,8 @@ class Engines:
             )
         n_tokens = count(tokens)
         refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
-        return refusal or self._bad_source(message.source[0], n_tokens)
+        refusal = refusal or self._bad_source(message.source[0], n_tokens)
+        return refusal or uncovered(message.source[0], self._node.peers, self._node.settings)
 
     def _bad_source(self, source: str, n_tokens: int) -> Refusal | None:
         """Why this prompt cannot come from there."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.admission import Waiter
+    from kvd.core.cargo import Leg
     from kvd.core.seal import Seal
     from kvd.wire.peer import Abort, Offer
 
@@ -38,6 +39,7 @@ class DecodePart:
         "incarnation",
         "is_preloaded",
         "lease",
+        "legs",
         "moved_bytes",
         "peer",
         "prefix_tokens",
@@ -74,10 +76,12 @@ class DecodePart:
         self.aux = b""
         self.total_bytes = 0
         """Of the pages that it was granted."""
+        self.legs: tuple[Leg, ...] = ()
+        """What it was granted, for each of our shards."""
         self.seals: tuple[Seal, ...] = ()
-        """One per grant; none where nothing is summed."""
+        """One per leg; none where nothing is summed."""
         self.sums: dict[int, bytes] = {}
-        """What the writer says of the pages of each grant, while they are verified."""
+        """What the writer says of the pages of each leg, while they are verified."""
         self.is_preloaded = False
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
         self.lease: Lease | None = None
@@ -136,6 +140,7 @@ class PrefillPart:
         "id",
         "in_doubt",
         "incarnation",
+        "legs",
         "linger_s",
         "moved_bytes",
         "offer",
@@ -189,8 +194,10 @@ class PrefillPart:
         self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
+        self.legs: tuple[Leg, ...] = ()
+        """What was granted, for each shard of the decode side."""
         self.seals: tuple[Seal, ...] = ()
-        """One per grant; none where nothing is summed."""
+        """One per leg; none where nothing is summed."""
         self.split: tuple[int, ...] = ()
         """How many of the decode side's pages each of ours is, for each component compared."""
         self.posted_last = True
@@ -198,7 +205,7 @@ class PrefillPart:
         self.total_bytes = 0
         """Of the pages that were granted."""
         self.sums: dict[tuple[int, int], bytes] = {}
-        """By grant and post, of the pages of each post that is done; ids of posts grow."""
+        """By leg and post, of the pages of each post that is done; ids of posts grow."""
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
@@ -215,5 +222,5 @@ class PrefillPart:
 
     @property
     def checksums(self) -> bytes:
-        """The sums of all its posts, grant by grant in the order of the pages."""
+        """The sums of all its posts, leg by leg in the order of the pages."""
         return b"".join(sums for _, sums in sorted(self.sums.items()))

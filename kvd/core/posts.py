@@ -2,8 +2,9 @@
 
 A page is posted once, when it is whole and lies beyond ``decode_prefix_len``; the last page goes
 when the engine has finished, whole or not, and with it the windows and the state. Work is per call,
-not per page: one ``advance`` makes at most one post per component, and the transfer process cuts it
-as the hardware likes.
+not per page: one ``advance`` makes at most one post per leg, and the transfer process cuts it as
+the hardware likes. Where we have equal copies of what is sent, it is one for each copy: they cut
+the pages among them, and an empty share has no post.
 
     tokens   0 ... decode_prefix_len ... posted ... cursor ... prompt_tokens
              | the decode side has it | posted | written | not yet computed |
@@ -19,6 +20,7 @@ from kvd.core import effects
 from kvd.core.agents import Agent
 from kvd.core.cargo import parts_of
 from kvd.core.seal import UNSEALED
+from kvd.core.shards import page_share
 from kvd.core.tables import Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import Engine, PrefillPart
     from kvd.core.peer import Peers
+    from kvd.core.shards import Making
 
 
 EVENT_BYTES = 64
@@ -54,8 +57,8 @@ class Posts:
         self._cargo = cargo
         self.parts: dict[int, PrefillPart] = {}
         self.sent_bytes = 0
-        self._grants: dict[int, int] = {}
-        """Of each post under way: which grant of its part it writes."""
+        self._legs: dict[int, int] = {}
+        """Of each post under way: which leg of its part it goes along."""
         self._moved: dict[int, int] = {}
         """Of each post under way, as last reported."""
         self._leases = leases
@@ -76,9 +79,10 @@ class Posts:
         if not is_last:
             size = self.page_tokens(part)
             upto = part.cursor_tokens // size * size
-        for index, freight in enumerate(self._cargo.freights):
+        for index, leg in enumerate(part.legs):
+            freight = self._cargo.freights[leg.grant]
             unit = self._cargo.unit_tokens(freight, part.split)
-            first, end = freight.units(offer.grants[index], unit)
+            first, end = freight.units(offer.grants[leg.grant], unit)
             if freight.streams:
                 now = part.posted_tokens // unit, -(-upto // unit)
             elif is_last and not part.posted_last:
@@ -86,7 +90,7 @@ class Posts:
             else:
                 continue
             if now[0] < now[1]:
-                self._post(part, engine, index, (first, *now))
+                self._post_copies(part, engine, index, (first, *now))
         if upto > part.posted_tokens:
             size = self.page_tokens(part)
             if self._cargo.has_kv:
@@ -98,21 +102,36 @@ class Posts:
         """The decode side's page size, which is what it can be given piece by piece."""
         return self._leases.page_size // parts_of(part.split)
 
-    def _post(
+    def _post_copies(
         self, part: PrefillPart, engine: Engine, index: int, units: tuple[int, int, int]
     ) -> None:
-        """Units ``[start, end)`` of a grant whose first is ``base``."""
+        """Units ``[start, end)`` of a leg whose first is ``base``, each from one of our copies."""
         base, start, end = units
-        offer = part.offer
+        copies = part.legs[index].lane.copies
+        for number, making in enumerate(copies):
+            share = page_share(start, end, number, len(copies))
+            if share[0] < share[1]:
+                self._post(part, engine, (index, making), (base, *share))
+
+    def _post(
+        self,
+        part: PrefillPart,
+        engine: Engine,
+        way: tuple[int, Making],
+        units: tuple[int, int, int],
+    ) -> None:
+        """Units ``[start, end)``, by one way to make them, of a leg whose first is ``base``."""
+        (index, making), (base, start, end) = way, units
+        offer, leg = part.offer, part.legs[index]
         assert offer is not None
-        freight, grant = self._cargo.freights[index], offer.grants[index]
+        freight, grant = self._cargo.freights[leg.grant], offer.grants[leg.grant]
         parts = parts_of(part.split, freight.place)
         self._last += 1
         if not part.outstanding:
             part.flow.restart(self._out.at_s)
         part.outstanding.add(self._last)
         self.parts[self._last] = part
-        self._grants[self._last] = index
+        self._legs[self._last] = index
         self._leases.begin_read(engine.lease)
         is_open = offer.integrity is Integrity.OFF
         self._out.effects.append(
@@ -126,7 +145,9 @@ class Posts:
                 UNSEALED if is_open else part.seals[index],
                 0 if is_open else start,
                 parts,
-                after=part.after,
+                leg.lane.peer_shard,
+                making,
+                part.after,
             )
         )
 
@@ -154,7 +175,7 @@ class Posts:
         if part is None:
             return None
         del self.parts[post], self._moved[post]
-        index = self._grants.pop(post)
+        index = self._legs.pop(post)
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
         if sums:

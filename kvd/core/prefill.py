@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import Agent
-from kvd.core.cargo import Cargo
+from kvd.core.cargo import Cargo, legs_of
 from kvd.core.flow import stalled
 from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
@@ -204,8 +204,9 @@ class Prefiller:
         part.prompt_tokens = message.prompt_tokens
         part.decode_prefix_len = part.posted_tokens = message.decode_prefix_len
         part.split = peer.split
-        part.seals = self._cargo.seals(message, peer.split)
-        part.total_bytes = self._cargo.granted_bytes(message.grants, peer.split)
+        part.legs = legs_of(message, peer.lanes)
+        part.seals = self._cargo.seals(message, part.legs, peer.split)
+        part.total_bytes = self._cargo.granted_bytes(message.grants, part.legs, peer.split)
         part.posted_last = all(freight.streams for freight in self._cargo.freights)
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)

@@ -33,7 +33,7 @@ class ReceiveAsker:
 
     def blocked(self) -> str | None:
         """Its peer, unless an Offer can go out."""
-        return self._decoder.peers.not_ready(self._part.peer)
+        return self._decoder.not_ready(self._part.peer)
 
 
 class PreloadAsker:

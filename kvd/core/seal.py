@@ -18,6 +18,10 @@ handoff's, has another sum. Both daemons are trusted: this finds accidents, not 
 the key picks, about one in ``SAMPLE_ONE_IN``; what moves every page is found for certain, what
 damages a single one only by luck. The cached prefix is in neither side's sums.
 
+Where nodes have shards, each lane has sums of its own, over the window of the receiver's page that
+it fills: layer by layer, tensor by tensor, slot by slot, head by head, whichever of the sender's
+shards the bytes are read from.
+
 A sum covers the whole page, also of the last, partial one. So an engine must leave a page alone
 from when it has advanced beyond it (for the last page: finished) until the handoff is over.
 """
@@ -69,6 +73,7 @@ UNSEALED = Seal(Integrity.OFF, b"", 0, 0)
 def seal_of(offer: Offer, component: str, units: tuple[int, int]) -> Seal:
     """The seal of one component of the handoff that ``offer`` opens; the same on both sides.
 
+    Where the decode side has shards, ``component`` is the region of the one that it is about.
     ``units``: the logical pages ``[first, end)`` of it that are sent, in pages of the receiver.
     """
     head = f"{component}\0{offer.source}\0{offer.handoff}\0".encode()

@@ -50,6 +50,11 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     first_head: int
     end_head: int
 
+    @property
+    def cells(self) -> int:
+        """Heads of all its layers."""
+        return (self.end_layer - self.first_layer) * (self.end_head - self.first_head)
+
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """``ours`` of the pages of our ``shard`` goes over ``theirs`` of the peer's pages."""

@@ -53,8 +53,8 @@ class Verifying:
     def __init__(self, settings: Settings, cargo: Cargo, peers: Peers, out: effects.Outbox) -> None:
         self.parts: dict[int, DecodePart] = {}
         """By ticket: what has been asked and not answered."""
-        self._grants: dict[int, int] = {}
-        """By ticket: which grant of the part it is about."""
+        self._legs: dict[int, int] = {}
+        """By ticket: which leg of the part it is about."""
         self._settings = settings
         self._cargo = cargo
         self._peers = peers
@@ -76,7 +76,7 @@ class Verifying:
                 at += size
                 self._last_ticket += 1
                 self.parts[self._last_ticket] = part
-                self._grants[self._last_ticket] = index
+                self._legs[self._last_ticket] = index
         part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
@@ -87,9 +87,9 @@ class Verifying:
         self._ask(list(self.parts))
 
     def judge(self, got: Verified) -> Finding | Refusal:
-        """Our transfer process has looked at the pages of one grant."""
+        """Our transfer process has looked at the pages of one leg."""
         part = self.parts.pop(got.ticket)
-        index = self._grants.pop(got.ticket)
+        index = self._legs.pop(got.ticket)
         checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
             self.forget(part)
@@ -106,16 +106,22 @@ class Verifying:
     def forget(self, part: DecodePart) -> None:
         """It is decided: no further answer about it matters."""
         for ticket in [one for one, of in self.parts.items() if of is part]:
-            del self.parts[ticket], self._grants[ticket]
+            del self.parts[ticket], self._legs[ticket]
         part.sums = {}
 
     def _ask(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
-            part, index = self.parts[ticket], self._grants[ticket]
-            grant = _grant(part, index)
+            part, index = self.parts[ticket], self._legs[ticket]
+            grant, lane = _grant(part, index), part.legs[index].lane
             self._out.effects.append(
                 effects.Verify(
-                    ticket, grant.component, part.seals[index], Pages(grant.pages), part.sums[index]
+                    ticket,
+                    grant.component,
+                    part.seals[index],
+                    Pages(grant.pages),
+                    part.sums[index],
+                    lane.peer_shard,
+                    lane.window,
                 )
             )
 
@@ -140,7 +146,9 @@ class Verifying:
     ) -> Refusal:
         """Name the wrong pages, in a refusal and an event."""
         seal, grant, out = part.seals[index], _grant(part, index), self._out
-        size = self._cargo.freights[index].component.page_size
+        leg = part.legs[index]
+        size = self._cargo.freights[leg.grant].component.page_size
+        shard = f" of shard {leg.lane.peer_shard}" if self._settings.spec.held else ""
         total, n_bad = seal.end - seal.first, len(bad_pages)
         shown = bad_pages[:SHOWN_PAGES]
         ids = np.frombuffer(grant.pages, dtype="<i4")
@@ -152,7 +160,7 @@ class Verifying:
         )
         more = f" and {n_bad - len(shown)} more" if n_bad > len(shown) else ""
         why = (
-            f"room {part.room} from {part.peer}: {n_bad} of {checked} verified pages "
+            f"room {part.room} from {part.peer}: {n_bad} of {checked} verified pages{shard} "
             f"({seal.integrity.value}, {total} were sent) are not what was sent: {named}{more}; "
             f"{ADVICE}"
         )
@@ -188,10 +196,10 @@ class Verifying:
 
 
 def _grant(part: DecodePart, index: int) -> Grant:
-    """What it was granted; the Offer is what it said last while its pages are verified."""
+    """The grant of a leg; the Offer is what it said last while its pages are verified."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
-    return offer.grants[index]
+    return offer.grants[part.legs[index].grant]
 
 
 def _sent_pages(part: DecodePart) -> int:

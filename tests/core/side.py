@@ -140,6 +140,8 @@ class Side:
         self.connection = ""
         """Of this side's dialed link, as those see it who accept it."""
         self.memory: dict[int, str] = {}
+        self.landed: set[tuple[Grant, int, int]] = set()
+        """By whom pages of ours were written, where shards are told apart."""
         self.beside: dict[str, dict[int, str]] = {}
         """What the pages of the other components hold."""
         self.begin()
@@ -158,6 +160,7 @@ class Side:
         self.events: list[Event] = []
         self.memory.clear()
         self.beside.clear()
+        self.landed.clear()
         component = self.config.spec.components[0]
         self.noted = Noted(component.page_size, component.name)
         self.flights: dict[int, Flight] = {}
@@ -409,7 +412,7 @@ class Side:
             self.fail(flight, "the receiving process is gone")
             return
         component, split = flight.post.component, flight.post.split
-        memory, free = self.memory_of(component), page_ids(self.free_of(component))
+        free = page_ids(self.free_of(component))
         for _ in range(len(flight.pairs) if n_pages is None else n_pages):
             if flight.pairs:
                 source, destination = flight.pairs.popleft()
@@ -417,14 +420,30 @@ class Side:
                 assert whole not in free, f"read page {whole} after it was freed"
                 assert whole, f"read the null page of {component}"
                 page = flight.post.first_page + flight.pages - len(flight.pairs) - 1
-                what = self.piece_of(memory.get(whole, "?"), piece, split)
+                what = self.made_of(flight.post, whole, piece)
                 flight.sums += sum_of(flight.post.seal, page, what)
-                there.receive_page(flight.grant, destination, what, component)
+                there.receive_page(flight.grant, destination, what, flight.post)
         if not flight.pairs and not flight.is_reported:
             flight.is_reported = True
             del self.flights[flight.post.post]
-            moved = flight.pages * self.node.leases.page_bytes
+            moved = flight.pages * self.bytes_of(flight.post)
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved, flight.sums))
+
+    def bytes_of(self, post: effects.Post) -> int:
+        """Of one page of a post."""
+        return self.node.leases.page_bytes
+
+    def made_of(self, post: effects.Post, page: int, piece: int) -> str:
+        """What a post reads of one of our pages."""
+        return self.piece_of(self.memory_of(post.component).get(page, "?"), piece, post.split)
+
+    def put(self, post: effects.Post, page: int, what: str) -> None:
+        """What a peer's post writes of one of our pages."""
+        self.memory_of(post.component)[page] = what
+
+    def seen(self, verify: effects.Verify, page: int) -> str:
+        """What is to be verified of one of our pages."""
+        return self.memory_of(verify.component).get(page, "?")
 
     def piece_of(self, what: str, piece: int, split: int) -> str:
         """What goes over where a page is sent in so many pieces."""
@@ -435,7 +454,8 @@ class Side:
         return self.memory if component == "kv" else self.beside.setdefault(component, {})
 
     def free_of(self, component: str) -> Pages:
-        """The free pages of a component; what is in lockstep with kv is looked up there."""
+        """The free pages of a region; what is in lockstep with kv is looked up there."""
+        component = component.partition("#")[0]
         name = component.removesuffix(".saved")
         if name != component:
             area = self.node.leases.saved.pools.get(name)
@@ -447,6 +467,7 @@ class Side:
 
     def cached_of(self, component: str) -> set[int]:
         """The pages of a component that lie in the tree; none of what is in lockstep with kv."""
+        component = component.partition("#")[0]
         keeper = self.node.leases.beside.named(component)
         if keeper is not None:
             return {page for node in keeper.nodes for page in page_ids(keeper.pages_at(node))}
@@ -466,8 +487,7 @@ class Side:
         seal, pages = verify.seal, page_ids(verify.pages)
         logical = chosen(seal, seal.first, seal.end).tolist()
         assert len(verify.sums) == SUM_BYTES * len(logical)
-        memory = self.memory_of(verify.component)
-        sums = [sum_of(seal, one, memory.get(pages[one - seal.first], "?")) for one in logical]
+        sums = [sum_of(seal, one, self.seen(verify, pages[one - seal.first])) for one in logical]
         wanted = [verify.sums[at : at + SUM_BYTES] for at in range(0, len(verify.sums), SUM_BYTES)]
         bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
         self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))
@@ -481,7 +501,7 @@ class Side:
         """The oldest copy to the saved area or back is done."""
         copy = self.copies.popleft()
         self.move_copy(copy, count(copy.source))
-        name = copy.source_region.removesuffix(".saved")
+        name = copy.source_region.partition("#")[0].removesuffix(".saved")
         component = self.config.spec.components[self.config.spec.index(name)]
         moved = count(copy.source) * page_bytes(component)
         self.inbox.append(inputs.Copied(0.0, copy.ticket, moved))
@@ -514,10 +534,11 @@ class Side:
     def is_reachable(self, grant: Grant) -> bool:
         return (self.incarnation, self.node.peers.generation) == grant[:2]
 
-    def receive_page(self, grant: Grant, page: int, what: str, component: str = "kv") -> None:
+    def receive_page(self, grant: Grant, page: int, what: str, post: effects.Post) -> None:
         """Bytes land in our pool: they must land where this handoff still owns the page."""
         lease = self.node.leases.leases.get(grant.lease)
         assert lease is not None, f"page {page} of {grant} was written after its lease was freed"
+        component = post.component
         held, keeper = lease.held, self.node.leases.beside.named(component)
         if keeper is not None:
             held = keeper.own(lease)
@@ -527,7 +548,7 @@ class Side:
             held = companion_pages(held, factor)
         assert page in page_ids(held), f"page {page} is no longer held by lease {lease.id}"
         assert lease.id not in self.node.decoder.ready, f"{grant} is committed, and written again"
-        self.memory_of(component)[page] = what
+        self.put(post, page, what)
 
     def drop_agent(self, drop: effects.DropAgent) -> None:
         """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
@@ -559,7 +580,7 @@ class Side:
         flight = self.late[0]
         if flight.pairs and self.is_reachable(flight.grant):
             page = flight.pairs.popleft()[1]
-            self.receive_page(flight.grant, page, "late", flight.post.component)
+            self.receive_page(flight.grant, page, "late", flight.post)
         else:
             del self.late[0]
 

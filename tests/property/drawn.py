@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.settings import CacheMode
+from kvd.core.shards import tp_shards
 from kvd.core.spec import (
     Buffer,
     Component,
     Device,
+    Held,
     Host,
     Mha,
     Nowhere,
@@ -20,16 +22,19 @@ from kvd.core.spec import (
     State,
     StateTensor,
     Tail,
+    shard_of,
 )
 from kvd.wire.peer import Integrity
+from tests.property.cells import CellWorld
 from tests.property.slots import SlotWorld
 
 if TYPE_CHECKING:
     import random
 
-FAMILIES = ("mha", "noted", "swa", "recurrent", "hisparse", "index", "every")
-"""``noted`` is mha in a pool that outlives its process. The last has all kinds of components, which
-no configuration has."""
+FAMILIES = ("mha", "noted", "swa", "recurrent", "hisparse", "index", "every", "sharded")
+"""``noted`` is mha in a pool that outlives its process, ``every`` has all kinds of components,
+which no configuration has. ``sharded`` is mha with other ranks, layers and copies on each side, of
+which the prefill side has all that the decode side keeps."""
 
 _PAGES = (1, 2, 4, 16)
 _KV = Mha(1, 1, 1, "float32")
@@ -51,12 +56,17 @@ class Drawn:
         if family == "hisparse":
             self._d_page = rng.choice([one for one in _PAGES if one <= page])
         self._index_page = rng.choice([one for one in _PAGES if one <= self._d_page])
+        self._model = 1, 1
+        """Layers and heads, where they are told apart."""
+        if family == "sharded":
+            self._model = rng.randint(1, 2), rng.randint(1, 4)
 
     def world(self) -> SlotWorld:
         """Both nodes; each has a pool of its own."""
         rng = self._rng
         p_spec = self._spec(self.page, is_receiver=False)
-        world = SlotWorld(
+        kind = CellWorld if self._family == "sharded" else SlotWorld
+        world = kind(
             spec=self._spec(self._d_page, is_receiver=True),
             integrity=rng.choice((Integrity.OFF, Integrity.FULL, Integrity.SAMPLED)),
             overtakers=rng.choice((0, 0, 2)),
@@ -96,4 +106,25 @@ class Drawn:
             buffer = Component("buffer", 1, _KV, page, Buffer(page * rng.randint(1, 6)))
             found.append((buffer, rng.randint(4, 20) + 1, 0))
         components, pages, saved = zip(*found, strict=True)
-        return PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved)
+        spec = PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved)
+        return self._cut(spec, is_receiver=is_receiver) if family == "sharded" else spec
+
+    def _cut(self, spec: PoolSpec, *, is_receiver: bool) -> PoolSpec:
+        """The pool in shards; now and then in one, as that of any node."""
+        rng, (layers, heads) = self._rng, self._model
+        kv = msgspec.structs.replace(
+            spec.components[0], layers=layers, layout=Mha(heads, 1, 1, "float32")
+        )
+        if rng.random() < 0.2:
+            return msgspec.structs.replace(spec, components=(kv,))
+        size = rng.choice([one for one in (1, 2, 3, 4, 6) if not (heads % one and one % heads)])
+        ranks, stage = (0, size), (0, layers)
+        if is_receiver:
+            first = rng.randrange(size)
+            ranks = rng.choice((ranks, (first, rng.randint(first + 1, size))))
+            first = rng.randrange(layers)
+            stage = rng.choice((stage, (first, rng.randint(first + 1, layers))))
+        shards = tp_shards(heads, size, ranks, stage) * rng.choice((1, 1, 2))
+        held = Held(layers, heads, shards)
+        parts = (shard_of(kv, shards[0]),)
+        return msgspec.structs.replace(spec, components=parts, held=held)

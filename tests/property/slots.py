@@ -29,6 +29,10 @@ NOTHING = "." * MARK
 class SlotSide(Side):
     """A side whose pages can be sent in pieces, each with its own slots."""
 
+    def regions_of(self, component: Component) -> list[tuple[str, list[str]]]:
+        """Where its pages lie, and what tells the cells of a page there from each other."""
+        return [(component.name, [""])]
+
     @override
     def piece_of(self, what: str, piece: int, split: int) -> str:
         size = len(what) // split
@@ -58,7 +62,7 @@ class Standing(Enum):
 class Sequence:
     """A text with its lease: ``written`` tokens of it are in the rows, in all components."""
 
-    def __init__(self, side: Side, lease: int, asked: Asked, written: int) -> None:
+    def __init__(self, side: SlotSide, lease: int, asked: Asked, written: int) -> None:
         self.side = side
         self.lease = lease
         self.text = list(asked.text)
@@ -99,6 +103,10 @@ class Sequence:
             self._marks.append(one.hexdigest()[:MARK])
         return self._marks
 
+    def mark(self, token: int, cell: str) -> str:
+        """Of a token in one cell; two characters of a shard's are the layer's and the head's."""
+        return self.marks[token][: MARK - len(cell)] + cell
+
     def grow(self, new: Ordered[int]) -> None:
         """The engine has sampled tokens, and computes them next."""
         self.text += new
@@ -123,16 +131,21 @@ class Sequence:
         self.written = upto
 
     def _write(self, component: Component, row: Pages, upto: int) -> None:
-        memory, size = self.side.memory_of(component.name), component.page_size
+        size = component.page_size
         cached, pages = self.side.cached_of(component.name), page_ids(row)
         for token in range(self.written, upto):
-            page, at = pages[token // size], token % size * MARK
+            page = pages[token // size]
             assert page, self._about(component, token, "is to be written to the null page")
             assert page not in cached, self._about(component, token, "would change the cache")
-            before = memory.get(page, "")
-            if len(before) != size * MARK:
-                before = NOTHING * size
-            memory[page] = before[:at] + self.marks[token] + before[at + MARK :]
+            for region, cells in self.side.regions_of(component):
+                memory = self.side.memory_of(region)
+                before = memory.get(page, "")
+                if len(before) != size * MARK * len(cells):
+                    before = NOTHING * size * len(cells)
+                for number, cell in enumerate(cells):
+                    at = (number * size + token % size) * MARK
+                    before = before[:at] + self.mark(token, cell) + before[at + MARK :]
+                memory[page] = before
 
     # ---- what it finds -----------------------------------------------------------------------
 
@@ -153,12 +166,15 @@ class Sequence:
                     )
 
     def _read(self, component: Component, row: Pages, start: int) -> None:
-        memory, size = self.side.memory_of(component.name), component.page_size
-        pages = page_ids(row)
+        pages, size = page_ids(row), component.page_size
         for token in range(start, self.written):
             page = pages[token // size]
             assert page, self._about(component, token, "is on the null page")
-            self._slot(component, token, memory.get(page, ""))
+            for region, cells in self.side.regions_of(component):
+                held = self.side.memory_of(region).get(page, "")
+                for number, cell in enumerate(cells):
+                    each = held[number * size * MARK : (number + 1) * size * MARK]
+                    self._slot(component, token, each, cell)
 
     def check_fetched(self, wanted: list[int], pages: list[int], upto: int) -> None:
         """The device pages hold what the pages ``wanted`` had when they were asked for."""
@@ -168,11 +184,11 @@ class Sequence:
             for token in range(logical * size, min((logical + 1) * size, upto)):
                 self._slot(buffer, token, memory.get(page, ""))
 
-    def _slot(self, component: Component, token: int, held: str) -> None:
+    def _slot(self, component: Component, token: int, held: str, cell: str = "") -> None:
         at = token % component.page_size * MARK
-        found = held[at : at + MARK]
-        assert found == self.marks[token], self._about(
-            component, token, f"has {found!r} and not {self.marks[token]!r}"
+        found, wanted = held[at : at + MARK], self.mark(token, cell)
+        assert found == wanted, self._about(
+            component, token, f"has {found!r} and not {wanted!r} in cell {cell!r}"
         )
 
     def _state(self, upto: int) -> str:

@@ -1,0 +1,114 @@
+"""Pages of shards: what lies in each layer and head of each of them, and what posts make of it.
+
+A page of a shard is the pages of its cells, one (layer, head) after the other, each of marks as in
+``slots``; the mark of a token differs from cell to cell, so that KV in the wrong head is found.
+What a post makes of a page goes over the cells of its window, once for each handoff.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from kvd.core.shards import Shard, Straight, Window
+from kvd.core.spec import Component, page_bytes, shard_region, shards_of
+from tests.property.slots import MARK, SlotSide, SlotWorld
+
+if TYPE_CHECKING:
+    from kvd.core import effects
+    from tests.core.side import Grant
+
+Cell = tuple[int, int]
+"""Layer and head of the model."""
+
+
+def cells_of(part: Shard | Window) -> list[Cell]:
+    """Layer by layer, head by head."""
+    layers, heads = (part.first_layer, part.end_layer), (part.first_head, part.end_head)
+    return list(itertools.product(range(*layers), range(*heads)))
+
+
+class CellSide(SlotSide):
+    """A side whose pool has shards."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return shards_of(self.config.spec)
+
+    @override
+    def regions_of(self, component: Component) -> list[tuple[str, list[str]]]:
+        return [
+            (shard_region(component.name, number), [f"{a}{b}" for a, b in cells_of(shard)])
+            for number, shard in enumerate(self.shards)
+        ]
+
+    @override
+    def made_of(self, post: effects.Post, page: int, piece: int) -> str:
+        if isinstance(post.making, Straight):
+            region = shard_region(post.component, post.making.shard)
+            return self.memory_of(region).get(page, "?")
+        over: dict[Cell, str] = {}
+        for one in post.making.pieces:
+            inside = Window(0, *self._size(one.shard))
+            region = shard_region(post.component, one.shard)
+            held = self._cut(self.memory_of(region).get(page), inside)
+            for ours, theirs in zip(cells_of(one.ours), cells_of(one.theirs), strict=True):
+                assert theirs not in over, f"cell {theirs} is made of two pieces"
+                over[theirs] = held[ours]
+        assert sorted(over) == cells_of(post.making.window), "pieces do not tile their window"
+        return "".join(over[cell] for cell in cells_of(post.making.window))
+
+    @override
+    def put(self, post: effects.Post, page: int, what: str) -> None:
+        memory = self.memory_of(shard_region(post.component, post.peer_shard))
+        whole = Window(0, *self._size(post.peer_shard))
+        window = whole if isinstance(post.making, Straight) else post.making.window
+        held = self._cut(memory.get(page), whole)
+        new = self._cut(what, window)
+        assert set(new) <= set(held), f"{window} is not of shard {post.peer_shard}"
+        memory[page] = "".join((held | new).values())
+
+    @override
+    def receive_page(self, grant: Grant, page: int, what: str, post: effects.Post) -> None:
+        landed = (grant, page, post.peer_shard)
+        assert landed not in self.landed, f"written twice: {landed}"
+        self.landed.add(landed)
+        super().receive_page(grant, page, what, post)
+
+    @override
+    def seen(self, verify: effects.Verify, page: int) -> str:
+        held = self.memory_of(shard_region(verify.component, verify.shard)).get(page, "?")
+        if verify.window is None:
+            return held
+        parts = self._cut(held, Window(0, *self._size(verify.shard)))
+        return "".join(parts[cell] for cell in cells_of(verify.window))
+
+    @override
+    def bytes_of(self, post: effects.Post) -> int:
+        component = self.config.spec.components[self.config.spec.index(post.component)]
+        whole = page_bytes(component)
+        if isinstance(post.making, Straight):
+            return whole
+        cells = len(cells_of(self.shards[0]))
+        return whole * len(cells_of(post.making.window)) // cells
+
+    def _size(self, shard: int) -> tuple[int, int, int]:
+        one = self.shards[shard]
+        return one.end_layer - one.first_layer, 0, one.end_head - one.first_head
+
+    def _cut(self, held: str | None, window: Window) -> dict[Cell, str]:
+        """By cell; nothing was written yet where ``held`` is none, or not of this shape."""
+        cells = cells_of(window)
+        size = self.config.spec.components[0].page_size * MARK
+        text = held or ""
+        if len(text) != size * len(cells):
+            text = "." * size * len(cells)
+        return {cell: text[at * size : (at + 1) * size] for at, cell in enumerate(cells)}
+
+
+class CellWorld(SlotWorld):
+    """Two of them."""
+
+    side = CellSide
