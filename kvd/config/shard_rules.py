@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from kvd.config.families import is_given, is_kept
 from kvd.config.finding import Finding, Rule
 from kvd.config.pool import PREFILL_ONLY
-from kvd.config.sharding import KEYS, MAX_SHARDS, held, layers_here, model_heads, ranks_here
+from kvd.config.sharding import KEYS, held, layers_here, model_heads, ranks_here
+from kvd.core.shards import MAX_SHARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,14 +10,11 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.families import keeps_latents
-from kvd.core.shards import Shard, tp_shards
+from kvd.core.shards import MAX_SHARDS, Shard, tp_shards
 from kvd.core.spec import Held
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection
-
-MAX_SHARDS = 128
-"""Of one node: their descriptors travel in one message, which holds 253."""
 
 KEYS = ("tp_size", "tp_ranks", "stage", "replicas")
 """Keys of [pool] that say which shards there are."""

@@ -28,9 +28,10 @@ def uncovered(source: str, peers: Peers, mine: Settings) -> Refusal | None:
     if peer is None or not peer.incarnation or is_whole(peer.incoming, len(ours)):
         return None
     missing = lacking(ours, peer.shards)
+    has = lacking(peer.shards, ())
     return Refusal(
         Code.LAYOUT_MISMATCH,
-        f"{peer.name} has {listed(peer.shards)}, which is not all that {mine.name} keeps: "
+        f"{peer.name} has {listed(has)}, which is not all that {mine.name} keeps: "
         f"{listed(missing)} must come from elsewhere too; name every source",
         side=mine.name,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core.page_split import page_split, read_fingerprint
-from kvd.core.shards import Lane, Shard, Straight, flaw, lanes
+from kvd.core.shards import MAX_SHARDS, Lane, Shard, Straight, flaw, lanes
 from kvd.core.spec import (
     Exchanged,
     Host,
@@ -26,9 +26,6 @@ from kvd.core.spec import (
     shards_of,
 )
 from kvd.errors import Code, Refusal
-
-MAX_SHARDS = 1024
-"""Of a peer: far above any node; the work for a Hello grows with them."""
 
 WHOLE = (Lane(0, None, (Straight(),)),)
 """Between two pools that have all of the model in one shard."""

@@ -19,9 +19,17 @@ the peer at most, never overlap.
 
 from __future__ import annotations
 
-import itertools
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_SHARDS = 128
+"""Of one node: their descriptors travel in one message, which holds 253; and a peer that told of
+more would cost time at its Hello."""
 
 SHOWN = 4
 """Of the shards that a sentence names."""
@@ -140,28 +148,35 @@ def flaw(shards: tuple[Shard, ...], layers: int, heads: int) -> str:
 def lacking(wanted: tuple[Shard, ...], found: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """What of ``wanted`` none of ``found`` has, as rectangles that do not overlap.
 
-    Each is as high as the layers and as wide as the heads between two neighbouring bounds of the
-    shards allow; rectangles that continue each other in layers are one.
+    Each has neighbouring layers that lack the same heads. With nothing found, it is all of
+    ``wanted`` in few words.
     """
-    both = {*wanted, *found}
-    layer_cuts = sorted({at for one in both for at in (one.first_layer, one.end_layer)})
-    head_cuts = sorted({at for one in both for at in (one.first_head, one.end_head)})
-    missing: list[Shard] = []
-    for heads in itertools.pairwise(head_cuts):
-        for layers in itertools.pairwise(layer_cuts):
-            cell = Shard(*layers, *heads)
-            if not _has(wanted, cell) or _has(found, cell):
-                continue
-            last = missing[-1] if missing else None
-            if last and (last.end_layer, last.first_head) == (cell.first_layer, cell.first_head):
-                missing[-1] = Shard(last.first_layer, cell.end_layer, *heads)
-            else:
-                missing.append(cell)
-    return tuple(missing)
+    n_layers = max(one.end_layer for one in wanted)
+    rows = groupby(range(n_layers), lambda layer: _heads(wanted, layer) & ~_heads(found, layer))
+    return tuple(
+        Shard(layers[0], layers[-1] + 1, *run)
+        for heads, layers in ((heads, list(row)) for heads, row in rows)
+        for run in _runs(heads)
+    )
 
 
-def _has(shards: tuple[Shard, ...], cell: Shard) -> bool:
-    return any(_common(one, cell) == cell for one in shards)
+def _runs(heads: int) -> Iterator[tuple[int, int]]:
+    """The bits that are set, as ``[first, end)`` of each run of them."""
+    end = 0
+    while rest := heads >> end:
+        first = end + (rest & -rest).bit_length() - 1
+        past = ~(heads >> first)
+        end = first + (past & -past).bit_length() - 1
+        yield first, end
+
+
+def _heads(shards: tuple[Shard, ...], layer: int) -> int:
+    """A bit for each head of the layer that one of the shards has."""
+    found = 0
+    for one in shards:
+        if one.first_layer <= layer < one.end_layer:
+            found |= (1 << one.end_head) - (1 << one.first_head)
+    return found
 
 
 def listed(shards: tuple[Shard, ...]) -> str:

@@ -283,7 +283,7 @@ def test_the_first_shard_of_two_has_the_seal_of_an_unsharded_pool() -> None:
         (
             tp_shards(HEADS, 4, (1, 3), (0, LAYERS)),
             ranks(2),
-            "layers 0-3 of heads 2-3, layers 0-3 of heads 4-5",
+            "layers 0-3 of heads 2-5",
             "layers 0-3 of heads 0-1, layers 0-3 of heads 6-7",
         ),
         (ranks(1, (0, 2)), ranks(1, (2, 4)), "layers 0-1 of heads 0-7", "layers 2-3 of heads 0-7"),

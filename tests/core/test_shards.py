@@ -244,8 +244,9 @@ def test_holes_that_nobody_asks_for_are_no_reason_to_refuse() -> None:
         ([Shard(0, 4, 0, 4), Shard(0, 4, 4, 8)], []),
         ([], [Shard(0, 4, 0, 8)]),
         ([Shard(0, 2, 0, 8)], [Shard(2, 4, 0, 8)]),
+        ([Shard(1, 2, 0, 2), Shard(1, 2, 2, 8)], [Shard(0, 1, 0, 8), Shard(2, 4, 0, 8)]),
         ([Shard(0, 4, 2, 4)], [Shard(0, 4, 0, 2), Shard(0, 4, 4, 8)]),
-        ([Shard(0, 2, 0, 4)], [Shard(2, 4, 0, 4), Shard(0, 4, 4, 8)]),
+        ([Shard(0, 2, 0, 4)], [Shard(0, 2, 4, 8), Shard(2, 4, 0, 8)]),
     ],
 )
 def test_what_is_missing_is_told_as_layers_and_heads(
