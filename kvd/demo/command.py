@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from kvd.demo import embedding, embedding_report
+from kvd.demo.division import ALONE, Division, Way, need_divisible
 from kvd.demo.models import ARCHITECTURES, DTYPES, ENCODERS, PAGE_SIZE
 from kvd.demo.processes import DemoFailed
 from kvd.demo.progress import Bar, Lines
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 PARTS = ("torch", "transformers")
 TABLE_COLUMNS = 110
 """Width of the table where no terminal says how wide it may be."""
+
+MOST_RANKS = 8
 
 
 @click.command()
@@ -71,6 +74,11 @@ TABLE_COLUMNS = 110
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of the KV."
 )
+@click.option(
+    "--tp",
+    metavar="P:D",
+    help="Tensor parallel: so many ranks of the prefill and of the decode engine, e.g. 1:2.",
+)
 @click.pass_context
 def demo_command(  # noqa: PLR0913 - one parameter for each option
     ctx: click.Context,
@@ -82,6 +90,7 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     page_size: int | None,
     order: str,
     dtype: str,
+    tp: str | None,
 ) -> None:
     """Hand prompts from a prefill node to a decode node, with a real model, on this machine.
 
@@ -89,11 +98,14 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     what the decode node lacks. Every answer is compared with that of a single process; at last a
     page is damaged on purpose, which the comparison must notice.
 
+    With --tp an engine is several processes that compute together.
+
     An embedding model decodes nothing, so it has one node: it embeds batches of texts with their KV
     written to a pool and with cache.mode = "prefill-only", which must give the same embeddings.
     """
     _need_parts()
     _need_folder(json_file)
+    prefill, decode = _divisions(tp)
     settings = Settings(
         model=model,
         turns=turns,
@@ -101,14 +113,46 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
         page_size=page_size,
         order=order,
         dtype=dtype,
+        prefill=prefill,
+        decode=decode,
     )
     _need_sense(ctx, settings)
+    _need_ranks(settings)
     signal.signal(signal.SIGTERM, _end)  # so that the processes are stopped then too
     report = _perform(settings)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     _show(report)
     ctx.exit(0 if report.ok else 1)
+
+
+def _divisions(tp: str | None) -> list[Division]:
+    """What the prefill and the decode engine are to be."""
+    return [Division(Way.TENSOR, ranks) if ranks > 1 else ALONE for ranks in _rank_pair(tp)]
+
+
+def _rank_pair(tp: str | None) -> tuple[int, int]:
+    """The tensor-parallel ranks of both engines."""
+    words = (tp or "1:1").split(":")
+    if len(words) == 2 and all(word.isdecimal() for word in words):
+        prefill, decode = map(int, words)
+        if min(prefill, decode) >= 1 and max(prefill, decode) <= MOST_RANKS:
+            return prefill, decode
+    raise click.BadParameter(
+        f"{tp} is not P:D, the ranks of prefill and decode, each of 1 to {MOST_RANKS}",
+        param_hint="--tp",
+    )
+
+
+def _need_ranks(settings: Settings) -> None:
+    """Refuse what the model cannot be divided into."""
+    for division in (settings.prefill, settings.decode):
+        if settings.is_encoder and division != ALONE:
+            raise click.UsageError(f"{settings.model} hands no KV over: it is one process")
+        try:
+            need_divisible(settings.architecture.shape, settings.pool.parts, division)
+        except ValueError as reason:
+            raise click.UsageError(f"{settings.model} as {division.told}: {reason}") from reason
 
 
 def _need_sense(ctx: click.Context, settings: Settings) -> None:

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
+from kvd.demo.division import ALONE, Division
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+BY_DAEMON = "by daemon: pages that each of the prefill daemons sent"
 
 LEGEND = (
     "prefix: tokens the decode node had; sent, saved: KV; ttft: until decode has the first token; "
@@ -45,9 +49,8 @@ class Environment(msgspec.Struct, frozen=True):
     page_bytes: int
     part_page_bytes: dict[str, int] = {}
     """Bytes of a page of each part of the pool that has any; ``page_bytes`` is the first one's."""
-    prefill: str = ""
-    decode: str = ""
-    """Of how many processes the engines were, and what each of these did."""
+    prefill: Division = ALONE
+    decode: Division = ALONE
 
 
 class WindowPages(msgspec.Struct, frozen=True):
@@ -276,6 +279,8 @@ def _peaks(window: WindowPages) -> str:
 
 def legend_of(report: Report) -> str:
     """What the headings of the table mean."""
+    if any(row.senders for row in report.turns):
+        return f"{LEGEND}; {BY_DAEMON}"
     if any(row.window is not None for row in report.turns):
         return f"{LEGEND}; {WINDOW_LEGEND}"
     return LEGEND
@@ -283,10 +288,13 @@ def legend_of(report: Report) -> str:
 
 def controls_told(report: Report) -> list[str]:
     """What the negative controls showed, a line for each."""
-    return [_control_told(control) for control in (report.control, *report.more_controls)]
+    where = "on the decode node"
+    if report.environment.decode.ranks > 1:
+        where = f"in the shard of one of {report.environment.decode.ranks} decode ranks"
+    return [_control_told(control, where) for control in (report.control, *report.more_controls)]
 
 
-def _control_told(control: Row) -> str:
+def _control_told(control: Row, where: str) -> str:
     tokens = "equal" if control.tokens_equal else "other"
     what = {
         "kv": f"one of {control.pages_sent} pages",
@@ -294,7 +302,7 @@ def _control_told(control: Row) -> str:
         "state": "the state",
     }[control.damaged or "kv"]
     return (
-        f"negative control, {what} zeroed on the decode node: {tokens} "
+        f"negative control, {what} zeroed {where}: {tokens} "
         f"tokens, logits differ by {control.max_logit_difference:.2g}"
     )
 
@@ -312,9 +320,8 @@ def verdict(report: Report) -> str:
     what = f"exactly the pages that decode lacked, {saved} saved ({saved / (sent + saved):.0%})"
     if any(row.states for row in rows):
         what = "exactly one state per prompt"
-    environment = report.environment
-    engines = {environment.prefill, environment.decode} - {"", "one process"}
-    by = f" ({environment.prefill} to {environment.decode})" if engines else ""
+    prefill, decode = report.environment.prefill, report.environment.decode
+    by = "" if prefill == decode == ALONE else f" ({prefill.told} to {decode.told})"
     return (
         f"OK: {tokens} tokens of {len(rows)} turns{by} equal a single process; {sent} bytes sent, "
         f"{what}{_window_told(rows)}; {report.seconds:.0f} s"

@@ -236,6 +236,6 @@ def _environment(settings: Settings, stage: Stage) -> Environment:
         order=settings.order,
         page_bytes=pool.page_bytes(pool.parts[0]),
         part_page_bytes={part.value: pool.page_bytes(part) for part in pool.parts},
-        prefill=settings.prefill.told,
-        decode=settings.decode.told,
+        prefill=settings.prefill,
+        decode=settings.decode,
     )

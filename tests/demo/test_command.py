@@ -6,14 +6,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 from click.testing import CliRunner
 
 from kvd.demo.command import demo_command
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_demo_loads_no_torch_when_it_is_imported() -> None:
@@ -73,3 +72,20 @@ def test_demo_refuses_a_file_that_it_could_not_write_at_the_end(tmp_path: Path) 
 
     assert result.exit_code == 2
     assert "is no directory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--tp", "2"], "2 is not P:D, the ranks of prefill and decode, each of 1 to 8"),
+        (["--tp", "0:1"], "0:1 is not P:D"),
+        (["--tp", "3:1"], "llama as TP 3: 8 query heads cannot be divided among 3 ranks"),
+        (["--model", "gemma", "--tp", "2:1"], "gemma as TP 2: only KV of layers that look at"),
+        (["--model", "embedding", "--tp", "1:2"], "embedding hands no KV over"),
+    ],
+)
+def test_demo_refuses_ranks_that_nothing_can_be_divided_among(options: list[str], why: str) -> None:
+    result = CliRunner().invoke(demo_command, options)
+
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvd.demo.division import Division, Way
 from kvd.demo.report import (
     Environment,
     Report,
     Row,
+    Sender,
     Totals,
     WindowPages,
     controls_told,
@@ -238,3 +240,48 @@ def test_table_shows_window_pages_against_full_allocation() -> None:
     ]
     assert "how many there would be if every token had one" in legend_of(windows)
     assert legend_of(report(ROW)).endswith("dlogit: largest difference")
+
+
+SENDERS = (
+    Sender("prefill-0", 2, 2, 2 * 32768, 2 * 32768),
+    Sender("prefill-1", 1, 1, 32768, 32768),
+)
+
+
+def test_each_daemon_of_several_is_held_against_its_share() -> None:
+    """The sums are right, and yet one has sent what the other had to."""
+    swapped = (
+        msgspec.structs.replace(SENDERS[0], pages_sent=1, bytes_sent=32768),
+        msgspec.structs.replace(SENDERS[1], pages_sent=2, bytes_sent=2 * 32768),
+    )
+
+    assert problems([change(ROW, senders=SENDERS)], [CONTROL], TOTALS, tolerance=1e-3) == ()
+    assert problems([change(ROW, senders=swapped)], [CONTROL], TOTALS, tolerance=1e-3) == (
+        "conversation first, turn 2: pages sent by prefill-0: 1, not 2",
+        "conversation first, turn 2: bytes sent by prefill-0: 32768, not 65536",
+        "conversation first, turn 2: pages sent by prefill-1: 2, not 1",
+        "conversation first, turn 2: bytes sent by prefill-1: 65536, not 32768",
+    )
+
+
+def test_report_tells_how_the_engines_were_divided() -> None:
+    before = report(change(ROW, senders=SENDERS))
+    environment = msgspec.structs.replace(
+        before.environment,
+        prefill=Division(Way.CONTEXT, 2),
+        decode=Division(Way.TENSOR, 4),
+    )
+    divided = change_report(before, environment=environment)
+
+    assert verdict(divided).startswith("OK: 16 tokens of 1 turns (CP 2 to TP 4) equal a single")
+    assert controls_told(divided)[0].startswith(
+        "negative control, one of 3 pages zeroed in the shard of one of 4 decode ranks: other"
+    )
+    assert legend_of(divided).endswith("by daemon: pages that each of the prefill daemons sent")
+    out = io.StringIO()
+    Console(file=out, width=110).print(table_of(divided))
+    rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[:2]]
+    assert rows == [
+        "conversation turn prompt prefix pages sent saved by daemon ttft tail dlogit tokens",
+        "first 2 396 352 3 96 KiB 704 KiB 2+1 42 ms 1.3 ms 1e-05 equal",
+    ]

@@ -182,6 +182,39 @@ def test_demo_hands_over_the_state_of_mamba(tmp_path: Path) -> None:
     assert report.control.damaged == "state"
 
 
+@pytest.mark.parametrize(
+    ("tp", "model", "copies"),
+    [
+        ("1:2", "llama", 1),
+        pytest.param("2:1", "llama", 1, marks=full),
+        # Two heads on four ranks: each is kept twice, and sent twice, or once from either copy.
+        pytest.param("2:4", "llama", 2, marks=full),
+        pytest.param("4:2", "llama", 1, marks=full),
+        pytest.param("2:4", "qwen", 1, marks=full),
+        pytest.param("4:2", "qwen", 1, marks=full),
+        pytest.param("1:2", "deepseek", 2, marks=full),
+        pytest.param("4:2", "deepseek", 2, marks=full),
+    ],
+)
+def test_demo_hands_heads_over_between_tensor_parallel_ranks(
+    tmp_path: Path, tp: str, model: str, copies: int
+) -> None:
+    """scenario A32, with other numbers of ranks on both sides: every rank gets its heads."""
+    done, report = demo(tmp_path / "demo.json", "--tp", tp, "--model", model, "--turns", "1")
+
+    good(done, report)
+    page_bytes = {
+        "llama": PAGE_BYTES,
+        "qwen": 2 * PAGE_BYTES,
+        "deepseek": 4 * 16 * (64 + 16) * 4,
+    }[model]
+    assert [(row.pages_sent, row.bytes_sent) for row in report.turns] == [
+        (pages, pages * page_bytes * copies) for pages in (22, 4, 4, 0)
+    ]
+    ranks = [report.environment.prefill.ranks, report.environment.decode.ranks]
+    assert ranks == [int(word) for word in tp.split(":")]
+
+
 def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path: Path) -> None:
     """scenario D1, scenario D10, scenario D13: 97 pages of 8 heads in 4 layers, and none of it."""
     done, report = run(tmp_path / "demo.json", EmbeddingReport, "--model", "embedding")
