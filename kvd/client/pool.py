@@ -88,7 +88,7 @@ class Pool:
 
         K and V have the shape (pages, page_size, kv_heads, head_dim), a latent has (pages,
         page_size, 1, latent_dim + rope_dim). They share their bytes with the daemon and with every
-        other process of this pool.
+        other process of this pool. Of a pool in shards they are those of shard 0.
 
         Raises:
             KvdError: ``bad-request`` when there is no such layer, ``not-supported`` when the

@@ -8,6 +8,8 @@ from kvd.core.answer import MAX_LINKS, Answer, links_of
 from kvd.core.life import Life
 from kvd.core.peer_drain import drain_words
 from kvd.core.report import decode_room, prefill_room
+from kvd.core.shards import lacking, listed
+from kvd.core.spec import shards_of
 from kvd.core.waiting import waiting_states
 from kvd.core.words import agent_words, layout_words
 from kvd.errors import Code, Refusal
@@ -162,6 +164,18 @@ def _how(node: Node, name: str, peer: Peer | None) -> str:
     )
 
 
+def _shard_facts(node: Node, peer: Peer) -> list[str]:
+    """What of the model it has, where that is not what we have, in one shard."""
+    ours = shards_of(node.settings.spec)
+    if len(ours) == 1 and peer.shards in {ours, ()}:
+        return []
+    return [
+        f"shards: {len(peer.shards)} there, of {listed(lacking(peer.shards, ()))}, and {len(ours)} "
+        f"here, of {listed(lacking(ours, ()))}; ours fill {len(peer.lanes)} of theirs, theirs "
+        f"{len(peer.incoming)} of ours"
+    ]
+
+
 def _peer_facts(node: Node, peer: Peer) -> list[str]:
     since_s = node.out.at_s - peer.agent_since_s
     agent = f" for {since_s:.1f} s" if peer.agent_since_s else ""
@@ -171,5 +185,6 @@ def _peer_facts(node: Node, peer: Peer) -> list[str]:
         f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
         f"{agent}",
         f"layout: {layout_words(peer)}",
+        *_shard_facts(node, peer),
         f"round trip {peer.round_trip_s * 1e3:.2f} ms",
     ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvd.client
+from kvd.client import KvdError
 from kvd.config import pool_spec
 from tests.config.pools import POOLS, config_of
 
@@ -127,3 +128,41 @@ async def test_every_page_of_every_tensor_has_bytes_of_its_own(
             assert all(bool((cell == number).all()) for number, cell in enumerate(cells))
             assert sum(cell.numel() for cell in cells) == part.total_bytes
             del cells, cell
+
+
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+async def test_each_shard_is_seen_by_its_number_and_has_bytes_of_its_own(
+    serve: Serve, order: str
+) -> None:
+    sets = [*SMALL, *HEADS, "pool.tp_size=2", "pool.stage=1:2", "pool.replicas=2"]
+    daemon = serve(pool_spec(config_of(*sets, f"pool.order={order}")))
+
+    async with kvd.client.connect(daemon.endpoint, name="a") as node:
+        pool = node.pool("main")
+        shards = [
+            (one.first_layer, one.end_layer, one.first_head, one.end_head) for one in pool.shards
+        ]
+        assert shards == [(1, 2, 0, 1), (1, 2, 1, 2)] * 2
+        for number in range(4):
+            k, v = pool.view("kv", layer=0, shard=number)
+            assert (k.shape, v.shape) == ((6, 4, 1, 8), (6, 4, 1, 4))
+            k.fill_(number)
+            v.fill_(number)
+            del k, v
+        for number in range(4):
+            seen = [float(part.min()) for part in pool.view("kv", layer=0, shard=number)]
+            assert seen == [number, number]
+        for wrong in (4, -1):
+            with pytest.raises(KvdError, match=f"main.kv has 4 shards, from 0; not {wrong}"):
+                pool.view("kv", layer=0, shard=wrong)
+        with pytest.raises(KvdError, match=r"has 1 layers with bytes here, from 0; .* layer 1"):
+            pool.view("kv", layer=1, shard=3)
+
+
+async def test_an_unsharded_pool_names_no_shards(serve: Serve) -> None:
+    daemon = serve(pool_spec(config_of(*SMALL, *HEADS)))
+
+    async with kvd.client.connect(daemon.endpoint, name="a") as node:
+        pool = node.pool("main")
+        assert pool.shards == ()
+        assert torch.equal(pool.view("kv", layer=0, shard=0)[0], pool.layer(0)[0])

@@ -12,7 +12,7 @@ from kvd.core.shards import Pieced, Shard, Straight, Window, tp_shards
 from kvd.core.spec import Component, Held, Mha, Order, PoolSpec, shard_of
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Pages, Tokens, count, page_ids
-from kvd.wire import client, events
+from kvd.wire import admin, client, events
 from kvd.wire.peer import Integrity
 from tests.core.engines import offered
 from tests.core.side import PAGE
@@ -321,6 +321,18 @@ def test_what_a_peer_lacks_may_be_known_only_after_its_hello() -> None:
     (after,) = snapshot(world.d.node).waiting
     assert before.why.startswith("p has not said Hello yet")
     assert "layers 2-3 of heads 0-7 must come from elsewhere too" in after.why
+
+
+def test_why_of_a_peer_says_which_shards_go_where() -> None:
+    world = world_of(ranks(2), ranks(8, (1, 3)))
+
+    said = world.p.ask(admin.Why(1, "peer", 0, name="d"))
+
+    assert isinstance(said, admin.Because)
+    assert (
+        "shards: 8 there, of layers 1-2 of heads 0-7, and 2 here, of layers 0-3 of heads 0-7; ours "
+        "fill 8 of theirs, theirs 2 of ours"
+    ) in said.facts
 
 
 # ---- retraction --------------------------------------------------------------------------------
