@@ -4,7 +4,7 @@ Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the
 """
 
 from kvd.client.api import Connecting, Matched, Node, connect
-from kvd.client.handoff import Outcome, Receive, Send
+from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pool import Pool
 from kvd.client.state import EventsLost
@@ -28,6 +28,7 @@ __all__ = [
     "Resumption",
     "Retraction",
     "Send",
+    "Share",
     "SyncLease",
     "SyncNode",
     "SyncReceive",

@@ -274,7 +274,7 @@ class Connection:
 
     def _accepted(self, push: wire.Accepted) -> None:
         if push.send in self._sends:
-            self._sends[push.send].accepted.put(push.decode_prefix_len)
+            self._sends[push.send].accepted.put(push)
 
     def _send_failed(self, push: wire.SendFailed) -> None:
         if push.send in self._sends:

@@ -139,6 +139,22 @@ class WhenWritten(Protocol):
         ...
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What one source sends: KV of ``tokens`` (a range ``[start, end)`` of the prompt).
+
+    Number ``rank`` of the ``ranks`` sources that have the same layers and heads; with more ranks
+    than pages the range of the last ones has length 0. A dummy has nothing of what the decode side
+    keeps; it opens the room and finishes all the same. The aux of ``finish`` goes to the decode
+    engine from the authoritative source, and is dropped by all others.
+    """
+
+    rank: int
+    ranks: int
+    tokens: tuple[int, int]
+    is_dummy: bool
+    is_authoritative: bool
+
+
 class Send:
     """The prefill side: what is written may be sent, as soon as both sides have met."""
 
@@ -160,8 +176,25 @@ class Send:
         Raises:
             KvdError: ``wrong-state`` before.
         """
+        return self._accepted().decode_prefix_len
+
+    @property
+    def share(self) -> Share:
+        """What of the prompt is to be sent from here. After ``accepted``.
+
+        Raises:
+            KvdError: ``wrong-state`` before; ``not-supported`` by an older daemon.
+        """
+        told = self._accepted().share
+        if told is None:
+            why = f"the daemon does not say which share send {self.id} has: it is of an older kvd"
+            raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
+        span = told.start_tokens, told.end_tokens
+        return Share(told.rank, told.ranks, span, told.is_dummy, told.is_authoritative)
+
+    def _accepted(self) -> wire.Accepted:
         accepted = self._state.accepted.value
-        if isinstance(accepted, int):
+        if isinstance(accepted, wire.Accepted):
             return accepted
         raise _not_yet(f"send {self.id} has not been accepted yet: await accepted() first")
 

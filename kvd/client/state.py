@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.wire.client import Received
+    from kvd.wire.client import Accepted, Received
     from kvd.wire.events import Event
 
 T = TypeVar("T")
@@ -148,14 +148,14 @@ class ReceiveState:
 
 
 class SendState:
-    """One send, from its ``Sending`` on. ``accepted``: the decode side's prefix, or the failure.
+    """One send, from its ``Sending`` on. ``accepted``: what is to be sent, or the failure.
 
     ``lost``: why the daemon knows it no more.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.accepted: Slot[int | Refusal] = Slot()
+        self.accepted: Slot[Accepted | Refusal] = Slot()
         self.failure: Refusal | None = None
         self.lost: Refusal | None = None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.api import Matched
-    from kvd.client.handoff import Outcome, Receive, Send, WhenWritten
+    from kvd.client.handoff import Outcome, Receive, Send, Share, WhenWritten
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pool import Pool
     from kvd.client.rows import PageNumbers
@@ -161,6 +161,11 @@ class SyncSend:
     def decode_prefix_len(self) -> int:
         """As ``Send.decode_prefix_len``."""
         return self.wrapped.decode_prefix_len
+
+    @property
+    def share(self) -> Share:
+        """As ``Send.share``."""
+        return self.wrapped.share
 
     def accepted(self) -> None:
         """As ``Send.accepted``."""

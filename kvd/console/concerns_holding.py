@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvd.console.scene import Scene
     from kvd.console.waiting import Turn
-    from kvd.core.lease import Lease
+    from kvd.core.lease import Lease, Writer
 
 WAITS_S = 1.0
 LATE = 0.2
@@ -116,14 +116,14 @@ def _waiting(scene: Scene, oldest: Turn, n_waiting: int) -> Concern:
 
 def quarantines(scene: Scene) -> Iterator[Concern]:
     """Pages that a remote may still write, once for each writer."""
-    groups: dict[str, list[Lease]] = {}
+    groups: dict[tuple[Writer, ...], list[Lease]] = {}
     leases = scene.node.leases.leases
     for number, since_s in scene.recent.quarantined.items():
         lease = leases.get(number)
         if scene.now_s - since_s <= QUARANTINE_S:
             break
         if lease is not None and lease.quarantine is not None:
-            groups.setdefault(lease.quarantine.incarnation, []).append(lease)
+            groups.setdefault(lease.quarantine.writers, []).append(lease)
     for group in groups.values():
         first = group[0]
         held = first.quarantine
@@ -136,7 +136,7 @@ def quarantines(scene: Scene) -> Iterator[Concern]:
             MEDIUM if is_long else LOW,
             "quarantine",
             f"lease:{first.id}",
-            f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peer} may still write "
+            f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still write "
             f"them ({held.why}); waits for {scene.node.decoder.settling.waits_for(first)}",
             held.since_s,
             f"a writer says within {QUARANTINE_S:g} s that it is done",

@@ -4,9 +4,11 @@
     windows          [start of the tail, prompt)   with the last chunk
     states           one page, for all tokens      with the last chunk
 
-An Offer has one grant for each, in this order. A **unit** is a page of the decode side; where the
-prefill side's is larger, each of its pages is several units, cut by tokens (``split``). Units are
-numbered from the start of the prompt, so both sides name the same one by the same number.
+An Offer has one grant for each, in this order; where a source of several sends a share, the ranges
+are those of its share, and of length 0 for what it does not send. A **unit** is a page of the
+decode side; where the prefill side's is larger, each of its pages is several units, cut by tokens
+(``split``). Units are numbered from the start of the prompt, so both sides name the same one by the
+same number.
 
 Where a node has shards, each grant goes along **lanes**, one to each shard of the decode side. A
 **leg** is one grant along one lane: it has posts, a seal and sums of its own. Both sides work out
@@ -39,15 +41,16 @@ from kvd.core.spec import (
 )
 from kvd.core.windows import Windows
 from kvd.types import ID_BYTES, NO_PAGES, Pages
-from kvd.wire.peer import Grant, Integrity
+from kvd.wire.peer import Grant, Integrity, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.lease import Lease
     from kvd.core.lease_table import LeaseTable
+    from kvd.core.sources import Span
     from kvd.core.spec import PoolSpec
-    from kvd.wire.peer import Offer
+    from kvd.wire.peer import Offer, Share
 
 
 def parts_of(split: tuple[int, ...], place: int = 0) -> int:
@@ -91,7 +94,10 @@ class Freight:
         return self.page_bytes // cells * making.window.cells
 
     def units(self, grant: Grant, unit_tokens: int) -> tuple[int, int]:
-        """The units ``[first, end)`` that a grant of it covers."""
+        """The units ``[first, end)`` that a grant of it covers; none where its range is empty."""
+        if grant.start_tokens == grant.end_tokens:
+            first = grant.start_tokens // unit_tokens
+            return first, first
         if isinstance(self.component.extent, PerRequest):
             return 0, 1
         return grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens)
@@ -118,20 +124,38 @@ class Cargo:
 
     # ---- the decode side ---------------------------------------------------------------------
 
-    def grants(self, lease: Lease, prompt_tokens: int) -> tuple[Grant, ...]:
-        """The pages of a lease that the rest of its prompt lands on."""
-        return tuple([self._grant(one, lease, prompt_tokens) for one in self.freights])
+    def grants(
+        self, lease: Lease, prompt_tokens: int, share: Share, span: Span
+    ) -> tuple[Grant, ...]:
+        """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
+        grants = []
+        for one in self.carried(share):
+            if one.streams:
+                grant = self._streamed(one, lease, span)
+            elif share.is_authoritative:
+                grant = self._last(one, lease, prompt_tokens)
+            else:
+                grant = Grant(one.component.name, prompt_tokens, prompt_tokens, NO_PAGES)
+            grants.append(grant)
+        return tuple(grants)
 
-    def _grant(self, freight: Freight, lease: Lease, prompt_tokens: int) -> Grant:
+    def _streamed(self, freight: Freight, lease: Lease, span: Span) -> Grant:
+        """Of what is posted as it is computed; a span begins with a page of the first component."""
+        size, table = freight.component.page_size, self._table
+        own = Pages(
+            lease.row[
+                span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
+            ]
+        )
+        n_pages = -(-span.end // size) - span.start // size
+        pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
+        return Grant(freight.component.name, span.start, span.end, pages)
+
+    def _last(self, freight: Freight, lease: Lease, prompt_tokens: int) -> Grant:
+        """Of what goes with the last chunk."""
         component, table = freight.component, self._table
         size = component.page_size
         match component.extent:
-            case Whole():
-                start = lease.prefix_tokens
-                last = table.pages_for(prompt_tokens)
-                own = Pages(lease.row[lease.owned * ID_BYTES : last * ID_BYTES])
-                n_pages = -(-prompt_tokens // size) - start // size
-                pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
             case Tail():
                 keeper = table.beside.named(component.name)
                 assert isinstance(keeper, Windows)
@@ -141,7 +165,7 @@ class Cargo:
                 pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
             case PerRequest():
                 start, pages = 0, self._own(component, lease)
-            case Buffer():
+            case Whole() | Buffer():
                 raise AssertionError(component.name)
             case _:
                 assert_never(component.extent)
@@ -163,6 +187,10 @@ class Cargo:
         return total
 
     # ---- both sides --------------------------------------------------------------------------
+
+    def carried(self, share: Share) -> tuple[Freight, ...]:
+        """What an Offer of that share has grants for."""
+        return () if share.role is Role.DUMMY else self.freights
 
     def seals(
         self, offer: Offer, legs: tuple[Leg, ...], split: tuple[int, ...] = ()

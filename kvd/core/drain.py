@@ -161,7 +161,7 @@ class Drainer:
         self.cut += len(receives) + len(sends)
         refusal = self._too_late()
         for receive in receives:
-            self._node.decoder.cancel(receive, refusal)
+            self._node.decoder.cancel(receive.reception, refusal)
         for send in sends:
             send.outcome = Outcome.ABORTED
             self._node.prefiller.give_up(send, refusal)

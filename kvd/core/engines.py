@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core.admission import Waiter
 from kvd.core.cache_mode import gate_of
-from kvd.core.coverage import uncovered
 from kvd.core.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.lease import Claim, Lease, Shortage
 from kvd.core.parts import Engine, PrefillPart
-from kvd.core.peer_drain import peer_drains
 from kvd.core.prompt import prompt_digest
 from kvd.core.report import snapshot
 from kvd.core.tiers import bad_tier
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
 from kvd.wire import client
+from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,9 +251,8 @@ class Engines:
         if refusal is None:
             node.decoder.receive(session, message, tokens)
             return None
-        if len(message.source) == 1:
-            source = node.peers.find(message.source[0]) or message.source[0]
-            node.decoder.withdraw(message.room, source, refusal)
+        for source in message.source[:MAX_SOURCES]:
+            node.decoder.withdraw(message.room, node.peers.find(source) or source, refusal)
         return refusal
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
@@ -263,50 +261,19 @@ class Engines:
                 f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
                 f"{message.step_tokens} at a time"
             )
-        if len(message.source) != 1:
-            return Refusal(
-                Code.NOT_SUPPORTED,
-                f"receive from {len(message.source)} sources: only one works today",
-                side=self._name,
-            )
         n_tokens = count(tokens)
         refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
-        refusal = refusal or self._bad_source(message.source[0], n_tokens)
-        return refusal or uncovered(message.source[0], self._node.peers, self._node.settings)
-
-    def _bad_source(self, source: str, n_tokens: int) -> Refusal | None:
-        """Why this prompt cannot come from there."""
-        peers = self._node.peers
-        name = peers.find(source)
-        if name is None:
-            known = ", ".join(peers.names()) or "none"
-            return Refusal(
-                Code.PEER_UNKNOWN,
-                f"no peer is called {source!r} (known: {known}): add it to peers.connect",
-                side=self._name,
-            )
-        peer = peers.by_name.get(name)
-        if peer is None:
-            return None
-        if peer.max_prompt_tokens and n_tokens > peer.max_prompt_tokens:
-            return Refusal(
-                Code.TOO_LARGE,
-                f"{n_tokens} tokens, {peer.name} takes prompts of {peer.max_prompt_tokens} at "
-                "most: raise its limits.max_prompt_tokens",
-                side=self._name,
-                numbers={"tokens": n_tokens, "limit": peer.max_prompt_tokens},
-            )
-        return peer.source_refusal or peer_drains(peer, self._out.at_s, self._name)
+        return refusal or self._node.decoder.offering.unfit(message.source, n_tokens)
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens
     ) -> Refusal | None:
-        part = self._node.decoder.parts.get(message.receive)
-        if part is None or part.session != session:
+        reception = self._node.decoder.receptions.get(message.receive)
+        if reception is None or reception.session != session:
             return self._unknown_handoff("receive", message.receive)
         self._out.answer(session, client.Done(message.call))
         self._node.decoder.cancel(
-            part, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
+            reception, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
         )
         return None
 

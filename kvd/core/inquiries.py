@@ -139,7 +139,7 @@ class Inquiries:
     def _parts_of(self, room: int) -> list[DecodePart | PrefillPart]:
         decoder, prefiller = self._node.decoder, self._node.prefiller
         parts: list[DecodePart | PrefillPart] = [
-            part for part in (*decoder.parts.values(), *decoder.ready.values()) if part.room == room
+            part for part in decoder.known() if part.room == room
         ]
         if room in prefiller.by_room:
             parts.append(prefiller.by_room[room])
@@ -208,7 +208,7 @@ class Inquiries:
     def _receive_with(self, peer: Peer, message: AskStory) -> DecodePart | None:
         decoder = self._node.decoder
         part = decoder.by_handoff.get(message.handoff) or next(
-            (one for one in decoder.ready.values() if one.handoff == message.handoff), None
+            (one for one in decoder.known() if one.handoff == message.handoff), None
         )
         is_its_own = part is not None and part.incarnation == peer.incarnation
         return part if is_its_own and part is not None and part.room == message.room else None

@@ -59,8 +59,8 @@ def faults(node: Node) -> list[Fault]:
         found += lease_faults(node, lease, cross)
     for receive in decoder.parts.values():
         found += receive_faults(node, receive, cross)
-    for lease_id, receive in decoder.ready.items():
-        found += ready_faults(node, lease_id, receive)
+    for lease_id, reception in decoder.ready.items():
+        found += ready_faults(node, lease_id, reception)
     for send in [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]:
         found += send_faults(node, send, cross)
     for post, send in prefiller.posts.parts.items():

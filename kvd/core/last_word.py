@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.machine import move_prefill
 from kvd.core.peer_drain import as_told
+from kvd.core.sources import span_of
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
@@ -94,6 +95,10 @@ class LastWord:
         self.settled[part.id] = part
         self._let_go(part, "sent")
         part.linger_s = self._out.at_s + self._settings.linger_s
+        if part.offer is not None and part.share.parts > 1:
+            # Closed comes when the other sources have settled too, or that side gives up.
+            limit_s = self._settings.max_deadline_s
+            part.linger_s += max(0.0, min(limit_s, part.offer.deadline_s))
         part.answer_s = max(part.deadline_s, self._out.at_s + GRACE_S)
         part.resend_gap_s = self._settings.resend_s
         if part.incarnation in self._peers.by_incarnation:
@@ -134,12 +139,16 @@ class LastWord:
                     part.handoff,
                     outcome,
                     as_told(why, peer),
-                    (part.aux or b"") if outcome is Outcome.DELIVERED else b"",
+                    self._aux(part) if outcome is Outcome.DELIVERED else b"",
                     part.moved_bytes,
                     part.in_doubt,
                     part.checksums if outcome is Outcome.DELIVERED else b"",
                 ),
             )
+
+    def _aux(self, part: PrefillPart) -> bytes:
+        """What the engine gave; the aux of the other sources of a handoff stays at home."""
+        return (part.aux or b"") if part.share.is_authoritative else b""
 
     def answer_below_floor(self, peer: Peer, handoff: int) -> None:
         """An Abort of a handoff that is over, and folded: true for ever, so nothing is kept."""
@@ -261,6 +270,11 @@ class LastWord:
         part.aux = b""
         part.sums = {}
 
+    def _saved_bytes(self, part: PrefillPart) -> int:
+        """What was not sent because it was cached over there: this source's share of it."""
+        cached = span_of(part.share, 0, part.decode_prefix_len, self._leases.page_size)
+        return self._leases.bytes_of(cached.end - cached.start)
+
     def _tell_ended(self, part: PrefillPart, refusal: Refusal | None) -> None:
         if refusal is None:
             self.delivered += 1
@@ -281,7 +295,7 @@ class LastWord:
                 part.prompt_tokens,
                 part.decode_prefix_len,
                 part.moved_bytes,
-                self._leases.bytes_of(part.decode_prefix_len) if refusal is None else 0,
+                self._saved_bytes(part) if refusal is None else 0,
                 out.at_s - part.since_s,
             )
         )

@@ -101,13 +101,24 @@ class Shortage(msgspec.Struct, frozen=True):
     budget: str
 
 
-class Quarantine(msgspec.Struct, frozen=True):
-    """Which remote may still write the pages (I7), since when, and why it is so."""
+class Writer(msgspec.Struct, frozen=True):
+    """A remote that may write: one process lifetime of a peer."""
 
     peer: str
     incarnation: str
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    """Which remotes may still write the pages (I7), since when, and why it is so."""
+
+    writers: tuple[Writer, ...]
     since_s: float
     why: str
+
+    @property
+    def peers(self) -> str:
+        """Their names."""
+        return ", ".join([writer.peer for writer in self.writers])
 
 
 class Rows(msgspec.Struct, frozen=True):

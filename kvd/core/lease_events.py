@@ -81,8 +81,8 @@ def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
             out.at_s,
             lease.id,
             count(lease.row),
-            held.peer,
-            held.incarnation,
+            held.peers,
+            held.writers[0].incarnation,
             held.why,
             was_locked,
         )

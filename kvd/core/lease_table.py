@@ -18,6 +18,8 @@ from __future__ import annotations
 from operator import add
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvd.core import lease_events
 from kvd.core.budgets import Budgets
 from kvd.core.departed import Departed
@@ -37,7 +39,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.eviction import Policy
-    from kvd.core.lease import Claim, Demand, Quarantine
+    from kvd.core.lease import Claim, Demand, Quarantine, Writer
     from kvd.core.radix_node import Node
     from kvd.core.spec import PoolSpec
 
@@ -354,6 +356,11 @@ class LeaseTable:
         lease.quarantine = quarantine
         self.releases += 1
         lease_events.tell_quarantined(self._out, lease, was_locked)
+
+    def narrow_quarantine(self, lease: Lease, writers: tuple[Writer, ...]) -> None:
+        """Some of the writers are over; these may still write."""
+        if lease.quarantine is not None:
+            lease.quarantine = msgspec.structs.replace(lease.quarantine, writers=writers)
 
     def end_quarantine(self, lease: Lease, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""

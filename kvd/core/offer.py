@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core.cargo import parts_of
+from kvd.core.sources import Span, bad_share, span_of
 from kvd.core.spec import PerRequest, Tail
 from kvd.core.tables import Prefill
 from kvd.core.tail import tail_start
-from kvd.errors import Code, Refusal
+from kvd.errors import Code, Number, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
 
 if TYPE_CHECKING:
@@ -36,6 +37,29 @@ def bad_offer(
             side=side,
             numbers={"room": str(offer.room)},
         )
+    refusal = bad_share(offer.share, side) or _bad_prefix(prompt, prefix, page_size, side)
+    if refusal is not None:
+        return refusal
+    carried = cargo.carried(offer.share)
+    wanted = [freight.component.name for freight in carried]
+    granted = [grant.component for grant in offer.grants]
+    if granted != wanted:
+        return Refusal(
+            Code.BAD_PAGES,
+            f"pages of {_listed(granted)}, this pool sends {_listed(wanted)}",
+            side=side,
+        )
+    span = span_of(offer.share, prefix, prompt, page_size)
+    for freight, grant in zip(carried, offer.grants, strict=True):
+        unit = cargo.unit_tokens(freight, split)
+        ranges = _ranges(offer, freight, span)
+        refusal = _bad_range(grant, ranges, side) or _bad_pages(freight, grant, unit, side)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _bad_prefix(prompt: int, prefix: int, page_size: int, side: str) -> Refusal | None:
     if prompt < 1 or not 0 <= prefix <= prompt:
         return Refusal(
             Code.BAD_PREFIX,
@@ -51,19 +75,6 @@ def bad_offer(
             side=side,
             numbers={"decode_prefix_len": prefix, "page_size": page_size},
         )
-    wanted = [freight.component.name for freight in cargo.freights]
-    granted = [grant.component for grant in offer.grants]
-    if granted != wanted:
-        return Refusal(
-            Code.BAD_PAGES,
-            f"pages of {_listed(granted)}, this pool sends {_listed(wanted)}",
-            side=side,
-        )
-    for freight, grant in zip(cargo.freights, offer.grants, strict=True):
-        unit = cargo.unit_tokens(freight, split)
-        refusal = _bad_range(offer, freight, grant, side) or _bad_pages(freight, grant, unit, side)
-        if refusal is not None:
-            return refusal
     return None
 
 
@@ -71,23 +82,29 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:8]) or "nothing"
 
 
-def _bad_range(offer: Offer, freight: Freight, grant: Grant, side: str) -> Refusal | None:
-    """The token range must be the one that both sides work out."""
+def _ranges(offer: Offer, freight: Freight, span: Span) -> set[Span]:
+    """The token ranges that both sides work out for what is sent of one component."""
     prompt, component = offer.prompt_tokens, freight.component
+    if not freight.streams and not offer.share.is_authoritative:
+        return {Span(prompt, prompt)}
     match component.extent:
         case Tail(window):
             size = component.page_size
             starts = {tail_start(prompt, window, size, cached=cached) for cached in (True, False)}
+            return {Span(start, prompt) for start in starts}
         case PerRequest():
-            starts = {0}
+            return {Span(0, prompt)}
         case _:
-            starts = {offer.decode_prefix_len}
-    if grant.start_tokens in starts and grant.end_tokens == prompt:
+            return {span}
+
+
+def _bad_range(grant: Grant, ranges: set[Span], side: str) -> Refusal | None:
+    if (grant.start_tokens, grant.end_tokens) in ranges:
         return None
-    should = " or ".join(f"[{start}, {prompt})" for start in sorted(starts))
+    should = " or ".join(f"[{start}, {end})" for start, end in sorted(ranges))
     return Refusal(
         Code.BAD_PAGES,
-        f"pages of {component.name} for tokens [{grant.start_tokens}, {grant.end_tokens}), "
+        f"pages of {grant.component} for tokens [{grant.start_tokens}, {grant.end_tokens}), "
         f"what is sent of it is {should}",
         side=side,
     )
@@ -116,6 +133,8 @@ def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal 
 
 def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
     """Why the prefill engine has no longer all that the decode side is to get."""
+    if not offer.share.is_authoritative:
+        return None
     for index, keeper in cargo.windows():
         start = offer.grants[index].start_tokens
         floor, _ = keeper.mapped_tokens(engine.lease)
@@ -174,6 +193,32 @@ def disagreement(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refus
     else:
         return slid_past(offer, engine, cargo, side)
     return Refusal(Code.PROMPT_MISMATCH, difference, side=side)
+
+
+def differs(known: PrefillPart, offer: Offer, side: str) -> Refusal | None:
+    """How an Offer that comes again is another one than the one that was accepted."""
+    before = known.offer
+    if before is None:
+        return None
+    numbers: dict[str, Number] = {
+        "accepted": before.decode_prefix_len,
+        "repeated": offer.decode_prefix_len,
+    }
+    if before.decode_prefix_len != offer.decode_prefix_len:
+        code = Code.BAD_PREFIX
+        what = (
+            f"decode_prefix_len={offer.decode_prefix_len}, accepted was {before.decode_prefix_len}"
+        )
+    elif before.share != offer.share:
+        code, what, numbers = Code.BAD_REQUEST, "another share than the one that was accepted", {}
+    else:
+        return None
+    return Refusal(
+        code,
+        f"handoff {offer.handoff} of {known.peer} is offered again with {what}",
+        side=side,
+        numbers=numbers,
+    )
 
 
 def unacceptable(

@@ -95,8 +95,8 @@ class Operators:
         refusal = Refusal(
             Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
         )
-        for part in [part for part in node.decoder.parts.values() if part.room == got.room]:
-            node.decoder.cancel(part, refusal)
+        for one in [one for one in node.decoder.receptions.values() if one.room == got.room]:
+            node.decoder.cancel(one, refusal)
         send = node.prefiller.by_room.get(got.room)
         if send is not None:
             node.prefiller.give_up(send, refusal)

@@ -16,7 +16,7 @@ from kvd.core.story import Story
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Refusal
 from kvd.types import Tokens, count
-from kvd.wire.peer import Outcome
+from kvd.wire.peer import ALL, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,53 +27,94 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Abort, Offer
 
 
-class DecodePart:
-    """One attempt to receive one prompt."""
+class Reception:
+    """What an engine asked for with one ``receive``: one lease, filled by one part per source.
+
+    Its number is that of its first part. It ends as a whole: every part is delivered and verified,
+    or the engine hears why not, once, and what is left of it is drained.
+    """
 
     __slots__ = (
         "aux",
         "deadline_s",
         "ended",
+        "id",
+        "in_doubt",
+        "is_preloaded",
+        "lease",
+        "parts",
+        "prefix_tokens",
+        "prompt_tokens",
+        "room",
+        "session",
+        "since_s",
+        "waiter",
+    )
+
+    def __init__(self, number: int, room: int, session: int, at_s: float) -> None:
+        self.id = number
+        self.room = room
+        self.session = session
+        self.since_s = at_s
+        self.deadline_s = at_s
+        self.prompt_tokens = 0
+        self.prefix_tokens = 0
+        self.parts: tuple[DecodePart, ...] = ()
+        """In the order in which the engine named the sources; none when it is over."""
+        self.aux = b""
+        self.is_preloaded = False
+        """Whether its pages are to be in the device buffer too when the engine hears of it."""
+        self.lease: Lease | None = None
+        self.waiter: Waiter | None = None
+        self.ended: Refusal | None = None
+        """Why the engine no longer wants it, or why it failed."""
+        self.in_doubt = False
+        """A writer that is over left bytes that may be in this host's own socket buffers."""
+
+    @property
+    def sources(self) -> str:
+        """Their names."""
+        return ", ".join([part.peer for part in self.parts])
+
+    def in_state(self, *states: Decode) -> list[DecodePart]:
+        """Its parts that are in one of these states."""
+        return [part for part in self.parts if part.state in states]
+
+
+class DecodePart:
+    """One attempt to receive one prompt, or what one of several sources sends of it."""
+
+    __slots__ = (
         "handoff",
         "id",
         "incarnation",
-        "is_preloaded",
-        "lease",
+        "is_verified",
         "legs",
         "moved_bytes",
         "peer",
-        "prefix_tokens",
-        "prompt_tokens",
+        "reception",
         "resend_gap_s",
         "resend_s",
-        "room",
         "seals",
-        "session",
-        "since_s",
+        "share",
         "state",
         "story",
         "sums",
         "total_bytes",
         "unanswered",
-        "waiter",
     )
 
-    def __init__(self, part_id: int, room: int, session: int, peer: str, at_s: float) -> None:
+    def __init__(self, part_id: int, peer: str, reception: Reception) -> None:
         self.id = part_id
-        self.room = room
-        self.session = session
         self.peer = peer
+        self.reception = reception
+        self.share = ALL
         self.incarnation = ""
         self.handoff = 0
         self.state = Decode.QUEUED
-        self.since_s = at_s
-        self.deadline_s = at_s
-        self.resend_s = at_s
+        self.resend_s = reception.since_s
         self.resend_gap_s = 0.0
-        self.prompt_tokens = 0
-        self.prefix_tokens = 0
         self.moved_bytes = 0
-        self.aux = b""
         self.total_bytes = 0
         """Of the pages that it was granted."""
         self.legs: tuple[Leg, ...] = ()
@@ -82,15 +123,61 @@ class DecodePart:
         """One per leg; none where nothing is summed."""
         self.sums: dict[int, bytes] = {}
         """What the writer says of the pages of each leg, while they are verified."""
-        self.is_preloaded = False
-        """Whether its pages are to be in the device buffer too when the engine hears of it."""
-        self.lease: Lease | None = None
+        self.is_verified = False
+        """What it sent is good; it waits for the other sources, if there are any."""
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""
-        self.waiter: Waiter | None = None
-        self.ended: Refusal | None = None
-        """Why the engine no longer wants it, or why it failed."""
         self.story = Story()
+
+    @property
+    def room(self) -> int:
+        """The rendezvous number."""
+        return self.reception.room
+
+    @property
+    def session(self) -> int:
+        """Of the engine."""
+        return self.reception.session
+
+    @property
+    def since_s(self) -> float:
+        """When the engine asked for it."""
+        return self.reception.since_s
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up."""
+        return self.reception.deadline_s
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.reception.prompt_tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of these, cached here."""
+        return self.reception.prefix_tokens
+
+    @property
+    def lease(self) -> Lease | None:
+        """Whose pages it fills, with the other sources."""
+        return self.reception.lease
+
+    @property
+    def waiter(self) -> Waiter | None:
+        """While it is queued."""
+        return self.reception.waiter
+
+    @property
+    def ended(self) -> Refusal | None:
+        """Why the engine no longer wants it, or why it failed."""
+        return self.reception.ended
+
+
+def waits_for_others(part: DecodePart) -> bool:
+    """Whether what it sent is good, and that of another source is not known to be."""
+    return part.is_verified and not all(one.is_verified for one in part.reception.parts)
 
 
 def is_wanted(room: int, peer: str, parts: Iterable[DecodePart]) -> bool:
@@ -131,6 +218,7 @@ class PrefillPart:
         "deadline_s",
         "decode_prefix_len",
         "drain_s",
+        "end_tokens",
         "ended",
         "engine",
         "finish_call",
@@ -156,8 +244,10 @@ class PrefillPart:
         "room",
         "seals",
         "session",
+        "share",
         "since_s",
         "split",
+        "start_tokens",
         "state",
         "story",
         "sums",
@@ -186,12 +276,13 @@ class PrefillPart:
         self.generation = 0
         self.prompt_tokens = 0
         self.decode_prefix_len = 0
+        self.share = ALL
+        self.start_tokens = self.end_tokens = 0
+        """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
         self.cursor_tokens = 0
         self.after = b""
         """The event behind which all tokens below the cursor are written; none: they are."""
-        self.posted_tokens = 0
-        self.posted_pages = 0
-        self.moved_bytes = 0
+        self.posted_tokens = self.posted_pages = self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
         self.legs: tuple[Leg, ...] = ()
@@ -218,7 +309,7 @@ class PrefillPart:
     @property
     def is_posted(self) -> bool:
         """Whether nothing is left to be posted."""
-        return self.posted_last and self.posted_tokens >= self.prompt_tokens
+        return self.posted_last and self.posted_tokens >= self.end_tokens
 
     @property
     def checksums(self) -> bytes:

@@ -9,7 +9,10 @@ the pages among them, and an empty share has no post.
     tokens   0 ... decode_prefix_len ... posted ... cursor ... prompt_tokens
              | the decode side has it | posted | written | not yet computed |
 
-Invariant: decode_prefix_len <= posted <= prompt_tokens, and posted never shrinks (I5).
+One of several sources posts its share of that, ``[start_tokens, end_tokens)``, and nothing else.
+
+Invariant: decode_prefix_len <= start_tokens <= posted <= end_tokens <= prompt_tokens, and posted
+never shrinks (I5).
 """
 
 from __future__ import annotations
@@ -75,10 +78,10 @@ class Posts:
         if engine is None or offer is None:
             return
         is_last = part.state is not Prefill.STREAMING
-        upto = part.prompt_tokens
+        upto = part.end_tokens
         if not is_last:
             size = self.page_tokens(part)
-            upto = part.cursor_tokens // size * size
+            upto = min(upto, part.cursor_tokens // size * size)
         for index, leg in enumerate(part.legs):
             freight = self._cargo.freights[leg.grant]
             unit = self._cargo.unit_tokens(freight, part.split)

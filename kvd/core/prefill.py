@@ -21,12 +21,13 @@ from kvd.core.flow import stalled
 from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
-from kvd.core.offer import disagreement, not_reached, unacceptable
+from kvd.core.offer import differs, disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.peer_drain import lost_because
 from kvd.core.posts import Posts, no_event
+from kvd.core.sources import accepted, span_of
 from kvd.core.tables import Prefill, PrefillTrigger
-from kvd.core.verdict import too_late
+from kvd.core.verdict import long_aux, too_late
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
@@ -85,7 +86,7 @@ class Prefiller:
                 side=self._settings.name,
             )
         if part is not None and part.offer is not None:
-            refusal = self._disagreement(part.offer, engine)
+            refusal = disagreement(part.offer, engine, self._cargo, self._settings.name)
             if refusal is not None:
                 self._refuse(part, refusal)
                 return refusal
@@ -126,7 +127,8 @@ class Prefiller:
 
     def finish(self, part: PrefillPart, message: client.Finish) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
-        refusal = self._too_long(part, message.aux)
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        refusal = long_aux(part, len(message.aux), peer, self._settings)
         refusal = refusal or no_event(message.after, self._settings.name)
         if refusal is not None:
             return refusal
@@ -134,7 +136,7 @@ class Prefiller:
             return Refusal(
                 Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
             )
-        if part.engine is not None:
+        if part.engine is not None and part.share.is_authoritative:
             refusal = not_reached(part.engine, self._cargo, self._settings.name)
             if refusal is not None:
                 return refusal
@@ -177,7 +179,11 @@ class Prefiller:
         """Destination pages, for a room that an engine has opened or will open."""
         known = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
         if known is not None:
-            self._answer_again(peer, known)
+            refusal = differs(known, message, self._settings.name)
+            if refusal is None:
+                self._answer_again(peer, known)
+            else:
+                self._peers.reject(peer.link, peer.incarnation, refusal)
             return
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
@@ -202,12 +208,22 @@ class Prefiller:
         part.offer = message
         part.generation = message.generation
         part.prompt_tokens = message.prompt_tokens
-        part.decode_prefix_len = part.posted_tokens = message.decode_prefix_len
+        part.decode_prefix_len = message.decode_prefix_len
+        part.share = message.share
         part.split = peer.split
+        part.start_tokens, part.end_tokens = span_of(
+            message.share,
+            message.decode_prefix_len,
+            message.prompt_tokens,
+            self.posts.page_tokens(part),
+        )
+        part.posted_tokens = part.start_tokens
         part.legs = legs_of(message, peer.lanes)
         part.seals = self._cargo.seals(message, part.legs, peer.split)
         part.total_bytes = self._cargo.granted_bytes(message.grants, part.legs, peer.split)
-        part.posted_last = all(freight.streams for freight in self._cargo.freights)
+        part.posted_last = not message.share.is_authoritative or all(
+            freight.streams for freight in self._cargo.freights
+        )
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
 
@@ -311,9 +327,10 @@ class Prefiller:
         if peer is not None:
             self._accept(peer, part)
         if part.engine is not None:
-            self._out.answer(part.engine.session, client.Accepted(part.id, part.decode_prefix_len))
+            self._out.answer(part.engine.session, accepted(part))
         if peer is not None and peer.agent is Agent.FAILED and not part.is_posted:
-            self.give_up(part, self._post_failed(f"no sending agent: {peer.agent_why}"))
+            why = f"no sending agent: {peer.agent_why}"
+            self.give_up(part, Refusal(Code.POST_FAILED, why, side=self._settings.name))
             return
         if part.aux is not None:
             self._move(part, T.FINISHED, "")
@@ -379,28 +396,10 @@ class Prefiller:
         part.handoff = handoff
         self.last_word.join(part)
 
-    def _disagreement(self, offer: Offer, engine: Engine) -> Refusal | None:
-        return disagreement(offer, engine, self._cargo, self._settings.name)
-
-    def _too_long(self, part: PrefillPart, aux: bytes) -> Refusal | None:
-        """Why this aux could not be delivered: our own limit, or that of a known peer."""
-        peer = self._peers.by_incarnation.get(part.incarnation)
-        mine, theirs = self._settings.max_aux_bytes, peer.max_aux_bytes if peer else 0
-        limit = min(mine, theirs) if theirs else mine
-        if len(aux) <= limit:
-            return None
-        whose = f"of {part.peer}" if limit < mine else "here"
-        return Refusal(
-            Code.TOO_LARGE,
-            f"aux of {len(aux)} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
-            side=self._settings.name,
-            numbers={"bytes": len(aux), "limit": limit},
-        )
-
     def _accept(self, peer: Peer, part: PrefillPart) -> None:
-        self._out.send(
-            peer.link, Accept(self._settings.incarnation, part.incarnation, part.handoff)
-        )
+        mine = self._settings.incarnation
+        accept = Accept(mine, part.incarnation, part.handoff, part.decode_prefix_len)
+        self._out.send(peer.link, accept)
 
     def _answer_again(self, peer: Peer, part: PrefillPart) -> None:
         """A repeated Offer or Abort: say again what we said last."""
@@ -412,9 +411,6 @@ class Prefiller:
     def _deadline(self, deadline_s: float) -> float:
         # In this order a NaN of the caller loses.
         return self._out.at_s + min(self._settings.max_deadline_s, deadline_s)
-
-    def _post_failed(self, why: str) -> Refusal:
-        return Refusal(Code.POST_FAILED, why, side=self._settings.name)
 
     def _move(self, part: PrefillPart, trigger: PrefillTrigger, why: str) -> None:
         move_prefill(part, trigger, why, self._out)

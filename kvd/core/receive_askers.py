@@ -8,47 +8,47 @@ if TYPE_CHECKING:
     from kvd.core.decode import Decoder
     from kvd.core.fetch import Fetch
     from kvd.core.lease import Lease
-    from kvd.core.parts import DecodePart
+    from kvd.core.parts import Reception
     from kvd.errors import Refusal
     from kvd.types import Pages
 
 
 class ReceiveAsker:
-    """A part in the queue: it waits for memory, and for its peer."""
+    """A receive in the queue: it waits for memory, and for its sources."""
 
-    __slots__ = ("_call", "_decoder", "_part")
+    __slots__ = ("_call", "_decoder", "_reception")
 
-    def __init__(self, decoder: Decoder, part: DecodePart, call: int) -> None:
+    def __init__(self, decoder: Decoder, reception: Reception, call: int) -> None:
         self._decoder = decoder
-        self._part = part
+        self._reception = reception
         self._call = call
 
     def admitted(self, lease: Lease) -> None:
         """QUEUED -> OFFERED."""
-        self._decoder.admitted(self._part, lease, self._call)
+        self._decoder.admitted(self._reception, lease, self._call)
 
     def refused(self, refusal: Refusal) -> None:
         """QUEUED -> CLOSED."""
-        self._decoder.not_admitted(self._part, refusal, self._call)
+        self._decoder.not_admitted(self._reception, refusal, self._call)
 
     def blocked(self) -> str | None:
-        """Its peer, unless an Offer can go out."""
-        return self._decoder.not_ready(self._part.peer)
+        """A source of it, unless the Offers can go out."""
+        return self._decoder.offering.blocked(self._reception)
 
 
 class PreloadAsker:
-    """A verified part whose prompt is copied to its device buffer before its engine hears of it."""
+    """A verified receive whose prompt is copied to its buffer before its engine hears of it."""
 
-    __slots__ = ("_decoder", "_part")
+    __slots__ = ("_decoder", "_reception")
 
-    def __init__(self, decoder: Decoder, part: DecodePart) -> None:
+    def __init__(self, decoder: Decoder, reception: Reception) -> None:
         self._decoder = decoder
-        self._part = part
+        self._reception = reception
 
     def fetched(self, fetch: Fetch, pages: Pages) -> None:
         """VERIFYING -> READY."""
-        self._decoder.preloaded(self._part, None)
+        self._decoder.preloaded(self._reception, None)
 
     def refused(self, refusal: Refusal) -> None:
         """VERIFYING -> READY and released: the engine asked for more than can be had."""
-        self._decoder.preloaded(self._part, refusal)
+        self._decoder.preloaded(self._reception, refusal)

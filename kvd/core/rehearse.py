@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import why
-from kvd.core.decode import ASKING
+from kvd.core.endings import ASKING
 from kvd.core.eviction import victims
 from kvd.core.lease import ENGINE
 from kvd.core.owners import describe_holder
@@ -112,7 +112,11 @@ def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
     send = node.prefiller.by_room.get(got.room)
     if not receives and send is None:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
-    drained = [part.lease for part in receives if part.lease is not None and _would_drain(part)]
+    drained = {
+        part.lease.id: part.lease
+        for part in receives
+        if part.lease is not None and _would_drain(part)
+    }
     freed = _freed_by_sender(send) if send is not None else 0
     notes = [_said_of_receive(part) for part in receives]
     if send is not None:
@@ -121,7 +125,7 @@ def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
         "receives": len(receives),
         "sends": int(send is not None),
         "freed_pages": freed,
-        "quarantined_pages": sum(lease.held_pages for lease in drained),
+        "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
     }
     return admin.Report(got.call, changed, (), notes=_bounded(notes, len(notes)))
 
@@ -141,6 +145,8 @@ def _said_of_receive(part: DecodePart) -> str:
         return f"{what}: in quarantine until {writer} settles or restarts, or a fence"
     if part.state is Decode.DRAINING:
         return f"{what}: given up already, in quarantine until {writer} settles or restarts"
+    if any(_would_drain(one) for one in part.reception.parts):
+        return f"{what}: {part.peer} has sent all of its part, which is dropped"
     return f"{what}: everything has arrived; they are verified first, and then let go"
 
 

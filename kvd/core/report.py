@@ -126,9 +126,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
 def room_states(node: Node) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     decoder, prefiller = node.decoder, node.prefiller
-    decode = [*decoder.parts.values(), *decoder.ready.values()]
     prefill = [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
-    return [decode_room(node, part) for part in decode] + [
+    return [decode_room(node, part) for part in decoder.known()] + [
         prefill_room(node, part) for part in prefill
     ]
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvd.core.decode import ASKING
+from kvd.core.endings import ASKING
 from kvd.core.fault import Fault
 from kvd.core.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
+from kvd.core.parts import waits_for_others
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
 from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvd.core.cross import Cross
     from kvd.core.lease import Lease
     from kvd.core.node import Node
-    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.parts import DecodePart, PrefillPart, Reception
     from kvd.core.radix_node import Node as TreeNode
 
 ARRIVING = ASKING | {Decode.VERIFYING}
@@ -89,7 +90,8 @@ def lease_faults(node: Node, lease: Lease, cross: Cross) -> Iterator[Fault]:
 
 def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
     """I6, I7 and I9 of pages that a remote may still write."""
-    if lease.quarantine is not None and not lease.quarantine.incarnation:
+    writers = lease.quarantine.writers if lease.quarantine is not None else ()
+    if not writers or not all(writer.incarnation for writer in writers):
         yield "I7", "nameless", f"quarantined lease {lease.id} names no incarnation"
     if lease.anchor is not None or lease.owned:
         yield "I6", "lock-kept", f"quarantined lease {lease.id} still locks a prefix"
@@ -162,7 +164,8 @@ def receive_faults(node: Node, part: DecodePart, cross: Cross) -> Iterator[Fault
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
-    if part.state is Decode.VERIFYING and not part.sums and not _is_preloading(node, part):
+    looks_done = part.state is Decode.VERIFYING and not part.sums
+    if looks_done and not waits_for_others(part) and not _is_preloading(node, part):
         yield _receive_fault(
             "I9", "verify", part, "waits for a look at its pages that nobody takes"
         )
@@ -190,23 +193,48 @@ def _unclaimed(node: Node, part: DecodePart, cross: Cross) -> str:
     if state not in ARRIVING and state is not Decode.DRAINING:
         return "is over, and still among the open ones"
     is_kept = lease.quarantine is not None if state is Decode.DRAINING else ARRIVAL in lease.holders
-    if not is_kept:
+    if not is_kept or not _is_named(part, lease):
         return f"is not what lease {lease.id} is kept for"
+    return _unfound(node, part, cross) or _unjoined(node, part)
+
+
+def _unfound(node: Node, part: DecodePart, cross: Cross) -> str:
+    """Why nobody would hear of it; empty where somebody does."""
     if node.decoder.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
-    if state in ASKING and not cross.is_alive(part.session):
+    if part.state in ASKING and not cross.is_alive(part.session):
         return f"goes on for session {part.session}, which is gone"
     return ""
 
 
-def ready_faults(node: Node, lease_id: int, part: DecodePart) -> Iterator[Fault]:
-    """I9 at a delivered part, which stays until its lease is released."""
+def _unjoined(node: Node, part: DecodePart) -> str:
+    """Why it does not go together with the other parts of its receive; empty where it does."""
+    reception = part.reception
+    if part not in reception.parts or node.decoder.receptions.get(reception.id) is not reception:
+        return f"is no part of receive {reception.id}"
+    if part.state in ASKING and part.ended is not None:
+        return "goes on, and its receive has ended"
+    return ""
+
+
+def _is_named(part: DecodePart, lease: Lease) -> bool:
+    """I7 of one of several: whether a quarantine names its writer, while that may write."""
+    held = lease.quarantine
+    if held is None:
+        return True
+    return any(writer.incarnation == part.incarnation for writer in held.writers)
+
+
+def ready_faults(node: Node, lease_id: int, reception: Reception) -> Iterator[Fault]:
+    """I9 at a delivered receive, which stays until its lease is released."""
     lease = node.leases.leases.get(lease_id)
-    if lease is None or part.lease is not lease or part.state is not Decode.READY:
-        yield _receive_fault("I9", "ready", part, f"is delivered as lease {lease_id}, which is not")
-    elif ENGINE not in lease.holders:
-        wrong = f"is delivered, and no engine holds lease {lease_id}"
-        yield _receive_fault("I9", "ready", part, wrong)
+    for part in reception.parts:
+        if lease is None or part.lease is not lease or part.state is not Decode.READY:
+            what = f"is delivered as lease {lease_id}, which is not"
+            yield _receive_fault("I9", "ready", part, what)
+        elif ENGINE not in lease.holders:
+            wrong = f"is delivered, and no engine holds lease {lease_id}"
+            yield _receive_fault("I9", "ready", part, wrong)
 
 
 def _receive_fault(rule: str, check: str, part: DecodePart, wrong: str) -> Fault:
@@ -228,8 +256,10 @@ def send_faults(node: Node, part: PrefillPart, cross: Cross) -> Iterator[Fault]:
         about = f"send {part.id} (room {part.room}, {part.state.value}) {what}"
         return Fault(rule, check, about, lease=lease, side="prefill", part=part.id)
 
-    if part.offer and not part.decode_prefix_len <= part.posted_tokens <= part.prompt_tokens:
-        bounds = f"[{part.decode_prefix_len}, {part.prompt_tokens}]"
+    start, end = part.start_tokens, part.end_tokens
+    is_within = part.decode_prefix_len <= start <= part.posted_tokens <= end <= part.prompt_tokens
+    if part.offer and not is_within:
+        bounds = f"[{start}, {end}]"
         yield fault("I5", "cursor", f"posted to {part.posted_tokens}, outside {bounds}")
     page_tokens = node.prefiller.posts.page_tokens(part)
     if part.decode_prefix_len % page_tokens and part.state is not Prefill.SETTLED:

@@ -94,7 +94,7 @@ class Sessions:
         )
         # All of them before anything else: each page given back below may admit somebody.
         node.admission.withdraw_session(session.id)
-        receives = [p for p in node.decoder.parts.values() if p.session == session.id]
+        receives = [r for r in node.decoder.receptions.values() if r.session == session.id]
         sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
         for receive in receives:
             node.decoder.cancel(receive, why)

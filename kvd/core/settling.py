@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.lease import ARRIVAL, Quarantine
+from kvd.core.lease import ARRIVAL, Quarantine, Writer
 from kvd.types import short
 
 if TYPE_CHECKING:
@@ -38,17 +38,21 @@ class Settling:
         self._out = out
         self._fenced_generation = 0
 
-    def quarantine(self, part: DecodePart, lease: Lease, why: str) -> None:
-        """The part's writer may still write its pages: keep them from everybody."""
-        self._table.quarantine(lease, Quarantine(part.peer, part.incarnation, self._out.at_s, why))
+    def quarantine(self, lease: Lease, parts: list[DecodePart], why: str) -> None:
+        """The writers of these parts may still write its pages: keep them from everybody."""
+        writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
+        self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
-    def free(self, part: DecodePart, cause: str, *, in_doubt: bool) -> None:
+    def narrow(self, lease: Lease, parts: list[DecodePart]) -> None:
+        """Of the writers of a quarantined lease, those of these parts are left."""
+        self._table.narrow_quarantine(
+            lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
+        )
+
+    def free(self, part: DecodePart, lease: Lease, cause: str, *, in_doubt: bool) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
-        lease = part.lease
-        if lease is None:
-            return
         if in_doubt:
-            self.quarantine(part, lease, cause)
+            self.quarantine(lease, [part], cause)
             self._await_quiet(lease)
         else:
             self._table.release(lease, ARRIVAL, cause)
@@ -96,8 +100,10 @@ class Settling:
         if self._settings.fence_after_s:
             rest_s = held.since_s + self._settings.fence_after_s - self._out.at_s
             by_itself = f", which comes by itself in {max(0.0, rest_s):.1f} s"
-        writer = f"{held.peer} ({short(held.incarnation)})"
-        return f"{writer} to settle, to restart, or a fence{by_itself}"
+        writers = " and ".join(
+            [f"{writer.peer} ({short(writer.incarnation)})" for writer in held.writers]
+        )
+        return f"{writers} to settle, to restart, or a fence{by_itself}"
 
     def _await_quiet(self, lease: Lease) -> None:
         """The writer is gone, but what it sent may still be in our own socket buffers."""

@@ -10,6 +10,12 @@ has said ``Settled``: *I will never again write for this handoff*. A handoff tha
 accepted is never freed, only drained: ``DRAINING`` ends by ``Settled``, by a fence, or by proof
 that the writer is gone, and by nothing else. The prefill side repeats ``Settled`` until ``Closed``.
 
+A receive from several sources has a part for each, and one lease for all of them. Each part has a
+state of its own and is drained alone; what they have in common happens on the edges. They become
+READY together, when the last one is verified. Where one fails or the receive is given up, those
+that are asked for are given up too, and those that are verified, or about to be, are dropped. The
+lease's pages come back when no part of it is OFFERED, RECEIVING or DRAINING.
+
 Handoff ids are assigned when the Offer is sent and grow within an incarnation. Each side tells the
 other the lowest id it still cares about; below that floor everything is refused or ignored, so that
 tombstones stay bounded.
@@ -46,6 +52,8 @@ class DecodeTrigger(enum.Enum):
     """Settled with any other outcome."""
     VERIFIED = "verified"
     CORRUPTED = "corrupted"
+    DROPPED = "dropped"
+    """Another source of the same receive failed: what this one has delivered is of no use."""
     WRITER_GONE = "writer-gone"
     """Proof, never a guess: new incarnation, or our own restart after reaping."""
     FENCED = "fenced"
@@ -110,6 +118,7 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.RECEIVING, DT.FENCED): D.RECEIVING,
     (D.VERIFYING, DT.VERIFIED): D.READY,
     (D.VERIFYING, DT.CORRUPTED): D.CLOSED,
+    (D.VERIFYING, DT.DROPPED): D.CLOSED,
     (D.VERIFYING, DT.GIVEN_UP): D.VERIFYING,
     (D.VERIFYING, DT.ACCEPTED): D.VERIFYING,
     (D.VERIFYING, DT.DELIVERED): D.VERIFYING,

@@ -13,7 +13,7 @@ from kvd.types import short
 from kvd.wire.peer import Outcome, Settled
 
 if TYPE_CHECKING:
-    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.parts import DecodePart, PrefillPart, Reception
     from kvd.core.peer import Peer
     from kvd.core.settings import Settings
 
@@ -31,6 +31,24 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         numbers={"bytes": n_bytes, "limit": limit},
     )
     return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
+
+
+def long_aux(part: PrefillPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:
+    """Why an aux could not be delivered: our own limit, or that of a known peer.
+
+    Where another source sends the aux, this one stays here.
+    """
+    theirs = peer.max_aux_bytes if peer is not None else 0
+    limit = min(mine.max_aux_bytes, theirs) if theirs else mine.max_aux_bytes
+    if n_bytes <= limit or not part.share.is_authoritative:
+        return None
+    whose = f"of {part.peer}" if limit < mine.max_aux_bytes else "here"
+    return Refusal(
+        Code.TOO_LARGE,
+        f"aux of {n_bytes} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
+        side=mine.name,
+        numbers={"bytes": n_bytes, "limit": limit},
+    )
 
 
 def writer_restarted(incarnation: str, mine: Settings) -> Refusal:
@@ -54,8 +72,38 @@ def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
     )
 
 
-def took_too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
-    """The receive passed its deadline: what it waited for."""
+def of_source(part: DecodePart, refusal: Refusal) -> Refusal:
+    """The refusal, naming the source that it is about where there are several."""
+    share = part.share
+    if share.parts == 1:
+        return refusal
+    return msgspec.structs.replace(
+        refusal,
+        message=f"{part.peer} (source {share.part + 1} of {share.parts}): {refusal.message}",
+        numbers={**refusal.numbers, "source": part.peer},
+    )
+
+
+def begun_elsewhere(part: DecodePart, begins: int, mine: Settings) -> Refusal:
+    """The prefill side sends from another token on than the Offer says."""
+    prefix = part.prefix_tokens
+    return Refusal(
+        Code.BAD_PREFIX,
+        f"room {part.room}: {part.peer} begins to send at token {begins}, "
+        f"decode_prefix_len={prefix} was offered: run the same version of kvd on both nodes",
+        side=mine.name,
+        numbers={"offered": prefix, "accepted": begins},
+    )
+
+
+def took_too_long(reception: Reception, now_s: float, mine: Settings) -> Refusal:
+    """The receive passed its deadline: what it waited for, of several sources the first late."""
+    late = [part for part in reception.parts if part.state is not Decode.VERIFYING]
+    part = late[0] if late else reception.parts[0]
+    return of_source(part, _too_long(part, now_s, mine))
+
+
+def _too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
     waited_s = now_s - part.since_s
     doing = "verifying them" if part.sums else "copying them to the device buffer"
     what = {

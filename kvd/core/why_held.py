@@ -51,7 +51,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
     if lease.room:
         refs.append(f"room:{lease.room}")
     peers = [part.peer for _, part in parts]
-    peers += [lease.quarantine.peer] if lease.quarantine is not None else []
+    peers += [writer.peer for writer in lease.quarantine.writers] if lease.quarantine else []
     refs += [f"peer:{name}" for name in peers if name]
     return Answer(
         f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
@@ -65,7 +65,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
 def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, DecodePart | PrefillPart]]:
     """The handoffs that fill it, have filled it, or read it, as links."""
     decoder, prefiller = node.decoder, node.prefiller
-    for receive in (*decoder.parts.values(), *decoder.ready.values()):
+    for receive in decoder.known():
         if receive.lease is lease:
             yield f"receive:{receive.id}", receive
     for send in prefiller.by_room.values():

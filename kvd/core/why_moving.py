@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 def of_receive(node: Node, number: int) -> Answer | Refusal:
     """One part of the decode side; also one that is delivered, while its lease lives."""
     decoder = node.decoder
-    part = decoder.parts.get(number)
-    if part is None:
-        part = next((one for one in decoder.ready.values() if one.id == number), None)
+    part = next((one for one in decoder.known() if one.id == number), None)
     if part is None:
         return Refusal(
             Code.BAD_REQUEST, f"there is no receive {number}: over, or never was; see its events"
@@ -48,9 +46,7 @@ def of_send(node: Node, number: int) -> Answer | Refusal:
 def of_room(node: Node, room: int) -> Answer | Refusal:
     """Every part of a room on this node."""
     decoder = node.decoder
-    receives = [
-        one for one in (*decoder.parts.values(), *decoder.ready.values()) if one.room == room
-    ]
+    receives = [one for one in decoder.known() if one.room == room]
     sends = [one for one in _sends(node) if one.room == room]
     if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
@@ -139,7 +135,8 @@ def of_peer(node: Node, name: str) -> Answer | Refusal:
     quarantined = [
         one
         for one in node.leases.leases.values()
-        if one.quarantine is not None and one.quarantine.peer == name
+        if one.quarantine is not None
+        and any(writer.peer == name for writer in one.quarantine.writers)
     ]
     if quarantined:
         pages = sum(one.held_pages for one in quarantined)

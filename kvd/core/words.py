@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.lease import ARRIVAL, ENGINE, FETCH
+from kvd.core.parts import waits_for_others
 from kvd.core.seal import SUM_BYTES
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode
@@ -96,6 +97,10 @@ def receive_waits_for(node: Node, part: DecodePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
+    if waits_for_others(part):
+        late = [one for one in part.reception.parts if not one.is_verified]
+        said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
+        return f"what the other sources send: {said}"
     if part.state is Decode.VERIFYING and not part.sums:
         return "its pages to be copied to the device buffer"
     if part.state is Decode.VERIFYING:

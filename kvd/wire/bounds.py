@@ -32,6 +32,9 @@ Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 Name = Annotated[str, Meta(max_length=128)]
 """Of a node, a session, a component, a mode, an incarnation."""
 
+MAX_SOURCES = 64
+"""Daemons that one prompt may come from."""
+
 Namespace = Annotated[str, Meta(max_length=256)]
 
 MAX_REASON = 1024

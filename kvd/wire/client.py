@@ -20,6 +20,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, EventHandle, Figure, Name, Namespace, Priority, Reason
 from kvd.wire.events import Event
+from kvd.wire.sent_share import SentShare
 from kvd.wire.snapshot import Snapshot
 
 # ---- requests on the client socket ---------------------------------------------------------------
@@ -382,6 +383,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
 
     send: int
     decode_prefix_len: int
+    share: SentShare | None = None
 
 
 class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send-failed"):

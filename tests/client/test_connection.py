@@ -170,7 +170,7 @@ def test_pushes_are_kept_when_they_come_before_anyone_waits() -> None:
     assert receive.receive is not None
     assert send.send is not None
     assert (receive.receive.prefix_tokens, receive.receive.outcome.value) == (8, received)
-    assert send.send.accepted.value == 64
+    assert send.send.accepted.value == wire.Accepted(12, 64)
 
 
 def test_a_failed_send_says_so_to_whoever_waits_and_to_whoever_comes_later() -> None:

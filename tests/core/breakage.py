@@ -121,7 +121,7 @@ def leaked_quarantine(node: Node) -> str:
 
 def nameless_quarantine(node: Node) -> str:
     lease = quarantined(node)
-    lease.quarantine = type(lease.quarantine)("p", "", 0.0, "x")
+    lease.quarantine = type(lease.quarantine)((), 0.0, "x")
     return f"lease {lease.id} names no incarnation"
 
 
@@ -200,7 +200,7 @@ def lease_unlocked(node: Node) -> str:
 
 def receive_without_lease(node: Node) -> str:
     part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
-    part.lease = None
+    part.reception.lease = None
     return f"receive {part.id}"
 
 

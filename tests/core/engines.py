@@ -14,28 +14,37 @@ FULL = tokens((1, 96))
 class Sender:
     """The prefill engine with one prompt: leased, opened, and written step by step."""
 
-    def __init__(self, world: World, toks: bytes = PROMPT, room: int = 7, **fields: object) -> None:
+    def __init__(
+        self,
+        world: World,
+        toks: bytes = PROMPT,
+        room: int = 7,
+        *,
+        side: Side | None = None,
+        **fields: object,
+    ) -> None:
         self.world, self.toks = world, toks
-        self.lease = world.p.lease(toks)
+        self.side = side or world.p
+        self.lease = self.side.lease(toks)
         self.room = room
-        reply = world.p.call(client.Send, toks, room=room, lease=self.lease.lease, **fields)
+        reply = self.side.call(client.Send, toks, room=room, lease=self.lease.lease, **fields)
         assert isinstance(reply, client.Sending), reply
         self.send = reply.send
         self.finish_call = 0
 
     def advance(self, upto: int) -> None:
-        self.world.p.write(self.lease.pages, self.toks, end=upto)
+        self.side.write(self.lease.pages, self.toks, end=upto)
         assert isinstance(self.promise(upto), client.Done)
 
     def promise(self, upto: int, after: bytes = b"") -> client.Reply | None:
         """It is written, or will be when the event comes."""
-        return self.world.p.call(client.Advance, send=self.send, upto_tokens=upto, after=after)
+        return self.side.call(client.Advance, send=self.send, upto_tokens=upto, after=after)
 
     def finish(self, aux: bytes = b"aux", after: bytes = b"") -> client.Reply | None:
         if not after:
-            self.world.p.write(self.lease.pages, self.toks)
-        reply = self.world.p.call(client.Finish, send=self.send, aux=aux, after=after)
-        self.finish_call = self.world.p.calls
+            self.side.write(self.lease.pages, self.toks)
+        reply = self.side.call(client.Finish, send=self.send, aux=aux, after=after)
+        self.finish_call = self.side.calls
         return reply
 
 

@@ -55,11 +55,17 @@ def test_the_largest_room_works():
             Code.PEER_UNKNOWN,
             "no peer is called 'd' (known: p): add it to peers.connect",
         ),
-        ({"source": ()}, Code.NOT_SUPPORTED, "receive from 0 sources: only one works today"),
+        ({"source": ()}, Code.BAD_REQUEST, "receive from 0 sources, of 1 to 64"),
+        ({"source": ("p",) * 65}, Code.BAD_REQUEST, "receive from 65 sources, of 1 to 64"),
         (
             {"source": ("p", "p")},
-            Code.NOT_SUPPORTED,
-            "receive from 2 sources: only one works today",
+            Code.BAD_REQUEST,
+            "receive from p, p: p is named 2 times, and each source sends its part once",
+        ),
+        (
+            {"source": ("p", "x")},
+            Code.PEER_UNKNOWN,
+            "no peer is called 'x' (known: p): add it to peers.connect",
         ),
         (
             {"source": ("p",), "tier": "host"},

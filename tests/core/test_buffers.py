@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage
+from kvd.core.lease import Quarantine, Shortage, Writer
 from tests.core.keeping import (
     arrival,
     cached,
@@ -78,7 +78,7 @@ def test_nothing_in_a_buffer_is_cached(table):
 def test_a_quarantine_keeps_no_buffer_because_no_remote_writes_one(table):
     lease = opened(table, arrival(table, tokens((1, 40))))
 
-    table.quarantine(lease, Quarantine("p", "i", 0.0, "cancelled"))
+    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert pages_left(table) == {"kv": (30, 0), "buffer": (7, 0)}

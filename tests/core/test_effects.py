@@ -23,6 +23,7 @@ from kvd.wire.peer import (
     Progress,
     Settled,
 )
+from kvd.wire.sent_share import SentShare
 from tests.core.engines import PROMPT, Sender
 from tests.core.side import incarnation
 from tests.core.world import Side, World
@@ -123,13 +124,14 @@ def test_an_offer_for_an_open_room_is_accepted_and_what_is_written_is_posted(wor
     sender = Sender(world)
     sender.advance(40)
     first_two = Pages(PAGES[:8])
+    all_of_it = SentShare(0, 1, 0, 100, is_dummy=False, is_authoritative=True)
 
     assert from_peer(world.p, "in:d", offer(world)) == [
-        effects.Send("in:d", Accept(P, D, 1)),
-        effects.Answer(1, client.Accepted(1, 0)),
+        effects.Send("in:d", Accept(P, D, 1, 0)),
+        effects.Answer(1, client.Accepted(1, 0, all_of_it)),
         effects.Post(1, D, 1, "kv", first_two, first_two),
     ]
-    assert from_peer(world.p, "in:d", offer(world)) == [effects.Send("in:d", Accept(P, D, 1))]
+    assert from_peer(world.p, "in:d", offer(world)) == [effects.Send("in:d", Accept(P, D, 1, 0))]
     assert from_engine(world.p, client.Advance(9, 1, 47)) == [effects.Answer(1, client.Done(9))]
     assert from_engine(world.p, client.Advance(10, 1, 48)) == [
         effects.Post(2, D, 1, "kv", Pages(PAGES[8:12]), Pages(PAGES[8:12])),

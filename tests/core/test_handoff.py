@@ -7,8 +7,11 @@ import pytest
 from kvd.core.report import snapshot
 from kvd.types import count, page_ids
 from kvd.wire import client, events
+from kvd.wire.sent_share import SentShare
 from tests.core.engines import FULL, PROMPT, Sender, cached, offered, totals
 from tests.core.world import World, tokens
+
+WHOLE = SentShare(0, 1, 0, 100, is_dummy=False, is_authoritative=True)
 
 # ---- what is asked for ---------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ def test_the_two_halves_meet_in_any_order(order):
 
     assert world.p.answer(sender.finish_call) == client.Finished(3, None, 0, 7, 896)
     pushes = [one for one in world.p.answers if isinstance(one, client.Accepted)]
-    assert pushes == [client.Accepted(1, 0)]
+    assert pushes == [client.Accepted(1, 0, WHOLE)]
     got = world.d.take()[-1]
     assert isinstance(got, client.Received)
     assert world.d.holds(got.pages, PROMPT)

@@ -299,7 +299,7 @@ def test_a_receive_from_a_peer_that_has_not_all_of_it_is_refused_with_what_is_mi
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.LAYOUT_MISMATCH
     assert reply.refusal.message == (
-        f"p has {has}, which is not all that d keeps: {missing} must come from elsewhere too; "
+        f"p has {has}, which is not all that is kept here: {missing} must come from elsewhere too; "
         "name every source"
     )
     assert [one.layout for one in snapshot(world.d.node).peers] == ["same"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage
+from kvd.core.lease import Quarantine, Shortage, Writer
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import events
 from tests.core.keeping import (
@@ -229,7 +229,7 @@ def test_a_snapshot_that_is_there_already_keeps_its_page(table):
 def test_a_state_that_a_remote_may_still_write_is_kept_from_everybody(table):
     lease = opened(table, arrival(table, tokens((1, 24))))
 
-    table.quarantine(lease, Quarantine("p", "i", 0.0, "cancelled"))
+    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert pages_left(table)["state"] == (3, 0)

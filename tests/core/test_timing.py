@@ -194,7 +194,7 @@ def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
     assert failed.refusal.message.startswith("p has been silent for 2.5 s (limit 2.5 s)")
     (lease,) = world.d.node.leases.leases.values()
     assert lease.quarantine is not None
-    assert lease.quarantine.incarnation == world.p.incarnation
+    assert lease.quarantine.writers[0].incarnation == world.p.incarnation
     assert world.p.node.prefiller.failed[send].refusal.code is Code.PEER_LOST
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.lease import Quarantine
+from kvd.core.lease import Quarantine, Writer
 from kvd.types import page_ids
 from kvd.wire import admin
 from tests.core.breakage_beside import (
@@ -82,7 +82,9 @@ def test_a_cached_window_page_names_its_node_and_who_needs_it(engine):
 def test_a_window_page_in_quarantine_says_whose_it_was_and_why(engine):
     lease, _ = leases(engine.node)
     page = first(windows(engine.node).own(lease))
-    engine.node.leases.quarantine(lease, Quarantine("p", "i", 1.0, "its peer fell silent"))
+    engine.node.leases.quarantine(
+        lease, Quarantine((Writer("p", "i"),), 1.0, "its peer fell silent")
+    )
 
     assert why(engine, "page", page, "swa")[:2] == [
         f"page {page} of swa is in quarantine under {LEASE_3}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage
+from kvd.core.lease import Quarantine, Shortage, Writer
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import events
@@ -598,7 +598,7 @@ def test_windows_that_a_remote_may_still_write_are_kept_from_everybody(table):
     cached(table, tokens((1, 24)))
     lease = opened(table, arrival(table, tokens((1, 24), (900, 36))))
 
-    table.quarantine(lease, Quarantine("p", "i", 0.0, "cancelled"))
+    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert count(windows(table).own(lease)) == 3

@@ -22,7 +22,7 @@ __all__ = ["PAGE", "Side", "World", "content", "settings", "spec", "tokens"]
 
 
 class World:
-    """A prefill side ``p``, a decode side ``d`` that dials it, and more decode sides if named."""
+    """A prefill side ``p``, a decode side ``d`` that dials it, and more of both if named."""
 
     side: ClassVar[type[Side]] = Side
     """Of which kind they are: what their pages hold may be looked at more closely."""
@@ -33,6 +33,7 @@ class World:
         p_pages: int = 64,
         d_pages: int = 64,
         names: tuple[str, ...] = ("d",),
+        sources: tuple[str, ...] = ("p",),
         **more: object,
     ) -> None:
         self.now_s = 100.0
@@ -49,11 +50,13 @@ class World:
         self.hold_verify = False
         self.doubts = False
         """A destroyed sending agent leaves bytes in the receiver's sockets."""
-        self.p = self.side(self, settings("p", p_pages, **more))
-        self.sides = {"p": self.p}
+        self.sides: dict[str, Side] = {}
+        for name in sources:
+            self.sides[name] = self.side(self, settings(name, p_pages, **more))
+        self.p = self.sides[sources[0]]
         for name in names:
             side = self.sides[name] = self.side(self, settings(name, d_pages, **more))
-            side.dials.append(self.p)
+            side.dials += [self.sides[source] for source in sources]
         self.d = self.sides[names[0]]
         for side in self.sides.values():
             side.attach()

@@ -37,6 +37,8 @@ class DecodePart(NamedTuple):
     damaged: bool = False
     """A page is not what was sent."""
     committed: bool = False
+    verified: bool = False
+    """One of several parts: what it sent is good, and it waits for the other."""
 
 
 class DecodeSide(NamedTuple):

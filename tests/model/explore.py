@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 
 from kvd.core.tables import IllegalTransition
 from tests.model.protocol import Cause, Rules
-from tests.model.verdict import is_over, violation
-from tests.model.world import PAIR, Scope, World
+from tests.model.world import Edge, Scope, World
 
 
 class Found(NamedTuple):
@@ -39,11 +38,39 @@ class Found(NamedTuple):
         return "\n".join([head + self.violation, *lines])
 
 
+class Explored(Protocol):
+    """A world: its states are integers, of which a part stands for the sides alone."""
+
+    @property
+    def scope(self) -> Bounded: ...
+
+    def start(self) -> int: ...
+
+    def free_steps(self, world: int) -> list[tuple[Edge, int]]: ...
+
+    def fault_steps(self, world: int) -> list[tuple[Edge, int]]: ...
+
+    def canonical(self, world: int) -> int: ...
+
+    def sides_of(self, world: int) -> int: ...
+
+    def wrong(self, sides: int) -> str | None: ...
+
+    def is_over(self, sides: int) -> bool: ...
+
+
+class Bounded(Protocol):
+    """How much is explored."""
+
+    @property
+    def budget(self) -> int: ...
+
+
 class Graph:
     """The states found so far, numbered in the order of discovery."""
 
-    def __init__(self, scope: Scope, rules: Rules) -> None:
-        self.world = World(scope, rules)
+    def __init__(self, world: Explored) -> None:
+        self.world = world
         self.states = [self.world.start()]
         self.numbers = {self.states[0]: 0}
         self.parents = array("q", [-1])
@@ -56,12 +83,13 @@ class Graph:
         """Explore everything; the first violation and the state it is in, or None."""
         frontier = 0
         later: dict[int, int] = {}
-        for faults in range(self.world.scope.budget + 1):
+        budget = self.world.scope.budget
+        for faults in range(budget + 1):
             for state, parent in later.items():
                 self.add(state, parent)
             later = {}
             while frontier < len(self.states):
-                wrong = self.expand(frontier, later if faults < self.world.scope.budget else None)
+                wrong = self.expand(frontier, later if faults < budget else None)
                 if wrong is not None:
                     return wrong, frontier
                 frontier += 1
@@ -71,9 +99,9 @@ class Graph:
     def expand(self, number: int, later: dict[int, int] | None) -> str | None:
         """Follow every step out of one state; what is wrong with the state, if anything is."""
         state, world = self.states[number], self.world
-        pair = state & PAIR
+        pair = world.sides_of(state)
         if pair not in self.safe_pairs:
-            wrong = violation(*world.sides(pair), world.rules)
+            wrong = world.wrong(pair)
             if wrong is not None:
                 return wrong
             self.safe_pairs.add(pair)
@@ -103,9 +131,9 @@ class Graph:
     def stuck(self) -> int | None:
         """The first state from which the end cannot be reached."""
         ends = bytearray(len(self.states))
-        over = {pair: is_over(*self.world.sides(pair)) for pair in self.safe_pairs}
+        over = {pair: self.world.is_over(pair) for pair in self.safe_pairs}
         for number, state in enumerate(self.states):
-            ends[number] = over[state & PAIR]
+            ends[number] = over[self.world.sides_of(state)]
         grew = True
         while grew:  # edges mostly point forward, so a backward sweep settles nearly all of them
             grew = False
@@ -141,8 +169,13 @@ class Graph:
 
 def explore(scope: Scope, rules: Rules | None = None) -> Found:
     """Explore ``scope`` under ``rules`` (the protocol's own if None)."""
+    return explored(World(scope, Rules() if rules is None else rules))
+
+
+def explored(world: Explored) -> Found:
+    """Explore every state of ``world``."""
     began = time.perf_counter()
-    graph = Graph(scope, Rules() if rules is None else rules)
+    graph = Graph(world)
     wrong = graph.run()
     seconds = time.perf_counter() - began
     if wrong is None:

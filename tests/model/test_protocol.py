@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from kvd.core import tables
 from kvd.core.tables import Decode, DecodeTrigger
-from tests.model.explore import explore
+from tests.model.explore import explore, explored
 from tests.model.mutations import COURTESIES, MUTATIONS, Mutation
+from tests.model.parts_world import PartsScope, PartsWorld
+from tests.model.prefill_side import Phase
 from tests.model.protocol import FAULTS, Rules
 from tests.model.world import Scope
 
@@ -91,6 +93,7 @@ def test_protocol_uses_every_row_of_both_tables(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tables, "PREFILL", prefill)
 
     explore(Scope(faults=FAULTS, budget=1))
+    explored(PartsWorld(PartsScope(posts=(0, 0), phases=(Phase.FINISHING,) * 2)))
 
     assert decode.keys() - decode.used == set()
     assert prefill.keys() - prefill.used == set()

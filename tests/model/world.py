@@ -16,7 +16,7 @@ from tests.model.decode_side import DecodePart, DecodeSide, DecodeStep
 from tests.model.naming import Names, Renaming, in_messages, in_sides
 from tests.model.prefill_side import Call, PrefillPart, PrefillSide, PrefillStep
 from tests.model.protocol import FAULTS, NOBODY, Cause, Kind, Message, Pages, Post, Rules, Side
-from tests.model.verdict import reaches
+from tests.model.verdict import is_over, reaches, violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -153,6 +153,17 @@ class World:
                 for spent in (self._spent, self._decode_spent, self._prefill_spent):
                     spent.clear()
         return flight
+
+    # --- what the explorer asks -------------------------------------------------------------
+
+    def sides_of(self, world: int) -> int:
+        return world & PAIR
+
+    def wrong(self, sides: int) -> str | None:
+        return violation(*self.sides(sides), self.rules)
+
+    def is_over(self, sides: int) -> bool:
+        return is_over(*self.sides(sides))
 
     # --- steps ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core.eviction import Policy
-from kvd.core.lease import ENGINE, Claim, Lease, Quarantine, Shortage
+from kvd.core.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
 from kvd.core.standing import Standing, Turn
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
@@ -256,7 +256,7 @@ class Storm:
         done["arrive"] += 1
 
     def abort(self, one: Owner) -> None:
-        self.table.quarantine(one.lease, Quarantine("p", "i", 0.0, "cancelled"))
+        self.table.quarantine(one.lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
         done["quarantine"] += 1
 
     def late(self, one: Owner) -> None:
