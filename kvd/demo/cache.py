@@ -10,16 +10,16 @@ layer-first one. Indexing by page and slot works alike on both, so nothing here 
     k[7] ----------------- t0..t3      t12 t13 - - -------- k[9]: a partial last page
 
 ``transformers`` calls ``update`` once per layer and forward pass with the K and V of the new
-tokens. It must store them and return K and V of *all* tokens. A kernel that takes a block table
-(flash-attn, FlashInfer) would get ``k``, ``v`` and the table instead of the copy gathered here.
+tokens. They are stored in the pages and handed through; the attention that follows reads all K and
+V from the pages (see ``paged``), by a block table that ``seen`` gives it. So nothing is gathered.
 
 A layer with a **window** looks back only so far. Its block table has the null page (0) wherever the
-lease has no window page, and what is returned begins where the window does:
+lease has no window page, and no token before the window is read:
 
     lease.pages_of("swa") [ 0 | 0 | 5 | 2 ]       a window of 6: token 14 looks back to token 9
 
 Models of latents (MLA) store ``(latent, rotated key)`` instead of K and V; both are slices of the
-one tensor that the pool has for a layer, and everything else is the same.
+one tensor that the pool has for a layer. That tensor is K, its latents are V.
 
 Two lengths belong to a sequence, and mixing them up corrupts other people's cache:
 
@@ -40,6 +40,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
+from kvd.demo.paged import Seen
+from kvd.device.attention import Pages
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 
 LayerViews = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, each (pages, page_size, kv_heads, head_dim), as ``pool.layer(i)`` gives; of
-latents, (pages, page_size, 1, latent_dim) and (pages, page_size, 1, rope_dim)."""
+latents, all of it, (pages, page_size, 1, latent_dim + rope_dim), and its first latent_dim."""
 
 
 class BlockTable:
@@ -60,28 +63,27 @@ class BlockTable:
     def replace(self, row: Sequence[int] | NDArray[np.int32]) -> None:
         """The lease has other pages now: it slid."""
         # Copied: a row of a lease is read-only, and a commit may replace it meanwhile.
-        self.pages = torch.tensor(row, dtype=torch.int64)
+        self.pages = torch.tensor(row, dtype=torch.int32)
 
-    def of(self, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
-        """The page of each of ``tokens``, which are positions.
+    def require(self, first: int, end: int, page_size: int) -> None:
+        """Refuse to compute when one of the tokens ``[first, end)`` has no page.
 
         Raises:
-            IndexError: the lease has no page for one of them.
+            IndexError: the first, or last, that has none.
         """
-        last = int(tokens[-1])
-        if last >= len(self.pages) * page_size:
+        if end > len(self.pages) * page_size:
             raise IndexError(
-                f"token {last} has no page: the lease covers {len(self.pages)} pages of "
+                f"token {end - 1} has no page: the lease covers {len(self.pages)} pages of "
                 f"{page_size} tokens; extend it before computing further"
             )
-        found = self.pages[tokens // page_size]
-        if not bool(found.all()):
-            missing = int(tokens[found == 0][0])
+        start = first // page_size
+        missing = (self.pages[start : -(-end // page_size)] == 0).nonzero()
+        if len(missing):
+            token = max(first, (start + int(missing[0])) * page_size)
             raise IndexError(
-                f"token {missing} has no window page: the lease has none so far back, or must "
+                f"token {token} has no window page: the lease has none so far back, or must "
                 "slide before computing so far ahead"
             )
-        return found
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -103,6 +105,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._page_size = self._k.shape[1]
         self._written_tokens = written_tokens
         self._shared_tokens = shared_tokens
+        self._new_tokens = 0
         self.is_initialized = True
 
     @override
@@ -113,29 +116,43 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> LayerViews:
-        """Store the KV of the next tokens and return that of all tokens that are looked at.
+        """Store the KV of the next tokens, which ``seen`` then has.
 
         Args:
             key_states: (1, kv_heads, new_tokens, head_dim).
             value_states: the same shape.
 
         Returns:
-            K and V, each (1, kv_heads, tokens, head_dim), copied out of the pages.
+            The same, of the new tokens alone.
 
         Raises:
             IndexError: the lease has no page for one of these tokens.
         """
         first = self._written_tokens
         total = first + key_states.shape[2]
-        seen = torch.arange(self._first_seen(), total)
-        pages, slots = self._table.of(seen, self._page_size), seen % self._page_size
+        self._table.require(self._first_seen(), total, self._page_size)
         start = max(first, self._shared_tokens)
         if start < total:
-            new = slice(start - total, None)
-            self._k[pages[new], slots[new]] = key_states[0, :, start - first :].transpose(0, 1)
-            self._v[pages[new], slots[new]] = value_states[0, :, start - first :].transpose(0, 1)
-        self._written_tokens = total
-        return _gather(self._k, pages, slots), _gather(self._v, pages, slots)
+            new = torch.arange(start, total)
+            where = self._table.pages[new // self._page_size], new % self._page_size
+            key, value = (
+                one[0, :, start - first :].transpose(0, 1) for one in (key_states, value_states)
+            )
+            self._write(where, key, value)
+        self._written_tokens, self._new_tokens = total, total - first
+        return key_states, value_states
+
+    def _write(
+        self, where: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store (tokens, kv_heads, head_dim) in these pages and slots."""
+        self._k[where], self._v[where] = key, value
+
+    def seen(self) -> Seen:
+        """As ``paged.Paged.seen``."""
+        lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
+        starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
+        return Seen(Pages(self._k, self._v, self._table.pages[None], lengths), starts)
 
     def _first_seen(self) -> int:
         """The first token that the next one looks at."""
@@ -180,6 +197,11 @@ class WindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
         return max(0, self._written_tokens - self._window_tokens + 1)
 
 
-def _gather(view: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """(1, kv_heads, tokens, head_dim) of the tokens in these slots."""
-    return view[pages, slots].transpose(0, 1).unsqueeze(0)
+class LatentLayer(PagedLayer):  # type: ignore[no-untyped-call]
+    """One layer whose K is a latent and a rotated key, beside each other, and V the latent."""
+
+    @override
+    def _write(
+        self, where: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._k[where] = torch.cat([key, value], dim=-1)

@@ -9,22 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvd.demo.paged import forward
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import Cache, PreTrainedModel
 
 
-CACHE_ARGUMENT = {"mamba2": "cache_params"}
-"""What a model calls its cache, by its type, where that is not ``past_key_values``."""
-
-
 @torch.inference_mode()
 def last_logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
     """Compute ``tokens`` behind what ``cache`` holds; (vocabulary,) after the last one."""
-    argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
-    ids = torch.tensor([list(tokens)])
-    output = model(input_ids=ids, logits_to_keep=1, **{argument: cache})
+    output = forward(model, cache, input_ids=torch.tensor([list(tokens)]), logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1]
     return logits
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from kvd.demo.cache import PagedLayer
+from kvd.demo.paged import Seen, forward
 from kvd.device.collectives import Gather
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
@@ -55,15 +57,15 @@ class Chunk:
         last = self.sharding.tokens - 1
         return next(rank for rank, own in enumerate(rows) if last in own[-1:])
 
-    def mask(self) -> torch.Tensor:
-        """(1, 1, rows, keys): which key each of them looks at: its own, and all before it."""
-        first = int(self.positions[0] - self.rows[0])
-        keys = torch.arange(first + self.sharding.tokens)
-        return (keys <= self.positions[:, None])[None, None]
+    @property
+    def runs(self) -> list[torch.Tensor]:
+        """The positions that it computes, cut where they do not follow each other."""
+        gaps = (self.positions.diff() != 1).nonzero()[:, 0] + 1
+        return list(self.positions.tensor_split(gaps))
 
 
 class GatheredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer that is given the KV of one rank's tokens, and stores and returns that of all.
+    """A layer that is given the KV of one rank's tokens, and stores that of all.
 
     ``chunk`` is what is computed now.
     """
@@ -94,7 +96,17 @@ class GatheredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             for own in (key_states, value_states)
         ]
         keys, values = (one.wait().transpose(0, 1)[None] for one in pending)
-        return self._whole.update(keys, values)
+        self._whole.update(keys, values)
+        return key_states, value_states
+
+    def seen(self) -> Seen:
+        """As ``Paged.seen``: every run of this rank looks at the same pages, as far as it goes."""
+        assert self.chunk is not None, "a chunk is computed"
+        pages, runs = self._whole.seen().pages, self.chunk.runs
+        starts = torch.tensor([0, *(len(run) for run in runs)]).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor([int(run[-1]) + 1 for run in runs], dtype=torch.int32)
+        table = pages.block_table.expand(len(runs), -1)
+        return Seen(msgspec.structs.replace(pages, block_table=table, lengths=ends), starts)
 
     @override
     def get_seq_length(self) -> int:
@@ -139,11 +151,11 @@ class ContextSequence:
         chunk = Chunk(self.written_tokens, len(tokens), self._group)
         for layer in self._layers:
             layer.chunk = chunk
-        output = self._model(
+        output = forward(
+            self._model,
+            self._cache,
             input_ids=torch.tensor([list(tokens)])[:, chunk.rows],
             position_ids=chunk.positions[None],
-            attention_mask=chunk.mask(),
-            past_key_values=self._cache,
             logits_to_keep=1,
         )
         self.written_tokens += len(tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from transformers import Cache
 
-from kvd.demo.cache import BlockTable, LayerViews, PagedLayer, WindowLayer
+from kvd.demo.cache import BlockTable, LatentLayer, LayerViews, PagedLayer, WindowLayer
 from kvd.demo.compute import last_logits
 from kvd.demo.layout import Part, Place, Shape, places
 from kvd.demo.state import StateLayer, StateViews
@@ -71,8 +71,7 @@ class PoolViews:
         if place.part is Part.STATE:
             return StateViews(conv=found["conv"], scan=found["ssm"])
         if self.shape.latent_dim:
-            latent = found["latent"]
-            return latent[..., : self.shape.latent_dim], latent[..., self.shape.latent_dim :]
+            return found["latent"], found["latent"][..., : self.shape.latent_dim]
         return found["k"], found["v"]
 
     def damage(self, part: Part, page: int) -> None:
@@ -121,7 +120,8 @@ def leased_cache(views: PoolViews, tables: Mapping[Part, BlockTable], lengths: L
                 )
             )
         else:
-            layers.append(PagedLayer(one, table, written_tokens=written, shared_tokens=shared))
+            kind = LatentLayer if views.shape.latent_dim else PagedLayer
+            layers.append(kind(one, table, written_tokens=written, shared_tokens=shared))
     return Cache(layers=layers)
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from kvd.demo.paged import forward
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,10 +49,10 @@ class StageSequence:
         if rank:
             hidden = torch.empty(1, len(tokens), config.hidden_size, dtype=self._model.dtype)
             dist.recv(hidden, rank - 1)
-            output = decoder(inputs_embeds=hidden, past_key_values=self._cache)
+            output = forward(decoder, self._cache, inputs_embeds=hidden)
         else:
             ids = torch.tensor([list(tokens)])
-            output = decoder(input_ids=ids, past_key_values=self._cache)
+            output = forward(decoder, self._cache, input_ids=ids)
         self.written_tokens += len(tokens)
         hidden = output.last_hidden_state
         if rank + 1 < self._group.ranks:

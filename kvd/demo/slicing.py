@@ -1,8 +1,9 @@
 """Cuts a model down to what one rank computes: some heads of each layer, or some of the layers.
 
 Tensor parallel, each rank computes its own query heads over its own heads of KV. Then the outputs
-of all heads are exchanged, and every rank goes on with all of them: sums are never split, so the
-result is that of one process. Everything but the attention is computed by every rank.
+of all heads are exchanged, and every rank goes on with all of them. Sums are never split, so the
+result is that of one process, to the bit where a rank has all queries of its heads of KV.
+Everything but the attention is computed by every rank.
 
     hidden -> q, k, v of our heads -> attention -> exchange -> o_proj of all heads -> hidden
 

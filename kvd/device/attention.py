@@ -34,7 +34,7 @@ from kvd.device import blocks, flash
 from kvd.device.batch import Packed, Pages, Rule, is_latent
 from kvd.device.kernels import Kernel, Need
 
-__all__ = ["Kernel", "Packed", "Pages", "Rule", "decode", "need", "prefill"]
+__all__ = ["Kernel", "Packed", "Pages", "Rule", "decode", "is_latent", "need", "prefill"]
 
 
 def need(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Need:

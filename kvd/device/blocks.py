@@ -6,11 +6,11 @@ So what is allocated depends neither on the pool nor on the length of a sequence
 is at most
 
     scratch   BLOCK_TOKENS * kv_heads * (k_dim + v_dim)    for pages alone; of a latent k_dim only
-    scores    SCORES, and half as much for masks           or a query token of all heads, if larger
-    queries   SCORES / BLOCK_TOKENS rows of 3 * (k_dim + v_dim)
+    scores    BLOCK_TOKENS * heads * QUERY_TOKENS          and half as much for masks
+    queries   3 * (k_dim + v_dim) * heads * QUERY_TOKENS   or as many as there are, if fewer
 
 elements of at least 32 bits (and once more the scratch in 16 bits for K and V of 16 bits), the
-result besides. Queries are cut along tokens so that scores stay within their bound.
+result besides.
 
 A block is copied because a product needs the tokens of a KV head at one stride, and pages that do
 not follow each other have none. It stays in the cache of the processor until it is used, which is
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 1024
 """Tokens of K and V at a time. 512 costs a tenth more in steps, 2,048 leaves the cache."""
 
-SCORES = 1 << 20
-"""Scores of a block at a time: 4 MiB in float32."""
+QUERY_TOKENS = 64
+"""New tokens at a time: with BLOCK_TOKENS, 256 KiB of scores for each head in float32. Not fewer
+for more heads: what comes out for a head shall not depend on which others are computed with it."""
 
 
 class PagedBlocks:
@@ -160,12 +161,11 @@ def attend(q: torch.Tensor, starts: Sequence[int], kv: Pages | Packed, rule: Rul
     dtype = q.dtype if q.dtype.itemsize > 2 else torch.float32
     blocks = PagedBlocks(kv, dtype) if isinstance(kv, Pages) else PackedBlocks(kv, dtype)
     out = q.new_empty((*q.shape[:2], kv.v.shape[-1]))
-    at_once = max(1, SCORES // (blocks.step * q.shape[1]))
     for sequence in range(len(starts) - 1):
         # The last query is the last token: the position of the query in row r of q is r + ahead.
         ahead = blocks.length(sequence) - starts[sequence + 1]
-        for first in range(starts[sequence], starts[sequence + 1], at_once):
-            end = min(first + at_once, starts[sequence + 1])
+        for first in range(starts[sequence], starts[sequence + 1], QUERY_TOKENS):
+            end = min(first + QUERY_TOKENS, starts[sequence + 1])
             queries = q[first:end].to(dtype) * rule.scale
             queries = queries.reshape(end - first, kv.k.shape[-2], -1, q.shape[-1])
             positions = range(first + ahead, end + ahead)

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvd.device.attention import Packed, decode, prefill
-from kvd.device.blocks import BLOCK_TOKENS, SCORES
+from kvd.device.blocks import BLOCK_TOKENS, QUERY_TOKENS
 from tests.device.oracle import Pool, Shape, starts_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def test_allocation_depends_neither_on_the_pool_nor_on_the_length(
     widths = (4,) if dtype == "float32" else (4, 2)
     dims = 96 if latent else 96 + 64
     scratch = sum(BLOCK_TOKENS * shape.kv_heads * dims * width for width in widths)
-    rows = min(new, SCORES // (BLOCK_TOKENS * 8)) * 8
+    rows = min(new, QUERY_TOKENS) * 8
     work = 4 * rows * (1.5 * BLOCK_TOKENS + 3 * 96 + 3 * 64 + 8)
     result = new * 8 * 64 * widths[-1]
     assert scratch <= bytes_at_once <= scratch + work + result + 16384
@@ -93,4 +93,4 @@ def test_allocation_of_whole_texts_does_not_depend_on_their_length(peak: Count) 
         extra.add(found - q.nbytes)
 
     (bytes_at_once,) = extra
-    assert bytes_at_once <= 4 * 1.75 * SCORES
+    assert bytes_at_once <= 4 * 1.75 * BLOCK_TOKENS * QUERY_TOKENS * 8

@@ -34,7 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(blocks.PackedBlocks, "step", 64)
-    monkeypatch.setattr(blocks, "SCORES", 64 * 8 * 16)
+    monkeypatch.setattr(blocks, "QUERY_TOKENS", 16)
 
 
 def room(lengths: list[int], page_size: int) -> int:
