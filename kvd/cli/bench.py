@@ -19,6 +19,7 @@ BENCHES = {
     "families": Verb(
         "kvd.bench.families:command", "What a request of each pool family takes.", "Benchmarks"
     ),
+    "gather": Verb("kvd.bench.gather:command", "Gathers beside the bare collective.", "Benchmarks"),
     "recorder": Verb("kvd.bench.recorder:command", "What the flight recorder takes.", "Benchmarks"),
     "console": Verb("kvd.bench.console:command", "What consoles cost.", "Benchmarks"),
     "restart": Verb("kvd.bench.restart:command", "What a restart costs.", "Benchmarks"),

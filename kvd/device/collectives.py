@@ -232,7 +232,7 @@ class Gather:
         received = block.memory[aligned(send_bytes) :]
         try:
             if to is None:
-                work = all_gather_single(received, send, group=self._group, async_op=True)
+                work = collect(received, send, self._group)
             else:
                 parts = list(received.view(self.ranks, -1)) if to == self.rank else None
                 work = dist.gather(send, parts, group=self._group, async_op=True, group_dst=to)
@@ -300,7 +300,7 @@ def agree(what: str, value: int, group: dist.ProcessGroup) -> int:
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     every = torch.empty(group.size(), dtype=torch.int64, device=device)
     try:
-        all_gather_single(every, mine, group=group)
+        collect(every, mine, group).wait()
     except RuntimeError as broken:
         msg = f"rank {group.rank()} of {group.size()} could not compare {what}: {broken}"
         raise GatherFailed(msg) from broken
@@ -308,6 +308,19 @@ def agree(what: str, value: int, group: dist.ProcessGroup) -> int:
     if len(set(values)) > 1:
         raise Disagreement(what, dict(enumerate(values)))
     return value
+
+
+def collect(received: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the bare collective: as much of every rank, in the order of the ranks.
+
+    Args:
+        received: (ranks * n,), contiguous.
+        send: (n,), of the same type; neither is to be touched before ``wait`` of what is returned.
+        group: the ranks.
+    """
+    work: dist.Work | None = all_gather_single(received, send, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def _row_bytes(x: torch.Tensor) -> int:

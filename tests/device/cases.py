@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from kvd.core.shards import page_share
 from kvd.device.arena import Arena
 from kvd.device.collectives import Disagreement, Gather, agree
+from kvd.device.ring import aligned
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
 
@@ -30,6 +31,7 @@ JUNK = 0xA5
 class Rank(NamedTuple):
     number: int
     group: dist.ProcessGroup
+    device: torch.device = HOST
 
 
 def batch(tokens: int, shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
@@ -49,8 +51,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def arena_of(window_bytes: int) -> Arena:
-    return Arena(torch.full((window_bytes,), JUNK, dtype=torch.uint8))
+def arena_of(window_bytes: int, device: torch.device = HOST) -> Arena:
+    return Arena(torch.full((window_bytes,), JUNK, dtype=torch.uint8, device=device))
 
 
 def is_ready(rank: Rank) -> bool:
@@ -71,8 +73,8 @@ def gather_one(
     """Cut a batch, gather it, compare: "" or what is wrong."""
     sharding = shard(Split(split), lengths, rank.group.size())
     whole = batch(sharding.tokens, tuple(shape), dtype, seed)
-    mine = whole[torch.from_numpy(sharding.rows(rank.number))]
-    gather = Gather(rank.group, arena_of(window_bytes))
+    mine = whole[torch.from_numpy(sharding.rows(rank.number))].to(rank.device)
+    gather = Gather(rank.group, arena_of(window_bytes, rank.device))
 
     if to is None:
         got = gather.start(mine, sharding).wait()
@@ -80,7 +82,7 @@ def gather_one(
         got = gather.start_to(to, mine, sharding).wait()
         whole = whole if to == rank.number else whole[:0]
 
-    return "" if same(got, whole) else f"{sharding} {dtype} {shape}: other bits"
+    return "" if same(got.cpu(), whole) else f"{sharding} {dtype} {shape}: other bits"
 
 
 def gather_random(rank: Rank, seed: int, rounds: int) -> str:
@@ -152,6 +154,9 @@ def gather_shapes(rank: Rank) -> dict[str, bool]:
         frozen = torch.zeros_like(whole)
         started = gather.start(whole[own], sharding, out=frozen)
     filled = gather.start(whole[own], sharding, out=odd).wait()
+    with torch.inference_mode():
+        made = gather.start(whole[own], sharding).wait()
+    made.add_(0)  # a tensor of inference mode raises here
     return {
         "not contiguous": same(gather.start(turned, sharding).wait(), whole),
         "out at an odd place": filled is odd and same(odd, whole),
@@ -197,6 +202,28 @@ def gather_in_window(rank: Rank) -> list[Any]:
     usage = arena.usage
     where = arena.take(1).span
     return [usage.in_window, usage.too_large, usage.largest_bytes, usage.allocations, where.start]
+
+
+def gather_traces(rank: Rank) -> dict[str, bool]:
+    """What a gather leaves in its window, which is full of junk before."""
+    ranks, number = rank.group.size(), rank.number
+    sharding = shard(Split.ZIGZAG, [10], ranks)
+    whole = batch(10, (8, 16), "uint8", 4)
+    mine = whole[torch.from_numpy(sharding.rows(number))]
+    window = torch.full((4096,), JUNK, dtype=torch.uint8)
+    arena = Arena(window)
+    Gather(rank.group, arena).start(mine, sharding).wait()
+    send_bytes = sharding.max_len * 128
+    sent = window[:send_bytes].view(-1, 8, 16)
+    received = window[aligned(send_bytes) :][: ranks * send_bytes].view(-1, 8, 16)
+    is_padding = torch.ones(received.shape[0], dtype=torch.bool)
+    is_padding[torch.from_numpy(sharding.order())] = False
+    return {
+        "sent from the window": same(sent[: mine.shape[0]], mine),
+        "two rows of padding": int(is_padding.sum()) == 2,
+        "padding is zero": not received[is_padding].any(),
+        "no user is left": not arena._window.users,
+    }
 
 
 def gather_after_warm_up(rank: Rank, window_bytes: int) -> list[Any]:
@@ -281,9 +308,25 @@ def open_one(rank: Rank, window_bytes: int, poor: list[int]) -> list[Any]:
     return [arena.usage.window_bytes, windows.registered, arena.usage.in_window, is_same]
 
 
-def open_by_itself(rank: Rank, window_bytes: int) -> list[int]:
+def gather_through_nccl(rank: Rank, window_bytes: int) -> list[int]:
+    """A window of NCCL's, filled more than once round: bytes of it, gathers in it that are right.
+
+    More gathers than the window has room for are started before the first is waited for.
+    """
+    arena = open_arena(rank.group, rank.device, window_bytes=window_bytes)
+    gather = Gather(rank.group, arena)
+    sharding = shard(Split.ZIGZAG, [300, 41], rank.group.size())
+    own = torch.from_numpy(sharding.rows(rank.number))
+    made = [batch(341, (8, 16), "bfloat16", seed) for seed in range(12)]
+    started = [gather.start(whole[own].to(rank.device), sharding) for whole in made]
+    right = [same(one.wait().cpu(), whole) for one, whole in zip(started, made, strict=True)]
+    return [arena.usage.window_bytes, sum(right), arena.usage.in_window]
+
+
+def open_by_itself(rank: Rank, window_bytes: int, is_possible: bool) -> list[int]:
     """What this rank finds out without the others: they are not called."""
-    arena = open_arena(rank.group, HOST, window_bytes=window_bytes)
+    windows = PlainWindows(is_poor=False) if is_possible else None
+    arena = open_arena(rank.group, HOST, window_bytes=window_bytes, windows=windows)
     return [arena.usage.window_bytes, arena.usage.plain_bytes]
 
 
@@ -314,6 +357,7 @@ CASES: dict[str, Callable[..., Any]] = {
     for case in (
         *(is_ready, agree_on, open_one, open_by_itself, start_only, wait_for_it),
         *(gather_one, gather_random, gather_misread, gather_alone, gather_shapes, gather_refused),
-        *(gather_in_window, gather_after_warm_up, gather_for_sending),
+        gather_through_nccl,
+        *(gather_in_window, gather_after_warm_up, gather_for_sending, gather_traces),
     )
 }

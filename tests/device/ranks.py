@@ -36,14 +36,14 @@ class Told(msgspec.Struct):
 
 
 class Ranks:
-    """``count`` processes."""
+    """``count`` processes; over ``nccl`` each has a GPU."""
 
-    def __init__(self, count: int, directory: Path) -> None:
-        store = directory / "store"
+    def __init__(self, count: int, directory: Path, backend: str = "gloo") -> None:
+        given = [str(count), str(directory / "store"), backend]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.device.rank", str(rank), str(count), str(store)],
+                [sys.executable, "-m", "tests.device.rank", str(rank), *given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

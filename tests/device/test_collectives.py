@@ -183,6 +183,16 @@ def test_a_warm_up_with_the_largest_batch_allocates_all_that_comes_later(
     assert [one.found for one in answers] == [[0, 0, ["empty"]]] * 2
 
 
+def test_a_gather_sends_from_its_window_and_pads_with_zeros(four: Ranks) -> None:
+    """scenario F6: 12 rows of which two are padding; nothing of another request goes with them.
+
+    Both buffers are in the window: with one of them alone NCCL has no symmetric kernel to run.
+    """
+    for one in four.run("gather_traces", 4):
+        assert one.error == ""
+        assert all(one.found.values()), one.found
+
+
 def test_no_page_of_padding_is_sent(four: Ranks) -> None:
     """scenario F12: 33 tokens on 4 ranks gather 36 rows; of 9 pages of 4 the last has one token."""
     answers = four.run("gather_for_sending", 4, tokens=33, page_size=4)

@@ -28,10 +28,14 @@ def test_if_one_rank_has_no_memory_for_its_window_none_has_one(
     assert [one.found for one in answers] == [[0, 0, 0, True]] * 3
 
 
-@pytest.mark.parametrize("window_bytes", [0, MIB], ids=["not wanted", "not available"])
-def test_without_a_window_nothing_is_asked_of_other_ranks(four: Ranks, window_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("window_bytes", "is_possible"), [(0, True), (MIB, False)], ids=["not wanted", "not available"]
+)
+def test_without_a_window_nothing_is_asked_of_other_ranks(
+    four: Ranks, window_bytes: int, is_possible: bool
+) -> None:
     """scenario F10: switched off, or on a CPU: one rank of four opens its arena by itself."""
-    four.tell([0], "open_by_itself", 4, window_bytes=window_bytes)
+    four.tell([0], "open_by_itself", 4, window_bytes=window_bytes, is_possible=is_possible)
 
     assert four.hear(0).found == [0, 0]
 
