@@ -10,12 +10,13 @@ import resource
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.running import Judged, judged
 from kvd.config.pool import pool_spec
-from kvd.core.spec import Buffer, has_bytes, node_page_bytes
+from kvd.core.spec import Buffer, has_bytes, node_page_bytes, shards_of
 from kvd.text import amount
 
 OWN_FILES = 128
 """Descriptors of a daemon without clients and peers: sockets, libzmq, epoll, regions, recorder."""
 FILES_OF_CLIENT = 3
+FILES_OF_SHARD = 2
 FILES_OF_PEER = 14
 """Its sockets in the daemon, and a sending agent with its connections in the transfer process."""
 
@@ -59,7 +60,9 @@ def open_files(subject: Subject) -> list[Finding]:
     limit = _limit(who, resource.RLIMIT_NOFILE)
     clients = subject.config.limits.max_clients
     peers = len({*subject.config.peers.connect, *subject.config.peers.keys})
-    needed = OWN_FILES + FILES_OF_CLIENT * clients + FILES_OF_PEER * peers
+    needed = (
+        OWN_FILES + _files_of_shards(subject) + FILES_OF_CLIENT * clients + FILES_OF_PEER * peers
+    )
     if limit == resource.RLIM_INFINITY or limit >= needed:
         shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
         return [good("open files", f"{shown}; {clients} clients and {peers} peers take {needed:,}")]
@@ -68,6 +71,11 @@ def open_files(subject: Subject) -> list[Finding]:
     if limit < OWN_FILES:
         return [wrong("open files", f"{what}, and it alone {OWN_FILES}", fix)]
     return [poor("open files", f"{what}, so the last of them are turned away", fix)]
+
+
+def _files_of_shards(subject: Subject) -> int:
+    """Memory beyond that of the first shard: each has a region and one of saved pages."""
+    return FILES_OF_SHARD * (len(shards_of(pool_spec(subject.config))) - 1)
 
 
 def direct_copies(subject: Subject) -> list[Finding]:

@@ -107,16 +107,17 @@ def _between_shards(
     if ours.held is None and not theirs:
         return LayoutMatch(None, None, (), "", (whole,))
     mine, theirs = shards_of(ours), theirs or (whole,)
-    why = flaw(theirs, first.layers, whole.end_head)
     if len(theirs) > MAX_SHARDS:
         why = f"{len(theirs)} shards, of which {MAX_SHARDS} are read at most"
+    else:
+        why = flaw(theirs, first.layers, whole.end_head)
     if why:
         wrong = Refusal(
             Code.LAYOUT_MISMATCH,
             f"{there} tells {here} of {why}; run the same version of kvd on both",
             side=here,
         )
-        return LayoutMatch(wrong, wrong, (), f"its shards: {why}", theirs, (), ())
+        return LayoutMatch(wrong, wrong, (), f"its shards: {why}", (), (), ())
     sending, out = _lanes(mine, theirs, here, there)
     receiving, incoming = _lanes(theirs, mine, here, there)
     difference = ""

@@ -44,6 +44,18 @@ def test_too_few_open_files_for_the_clients_is_poor_and_far_too_few_wrong():
     assert none["open files"].severity is WRONG
 
 
+def test_each_shard_takes_open_files_and_locked_memory(tmp_path):
+    rdma(tmp_path)
+    few = limit(resource.RLIMIT_NOFILE, 300)
+    sets = ("pool.heads=8", "pool.tp_size=4", "pool.replicas=2")
+    found = in_child(few, limit_checks.open_files, subject(*sets))
+    spoil = limit(resource.RLIMIT_MEMLOCK, 65_536)
+    pinned = in_child(spoil, limit_checks.locked_memory, subject(*sets, root=tmp_path))
+
+    assert found["open files"].fix.endswith(f"ulimit -n {896 + 7 * 2}")
+    assert "would pin 64.0 MiB (kv 64.0 MiB)" in pinned["memlock"].what
+
+
 def test_locked_memory_counts_only_where_a_device_pins_the_pool(tmp_path):
     spoil = limit(resource.RLIMIT_MEMLOCK, 65_536)
     bare = in_child(spoil, limit_checks.locked_memory, subject(root=tmp_path))
