@@ -126,7 +126,9 @@ def abort_command(target: Target, form: str, rehearsal: bool, room: int, reason:
 def fence_command(target: Target, form: str, rehearsal: bool) -> None:
     """Restart the transfer process, so that no peer can write through the old one.
 
-    Handoffs in flight fail; quarantined pages become free.
+    Handoffs in flight fail; quarantined pages become free. A pool on a device (pool.device =
+    cuda:N) is memory of that process: with such a pool the daemon ends too, with status 1, its
+    service starts it with an empty pool, and engines come back to that one.
     """
     report = carry_out(target, Fence(CALL), form, rehearsal=rehearsal)
     must_not_refuse(report, "see kvd events for what the transfer process reported")

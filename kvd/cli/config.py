@@ -97,6 +97,8 @@ def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], sty
     from kvd.config import Config, load, pool_spec  # noqa: PLC0415 - keeps kvd --help fast
 
     loaded = load(config_file, os.environ, sets)
+    if isinstance(loaded, Config):
+        loaded = _no_devices(loaded) or loaded
     if style == "json":
         import msgspec  # noqa: PLC0415 - keeps kvd --help fast
 
@@ -106,6 +108,18 @@ def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], sty
     if not isinstance(loaded, Config):
         raise Misconfigured(summary(loaded))
     click.echo(f"ok: node {loaded.node.name}, pool {_pool_in_words(pool_spec(loaded))}")
+
+
+def _no_devices(config: Config) -> list[ConfigError]:
+    """That the pool is to lie on devices which this host has not."""
+    from kvd.config import ConfigError, pool_spec  # noqa: PLC0415 - as above
+    from kvd.device.presence import absent  # noqa: PLC0415 - as above
+    from kvd.pools.build import device_bytes  # noqa: PLC0415 - as above
+
+    found = absent(device_bytes(pool_spec(config)))
+    if found is None:
+        return []
+    return [ConfigError("this host", "pool.device", config.pool.device, found.why, found.fix)]
 
 
 def _pool_in_words(spec: PoolSpec) -> str:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvd.cli import (
     clock_checks,
+    device_checks,
     host_checks,
     key_checks,
     limit_checks,
@@ -53,6 +54,7 @@ CHECKS: tuple[Callable[[Subject], list[Finding]], ...] = (
     host_checks.runtime_directory,
     permission_checks.recordings,
     permission_checks.devices,
+    device_checks.cuda,
     permission_checks.credentials,
     service_checks.interpreter,
     service_checks.service,

@@ -13,7 +13,6 @@ import msgspec
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.running import Judged, judged
 from kvd.config.pool import pool_spec
-from kvd.pools.arena import NotReserved
 from kvd.pools.build import reserved_bytes
 from kvd.text import amount
 
@@ -79,10 +78,7 @@ def _bind(node: int) -> str:
 
 def _room(subject: Subject, homes: list[Node], *, must_fit: bool) -> list[Finding]:
     """Whether the pool fits into the free memory of one of these nodes."""
-    try:
-        needed = sum(reserved_bytes(pool_spec(subject.config)).values())
-    except NotReserved:
-        return []  # said by the check of the memory
+    needed = sum(reserved_bytes(pool_spec(subject.config)).values())
     roomiest = max(homes, key=lambda node: node.free_bytes)
     if needed <= roomiest.free_bytes:
         return []

@@ -21,7 +21,7 @@ from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.wire.memory import ComponentMemory, PoolMemory
+    from kvd.wire.memory import ComponentMemory, DeviceMemory, PoolMemory
 
 ATTACH_WITHIN_S: Final = 10.0
 """A daemon that has not answered by then is not going to."""
@@ -67,17 +67,21 @@ class Attachment:
         """
         if self._sock.fileno() < 0:
             raise _failure(Code.WRONG_STATE, "this session was closed: map its memory before")
-        names = [
-            (one.name, part.name, number)
-            for one in self.attached.pools
-            for part, number in _memories(one)
-        ]
+        names = [(one.name, part.name, number) for one, part, number in _memories(self.attached)]
         for name, fd in zip(names, self._fds, strict=True):
             if name == (pool, component, shard):
                 return fd
         known = ", ".join(dict.fromkeys(f"{one}.{part}" for one, part, _ in names))
         which = f"shard {shard} of {pool}.{component}" if shard else f"{pool}.{component}"
         raise _failure(Code.BAD_REQUEST, f"{which} has no memory here; there is: {known or 'none'}")
+
+    def on_device(self, pool: str, component: str, shard: int) -> DeviceMemory | None:
+        """Where the memory lies of which no descriptor was passed; None for host memory."""
+        wanted = pool, component, shard
+        for one in self.attached.devices:
+            if (one.pool, one.component, one.shard) == wanted:
+                return one
+        return None
 
     def last_word(self) -> Refusal | None:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""
@@ -104,6 +108,8 @@ class Attachment:
         """What is not the same memory in what ``other`` was passed; empty where all of it is."""
         if other.attached.pools != self.attached.pools:
             return "its pools are laid out otherwise now"
+        if other.attached.devices != self.attached.devices:
+            return "its pool is other memory now"
         for mine, theirs in zip(self._fds, other._fds, strict=True):
             here, there = os.fstat(mine), os.fstat(theirs)
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
@@ -231,17 +237,20 @@ def _read_answer(packet: bytes) -> Attached:
             raise KvdError(refusal)
 
 
-def _memories(pool: PoolMemory) -> Iterator[tuple[ComponentMemory, int]]:
+def _memories(attached: Attached) -> Iterator[tuple[PoolMemory, ComponentMemory, int]]:
     """Each memory that a descriptor is passed for, in that order: a component and its shard."""
-    for part in pool.components:
-        if part.total_bytes:
-            for shard in range(max(1, len(part.shards))):
-                yield part, shard
+    elsewhere = {(one.pool, one.component, one.shard) for one in attached.devices}
+    for pool in attached.pools:
+        for part in pool.components:
+            if part.total_bytes:
+                for shard in range(max(1, len(part.shards))):
+                    if (pool.name, part.name, shard) not in elsewhere:
+                        yield pool, part, shard
 
 
 def _check_memory(attached: Attached, fds: list[int]) -> None:
     """Refuse descriptors that do not hold what the description says."""
-    parts = [part for pool in attached.pools for part, _ in _memories(pool)]
+    parts = [part for _, part, _ in _memories(attached)]
     if len(parts) != len(fds):
         raise _failure(
             Code.INTERNAL, f"{attached.node} described {len(parts)} memories and passed {len(fds)}"

@@ -78,29 +78,8 @@ class Mapping:
         """
         import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
 
-        dtypes = {
-            "float64": torch.float64,
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-            "float8_e4m3fn": torch.float8_e4m3fn,
-            "float8_e5m2": torch.float8_e5m2,
-            "uint8": torch.uint8,
-            "int8": torch.int8,
-        }
-        if place.dtype not in dtypes:
-            raise _misfit(f"dtype {place.dtype} is none this client knows: install the same kvd")
-        dtype = dtypes[place.dtype]
-        item = dtype.itemsize
-        _check_fit(place, pages=pages, item_bytes=item, total_bytes=self.total_bytes)
-        whole = self.total_bytes - self.total_bytes % item
-        flat = torch.from_numpy(self.bytes[:whole]).view(dtype)
-        inner = [math.prod(place.page_shape[axis + 1 :]) for axis in range(len(place.page_shape))]
-        return flat.as_strided(
-            (pages, *place.page_shape),
-            (place.page_stride_bytes // item, *inner),
-            place.offset_bytes // item,
-        )
+        flat = torch.from_numpy(self.bytes)
+        return view_of(flat, place, pages=pages, total_bytes=self.total_bytes)
 
     def close(self) -> None:
         """Unmap; repeatable.
@@ -113,17 +92,60 @@ class Mapping:
             self._range.close()
         except BufferError:
             self.bytes = self._see()
-            raise KvdError(
-                Refusal(
-                    Code.WRONG_STATE,
-                    f"the {self.total_bytes} bytes of this pool are still seen by a tensor or an "
-                    "array of this process: drop every view of it first",
-                    side="client",
-                )
-            ) from None
+            raise still_seen(self.total_bytes) from None
 
     def _see(self) -> NDArray[np.uint8]:
         return np.frombuffer(self._range, dtype=np.uint8, count=self.total_bytes, offset=self._skip)
+
+
+def view_of(
+    flat: torch.Tensor, place: TensorPlace, *, pages: int, total_bytes: int
+) -> torch.Tensor:
+    """The strided view ``(pages, *page_shape)`` of memory that ``flat`` has as bytes.
+
+    Raises:
+        KvdError: ``internal`` when the description does not fit the memory.
+    """
+    import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
+
+    dtypes = {
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float8_e4m3fn": torch.float8_e4m3fn,
+        "float8_e5m2": torch.float8_e5m2,
+        "uint8": torch.uint8,
+        "int8": torch.int8,
+    }
+    if place.dtype not in dtypes:
+        raise _misfit(f"dtype {place.dtype} is none this client knows: install the same kvd")
+    dtype = dtypes[place.dtype]
+    item = dtype.itemsize
+    _check_fit(place, pages=pages, item_bytes=item, total_bytes=total_bytes)
+    whole = total_bytes - total_bytes % item
+    inner = [math.prod(place.page_shape[axis + 1 :]) for axis in range(len(place.page_shape))]
+    return (
+        flat[:whole]
+        .view(dtype)
+        .as_strided(
+            (pages, *place.page_shape),
+            (place.page_stride_bytes // item, *inner),
+            place.offset_bytes // item,
+        )
+    )
+
+
+def still_seen(total_bytes: int) -> KvdError:
+    """Why memory stays mapped."""
+    return KvdError(
+        Refusal(
+            Code.WRONG_STATE,
+            f"the {total_bytes} bytes of this pool are still seen by a tensor or an "
+            "array of this process: drop every view of it first",
+            side="client",
+        )
+    )
 
 
 def _check_fit(place: TensorPlace, *, pages: int, item_bytes: int, total_bytes: int) -> None:

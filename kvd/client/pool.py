@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from kvd.client.device_mapping import DeviceMapping
 from kvd.client.mapping import Mapping
 from kvd.client.rows import Along, Beside
 from kvd.errors import Code, KvdError, Refusal
@@ -28,7 +29,7 @@ class Pool:
     def __init__(self, memory: PoolMemory, attachment: Attachment) -> None:
         self.memory = memory
         self._attachment = attachment
-        self._mappings: dict[tuple[str, int], Mapping] = {}
+        self._mappings: dict[tuple[str, int], Mapping | DeviceMapping] = {}
         """By component and shard."""
 
     @property
@@ -156,12 +157,18 @@ class Pool:
             why = f"the {self.memory.family} pool keeps bytes in {', '.join(others)} alone"
         return KvdError(Refusal(Code.NOT_SUPPORTED, f"{what}: {why}", side="client"))
 
-    def _mapping(self, part: ComponentMemory, shard: int) -> Mapping:
+    def _mapping(self, part: ComponentMemory, shard: int) -> Mapping | DeviceMapping:
         key = part.name, shard
         if key not in self._mappings:
-            fd = self._attachment.memory_fd(self.name, part.name, shard)
-            self._mappings[key] = Mapping(fd, part.total_bytes)
+            self._mappings[key] = self._mapped(part, shard)
         return self._mappings[key]
+
+    def _mapped(self, part: ComponentMemory, shard: int) -> Mapping | DeviceMapping:
+        place = self._attachment.on_device(self.name, part.name, shard)
+        if place is not None:
+            return DeviceMapping(place, part.total_bytes)
+        fd = self._attachment.memory_fd(self.name, part.name, shard)
+        return Mapping(fd, part.total_bytes)
 
 
 class Pools:

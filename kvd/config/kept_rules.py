@@ -61,6 +61,17 @@ def _mode(config: Config) -> list[Finding]:
     return [Finding("pool.backing", rule, 'set "anon", or set cache.mode = "radix"')]
 
 
+def _device(config: Config) -> list[Finding]:
+    pool = config.pool
+    if pool.device == "cpu":
+        return []
+    rule = (
+        f"is refused with pool.backing = {pool.backing}: memory of a device is of the process that "
+        "allocated it, and ends with it"
+    )
+    return [Finding("pool.device", rule, f'write "cpu", {_ANON}')]
+
+
 def _directory(config: Config) -> list[Finding]:
     pool = config.pool
     if pool.directory is None or is_in_files(pool):
@@ -80,6 +91,7 @@ KEPT_RULES = (
     _where_kept(_family, "pool.family"),
     _where_kept(_companions, "pool.index_dim", "pool.scale_dtype"),
     _where_kept(_mode, "cache.mode"),
+    _where_kept(_device, "pool.device"),
     Rule(_directory, frozenset({"pool.backing", "pool.directory"})),
 )
 """One rule for each thing that memory which outlives the daemon rules out."""

@@ -39,7 +39,16 @@ class PoolSection(msgspec.Struct, frozen=True):
             "memory and a buffer of it on the device; recurrent a state, beside KV or without."
         ),
     ] = "mha"
-    device: Annotated[Literal["cpu"], Meta(description="Whose memory the pool lies in.")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(
+            description="Whose memory the pool lies in. On a GPU it is allocated by the transfer "
+            "process and ends with it, and the daemon then ends too. Of several shards the first "
+            "lies there, each other one on the next device. hisparse: its index and buffer; the "
+            "rest is host memory.",
+            extra={"rule": "cpu, or cuda:N with the number of a GPU"},
+        ),
+    ] = "cpu"
     order: Annotated[
         Literal["page_first", "layer_first"],
         Meta(

@@ -56,8 +56,6 @@ NOT_BUILT = {
 
 def reason_not_built(key: str, value: object) -> str | None:
     """Why a value that a reader of the documentation may expect is refused; None if it is not."""
-    if key == "pool.device" and isinstance(value, str) and value.startswith("cuda"):
-        return "pools on a GPU are not built yet"
     return NOT_BUILT.get(key, {}).get(value) if isinstance(value, str) else None
 
 
@@ -132,6 +130,11 @@ def _absolute_directory(text: str) -> str | None:
     return None if is_plain else "write for example /dev/shm/kvd"
 
 
+def _device(text: str) -> str | None:
+    is_one = re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]{0,2})", text) is not None
+    return None if is_one else "write cpu, or for example cuda:0"
+
+
 def _size(text: str) -> str | None:
     return None if size_bytes(text) is not None else "write for example 256MiB"
 
@@ -160,6 +163,7 @@ _TEXTS: dict[str, Callable[[str], str | None]] = {
     "peers.secret_key_file": _absolute,
     "peers.keys": _key,
     "pool.name": _name,
+    "pool.device": _device,
     "pool.size": _size,
     "pool.saved_size": _size,
     "pool.state": _state,

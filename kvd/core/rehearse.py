@@ -17,6 +17,7 @@ from kvd.core.eviction import victims
 from kvd.core.lease import ENGINE
 from kvd.core.owners import describe_holder
 from kvd.core.prefill import WRITING
+from kvd.core.spec import device_number, has_bytes
 from kvd.core.tables import Decode, Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, short
@@ -195,6 +196,13 @@ def fence(node: Node, got: admin.Fence) -> admin.Report:
         "under way"
         for part in sends[:MAX_NOTES]
     ]
+    parts = node.settings.spec.components
+    if any(has_bytes(part) and device_number(part) is not None for part in parts):
+        ends = (
+            "the pool lies on a device, in memory of the transfer process: this daemon ends with "
+            "it (status 1), and the next one has an empty pool"
+        )
+        notes.insert(0, ends)
     changed = {
         "quarantined_leases": len(draining),
         "quarantined_pages": sum(one.held_pages for one in draining),

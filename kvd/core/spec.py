@@ -108,6 +108,9 @@ class Buffer(msgspec.Struct, frozen=True, tag="buffer"):
 Extent = Whole | Tail | PerRequest | Buffer
 
 
+_CUDA = "cuda:"
+
+
 class Device(msgspec.Struct, frozen=True, tag="device"):
     """In the memory of ``cpu`` or ``cuda:N``."""
 
@@ -298,6 +301,15 @@ def lockstep_bytes(spec: PoolSpec) -> int:
 def shard_region(component: str, shard: int) -> str:
     """The name of the memory of one shard of a component: of the first, the component's own."""
     return f"{component}#{shard}" if shard else component
+
+
+def device_number(component: Component, shard: int = 0) -> int | None:
+    """The CUDA device that a shard lies on, each on the one after the last; None: on the host."""
+    match component.tier:
+        case Device(name) if name.startswith(_CUDA):
+            return int(name.removeprefix(_CUDA)) + shard
+        case _:
+            return None
 
 
 def region_names(spec: PoolSpec, area: str) -> tuple[str, ...]:

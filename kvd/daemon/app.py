@@ -32,13 +32,15 @@ from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.words import node_word
 from kvd.daemon.admins import AdminPort
-from kvd.daemon.attach import AttachLimits, AttachServer
+from kvd.daemon.attach import AttachServer
+from kvd.daemon.attach_limits import AttachLimits
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import Consoles, few_unread
 from kvd.daemon.doors import Doors
 from kvd.daemon.estate import leave
 from kvd.daemon.figures import peer_keys, settings_of
+from kvd.daemon.handles import device_memory
 from kvd.daemon.launch import launch
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -57,6 +59,7 @@ from kvd.observe.exposition import Build, Exposition
 from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
+from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
 from kvd.wire import peer
 
@@ -94,6 +97,8 @@ class Daemon:
         self.reloader = Reloader(self, read or (lambda: config))
         self.supervisor = Supervisor() if supervisor is None else supervisor
         self.stopped = asyncio.Event()
+        self.failure = ""
+        """Why it ended without being asked to; empty while it has not."""
         self.is_stopping = False
         self._log = log
         self._loop = asyncio.get_running_loop()
@@ -125,13 +130,22 @@ class Daemon:
         self.mover = Mover(self.reactor, launched.process, config.transfer.silent_s)
         self._up.push_async_callback(self.mover.stop)
         await self.mover.start("start")
+        if self.mover.shared:
+            self.mover.pool_lost = self._pool_lost
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._up.callback(context.term)
-        self._open_engines(context, tuple(place.arena.fd for place in placed if place.is_pool))
+        self._open_engines(
+            context,
+            tuple(
+                place.arena.fd
+                for place in placed
+                if place.is_pool and isinstance(place.arena, Arena)
+            ),
+        )
         self._open_admin(context)
         self._open_peers(context)
         self._wire()
@@ -158,7 +172,7 @@ class Daemon:
         recording = Recording(self.reactor, section, directory)
 
         async def stop() -> None:
-            await recording.stop(is_clean=self.stopped.is_set())
+            await recording.stop(is_clean=self.stopped.is_set() and not self.failure)
 
         self._up.push_async_callback(stop)
         return recording
@@ -198,6 +212,7 @@ class Daemon:
             attach_path(config.sockets.client),
             describe=lambda: memory,
             fds=descriptors,
+            on_devices=device_memory(self.node.settings.spec, self.mover.shared),
             node=config.node.name,
             incarnation=self.node.settings.incarnation,
             on_opened=lambda session, name, pid: self.reactor.feed(
@@ -316,6 +331,11 @@ class Daemon:
         # Whatever becomes of the core, the process ends.
         self._loop.call_later(drain_s + SETTLE_S + LATE_S, self.stopped.set)
         self.reactor.feed(StopAsked(self._clock(), why, drain_s))
+
+    def _pool_lost(self, why: str) -> None:
+        """The pool was memory of the transfer process: without it there is nothing to serve."""
+        self.failure = self.failure or why
+        self.stopped.set()
 
     def _client_returned(
         self, session: int, _name: str, pid: int, leases: tuple[int, ...]

@@ -28,8 +28,7 @@ import errno
 import socket
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
+from kvd.daemon.attach_limits import DEFAULT_LIMITS, AttachLimits
 from kvd.daemon.seqpacket import open_listener, peer_pid, remove_own
 from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
 from kvd.errors import Code, Refusal
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvd.daemon.sessions import OnReturned, Past, Session, SessionNotes
     from kvd.journal.engines import Process
-    from kvd.wire.memory import PoolMemory
+    from kvd.wire.memory import DeviceMemory, PoolMemory
 
 MAX_REQUEST_BYTES: Final = 512 * 1024
 """An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
@@ -59,24 +58,6 @@ _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 every tensor of every layer, about 100 KB for a thousand layers; clients read up to 4 MiB."""
 
 
-class AttachLimits(msgspec.Struct, frozen=True):
-    """Who may connect, and how much one daemon carries.
-
-    ``mode`` and ``group`` are of the socket file; ``max_frame_bytes`` is announced to clients, so
-    that they refuse a frame that the client socket would drop them for.
-    """
-
-    mode: int = 0o660
-    group: str | None = None
-    max_sessions: int = 256
-    processes_per_session: int = 16
-    request_within_s: float = 5.0
-    max_frame_bytes: int = 16 * 1024 * 1024
-
-
-DEFAULT_LIMITS: Final = AttachLimits()
-
-
 class AttachServer:
     """Listens on ``path`` from ``start`` to ``close``."""
 
@@ -86,6 +67,7 @@ class AttachServer:
         *,
         describe: Callable[[], tuple[PoolMemory, ...]],
         fds: Sequence[int],
+        on_devices: tuple[DeviceMemory, ...] = (),
         node: str,
         incarnation: str,
         on_opened: Callable[[int, str, int], None],
@@ -103,6 +85,7 @@ class AttachServer:
             path: of the socket file.
             describe: the pools as they are now.
             fds: descriptors of the memory that ``describe`` tells of, in the order that it says.
+            on_devices: of it, what has no descriptor.
             node: this daemon's name.
             incarnation: this daemon's life.
             on_opened: takes session, name, pid: a new session.
@@ -118,6 +101,7 @@ class AttachServer:
         self._path = path
         self._describe = describe
         self._fds = array.array("i", fds)
+        self._devices = on_devices
         self._node = node
         self._incarnation = incarnation
         self._on_opened = on_opened
@@ -356,6 +340,7 @@ class AttachServer:
             max_frame_bytes=self._limits.max_frame_bytes,
             leases=leases,
             route=b"" if is_new else session.route,
+            devices=self._devices,
         )
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
         packet = ATTACH_REPLIES.encode(reply)

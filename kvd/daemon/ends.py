@@ -47,8 +47,5 @@ def exit_status(error: BaseException, config: Config) -> int:
 
 def _exceeds_host(config: Config) -> bool:
     """Whether the pool is larger than all memory of this host, however little of it is taken."""
-    try:
-        wanted = sum(reserved_bytes(pool_spec(config)).values())
-    except NotReserved:
-        return True  # memory of a kind that is not here
+    wanted = sum(reserved_bytes(pool_spec(config)).values())
     return wanted > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -17,8 +17,10 @@ from kvd.config.address import IPC
 from kvd.daemon import lock
 from kvd.daemon.doors import own_directory
 from kvd.daemon.estate import open_estate
-from kvd.pools.build import reserved_bytes
-from kvd.transfer.base import RegionFd
+from kvd.daemon.passed import Unfit
+from kvd.pools.arena import Arena, NotReserved
+from kvd.pools.build import OnDevice, device_bytes, reserved_bytes
+from kvd.transfer.base import NO_FD, RegionFd
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.core.spec import PoolSpec
     from kvd.daemon.estate import Estate
     from kvd.daemon.supervisor import Supervisor
+    from kvd.pools.build import Placed
 
 FIRST_GENERATION = 1
 
@@ -48,10 +51,7 @@ class Launch:
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
-        self._regions = [
-            RegionFd(p.name, p.arena.fd, p.geometry, in_huge_pages and p.is_pool, p.is_registered)
-            for p in estate.memory.placed
-        ]
+        self._regions = [_region(one, in_huge_pages) for one in estate.memory.placed]
         self._first = self._process(FIRST_GENERATION)
 
     def spawn(self) -> None:
@@ -80,6 +80,34 @@ class Launch:
         )
 
 
+def _region(one: Placed, in_huge_pages: bool) -> RegionFd:  # noqa: FBT001 - as RegionFd has it
+    """What the transfer process makes of it."""
+    match one.arena:
+        case OnDevice(number):
+            return RegionFd(one.name, NO_FD, one.geometry, False, one.is_registered, number)  # noqa: FBT003 - as above
+        case Arena(fd=fd):
+            is_huge = in_huge_pages and one.is_pool
+            return RegionFd(one.name, fd, one.geometry, is_huge, one.is_registered)
+
+
+def _check_devices(devices: dict[int, int]) -> None:
+    """Refuse a pool on devices that are not here.
+
+    Raises:
+        Unfit: there are none such.
+        NotReserved: the driver does not answer.
+    """
+    from kvd.device.presence import absent  # noqa: PLC0415 - other pools need nothing of it
+
+    found = absent(devices)
+    if found is None:
+        return
+    why = f"pool.device: {found.why}; {found.fix}"
+    if found.may_come:
+        raise NotReserved(why)
+    raise Unfit(why)
+
+
 def launch(config: Config, supervisor: Supervisor) -> Launch:
     """Take the lock, find or make the memory, and spawn the transfer process.
 
@@ -93,6 +121,10 @@ def launch(config: Config, supervisor: Supervisor) -> Launch:
     try:
         spec = pool_spec(config)
         size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"
+        devices = device_bytes(spec)
+        if devices:
+            _check_devices(devices)
+            size += f" and {sum(devices.values()) / 2**30:.1f} GiB on devices"
         supervisor.begin(f"reserving {size}")
         estate = open_estate(config, spec, supervisor)
     except BaseException:

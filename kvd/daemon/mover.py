@@ -79,6 +79,11 @@ class Mover:
         self._started_s = 0.0
         self._down_s: float | None = None
         self._why_down = ""
+        self.shared: tuple[orders.Shared, ...] = ()
+        """What of the pool lies on devices, in memory of the transfer process that serves."""
+        self.pool_lost: Callable[[str], None] | None = None
+        """Takes why the pool is gone, where it is memory of the transfer process: no other one is
+        started then, for the next one would have another pool. None where it is not."""
         self.sums: SumsAsked = NobodyAsks()
         """Whoever has pages of ours summed; what a process takes with it is not answered."""
 
@@ -109,6 +114,7 @@ class Mover:
             msg = f"{ended[0]} as soon as it was ready"
             raise TransportDown(msg)
         self._transport = transport
+        self.shared = ready.shared
         self._down_s = None
         self._answered = self._asked
         self._started_s = self._reactor.clock()
@@ -130,7 +136,9 @@ class Mover:
 
     def restart(self, effect: effects.RestartTransfer) -> None:
         """Carry out ``RestartTransfer``: a fence."""
-        if self._restarting is None:
+        if self.pool_lost is not None:
+            self.pool_lost(f"fenced: {effect.why}")
+        elif self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._replace(effect.why))
 
     def beat(self) -> None:
@@ -249,7 +257,9 @@ class Mover:
         self._is_down(why)
         self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
         self.sums.transfer_gone()
-        if self._restarting is None:
+        if self.pool_lost is not None:
+            self.pool_lost(why)
+        elif self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
 
     def _is_down(self, why: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvd import __version__
-from kvd.daemon.ends import CANNOT_SERVE, exit_status
+from kvd.daemon.ends import CANNOT_SERVE, FAILED, exit_status
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
 from kvd.daemon.supervisor import Supervisor
@@ -50,6 +50,9 @@ async def serve(
         if is_stale.is_set():
             daemon.reloader.reload()
         await daemon.stopped.wait()
+        if daemon.failure:
+            why = _pool_lost(daemon.failure, config)
+            return FAILED
     except CANNOT_SERVE as error:
         why = _cannot_serve(error)
         return exit_status(error, config)
@@ -62,6 +65,16 @@ async def serve(
 def _cannot_serve(error: BaseException) -> str:
     """Say why, and give the words for the manager."""
     why = f"cannot serve: {error}"
+    _print(f"kvd: {why}")
+    return why
+
+
+def _pool_lost(failure: str, config: Config) -> str:
+    """Say why it ends, and give the words for the manager."""
+    why = (
+        f"ending: the pool on {config.pool.device} was memory of the transfer process, and is "
+        f"gone with it ({failure}); the next start has a new one, to which engines come back"
+    )
     _print(f"kvd: {why}")
     return why
 

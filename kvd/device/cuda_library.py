@@ -1,6 +1,6 @@
 """Where a CUDA runtime is found, and why there is none.
 
-Looked at in this order: the file that ``KVD_CUDART`` names, and then nothing else; what pip
+Looked at in this order: the file that ``CUDART_LIBRARY`` names, and then nothing else; what pip
 installed (``nvidia-cuda-runtime``, which torch brings); torch's own folder; whatever the loader
 knows. The first whose driver answers is taken: a newer runtime than the driver can serve says so,
 and the next one may fit.
@@ -21,30 +21,42 @@ from kvd.device.cuda import CudaError, Runtime
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-VARIABLE: Final = "KVD_CUDART"
+VARIABLE: Final = "CUDART_LIBRARY"
+FIX: Final = (
+    "install the NVIDIA driver and nvidia-cuda-runtime (a CUDA build of torch brings it), or name "
+    f"the library in {VARIABLE}"
+)
 _NAME: Final = "libcudart.so*"
 _LOADER: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
 
 
 class NoCuda(msgspec.Struct, frozen=True):
-    """There is no CUDA here that could be used; ``why`` is a sentence that says what was tried."""
+    """There is no CUDA here that could be used; ``why`` says what was tried.
+
+    ``is_installed``: a runtime was found, and it found no driver or device.
+    """
 
     why: str
+    is_installed: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """What was tried, and what to do."""
+        return f"{self.why}; {FIX}"
 
 
 def load(environ: Mapping[str, str] | None = None) -> Runtime | NoCuda:
     """The runtime of this host, with at least one device, or why there is none."""
     tried = []
+    is_installed = False
     for path in candidates(os.environ if environ is None else environ, sys.path):
         found = _open(path)
         if isinstance(found, Runtime):
             return found
         tried.append(found.why)
+        is_installed = is_installed or found.is_installed
     what = "; ".join(tried) or "no libcudart"
-    return NoCuda(
-        f"no CUDA device can be used here: {what}; install the NVIDIA driver and "
-        f"nvidia-cuda-runtime (a CUDA build of torch brings it), or name the library in {VARIABLE}"
-    )
+    return NoCuda(f"no CUDA device can be used here: {what}", is_installed)
 
 
 def candidates(environ: Mapping[str, str], path: list[str]) -> Iterator[str]:
@@ -70,5 +82,5 @@ def _open(path: str) -> Runtime | NoCuda:
     try:
         count = runtime.device_count()
     except CudaError as exc:
-        return NoCuda(f"{path}: {exc}")
-    return runtime if count else NoCuda(f"{path} finds no device")
+        return NoCuda(f"{path}: {exc}", is_installed=True)
+    return runtime if count else NoCuda(f"{path} finds no device", is_installed=True)

@@ -11,23 +11,32 @@ from kvd.core.geometry import Geometry, geometry, shard_places
 from kvd.core.spec import (
     Buffer,
     Component,
-    Device,
     PoolSpec,
+    device_number,
     extent_tokens,
     has_bytes,
     kind,
     region_names,
     saved_region,
 )
-from kvd.pools.arena import Arena, NotReserved, check_free, reserve
+from kvd.pools.arena import Arena, check_free, reserve, round_up
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+class OnDevice(msgspec.Struct, frozen=True):
+    """Memory of ``cuda:number``, which the transfer process allocates, and which ends with it."""
+
+    number: int
+
+    def close(self) -> None:
+        """Nothing of it is ours."""
+
+
 class Placed(msgspec.Struct, frozen=True):
-    """One component with bytes: where its pages lie in which arena, from offset 0.
+    """One component with bytes: where its pages lie in which memory, from offset 0.
 
     ``is_pool``: engines map it. ``is_registered``: peers write into it. A buffer is mapped and not
     registered; the saved area of a component is neither: the transfer process alone touches it.
@@ -35,7 +44,7 @@ class Placed(msgspec.Struct, frozen=True):
 
     name: str
     geometry: Geometry
-    arena: Arena
+    arena: Arena | OnDevice
     is_pool: bool = True
     is_registered: bool = True
 
@@ -47,8 +56,10 @@ class Region(msgspec.Struct, frozen=True):
     geometry: Geometry
     is_pool: bool
     is_registered: bool
+    device: int | None = None
+    """The number of the CUDA device that it lies on; None: it is host memory."""
 
-    def placed(self, arena: Arena) -> Placed:
+    def placed(self, arena: Arena | OnDevice) -> Placed:
         """The region in its memory."""
         return Placed(self.name, self.geometry, arena, self.is_pool, self.is_registered)
 
@@ -59,7 +70,7 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
     The saved areas come after all of them.
 
     Raises:
-        NotReserved: not enough memory, or memory of a kind that is not here; nothing stays taken.
+        NotReserved: not enough memory; nothing stays taken.
     """
     wanted = [*pool_regions(spec), *saved_regions(spec)]
     check_free(sizes(wanted))
@@ -69,7 +80,7 @@ def build_pool(spec: PoolSpec) -> list[Placed]:
 def reserve_all(
     spec: PoolSpec, wanted: list[Region], advance: Callable[[int], None]
 ) -> list[Placed]:
-    """Reserve a sealed memfd for each region, as ``reserve`` does.
+    """Reserve a sealed memfd for each region of host memory, as ``reserve`` does.
 
     Raises:
         NotReserved: not enough memory; nothing stays taken.
@@ -77,6 +88,9 @@ def reserve_all(
     placed: list[Placed] = []
     with contextlib.ExitStack() as undo:
         for one in wanted:
+            if one.device is not None:
+                placed.append(one.placed(OnDevice(one.device)))
+                continue
             arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes, advance)
             undo.callback(arena.close)
             placed.append(one.placed(arena))
@@ -85,32 +99,34 @@ def reserve_all(
 
 
 def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
-    """What ``build_pool`` would reserve, by region.
-
-    Raises:
-        NotReserved: memory of a kind that is not here.
-    """
+    """What ``build_pool`` would reserve of this host's memory, by region."""
     return sizes([*pool_regions(spec), *saved_regions(spec)])
 
 
+def device_bytes(spec: PoolSpec) -> dict[int, int]:
+    """What the pool takes of each device, by its number."""
+    taken: dict[int, int] = {}
+    for one in pool_regions(spec):
+        if one.device is not None:
+            size = round_up(one.geometry.total_bytes)
+            taken[one.device] = taken.get(one.device, 0) + size
+    return taken
+
+
 def sizes(wanted: list[Region]) -> dict[str, int]:
-    """Bytes of each region by its name."""
-    return {one.name: one.geometry.total_bytes for one in wanted}
+    """Bytes of each region of host memory by its name."""
+    return {one.name: one.geometry.total_bytes for one in wanted if one.device is None}
 
 
 def pool_regions(spec: PoolSpec) -> Iterator[Region]:
-    """What engines map, component by component, and of each shard by shard.
-
-    Raises:
-        NotReserved: memory of a kind that is not here.
-    """
+    """What engines map, component by component, and of each shard by shard."""
     for component, pages in zip(spec.components, spec.pages, strict=True):
         if has_bytes(component):
-            _check_here(component, spec)
             shape = geometry(component, pages=pages, order=spec.order)
             is_own = isinstance(component.extent, Buffer)
-            for name in region_names(spec, component.name):
-                yield Region(name, shape, is_pool=True, is_registered=not is_own)
+            for shard, name in enumerate(region_names(spec, component.name)):
+                device = device_number(component, shard)
+                yield Region(name, shape, is_pool=True, is_registered=not is_own, device=device)
 
 
 def saved_regions(spec: PoolSpec) -> Iterator[Region]:
@@ -152,15 +168,3 @@ def _component_memory(component: Component, pages: int, spec: PoolSpec) -> Compo
         extent_tokens=extent_tokens(component),
         shards=shard_places(spec),
     )
-
-
-def _check_here(component: Component, spec: PoolSpec) -> None:
-    """Refuse memory that this host has none of."""
-    match component.tier:
-        case Device(name) if name != "cpu":
-            raise NotReserved(
-                f"component {component.name} of pool {spec.name} lies on {name}, and this "
-                "version reserves host memory only: set pool.device = 'cpu'"
-            )
-        case _:
-            pass

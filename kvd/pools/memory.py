@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.pools.arena import Arena, NotReserved, check_free
 from kvd.pools.build import (
+    OnDevice,
     Placed,
     pool_regions,
     reserve_all,
@@ -137,7 +138,8 @@ class Memory:
         self._advance = advance
         self._spec = spec
         self._keeper = keeper
-        self._regions = list(pool_regions(spec))
+        self._pool = list(pool_regions(spec))
+        self._regions = [one for one in self._pool if one.device is None]
         self._saved = list(saved_regions(spec))
         self._sizes = {PREFIX + name: size for name, size in sizes(self._regions).items()}
         if journal_bytes:
@@ -150,7 +152,12 @@ class Memory:
     @property
     def placed(self) -> list[Placed]:
         """The components in the order of the specification, then the saved areas."""
-        pools = [one.placed(self._arenas[PREFIX + one.name]) for one in self._regions]
+        pools = [
+            one.placed(
+                self._arenas[PREFIX + one.name] if one.device is None else OnDevice(one.device)
+            )
+            for one in self._pool
+        ]
         return [*pools, *self._saved_placed]
 
     @property

@@ -35,7 +35,7 @@ class DeviceUnusable(Exception):
     """There is no CUDA here, or it refuses; the message is a sentence."""
 
 
-class OnDevice:
+class DeviceReach:
     """Memory of a device: the runtime copies it, to host memory and back too."""
 
     is_direct = False
@@ -75,7 +75,7 @@ class Devices:
         if self._runtime is None:
             found = load(self._environ)
             if not isinstance(found, Runtime):
-                raise DeviceUnusable(found.why)
+                raise DeviceUnusable(found.sentence)
             self._runtime = found
         return self._runtime
 
@@ -99,7 +99,7 @@ class Devices:
             raise DeviceUnusable(f"region {plan.name!r}: {exc}{self._room(device)}") from exc
         self._used[plan.name] = device
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
-        return Area(noted(plan, address, size, place), memory, OnDevice(runtime, device))
+        return Area(noted(plan, address, size, place), memory, DeviceReach(runtime, device))
 
     def shared(self, areas: Mapping[str, Area]) -> tuple[Shared, ...]:
         """What engines open to see the regions on devices.

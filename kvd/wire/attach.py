@@ -11,7 +11,7 @@ import msgspec
 
 from kvd.errors import Refusal
 from kvd.wire.bounds import Figure
-from kvd.wire.memory import PoolMemory
+from kvd.wire.memory import DeviceMemory, PoolMemory
 
 PROTOCOL = 1
 """Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
@@ -51,6 +51,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Of those asked for, the ones that the daemon still keeps; they can be released."""
     route: bytes = b""
     """The token itself; after a restart another one, so that what was on its way before is void."""
+    devices: tuple[DeviceMemory, ...] = ()
+    """What lies on devices: these are opened, no descriptors are passed for them."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

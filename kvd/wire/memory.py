@@ -52,11 +52,25 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     shards: tuple[ShardPlace, ...] = ()
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Memory of one shard of a component that lies on a device: no descriptor is passed for it.
+
+    ``handle`` opens it (cudaIpcOpenMemHandle) on the device whose PCI bus id is ``bus_id``, which
+    every process knows by a number of its own. It ends with the daemon that passed it.
+    """
+
+    pool: str
+    component: str
+    shard: int
+    bus_id: str
+    handle: bytes
+
+
 class PoolMemory(msgspec.Struct, frozen=True):
     """One pool as an engine sees it.
 
-    Descriptors are passed in the order of ``components``, and of those that have bytes alone: for
-    each shard of a component one, shard 0 first, before those of the next component.
+    Descriptors are passed in the order of ``components``, and of those alone that have bytes in
+    host memory: for each shard of a component one, shard 0 first, before those of the next one.
     """
 
     name: str

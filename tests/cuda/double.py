@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -50,3 +52,22 @@ def compiled(into: Path) -> Double:
     flags = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
     subprocess.run([compiler, *flags, "-o", str(path), str(SOURCE)], check=True)
     return Double(path)
+
+
+def memory_of_devices(pid: int) -> set[int]:
+    """The inodes of the device memory that a process holds or maps."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/memfd:double-cuda " in line:
+                found.add(int(line.split()[4]))
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            if "/memfd:double-cuda " in os.readlink(fd):
+                found.add(fd.stat().st_ino)
+    return found
+
+
+def holders(memory: set[int]) -> set[int]:
+    """The processes that hold or map any of this device memory."""
+    pids = [int(one.name) for one in Path("/proc").glob("[0-9]*")]
+    return {pid for pid in pids if memory_of_devices(pid) & memory}

@@ -165,7 +165,7 @@ def test_without_a_library_the_reason_says_what_was_tried(tmp_path):
     found = load({VARIABLE: missing})
     assert isinstance(found, NoCuda)
     assert missing in found.why
-    assert "install the NVIDIA driver" in found.why
+    assert "install the NVIDIA driver" in found.sentence
 
 
 def test_a_library_that_is_no_cuda_runtime_is_told_apart():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,7 @@ from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Copied, Posted, Sum, Summed, Verified, Verify
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
+from tests.cuda.double import holders, memory_of_devices
 from tests.cuda.regions import ON_DEVICE, node_of
 from tests.cuda.test_cuda import other
 from tests.transfer.layouts import shaped
@@ -183,26 +183,14 @@ async def test_the_memory_ends_with_its_process_whoever_has_opened_it(double, cu
             engine.child.kill()
         node.copy(1, "kv", [1], "kv", [2])
         assert isinstance(await node.copied(1), Copied), "a dead engine is nobody's concern"
-        assert holders(), "while the process lives"
-        owner = node.transport.pid
+        memory = memory_of_devices(node.transport.pid)
+        assert len(memory) == 2
+        assert holders(memory) == {node.transport.pid, os.getpid()}
 
-    assert owner not in holders()
-    assert not holders()
+    assert not holders(memory)
     for one in shared.values():
         with pytest.raises(CudaError):
             cuda.open(cuda.device_at(one.bus_id), one.handle)
-
-
-def holders() -> set[int]:
-    """Processes that hold or map memory of the double's devices."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if "/memfd:double-cuda " in (entry / "maps").read_text():
-                found.add(int(entry.name))
-            if any("/memfd:double-cuda " in os.readlink(fd) for fd in (entry / "fd").iterdir()):
-                found.add(int(entry.name))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -217,7 +205,7 @@ def holders() -> set[int]:
         ({"kv": 2}, {}, r"region 'kv': choosing cuda:2: cudaErrorInvalidDevice \(101\)"),
         (
             ON_DEVICE,
-            {"KVD_CUDART": "/nowhere"},
+            {"CUDART_LIBRARY": "/nowhere"},
             "no CUDA device can be used here: /nowhere: cannot",
         ),
         (

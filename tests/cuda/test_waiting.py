@@ -183,7 +183,7 @@ async def test_the_event_of_a_dead_engine_cannot_be_waited_for(pair, cuda):
 
 
 async def test_without_cuda_a_post_with_an_event_says_why(rig):
-    sender, receiver = await rig.pair({"KVD_CUDART": "/nowhere/libcudart.so"})
+    sender, receiver = await rig.pair({"CUDART_LIBRARY": "/nowhere/libcudart.so"})
 
     sender.post(1, receiver, PAGES, PAGES, after=bytes(64))
 

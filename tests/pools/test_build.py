@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from kvd.core.geometry import geometry
-from kvd.core.spec import Buffer, Component, Device, Host, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.core.shards import tp_shards
+from kvd.core.spec import Buffer, Component, Device, Held, Host, Mha, Nowhere, Order, PoolSpec, Raw
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
-from kvd.pools.build import build_pool, pool_memory
+from kvd.pools.build import OnDevice, build_pool, device_bytes, pool_memory, reserved_bytes
 from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace
 
 KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
@@ -38,10 +39,33 @@ def test_build_takes_nothing_when_it_cannot_take_all() -> None:
 
     with pytest.raises(NotReserved, match=r"lower pool.pages"):
         build_pool(spec(KV, Component("big", 1, Raw(2**50), 4)))
-    with pytest.raises(NotReserved, match=r"set pool.device = 'cpu'"):
-        build_pool(spec(KV, Component("far", 1, Raw(1), 4, tier=Device("cuda:0"))))
-
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_lies_on_a_device_takes_nothing_of_the_host_but_what_is_saved_of_it() -> None:
+    far = Component("far", 1, Raw(64), 4, tier=Device("cuda:3"))
+    pool = msgspec.structs.replace(spec(KV, far), saved_pages=(0, 5))
+
+    placed = build_pool(pool)
+
+    assert [one.arena for one in placed[1:2]] == [OnDevice(3)]
+    assert [one.name for one in placed] == ["kv", "far", "far.saved"]
+    assert list(reserved_bytes(pool)) == ["kv", "far.saved"]
+    assert device_bytes(pool) == {3: HUGE_PAGE_BYTES}
+    for one in placed:
+        one.arena.close()
+
+
+def test_each_shard_lies_on_a_device_of_its_own() -> None:
+    far = Component("far", 2, Mha(2, 8, 4, "bfloat16"), 4, tier=Device("cuda:2"))
+    held = Held(layers=2, heads=4, shards=tp_shards(4, 2, (0, 2), (0, 2)))
+
+    placed = build_pool(msgspec.structs.replace(spec(far), held=held))
+
+    assert [(one.name, one.arena) for one in placed] == [
+        ("far", OnDevice(2)),
+        ("far#1", OnDevice(3)),
+    ]
 
 
 def test_pool_memory_says_every_offset_and_stride() -> None:
