@@ -46,7 +46,7 @@ class DeviceMapping:
 
         Raises:
             KvdError: ``internal`` when the description does not fit the memory; ``wrong-state``
-                after ``close``.
+                after ``close``; ``not-supported`` where torch has no CUDA.
         """
         import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
 
@@ -54,8 +54,14 @@ class DeviceMapping:
         device = seen.opened.device
         if seen.opened.is_of_host:
             flat = torch.from_numpy(np.asarray(seen))
-        else:
+        elif torch.cuda.is_available():
             flat = torch.as_tensor(seen, device=f"cuda:{device}")
+        else:
+            raise _failure(
+                Code.NOT_SUPPORTED,
+                f"the pool lies on cuda:{device}, and torch {torch.__version__} of this process "
+                "has no CUDA: install a CUDA build of torch",
+            )
         return view_of(flat, place, pages=pages, total_bytes=self.total_bytes)
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ def engine_of(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("settings", "environment", "status", "why"),
     [
-        ({"pool.device": "cuda:2"}, {}, 78, "pool.device needs cuda:2; here are cuda:0 to cuda:1"),
+        ({"pool.device": "cuda:2"}, {}, 78, "needs cuda:2; here are cuda:0 to cuda:1"),
         ({}, {"CUDART_LIBRARY": "/nowhere"}, 78, "no CUDA device can be used here: /nowhere:"),
         ({}, {"DOUBLE_COUNT_ERROR": "100"}, 1, "counting devices: cudaErrorNoDevice (100)"),
         ({}, {"DOUBLE_BYTES": "4194304"}, 1, "lower pool.pages or pool.size"),

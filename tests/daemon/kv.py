@@ -42,7 +42,7 @@ def digest(node: Node, pages: Iterable[int]) -> str:
     pool = node.pool("main")
     for layer in range(LAYERS):
         for part in pool.layer(layer):
-            found.update(part[ids].contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(part[ids].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
