@@ -100,14 +100,19 @@ class Lane:
     @property
     def is_blind(self) -> bool:
         """Whether no descriptor would wake the loop when a handle in flight is done."""
-        return self.has_flights and (
-            not self.sender.polls or any(one.running.is_of_device for one in self._flights)
+        if not self._flights:
+            return False
+        is_here = self.path is Path.SAME_HOST
+        return not self.sender.polls or (
+            is_here and any(one.running.is_of_device for one in self._flights)
         )
 
     @property
     def is_fast(self) -> bool:
-        """Whether handles go from device to device: one of 16 MiB takes 10 to 500 us."""
-        return any(one.running.is_between_devices for one in self._flights)
+        """Whether handles go from device to device of one host: some take less than 100 us."""
+        return self.path is Path.SAME_HOST and any(
+            one.running.is_between_devices for one in self._flights
+        )
 
     @property
     def can_post(self) -> bool:

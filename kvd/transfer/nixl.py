@@ -316,10 +316,10 @@ def _tcp_info(descriptor: int, offset: int) -> int:
 
 
 def _threads() -> set[int]:
-    """This process's threads, without the one UCX shares among all agents."""
+    """This process's threads, without those of no agent: one that UCX shares, and CUDA's."""
     found = set()
     for entry in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{entry}/comm", encoding="ascii") as name:
-            if name.read().strip() != "async":
+            if not name.read().startswith(("async\n", "cuda")):
                 found.add(int(entry))
     return found
