@@ -9,6 +9,9 @@ from kvd.cli.lazy import LazyGroup, Verb
 BENCHES = {
     "radix": Verb("kvd.bench.radix:command", "The prefix tree on a trace.", "Benchmarks"),
     "stream": Verb("kvd.bench.stream:command", "Goodput of one handoff.", "Benchmarks"),
+    "shards": Verb(
+        "kvd.bench.shards:command", "Pages between differently sharded pools.", "Benchmarks"
+    ),
     "integrity": Verb("kvd.bench.integrity:command", "What verifying costs.", "Benchmarks"),
     "control": Verb("kvd.bench.control:command", "Round trips of the verbs.", "Benchmarks"),
     "multiturn": Verb(
