@@ -5,6 +5,9 @@ and of torch 2.13. Without a GPU the arguments are tested against stand-ins of t
 that compute in torch; ``tests/gpu/test_attention.py`` compares with an oracle whatever a machine
 has of them.
 
+They may read what they weigh with zero, such as the null page before a window, so that must be
+finite; ``blocks`` never reads it.
+
 What they share: queries are packed, causal is bottom right, a window is (tokens before, tokens
 after), starts, lengths and block tables are int32 on the device. Over pages nothing here waits for
 the device, because the longest sequence is taken to be what a block table can hold.

@@ -75,20 +75,22 @@ class Shape(msgspec.Struct, frozen=True):
 class Pool:
     """A pool of several layers in one piece of memory, full of junk but where tokens were put."""
 
-    def __init__(self, shape: Shape, pages: int, seed: int, *, layers: int = 3) -> None:
+    def __init__(
+        self, shape: Shape, pages: int, seed: int, *, layers: int = 3, junk: float = JUNK
+    ) -> None:
         self.shape = shape
         self._chance = torch.Generator().manual_seed(seed)
         each = [shape.k_dim] if shape.latent else [shape.k_dim, shape.v_dim]
         flat = (layers, pages, shape.page_size, shape.kv_heads)
         if shape.order == "page":
-            memory = torch.full((pages, layers, shape.page_size * shape.kv_heads * sum(each)), JUNK)
+            memory = torch.full((pages, layers, shape.page_size * shape.kv_heads * sum(each)), junk)
             inner = memory.to(shape.type)[:, layers // 2]
             parts = inner.split([shape.page_size * shape.kv_heads * dim for dim in each], dim=-1)
             views = [
                 part.unflatten(-1, (*flat[2:], dim)) for part, dim in zip(parts, each, strict=True)
             ]
         else:
-            views = [torch.full((*flat, dim), JUNK).to(shape.type)[layers // 2] for dim in each]
+            views = [torch.full((*flat, dim), junk).to(shape.type)[layers // 2] for dim in each]
         self.k = views[0]
         self.v = views[0][..., : shape.v_dim] if shape.latent else views[1]
         order = torch.randperm(pages - 1, generator=self._chance) + 1

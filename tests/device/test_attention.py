@@ -88,11 +88,11 @@ def test_decode_for_every_kind_of_heads(dtype: str, heads: str, new: int) -> Non
 
 @ORDERS
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 64, 100, 1000])
-@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("new", [1, 2, 5])
 def test_decode_with_a_window_reads_no_page_before_it(order: str, window: int, new: int) -> None:
     """Entries before the window are 0, and slots before it are NaN."""
     pool = Pool(Shape(16, order=order), pages=60, seed=3)
-    pages = pool.pages([190, 5, 128, 81], window=window, new=new)
+    pages = pool.pages([190, 5, 128, 81, 165], window=window, new=new)
 
     close(*decoded(pool, pages, pool.rule(window=window), new), "float32")
 
