@@ -114,3 +114,8 @@ class KvdError(Exception):
 
 class HandoffError(KvdError):
     """A handoff ended in anything but a delivered prompt."""
+
+    @property
+    def source(self) -> str:
+        """Of several sources, the name of the one that failed; empty where it is none of them."""
+        return str(self.numbers.get("source", ""))

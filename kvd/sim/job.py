@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a router asked two engines for; ``room`` 0: one engine alone, without a handoff."""
+    """What a router asked engines for: one that decodes, one at each source that sends its part.
+
+    ``room`` 0: one engine alone, without a handoff.
+    """
 
     room: int
     prompt: Prompt
-    source: str
+    sources: tuple[str, ...]
     priority: int
     deadline_s: float
     cache: bool

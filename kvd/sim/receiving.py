@@ -45,7 +45,7 @@ class Receiver(Job):
             self.asked,
             client.Receive,
             request.room,
-            (request.source,),
+            request.sources,
             self.prompt.namespace,
             reserve,
             request.priority,
@@ -85,6 +85,7 @@ class Receiver(Job):
         if sent is None or reply.aux in world.delivered:
             raise Violated(f"{self.host.name}: {self}: aux {reply.aux!r} is nobody's, or old")
         world.delivered.add(reply.aux)
+        world.delivered_rooms.add(request.room)
         mine = (request.room, self.prompt.tokens, self.prompt.namespace)
         theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.namespace)
         require(mine == theirs, f"{self.host.name}: {self}: got {sent}, another prompt")

@@ -56,6 +56,9 @@ AGAIN_S = 150.0
 MOST_JOBS = 12
 """Of one engine at once."""
 
+SHARED = 0.15
+"""Of the requests at a node with several prefill nodes, those that more than one sends."""
+
 TAPE = np.arange(8192, dtype="<i4").tobytes()
 """Token ids to cut prompts from."""
 
@@ -82,6 +85,7 @@ class World:
         """Transitions that were taken: before, trigger, after."""
         self.sent: dict[bytes, Sender] = {}
         self.delivered: set[bytes] = set()
+        self.delivered_rooms: set[int] = set()
         self.left: set[int] = set()
         """Rooms whose decode engine has left: what was being verified is kept without it."""
         self.owners: dict[str, Host] = {}
@@ -192,11 +196,14 @@ class World:
         rng, profile = self.rng, self.profile
         decoders = [host for host in self.hosts if host.dials]
         decode = rng.choice(decoders)
-        prefill = rng.choice(decode.dials)
-        request = self._request(prefill)
+        sources = [rng.choice(decode.dials)]
+        if len(decode.dials) > 1 and rng.random() < SHARED:
+            sources = rng.sample(decode.dials, rng.randint(2, len(decode.dials)))
+        request = self._request(sources)
         lonely = rng.random()
         if lonely > profile.lonely / 2:
-            self.agenda.after(0.1 * rng.random(), self._begin, prefill, Sender, request)
+            for prefill in sources:
+                self.agenda.after(0.1 * rng.random(), self._begin, prefill, Sender, request)
         if request.room and (lonely < profile.lonely / 2 or lonely > profile.lonely):
             if rng.random() < profile.lonely / 4:
                 prompt = Prompt(self.contents, request.prompt.tokens, "another")
@@ -205,7 +212,7 @@ class World:
         rate = profile.requests_per_s * len(decoders)
         self.agenda.after(rng.expovariate(rate), self._arrive)
 
-    def _request(self, prefill: Host) -> Request:
+    def _request(self, sources: list[Host]) -> Request:
         rng = self.rng
         room = 0
         if rng.random() > 0.03:
@@ -214,7 +221,7 @@ class World:
         return Request(
             room,
             self._prompt(),
-            prefill.name,
+            tuple([source.name for source in sources]),
             rng.choice((0, 0, 1)),
             rng.choice(self.profile.deadlines_s),
             rng.random() < 0.9,
@@ -329,7 +336,7 @@ class World:
                 self._rooms += 1
                 tokens = self.some_tokens(100)
                 prompt = Prompt(self.contents, tokens, f"last {self._rooms}")
-                request = Request(self._rooms, prompt, prefill.name, 0, 2.0, cache=True)
+                request = Request(self._rooms, prompt, (prefill.name,), 0, 2.0, cache=True)
                 tries.append((request, decode, prefill))
                 Sender(prefill.session, request)
                 Receiver(decode.session, request)
