@@ -9,16 +9,14 @@ from kvd.core import effects
 from kvd.core.cargo import Cargo, legs_of
 from kvd.core.report import snapshot
 from kvd.core.shards import Pieced, Shard, Straight, Window, tp_shards
-from kvd.core.spec import Component, Held, Mha, Order, PoolSpec, shard_of
 from kvd.errors import Code
-from kvd.types import NO_TOKENS, Pages, Tokens, count, page_ids
+from kvd.types import NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Integrity
 from tests.core.engines import offered
 from tests.core.side import PAGE
 from tests.core.world import tokens
-from tests.property.cells import CellSide, CellWorld
-from tests.property.slots import MARK
+from tests.property.cells import CellSide, CellWorld, check, fill, sharded
 
 LAYERS, HEADS = 4, 8
 WHOLE = (Shard(0, LAYERS, 0, HEADS),)
@@ -32,40 +30,15 @@ def ranks(size: int, stage: tuple[int, int] = (0, LAYERS)) -> tuple[Shard, ...]:
     return tp_shards(HEADS, size, (0, size), stage)
 
 
-def pool(shards: tuple[Shard, ...], pages: int = 64, saved: int = 12) -> PoolSpec:
-    kv = Component("kv", LAYERS, Mha(HEADS, 1, 1, "float32"), PAGE)
-    held = None if shards == WHOLE else Held(LAYERS, HEADS, shards)
-    part = shard_of(kv, shards[0])
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (part,), (pages,), (saved + 1,), held=held)
-
-
 def world_of(
     p: tuple[Shard, ...], d: tuple[Shard, ...], integrity: Integrity = Integrity.FULL
 ) -> CellWorld:
-    world = CellWorld(spec=pool(d), integrity=integrity)
-    world.p.config = msgspec.structs.replace(world.p.config, spec=pool(p))
+    world = CellWorld(spec=sharded(LAYERS, HEADS, d), integrity=integrity)
+    world.p.config = msgspec.structs.replace(world.p.config, spec=sharded(LAYERS, HEADS, p))
     world.restart(world.p)
     world.p.attach()
     world.pass_time(1)
     return world
-
-
-def page_of(cells: list[str], upto: int) -> str:
-    return "".join(f"{upto:0{MARK - 2}d}"[-2:] + cell for cell in cells for _ in range(PAGE))
-
-
-def fill(side: CellSide, pages: bytes, toks: Tokens) -> None:
-    """An engine writes each head of each layer to its place in its shard."""
-    for region, cells in side.regions_of(side.config.spec.components[0]):
-        for number, page in enumerate(page_ids(Pages(pages))[: -(-count(toks) // PAGE)]):
-            side.memory_of(region)[page] = page_of(cells, number)
-
-
-def check(side: CellSide, pages: bytes, toks: Tokens) -> None:
-    """Every head of every layer of the prompt is in its place in every shard."""
-    for region, cells in side.regions_of(side.config.spec.components[0]):
-        for number, page in enumerate(page_ids(Pages(pages))[: -(-count(toks) // PAGE)]):
-            assert side.memory_of(region).get(page) == page_of(cells, number), (region, number)
 
 
 def send(world: CellWorld, toks: Tokens = PROMPT, room: int = 7) -> int:
@@ -306,8 +279,10 @@ def test_a_receive_from_a_peer_that_has_not_all_of_it_is_refused_with_what_is_mi
 
 
 def test_what_a_peer_lacks_may_be_known_only_after_its_hello() -> None:
-    world = CellWorld(spec=pool(WHOLE))
-    world.p.config = msgspec.structs.replace(world.p.config, spec=pool(ranks(1, (0, 2))))
+    world = CellWorld(spec=sharded(LAYERS, HEADS, WHOLE))
+    world.p.config = msgspec.structs.replace(
+        world.p.config, spec=sharded(LAYERS, HEADS, ranks(1, (0, 2)))
+    )
     world.cut.add("p")
     world.restart(world.d)
     world.d.attach()

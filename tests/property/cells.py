@@ -10,10 +10,23 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import xxhash
 from typing_extensions import override
 
 from kvd.core.shards import Shard, Straight, Window
-from kvd.core.spec import Component, page_bytes, shard_region, shards_of
+from kvd.core.spec import (
+    Component,
+    Held,
+    Mha,
+    Order,
+    PoolSpec,
+    page_bytes,
+    shard_of,
+    shard_region,
+    shards_of,
+)
+from kvd.types import ID_BYTES, Pages, Tokens, count, page_ids
+from tests.core.side import PAGE
 from tests.property.slots import MARK, SlotSide, SlotWorld
 
 if TYPE_CHECKING:
@@ -112,3 +125,34 @@ class CellWorld(SlotWorld):
     """Two of them."""
 
     side = CellSide
+
+
+# ---- a prompt as one engine writes it, and another one finds it ----------------------------------
+
+
+def sharded(layers: int, heads: int, shards: tuple[Shard, ...], pages: int = 64) -> PoolSpec:
+    """A pool of these shards of a model."""
+    kv = Component("kv", layers, Mha(heads, 1, 1, "float32"), PAGE)
+    held = None if shards == (Shard(0, layers, 0, heads),) else Held(layers, heads, shards)
+    part = shard_of(kv, shards[0])
+    return PoolSpec("main", "mha", Order.PAGE_FIRST, (part,), (pages,), (13,), held=held)
+
+
+def fill(side: CellSide, pages: bytes, toks: Tokens) -> None:
+    """An engine writes each head of each layer to its place in its shard."""
+    for region, cells in side.regions_of(side.config.spec.components[0]):
+        for number, page in enumerate(page_ids(Pages(pages))[: -(-count(toks) // PAGE)]):
+            side.memory_of(region)[page] = _page_of(cells, toks, number)
+
+
+def check(side: CellSide, pages: bytes, toks: Tokens) -> None:
+    """Every head of every layer of the prompt is in its place in every shard."""
+    for region, cells in side.regions_of(side.config.spec.components[0]):
+        for number, page in enumerate(page_ids(Pages(pages))[: -(-count(toks) // PAGE)]):
+            held = side.memory_of(region).get(page)
+            assert held == _page_of(cells, toks, number), (region, number)
+
+
+def _page_of(cells: list[str], toks: Tokens, number: int) -> str:
+    mark = xxhash.xxh32_hexdigest(toks[: (number + 1) * PAGE * ID_BYTES])[: MARK - 2]
+    return "".join(mark + cell for cell in cells for _ in range(PAGE))
