@@ -157,7 +157,7 @@ class Pool:
             why = f"the {self.memory.family} pool keeps bytes in {', '.join(others)} alone"
         return KvdError(Refusal(Code.NOT_SUPPORTED, f"{what}: {why}", side="client"))
 
-    def _mapping(self, part: ComponentMemory, shard: int) -> Mapping | DeviceMapping:
+    def _mapping(self, part: ComponentMemory, shard: int = 0) -> Mapping | DeviceMapping:
         key = part.name, shard
         if key not in self._mappings:
             self._mappings[key] = self._mapped(part, shard)

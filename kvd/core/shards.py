@@ -192,16 +192,20 @@ def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[Lane, ...
     Raises:
         ValueError: what we have of one of their shards is no rectangle of layers and heads.
     """
-    kinds = sorted(set(ours))
+    replicas: dict[Shard, list[int]] = {}
+    for at, one in enumerate(ours):
+        replicas.setdefault(one, []).append(at)
+    kinds = dict(sorted(replicas.items()))
     return tuple(
         lane
         for index, their in enumerate(theirs)
-        if (lane := _lane(index, their, kinds, ours)) is not None
+        if (lane := _lane(index, their, kinds)) is not None
     )
 
 
-def _lane(index: int, their: Shard, kinds: list[Shard], ours: tuple[Shard, ...]) -> Lane | None:
-    found = [(kind, both) for kind in kinds if (both := _common(kind, their)).cells]
+def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> Lane | None:
+    """``replicas``: the places of each of our shards, in the order of the shards."""
+    found = [(kind, both) for kind in replicas if (both := _common(kind, their)).cells]
     if not found:
         return None
     union = Shard(
@@ -211,10 +215,10 @@ def _lane(index: int, their: Shard, kinds: list[Shard], ours: tuple[Shard, ...])
         max(both.end_head for _, both in found),
     )
     if union.cells != sum(both.cells for _, both in found):
-        msg = f"what {listed(ours)} have of {said(their)} is no rectangle of layers and heads"
+        ours = listed(tuple(replicas))
+        msg = f"what {ours} have of {said(their)} is no rectangle of layers and heads"
         raise ValueError(msg)
-    replicas = {kind: [at for at, one in enumerate(ours) if one == kind] for kind, _ in found}
-    n_copies = min(len(places) for places in replicas.values())
+    n_copies = min(len(replicas[kind]) for kind, _ in found)
     copies: list[Making] = []
     for copy in range(n_copies):
         if found[0][0] == their:

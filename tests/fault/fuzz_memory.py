@@ -60,7 +60,9 @@ class CoreSiege:
         known |= {name: [1, 2, 3] for name in ("lease", "send", "receive", "of", "id")}
         known |= {"room": list(ROOMS), "handoff": list(range(1, 30)), "generation": [1, 1, 2]}
         known |= {"source": [], "target": [self._node.settings.incarnation] * 9 + [""]}
-        known |= {"layout": [fingerprint(self._node.settings.spec)], "protocol": [1]}
+        layout = fingerprint(self._node.settings.spec)
+        in_shards = f"{layout[:-1]},[[0,1,0,1],[0,1,0,1]]]"
+        known |= {"layout": [layout, layout, in_shards], "protocol": [1]}
         known |= {"digest": [prompt_digest(PROMPT, "")], "prompt_tokens": [100]}
         known |= {"start_tokens": [0], "end_tokens": [100], "decode_prefix_len": [0]}
         known |= {"component": ["kv"], "pages": [pack_ids(list(range(1, 8)))]}
