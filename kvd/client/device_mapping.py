@@ -131,8 +131,9 @@ def _open(place: DeviceMemory) -> _Opened:
             f"({exc}): name it in CUDA_VISIBLE_DEVICES",
         ) from exc
     try:
-        address = runtime.open(device, place.handle)
-        is_of_host = runtime.side(address) is Side.HOST
+        with runtime.on(device):
+            address = runtime.open(device, place.handle)
+            is_of_host = runtime.side(address) is Side.HOST
     except CudaError as exc:
         raise _failure(
             Code.UNREACHABLE,
@@ -143,8 +144,8 @@ def _open(place: DeviceMemory) -> _Opened:
 
 
 def _close(runtime: Runtime, device: int, address: int) -> None:
-    runtime.use(device)
-    runtime.close(address)
+    with runtime.on(device):
+        runtime.close(address)
 
 
 def _failure(code: Code, message: str) -> KvdError:

@@ -69,7 +69,7 @@ class WayBack:
         changed = self._attachment.difference(found)
         if changed:
             found.close()
-            raise KvdError(_pool_changed(self._attachment.attached.node, changed))
+            raise KvdError(_pool_changed(self._attachment, changed))
         self._attachment.renew(found)
         return True
 
@@ -117,11 +117,14 @@ def go_back(way: WayBack, attachment: Attachment, connection: Connection) -> boo
     return True
 
 
-def _pool_changed(node: str, why: str) -> Refusal:
+def _pool_changed(former: Attachment, why: str) -> Refusal:
+    mapped = "what is mapped here stays readable, but is no pool of its any more"
+    if former.attached.devices:
+        mapped = "its memory on devices went with it, so drop every tensor of it unread"
     return Refusal(
         Code.POOL_CHANGED,
-        f"{node} was restarted and {why}: what is mapped here stays readable, but is no pool of "
-        "its any more; close this node, connect anew, and map the pool again",
+        f"{former.attached.node} was restarted and {why}: {mapped}; close this node, connect anew, "
+        "and map the pool again",
         side="client",
     )
 

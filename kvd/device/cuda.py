@@ -13,9 +13,13 @@ and calls come from several. Addresses are integers.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HANDLE_BYTES: Final = 64
 """Of an IPC handle, of memory as of an event."""
@@ -78,6 +82,7 @@ CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cudaGetDeviceCount": (_OUT,),
     "cudaDeviceGetPCIBusId": (_P, _INT, _INT),
     "cudaDeviceGetByPCIBusId": (_OUT, ctypes.c_char_p),
+    "cudaGetDevice": (_OUT,),
     "cudaSetDevice": (_INT,),
     "cudaMemGetInfo": (_OUT, _OUT),
     "cudaMalloc": (_OUT, _SIZE),
@@ -162,6 +167,16 @@ class Runtime:
     def use(self, device: int) -> None:
         """Make a device the one of this thread."""
         self._call("cudaSetDevice", (device,), f"choosing cuda:{device}")
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device the one of this thread for a while: an engine's threads have their own."""
+        before = self._number("cudaGetDevice", "asking for the device of this thread")
+        self.use(device)
+        try:
+            yield
+        finally:
+            self.use(before)
 
     # ---- memory ------------------------------------------------------------------------------
 

@@ -47,16 +47,17 @@ class NoCuda(msgspec.Struct, frozen=True):
 
 def load(environ: Mapping[str, str] | None = None) -> Runtime | NoCuda:
     """The runtime of this host, with at least one device, or why there is none."""
-    tried = []
-    is_installed = False
+    tried: dict[str, list[str]] = {}
+    installed: set[str] = set()
     for path in candidates(os.environ if environ is None else environ, sys.path):
         found = _open(path)
         if isinstance(found, Runtime):
             return found
-        tried.append(found.why)
-        is_installed = is_installed or found.is_installed
-    what = "; ".join(tried) or "no libcudart"
-    return NoCuda(f"no CUDA device can be used here: {what}", is_installed)
+        tried.setdefault(found.why, []).append(path)
+        if found.is_installed:
+            installed.add(found.why)
+    told = [f"{', '.join(tried[why])}: {why}" for why in tried if why in installed or not installed]
+    return NoCuda(f"no CUDA device can be used here: {'; '.join(told)}", bool(installed))
 
 
 def candidates(environ: Mapping[str, str], path: list[str]) -> Iterator[str]:
@@ -75,12 +76,12 @@ def candidates(environ: Mapping[str, str], path: list[str]) -> Iterator[str]:
 def _open(path: str) -> Runtime | NoCuda:
     try:
         runtime = Runtime(ctypes.CDLL(path), path)
-    except OSError as exc:
-        return NoCuda(str(exc))
+    except OSError:
+        return NoCuda("cannot be loaded")
     except AttributeError as exc:
-        return NoCuda(f"{path} is no CUDA runtime that kvd knows: {exc}")
+        return NoCuda(f"is no CUDA runtime that kvd knows: {exc}")
     try:
         count = runtime.device_count()
     except CudaError as exc:
-        return NoCuda(f"{path}: {exc}", is_installed=True)
-    return runtime if count else NoCuda(f"{path} finds no device", is_installed=True)
+        return NoCuda(f"{exc}", is_installed=True)
+    return runtime if count else NoCuda("finds no device", is_installed=True)

@@ -82,6 +82,10 @@ int cudaSetDevice(int device) {
     current = device;
     return OK;
 }
+int cudaGetDevice(int *device) {
+    *device = current;
+    return OK;
+}
 static size_t whole(void) { return (size_t)number_of("DOUBLE_BYTES", 256L << 20); }
 int cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     *total = whole();

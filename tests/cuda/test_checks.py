@@ -47,7 +47,7 @@ def test_no_cuda_is_good_where_the_pool_lies_elsewhere(tmp_path, monkeypatch):
     [finding] = device_checks.cuda(at(tmp_path))
 
     assert finding.severity is GOOD
-    assert finding.what.startswith("no CUDA device can be used here: /nowhere: cannot open")
+    assert finding.what.startswith("no CUDA device can be used here: /nowhere: cannot be loaded")
     assert finding.what.endswith("; the pool needs none")
 
 
@@ -68,7 +68,7 @@ def test_a_pool_on_a_device_is_measured_against_what_is_free_there(tmp_path):
     [
         ("DOUBLE_DEVICES", "1", "needs cuda:1; here is cuda:0 alone", "choose another"),
         ("DOUBLE_COUNT_ERROR", "100", "cudaErrorNoDevice (100)", "install the NVIDIA driver"),
-        ("CUDART_LIBRARY", "/nowhere", "/nowhere: cannot open", "install the NVIDIA driver"),
+        ("CUDART_LIBRARY", "/nowhere", "/nowhere: cannot be loaded", "install the NVIDIA driver"),
     ],
 )
 def test_a_pool_on_a_device_that_is_not_here_is_wrong_in_both(

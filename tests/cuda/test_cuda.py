@@ -67,6 +67,16 @@ def test_a_device_that_is_not_there_is_named_with_its_error(cuda):
         cuda.use(7)
 
 
+def test_a_thread_gets_its_device_back_whatever_happened_meanwhile(cuda):
+    cuda.use(0)
+    with cuda.on(1):
+        assert cuda._number("cudaGetDevice", "") == 1
+    with contextlib.suppress(CudaError), cuda.on(1):
+        cuda.free(12345)
+
+    assert cuda._number("cudaGetDevice", "") == 0
+
+
 def test_memory_is_zeroed_and_given_back(cuda):
     before = cuda.room(0).free_bytes
     address = cuda.allocate(0, 2 * MIB)

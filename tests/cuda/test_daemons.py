@@ -60,7 +60,8 @@ async def engines(pair) -> AsyncIterator[Engines]:
     settle(pair)
 
 
-async def test_a_prompt_goes_from_one_device_to_another_and_is_verified(engines):
+async def test_a_prompt_goes_from_one_device_to_another_and_is_verified(engines, cuda):
+    cuda.use(0)
     tokens = tokens_of(100, seed=1)
     lease = await engines.p.lease(tokens)
     write(engines.p, lease, tokens)
@@ -72,6 +73,7 @@ async def test_a_prompt_goes_from_one_device_to_another_and_is_verified(engines)
     assert outcome.committed
     assert outcome.sent_bytes == 7 * PAGE_BYTES
     assert digest(engines.p, lease.pages) == digest(engines.d, receive.lease.pages)
+    assert cuda._number("cudaGetDevice", "") == 0, "as the engine had chosen"
     view = engines.d.pool("main").layer(0)[0]
     with pytest.raises(KvdError, match="still seen by a tensor") as found:
         engines.d.pool("main").close()
@@ -206,6 +208,27 @@ def test_the_pool_ends_with_its_transfer_process_and_the_daemon_with_both(
         assert "the pool on cuda:1 was memory of the transfer process" in daemon.quoted_log()
         assert why in daemon.quoted_log()
     assert not holders(memory)
+
+
+async def test_engines_come_back_to_the_pool_of_the_next_daemon(with_double, tmp_path):
+    tokens = tokens_of(64, seed=9)
+    with lone(tmp_path) as daemon:
+        daemon.wait_ready()
+        async with kvd.client.connect(daemon.client, name="engine") as node:
+            lease = await node.lease(tokens)
+            write(node, lease, tokens)
+            os.kill(daemon.transfer_pid(), signal.SIGKILL)
+            assert ended(daemon) == 1
+            daemon.start()
+            daemon.wait_ready()
+
+            with pytest.raises(KvdError, match="so drop every tensor of it unread") as found:
+                await node.lease(tokens)
+        assert found.value.refusal.code is Code.POOL_CHANGED
+        async with kvd.client.connect(daemon.client, name="engine") as node:
+            lease = await node.lease(tokens)
+            assert lease.prefix_len == 0
+            assert not bool(node.pool("main").layer(0)[0].view(torch.int16).any())
 
 
 def test_a_daemon_that_is_stopped_leaves_nothing_on_the_device_nor_does_a_dead_engine(

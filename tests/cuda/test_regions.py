@@ -206,7 +206,7 @@ async def test_the_memory_ends_with_its_process_whoever_has_opened_it(double, cu
         (
             ON_DEVICE,
             {"CUDART_LIBRARY": "/nowhere"},
-            "no CUDA device can be used here: /nowhere: cannot",
+            "no CUDA device can be used here: /nowhere: cannot be loaded",
         ),
         (
             ON_DEVICE,
