@@ -19,8 +19,9 @@ K and V, as in flash-attn ("bottom right"), so a chunk behind a prefix needs no 
 Of a latent (MLA) K is the latent and the rotated part, V the latent alone, which is a view of K's
 first elements: one KV head, ``v_dim < k_dim``. A query must then be in the latent's space.
 
-The kernel is chosen once, by ``kernels.choose``. Those of CUDA, in ``flash``, were not exercised on
-hardware. The one that runs anywhere is in ``blocks``.
+The kernel is chosen once for all calls alike, by ``kernels.choose``; ``chosen`` says which, and why
+no better one. Those of CUDA, in ``flash``, were not exercised on hardware. The one that runs
+anywhere is in ``blocks``.
 
 Invariants: ``ceil(length / page_size) <= max_pages``; entries of a block table are looked at only
 as far as the window reaches, so those before it may be anything, 0 as a rule.
@@ -28,13 +29,26 @@ as far as the window reaches, so those before it may be anything, 0 as a rule.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvd.device import blocks, flash
 from kvd.device.batch import Packed, Pages, Rule, is_latent
-from kvd.device.kernels import Kernel, Need
+from kvd.device.kernels import Choice, Kernel, Need, choose, machine
 
-__all__ = ["Kernel", "Packed", "Pages", "Rule", "decode", "is_latent", "need", "prefill"]
+__all__ = [
+    "Choice",
+    "Kernel",
+    "Packed",
+    "Pages",
+    "Rule",
+    "chosen",
+    "decode",
+    "is_latent",
+    "need",
+    "prefill",
+]
 
 
 def need(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Need:
@@ -50,8 +64,19 @@ def need(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Need:
     )
 
 
+def chosen(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Choice:
+    """The kernel for these arguments, and the reason against each better one."""
+    return _chosen(q.device, need(q, kv, rule))
+
+
+@functools.cache
+def _chosen(device: torch.device, what: Need) -> Choice:
+    """The computer is looked at once for each need."""
+    return choose(machine(device), what)
+
+
 def decode(
-    q: torch.Tensor, pages: Pages, rule: Rule, *, kernel: Kernel = Kernel.TORCH
+    q: torch.Tensor, pages: Pages, rule: Rule, *, kernel: Kernel | None = None
 ) -> torch.Tensor:
     """Attention of the last ``new_tokens`` tokens of every sequence.
 
@@ -59,7 +84,7 @@ def decode(
         q: (batch, new_tokens, heads, k_dim); heads is a multiple of kv_heads.
         pages: where K and V are, of the new tokens too.
         rule: what a token sees.
-        kernel: as ``kernels.choose`` says.
+        kernel: another than the chosen one.
 
     Returns:
         (batch, new_tokens, heads, v_dim) in the dtype of ``q``; zeros for a token that sees none.
@@ -71,6 +96,7 @@ def decode(
     batch, new_tokens = q.shape[:2]
     _same("sequences", batch, pages.block_table.shape[0], pages.lengths.shape[0])
     packed = q.flatten(0, 1)
+    kernel = kernel or chosen(q, pages, rule).kernel
     if kernel is Kernel.TORCH:
         starts = [number * new_tokens for number in range(batch + 1)]
         done = blocks.attend(packed, starts, pages, rule)
@@ -86,7 +112,7 @@ def prefill(
     rule: Rule,
     starts: torch.Tensor,
     *,
-    kernel: Kernel = Kernel.TORCH,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens, any number in each sequence.
 
@@ -95,7 +121,7 @@ def prefill(
         kv: where K and V are: in pages, behind those of a cached prefix, or in none.
         rule: what a token sees.
         starts: (batch + 1,) int32, where the new tokens of each sequence begin: cu_seqlens.
-        kernel: as ``kernels.choose`` says.
+        kernel: another than the chosen one.
 
     Returns:
         (tokens, heads, v_dim) in the dtype of ``q``; zeros for a token that sees none.
@@ -109,6 +135,7 @@ def prefill(
         _same("sequences", batch, kv.block_table.shape[0], kv.lengths.shape[0])
     else:
         _same("sequences", batch, kv.starts.shape[0] - 1)
+    kernel = kernel or chosen(q, kv, rule).kernel
     if kernel is Kernel.TORCH:
         return blocks.attend(q, starts.tolist(), kv, rule)
     return flash.attend(kernel, flash.Queries(q, starts, flash.longest(starts)), kv, rule)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 import torch
 
 from kvd.device import blocks
-from kvd.device.attention import Packed, Pages, Rule, decode, need, prefill
-from tests.device.oracle import JUNK, Pool, Shape, over, starts_of
+from kvd.device.attention import Kernel, Packed, Pages, Rule, chosen, decode, need, prefill
+from tests.device.oracle import Pool, Shape, over, starts_of
 
 TOLERANCE = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """Largest difference of an element of the output, whose size is about 1."""
@@ -233,4 +231,9 @@ def test_what_is_needed_of_a_kernel_is_read_off_the_arguments() -> None:
     assert (found.dtype, found.k_dim, found.v_dim) == ("bfloat16", 576, 512)
     assert (found.page_size, found.is_latent) == (16, True)
     assert (found.has_sinks, found.has_softcap) == (False, True)
-    assert math.isnan(JUNK)
+    choice = chosen(q, pages, pool.rule())
+    assert choice.kernel is Kernel.TORCH
+    assert str(choice).startswith(
+        "torch matmul in blocks (not flash-attn 4: it needs a CUDA device, this is cpu; not "
+    )
+    assert chosen(q, pages, pool.rule()) is choice
