@@ -3,7 +3,7 @@
 An encoder looks at a text once and never decodes, so nobody ever reads its KV. An engine that
 treats it like a generating model writes K and V of every layer into its pool all the same. What it
 does is put in the place of the attention that transformers would call, so both ways run the same
-model:
+model. A batch is attended over without its padding, one text behind the other:
 
     counted    leases that count tokens; K and V of the batch are attended over and forgotten
     written    K and V are also written to the pages of the leases, as before a decode
@@ -17,9 +17,7 @@ import time
 from typing import TYPE_CHECKING, assert_never
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from kvd.client import connect_sync
 from kvd.demo.messages import (
@@ -32,6 +30,7 @@ from kvd.demo.messages import (
     Reply,
     Request,
 )
+from kvd.device.attention import Packed, Pages, Rule, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,20 +49,21 @@ class PoolAttention:
 
     def __init__(self, layers: Sequence[LayerViews]) -> None:
         self._layers = layers
-        self._place: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._texts = torch.zeros(0, 0, dtype=torch.bool)
+        self._table: torch.Tensor | None = None
         self._reads_back = False
         self._damaged_page: int | None = None
 
-    def write_nothing(self) -> None:
-        """From now on K and V are those of the batch alone."""
-        self._place = None
+    def write_nothing(self, mask: torch.Tensor) -> None:
+        """From now on K and V are those of a batch alone; ``mask``: (texts, tokens)."""
+        self._texts = mask
+        self._table = None
 
     def write_to(
         self,
         rows: Sequence[Sequence[int]],
         mask: torch.Tensor,
         *,
-        page_size: int,
         reads_back: bool,
         damage: bool,
     ) -> None:
@@ -71,11 +71,10 @@ class PoolAttention:
 
         With ``damage`` the first page of the first text is zeroed before it is read back.
         """
-        table = torch.zeros(mask.shape[0], max(map(len, rows)), dtype=torch.int64)
+        self._texts = mask
+        self._table = torch.zeros(mask.shape[0], max(map(len, rows)), dtype=torch.int32)
         for number, row in enumerate(rows):
-            table[number, : len(row)] = torch.tensor(row)
-        text, token = mask.nonzero(as_tuple=True)
-        self._place = mask, table[text, token // page_size], token % page_size
+            self._table[number, : len(row)] = torch.tensor(row)
         self._reads_back = reads_back
         self._damaged_page = rows[0][0] if damage else None
 
@@ -86,34 +85,32 @@ class PoolAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
+        scaling: float,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """As transformers calls it; key and value: (texts, heads, tokens, head_dim)."""
-        if self._place is not None:
-            layer = module.layer_idx
-            assert isinstance(layer, int)
-            key, value = (
-                self._through(view, states)
-                for view, states in zip(self._layers[layer], (key, value), strict=True)
-            )
-        attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling
-        )
-        return attended
+        """As transformers calls it, without a mask; all: (texts, heads, tokens, head_dim)."""
+        assert attention_mask is None, "the padding is known already"
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        lengths = self._texts.sum(1, dtype=torch.int32)
+        starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        q, k, v = (one.transpose(1, 2)[self._texts] for one in (query, key, value))
+        kv: Packed | Pages = Packed(k, v, starts)
+        if self._table is not None:
+            pages = Pages(*self._layers[layer], self._table, lengths)
+            self._write(k, v, pages)
+            kv = pages if self._reads_back else kv
+        out = torch.zeros_like(query.transpose(1, 2))
+        out[self._texts] = prefill(q, kv, Rule(scaling, is_causal=False), starts)
+        return out, None
 
-    def _through(self, view: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Write ``states`` into the pages, and read them from there if that is asked for."""
-        assert self._place is not None
-        mask, pages, slots = self._place
-        view[pages, slots] = states.transpose(1, 2)[mask]
-        if not self._reads_back:
-            return states
+    def _write(self, k: torch.Tensor, v: torch.Tensor, pages: Pages) -> None:
+        """Write (tokens, heads, head_dim) of all texts into their pages."""
+        text, token = self._texts.nonzero(as_tuple=True)
+        where = pages.block_table[text, token // pages.page_size], token % pages.page_size
+        pages.k[where], pages.v[where] = k, v
         if self._damaged_page is not None:
-            view[self._damaged_page] = 0
-        read = torch.zeros_like(states.transpose(1, 2))
-        read[mask] = view[pages, slots]
-        return read.transpose(1, 2)
+            pages.k[self._damaged_page] = pages.v[self._damaged_page] = 0
 
 
 class EncoderEngine:
@@ -123,7 +120,6 @@ class EncoderEngine:
         self._model = model
         self._nodes: dict[Keeping, SyncNode] = {}
         self._attention = PoolAttention(())
-        self._page_size = 0
 
     def answer(self, request: Request) -> Reply:
         """Do what ``request`` asks."""
@@ -147,9 +143,7 @@ class EncoderEngine:
             k, v = pool.layer(layer)
             layers.append((k, v))
         self._attention = PoolAttention(layers)
-        self._page_size = pool.page_size
         AttentionInterface.register(ATTENTION, self._attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         return Connected()
 
     def _embed(self, order: Embed) -> Embedded:
@@ -180,12 +174,11 @@ class EncoderEngine:
         """Have the attention do with K and V what the batch asks for."""
         match order.keeping:
             case Keeping.COUNTED:
-                self._attention.write_nothing()
+                self._attention.write_nothing(mask)
             case Keeping.WRITTEN | Keeping.READ_BACK:
                 self._attention.write_to(
                     [lease.pages.tolist() for lease in leases],
                     mask,
-                    page_size=self._page_size,
                     reads_back=order.keeping is Keeping.READ_BACK,
                     damage=order.damage,
                 )

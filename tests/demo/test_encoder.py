@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from kvd.demo.encoder import ATTENTION, PoolAttention, embeddings, padded
 from kvd.demo.models import ENCODERS, build_model
@@ -46,13 +45,12 @@ class Run:
         self.attention = PoolAttention(layers)
         self.model = encoder(dtype)
         AttentionInterface.register(ATTENTION, self.attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
     def embed(self, **how: bool) -> torch.Tensor:
         tokens, mask = padded(TEXTS)
-        self.attention.write_nothing()
+        self.attention.write_nothing(mask)
         if how:
-            self.attention.write_to(leases(), mask, page_size=PAGE, **how)
+            self.attention.write_to(leases(), mask, **how)
         self.model.set_attn_implementation(ATTENTION)
         return embeddings(self.model, tokens, mask)
 
