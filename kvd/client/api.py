@@ -175,7 +175,10 @@ class Node:
         Args:
             room: the rendezvous number that the router chose.
             tokens: the prompt; only what is not cached here is sent.
-            source: a configured peer's name or address; several prefill ranks: one each.
+            source: a configured peer's name or address. Several where the prompt's KV is on several
+                daemons, each once: ranks that all have it (context parallel) divide the pages,
+                stages and tensor-parallel ranks send the layers and heads that they have. All of it
+                arrives, or nothing does; the aux is that of the first one with the last layer.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.

@@ -8,7 +8,7 @@ from kvd.console.named import client_ref, lease_ref, owner, peer_ref
 from kvd.console.recent import DELIVERED
 from kvd.console.view import Field, View
 from kvd.core.parts import DecodePart
-from kvd.core.words import receive_waits_for, send_waits_for
+from kvd.core.words import receive_share, receive_waits_for, send_share, send_waits_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,6 +143,12 @@ def _waits_for(scene: Scene, one: Handoff) -> str:
     return send_waits_for(one.part) if one.part is not None else ""
 
 
+def _share(scene: Scene, one: Handoff) -> str:
+    if isinstance(one.part, DecodePart):
+        return receive_share(scene.node, one.part)
+    return send_share(scene.node, one.part) if one.part is not None else ""
+
+
 def _total_pages(scene: Scene, one: Handoff) -> int:
     return scene.node.leases.pages_for(one.prompt_tokens - one.decode_prefix_len)
 
@@ -182,6 +188,7 @@ ROOMS: View[Handoff] = View(
         ),
         Field("ended", "since", lambda _, one: one.end.at_s if one.end is not None else None),
         Field("waiting_for", "text", _waits_for, "or why it failed"),
+        Field("share", "text", _share, "of one of several sources: which part of the prompt"),
     ),
     objects=_rooms,
     key=lambda one: one.key,

@@ -16,7 +16,9 @@ from kvd.core.words import (
     lease_waits_for,
     lease_word,
     node_word,
+    receive_share,
     receive_waits_for,
+    send_share,
     send_waits_for,
 )
 from kvd.types import count
@@ -158,6 +160,7 @@ def decode_room(node: Node, part: DecodePart) -> RoomState:
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=receive_waits_for(node, part),
         story=part.story.lines(node.out.at_s),
+        share=receive_share(node, part),
     )
 
 
@@ -187,6 +190,7 @@ def prefill_room(node: Node, part: PrefillPart) -> RoomState:
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=send_waits_for(part),
         story=part.story.lines(node.out.at_s),
+        share=send_share(node, part),
     )
 
 

@@ -107,6 +107,8 @@ def _figures(part: RoomState) -> list[str]:
         f"prompt {part.prompt_tokens} tokens, decode_prefix_len {part.decode_prefix_len}, "
         f"{part.moved_bytes} of {part.total_bytes} bytes moved"
     ]
+    if part.share:
+        said.insert(0, part.share)
     if part.side == "prefill":
         said.append(
             f"{part.written_tokens} tokens computed, {part.posted_pages} of {part.total_pages} "

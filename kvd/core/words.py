@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvd.core.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.parts import waits_for_others
 from kvd.core.seal import SUM_BYTES
+from kvd.core.sources import Span, share_words, span_of
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode
 
@@ -111,6 +112,19 @@ def receive_waits_for(node: Node, part: DecodePart) -> str:
 def send_waits_for(part: PrefillPart) -> str:
     """What would take a send further."""
     return _PREFILL_WAITS.get(part.state.value, "")
+
+
+def receive_share(node: Node, part: DecodePart) -> str:
+    """Which part of its prompt a source sends; empty where it sends all of it."""
+    size = node.settings.spec.components[0].page_size
+    span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
+    return share_words(part.share, span, size)
+
+
+def send_share(node: Node, part: PrefillPart) -> str:
+    """The same of a send, in pages of the decode side."""
+    span = Span(part.start_tokens, part.end_tokens)
+    return share_words(part.share, span, node.prefiller.posts.page_tokens(part))
 
 
 def agent_words(peer: Peer) -> str:

@@ -77,7 +77,7 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     ``tier``: where the prompt's pages shall lie, in a pool with KV in host memory and a device
     buffer: ``device`` has page ``n`` of the prompt in page ``n`` of the buffer row too when
     ``Received`` comes; ``host``, or nothing said, in host memory alone. ``step_tokens``: as in
-    ``OpenLease``, for the tokens after the prompt.
+    ``OpenLease``, for the tokens after the prompt. Each ``source`` sends a part, or all fail.
     """
 
     call: Call

@@ -183,6 +183,8 @@ class RoomState(msgspec.Struct, frozen=True):
     deadline_in_s: float
     waiting_for: str
     story: tuple[str, ...]
+    share: str = ""
+    """Which part of a prompt that several sources send: ``part 2 of 3, pages 4..8``."""
 
 
 class PeerState(msgspec.Struct, frozen=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from kvd.core.report import snapshot
 from kvd.core.tables import Decode
 from kvd.errors import Code
 from kvd.types import count
 from kvd.wire import admin, client, events
-from kvd.wire.peer import Accept, Offer, Settled
+from kvd.wire.peer import Accept, Integrity, Offer, Settled
 from tests.core.engines import FULL, PROMPT, Sender, cached, totals
 from tests.core.world import World, tokens
 
@@ -213,8 +215,6 @@ def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_w
 
 
 def test_a_corrupt_part_ends_the_receive_and_drops_what_the_others_have_sent():
-    from kvd.wire.peer import Integrity  # noqa: PLC0415
-
     world = World(sources=TWO, integrity=Integrity.FULL)
     receive(world)
     first, second = senders(world)
@@ -271,8 +271,6 @@ def test_the_deadline_names_the_first_source_that_is_late():
 
 
 def test_giving_up_when_all_has_arrived_keeps_it_in_the_cache():
-    from kvd.wire.peer import Integrity  # noqa: PLC0415
-
     world = World(sources=TWO, integrity=Integrity.FULL)
     world.hold_verify = True
     number = receive(world)
@@ -334,6 +332,27 @@ def test_bytes_in_doubt_of_one_source_keep_the_pages_until_this_host_is_quiet():
     assert len(world.d.node.decoder.settling.leases) == 1
 
 
+# ---- what is said of them ------------------------------------------------------------------------
+
+
+def test_a_room_says_which_part_each_source_sends_and_what_it_waits_for():
+    world, _, _ = half_sent()
+
+    rooms = {room.peer: room for room in snapshot(world.d.node).rooms}
+    assert {name: room.share for name, room in rooms.items()} == {
+        "p": "part 1 of 2, pages 0..4, aux",
+        "p1": "part 2 of 2, pages 4..7",
+    }
+    assert rooms["p"].waiting_for == "what the other sources send: p1 (receiving)"
+    assert [room.share for room in snapshot(world.sides["p1"].node).rooms] == [
+        "part 2 of 2, pages 4..7"
+    ]
+    reply = world.d.ask(admin.Why(1, "room", 7))
+    assert isinstance(reply, admin.Because)
+    assert "part 2 of 2, pages 4..7" in reply.facts
+    assert {"receive:1", "receive:2", "peer:p", "peer:p1"} <= set(reply.links)
+
+
 # ---- decode_prefix_len ---------------------------------------------------------------------------
 
 
@@ -375,8 +394,6 @@ def test_an_offer_that_comes_again_with_another_prefix_is_refused():
     receive(world, tokens((1, 160)))
     part = world.d.node.decoder.by_handoff[2]
     offer = part.unanswered
-    import msgspec  # noqa: PLC0415
-
     senders(world, tokens((1, 160)))
     before = len(world.sides["p1"].effects)
     again = msgspec.structs.replace(offer, decode_prefix_len=80)
@@ -402,8 +419,6 @@ def test_an_offer_that_comes_again_with_another_prefix_is_refused():
     ],
 )
 def test_a_share_that_is_none_is_refused(change, code, words):
-    import msgspec  # noqa: PLC0415
-
     world = World(sources=TWO)
     world.lost = {Offer}
     receive(world)

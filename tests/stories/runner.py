@@ -56,8 +56,9 @@ class Story:
     def __init__(self) -> None:
         self.world = ToldWorld()
         self.prompts: dict[str, Tokens] = {}
-        self.sends: dict[str, tuple[client.Leased, int, str]] = {}
+        self.sends: dict[tuple[str, str], tuple[client.Leased, int, str]] = {}
         self.receives: dict[str, int] = {}
+        self.sources: tuple[str, ...] = ("p",)
 
     def play(self, command: str) -> list[str]:
         """Carry out one command; what happened."""
@@ -71,6 +72,11 @@ class Story:
     def do_world(self, p_pages: str, d_pages: str) -> None:
         """Begin anew with pools of so many pages, null page included."""
         self.world = ToldWorld(p_pages=int(p_pages), d_pages=int(d_pages))
+
+    def do_sources(self, *names: str) -> None:
+        """Begin anew with several prefill sides; a receive is from all of them."""
+        self.world = ToldWorld(sources=names)
+        self.sources = names
 
     def do_prompt(self, name: str, *ranges: str) -> None:
         """``prompt A 1+64 900+10``: tokens 1..64, then 900..909."""
@@ -116,36 +122,38 @@ class Story:
         side.write(lease.pages, toks)
         side.call(client.CommitAndRelease, lease=lease.lease)
 
-    def do_send(self, prompt: str, room: str) -> None:
+    def do_send(self, prompt: str, room: str, name: str = "p") -> None:
         """The prefill engine leases the prompt and opens the room."""
-        toks = self.prompts[prompt]
-        lease = self.world.p.lease(toks)
-        reply = self.world.p.call(client.Send, toks, room=int(room), lease=lease.lease)
+        toks, side = self.prompts[prompt], self.world.sides[name]
+        lease = side.lease(toks)
+        reply = side.call(client.Send, toks, room=int(room), lease=lease.lease)
         if isinstance(reply, client.Sending):
-            self.sends[room] = (lease, reply.send, prompt)
+            self.sends[room, name] = (lease, reply.send, prompt)
 
-    def do_advance(self, room: str, upto: str) -> None:
-        lease, send, prompt = self.sends[room]
-        self.world.p.write(lease.pages, self.prompts[prompt], end=int(upto))
-        self.world.p.call(client.Advance, send=send, upto_tokens=int(upto))
+    def do_advance(self, room: str, upto: str, name: str = "p") -> None:
+        (lease, send, prompt), side = self.sends[room, name], self.world.sides[name]
+        side.write(lease.pages, self.prompts[prompt], end=int(upto))
+        side.call(client.Advance, send=send, upto_tokens=int(upto))
 
-    def do_finish(self, room: str, aux: str) -> None:
+    def do_finish(self, room: str, aux: str, name: str = "p") -> None:
         """All is written; the engine lets its own lease go at once."""
-        lease, send, prompt = self.sends[room]
-        self.world.p.write(lease.pages, self.prompts[prompt])
-        self.world.p.call(client.Finish, send=send, aux=aux.encode())
-        self.world.p.call(client.ReleaseLease, lease=lease.lease)
+        (lease, send, prompt), side = self.sends[room, name], self.world.sides[name]
+        side.write(lease.pages, self.prompts[prompt])
+        side.call(client.Finish, send=send, aux=aux.encode())
+        side.call(client.ReleaseLease, lease=lease.lease)
 
     def do_fail(self, room: str, *reason: str) -> None:
-        """The prefill engine gives up."""
-        self.world.p.call(client.AbortSend, send=self.sends[room][1], reason=" ".join(reason))
+        """The prefill engine gives up; of several, the one that is named first."""
+        name, words = (reason[0], reason[1:]) if reason[0] in self.sources else ("p", reason)
+        send = self.sends[room, name][1]
+        self.world.sides[name].call(client.AbortSend, send=send, reason=" ".join(words))
 
     def do_receive(self, prompt: str, room: str, deadline_s: str = "30") -> None:
         reply = self.world.d.call(
             client.Receive,
             self.prompts[prompt],
             room=int(room),
-            source=("p",),
+            source=self.sources,
             deadline_s=float(deadline_s),
         )
         if isinstance(reply, client.Receiving):
