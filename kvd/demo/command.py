@@ -33,6 +33,7 @@ TABLE_COLUMNS = 110
 """Width of the table where no terminal says how wide it may be."""
 
 MOST_RANKS = 8
+RANKS = click.IntRange(2, MOST_RANKS)
 
 
 @click.command()
@@ -79,6 +80,8 @@ MOST_RANKS = 8
     metavar="P:D",
     help="Tensor parallel: so many ranks of the prefill and of the decode engine, e.g. 1:2.",
 )
+@click.option("--cp", type=RANKS, help="Context parallel: so many ranks prefill, a daemon each.")
+@click.option("--pp", type=RANKS, help="Pipeline: so many stages prefill, a daemon each.")
 @click.pass_context
 def demo_command(  # noqa: PLR0913 - one parameter for each option
     ctx: click.Context,
@@ -91,6 +94,8 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     order: str,
     dtype: str,
     tp: str | None,
+    cp: int | None,
+    pp: int | None,
 ) -> None:
     """Hand prompts from a prefill node to a decode node, with a real model, on this machine.
 
@@ -98,14 +103,14 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     what the decode node lacks. Every answer is compared with that of a single process; at last a
     page is damaged on purpose, which the comparison must notice.
 
-    With --tp an engine is several processes that compute together.
+    With --tp, --cp or --pp an engine is several processes that compute together.
 
     An embedding model decodes nothing, so it has one node: it embeds batches of texts with their KV
     written to a pool and with cache.mode = "prefill-only", which must give the same embeddings.
     """
     _need_parts()
     _need_folder(json_file)
-    prefill, decode = _divisions(tp)
+    prefill, decode = _divisions(tp, cp, pp)
     settings = Settings(
         model=model,
         turns=turns,
@@ -126,9 +131,16 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     ctx.exit(0 if report.ok else 1)
 
 
-def _divisions(tp: str | None) -> list[Division]:
+def _divisions(tp: str | None, cp: int | None, pp: int | None) -> tuple[Division, Division]:
     """What the prefill and the decode engine are to be."""
-    return [Division(Way.TENSOR, ranks) if ranks > 1 else ALONE for ranks in _rank_pair(tp)]
+    ranks = _rank_pair(tp)
+    ways = [(Way.TENSOR, ranks[0]), (Way.CONTEXT, cp or 1), (Way.PIPELINE, pp or 1)]
+    asked = [Division(way, count) for way, count in ways if count > 1]
+    if len(asked) > 1:
+        told = " and ".join(one.told for one in asked)
+        raise click.UsageError(f"a prefill engine is divided in one way, not by {told}")
+    decode = Division(Way.TENSOR, ranks[1]) if ranks[1] > 1 else ALONE
+    return (asked or [ALONE])[0], decode
 
 
 def _rank_pair(tp: str | None) -> tuple[int, int]:

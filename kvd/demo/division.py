@@ -115,7 +115,8 @@ def pool_keys(shape: Shape, division: Division, daemon: int) -> dict[str, object
         case Way.TENSOR:
             return {"tp_size": division.ranks}
         case Way.PIPELINE:
-            return {"stage": list(stage_of(shape.layers, daemon, division.ranks))}
+            first, end = stage_of(shape.layers, daemon, division.ranks)
+            return {"stage": f"{first}:{end}"}
         case Way.ALONE | Way.CONTEXT:
             return {}
 

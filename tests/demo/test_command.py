@@ -80,7 +80,10 @@ def test_demo_refuses_a_file_that_it_could_not_write_at_the_end(tmp_path: Path) 
         (["--tp", "2"], "2 is not P:D, the ranks of prefill and decode, each of 1 to 8"),
         (["--tp", "0:1"], "0:1 is not P:D"),
         (["--tp", "3:1"], "llama as TP 3: 8 query heads cannot be divided among 3 ranks"),
-        (["--model", "gemma", "--tp", "2:1"], "gemma as TP 2: only KV of layers that look at"),
+        (["--tp", "2:1", "--cp", "2"], "a prefill engine is divided in one way, not by TP 2 and"),
+        (["--cp", "1"], "1 is not in the range 2<=x<=8"),
+        (["--pp", "5"], "llama as PP 5: 4 layers are too few for 5 stages"),
+        (["--model", "gemma", "--cp", "2"], "gemma as CP 2: only KV of layers that look at every"),
         (["--model", "embedding", "--tp", "1:2"], "embedding hands no KV over"),
     ],
 )

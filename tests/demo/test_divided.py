@@ -12,8 +12,8 @@ import pytest
 from kvd.demo.processes import ENGINE_VARIABLES
 from tests.demo.divided import Compared
 
-TENSOR = ("tensor:llama:2", "tensor:llama:4", "tensor:qwen:4", "tensor:deepseek:2")
-PIPELINE = ("pipeline:llama:2", "pipeline:deepseek:4")
+TENSOR = ("tensor:llama:4", "tensor:qwen:2", "tensor:deepseek:2")
+PIPELINE = ("pipeline:llama:2", "pipeline:deepseek:3")
 CONTEXT = ("context:llama:2", "context:qwen:4", "context:deepseek:2")
 ROUNDED = ("tensor:llama:4", "tensor:deepseek:2", *CONTEXT)
 """Matrices of other shapes are multiplied: tokens are divided, or queries of one head of KV."""
@@ -31,6 +31,16 @@ def compared(*cases: str) -> list[Compared]:
     assert done.returncode == 0, done.stderr.decode()
     lines = done.stdout.splitlines()
     return [msgspec.json.decode(line, type=Compared) for line in lines]
+
+
+def run_program(program: str) -> int:
+    """The status that its first rank ends with."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **ENGINE_VARIABLES},
+        timeout=60,
+        check=False,
+    ).returncode
 
 
 @pytest.mark.slow
@@ -68,11 +78,30 @@ def test_a_rank_that_is_gone_ends_the_others() -> None:
         "    os._exit(7)\n"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **ENGINE_VARIABLES},
-        timeout=60,
-        check=False,
+    assert run_program(program) == 7
+
+
+@pytest.mark.slow
+def test_ranks_with_a_daemon_each_compare_what_their_daemons_say() -> None:
+    """What one has not cached all compute; they never send for two different offers."""
+    program = (
+        "import os, torch\n"
+        "from types import SimpleNamespace\n"
+        "torch.set_num_threads(1)\n"
+        "from kvd.demo.group import fork\n"
+        "from kvd.demo.together import Together\n"
+        "from kvd.device.collectives import Disagreement\n"
+        "group = fork(2)\n"
+        "ranks = Together(None, group, None)\n"
+        "assert ranks.common_prefix(64 - 16 * group.rank) == 48\n"
+        "def offered(number):\n"
+        "    return SimpleNamespace(accepted=lambda: None, decode_prefix_len=number)\n"
+        "ranks.agree(offered(32))\n"
+        "try:\n"
+        "    ranks.agree(offered(32 * group.rank))\n"
+        "except Disagreement as difference:\n"
+        "    assert 'rank 0: 0, rank 1: 32' in str(difference), difference\n"
+        "    os._exit(7)\n"
     )
 
-    assert done.returncode == 7
+    assert run_program(program) == 7

@@ -81,8 +81,8 @@ def test_refuses_layers_that_keep_something_else_than_kv_of_tokens() -> None:
 def test_daemons_are_told_what_of_the_model_they_keep() -> None:
     assert pool_keys(LLAMA, Division(Way.TENSOR, 2), 0) == {"tp_size": 2}
     assert [pool_keys(LLAMA, Division(Way.PIPELINE, 2), one) for one in range(2)] == [
-        {"stage": [0, 2]},
-        {"stage": [2, 4]},
+        {"stage": "0:2"},
+        {"stage": "2:4"},
     ]
     assert pool_keys(LLAMA, Division(Way.CONTEXT, 2), 1) == pool_keys(LLAMA, ALONE, 0) == {}
     assert [stage_of(5, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 5)]

@@ -215,6 +215,63 @@ def test_demo_hands_heads_over_between_tensor_parallel_ranks(
     assert ranks == [int(word) for word in tp.split(":")]
 
 
+@pytest.mark.parametrize(
+    ("options", "bytes_times", "shares"),
+    [
+        ("--cp 2", 1, [[11, 11], [2, 2], [2, 2], [0, 0]]),
+        pytest.param("--cp 4", 1, [[6, 6, 5, 5], *[[1] * 4] * 2, [0] * 4], marks=full),
+        # Of 48 tokens and 16 per page 3 pages cross, and one of four ranks has none to send.
+        pytest.param(
+            "--cp 4 --page-size 32", 1, [[3, 3, 3, 2], *[[1, 1, 0, 0]] * 2, [0] * 4], marks=full
+        ),
+        pytest.param(
+            "--cp 2 --model deepseek", 0.625, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full
+        ),
+        pytest.param(
+            "--cp 2 --tp 1:4 --model qwen", 2, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full
+        ),
+    ],
+)
+def test_demo_takes_a_prompt_from_context_parallel_ranks_that_each_send_a_share(
+    tmp_path: Path, options: str, bytes_times: float, shares: list[list[int]]
+) -> None:
+    """scenario F: every rank has gathered all KV, and sends its part of the pages alone."""
+    done, report = demo(tmp_path / "demo.json", *options.split(), "--turns", "1")
+
+    good(done, report)
+    assert [[one.pages_sent for one in row.senders] for row in report.turns] == shares
+    page_bytes = PAGE_BYTES * bytes_times * report.environment.page_size // 16
+    for row in report.turns:
+        assert [one.bytes_sent for one in row.senders] == [
+            one.pages_sent * page_bytes for one in row.senders
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ("--pp 2", 2),
+        pytest.param("--pp 3", 3, marks=full),
+        pytest.param("--pp 4 --model deepseek", 4, marks=full),
+        pytest.param("--pp 2 --tp 1:2", 2, marks=full),
+    ],
+)
+def test_demo_takes_the_layers_of_a_prompt_from_the_stages_of_a_pipeline(
+    tmp_path: Path, options: str, stages: int
+) -> None:
+    """scenario E15, scenario G13: each stage sends all pages of its own layers."""
+    done, report = demo(tmp_path / "demo.json", *options.split(), "--turns", "1")
+
+    good(done, report)
+    layers = {2: [2, 2], 3: [2, 1, 1], 4: [1, 1, 1, 1]}[stages]
+    for row, pages in zip(report.turns, (22, 4, 4, 0), strict=True):
+        assert [one.pages_sent for one in row.senders] == [pages] * stages
+        layer_bytes = report.environment.page_bytes // 4
+        assert [one.bytes_sent for one in row.senders] == [
+            pages * count * layer_bytes for count in layers
+        ]
+
+
 def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path: Path) -> None:
     """scenario D1, scenario D10, scenario D13: 97 pages of 8 heads in 4 layers, and none of it."""
     done, report = run(tmp_path / "demo.json", EmbeddingReport, "--model", "embedding")
