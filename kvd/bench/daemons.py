@@ -275,12 +275,37 @@ def two_daemons(
             one.stop()
 
 
+@contextlib.contextmanager
+def star_of_daemons(
+    directory: Path, settings: Mapping[str, str], sources: int
+) -> Iterator[tuple[list[Daemon], Daemon]]:
+    """Daemons ``p0``, ``p1`` ... that can send to one ``d``, for as long as the block lasts."""
+    decode = Daemon("d", directory, settings)
+    prefill = [Daemon(f"p{number}", directory, settings) for number in range(sources)]
+    for one in prefill:
+        one.knows(decode)
+        decode.knows(one)
+    every = [*prefill, decode]
+    try:
+        for one in every:
+            one.start()
+        for one in every:
+            one.wait_ready()
+        for one in every:
+            one.wait_for(lambda one=one: _is_linked(one), "has no agent for a peer", START_S)  # type: ignore[misc]
+        yield prefill, decode
+    finally:
+        for one in every:
+            one.stop()
+
+
 def _is_linked(daemon: Daemon) -> bool:
-    """Whether it can send to its peer, or knows that its pool differs."""
-    return any(
+    """Whether it can send to its peers, or knows that their pools differ."""
+    peers = daemon.snapshot().peers
+    return bool(peers) and all(
         peer.state == "up"
         and (peer.agent == "loaded" or (peer.agent == "none" and peer.layout != "same"))
-        for peer in daemon.snapshot().peers
+        for peer in peers
     )
 
 

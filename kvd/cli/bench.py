@@ -19,6 +19,7 @@ BENCHES = {
         "Conversations with the decode tree on and off.",
         "Benchmarks",
     ),
+    "cp": Verb("kvd.bench.context:command", "Who gathers and who sends, of ranks.", "Benchmarks"),
     "families": Verb(
         "kvd.bench.families:command", "What a request of each pool family takes.", "Benchmarks"
     ),

@@ -97,10 +97,8 @@ def test_bench_lists_its_verbs_without_loading_them():
     done = CliRunner().invoke(kvd, ["bench", "--help"])
 
     assert done.exit_code == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[-10:]] == [
-        *("radix", "stream", "integrity", "control", "multiturn", "families"),
-        *("recorder", "console", "restart", "footprint"),
-    ]
+    told = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert told[told.index("Benchmarks:") + 1 :] == list(BENCHES)
 
 
 def test_serve_with_a_wrong_value_ends_with_78():
