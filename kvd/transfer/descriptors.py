@@ -155,6 +155,17 @@ def packed_writes(
     return _dealt(rows.source, rows.destination, handle)
 
 
+def one_after_another(plans: list[Writes]) -> Writes:
+    """The handles of all of them."""
+    bounds, sizes = [0], []
+    for plan in plans:
+        bounds += [bounds[-1] + bound for bound in plan.bounds[1:]]
+        sizes += plan.sizes
+    source = np.concatenate([plan.source for plan in plans])
+    destination = np.concatenate([plan.destination for plan in plans])
+    return Writes(source=source, destination=destination, bounds=bounds, sizes=sizes)
+
+
 def _dealt(source: Words, destination: Words, handle: NDArray[Any]) -> Writes:
     """Descriptors and the handle that each belongs to, ascending."""
     bounds = [0]

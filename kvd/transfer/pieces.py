@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvd.core.geometry import Row
-from kvd.core.shards import Piece, Window
+from kvd.core.shards import Piece, Pieced, Window
 from kvd.transfer.strips import matched, strips
 
 if TYPE_CHECKING:
@@ -197,6 +198,32 @@ def window_rows(note: RegionNote, window: Window) -> Rows:
             columns.at.tolist(), columns.at_step.tolist(), columns.size.tolist(), strict=True
         )
     )
+
+
+def bands(window: Window, pieces: Sequence[Piece], layers: int) -> list[Pieced]:
+    """The window, so many layers at a time, and what each piece has of them."""
+    firsts = range(window.first_layer, window.end_layer, layers)
+    cuts = [
+        msgspec.structs.replace(
+            window, first_layer=first, end_layer=min(first + layers, window.end_layer)
+        )
+        for first in firsts
+    ]
+    return [Pieced(cut, tuple(_clipped(cut, pieces))) for cut in cuts]
+
+
+def _clipped(band: Window, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    for piece in pieces:
+        ours, theirs = piece.ours, piece.theirs
+        first = max(theirs.first_layer, band.first_layer)
+        end = min(theirs.end_layer, band.end_layer)
+        if first < end:
+            back = ours.first_layer - theirs.first_layer
+            yield Piece(
+                piece.shard,
+                msgspec.structs.replace(ours, first_layer=first + back, end_layer=end + back),
+                msgspec.structs.replace(theirs, first_layer=first, end_layer=end),
+            )
 
 
 def _piece(source: Source, theirs: RegionNote) -> Stretches:

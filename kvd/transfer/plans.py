@@ -18,6 +18,7 @@ from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import (
     Writes,
     objection,
+    one_after_another,
     packed_writes,
     stretch_writes,
     window_objection,
@@ -25,8 +26,14 @@ from kvd.transfer.descriptors import (
 )
 from kvd.transfer.metadata import Kind
 from kvd.transfer.nixl import Sides
-from kvd.transfer.pieces import Source, packed, pieced
-from kvd.transfer.staging import Packing, is_worth_gathering, is_worth_packing
+from kvd.transfer.pieces import Source, bands, packed, pieced
+from kvd.transfer.staging import (
+    SLOT_BYTES,
+    Band,
+    Packing,
+    is_worth_gathering,
+    is_worth_packing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,17 +96,17 @@ def direct(order: Post, regions: Found) -> Writes:
 
 def plan(order: Post, regions: Found) -> Plan:
     """How a post is written."""
-    packing = None
+    found = None
     if all(area.is_readable for area in regions.ours):
-        packing = _packing(order, regions)
+        found = _packed(order, regions)
     there = regions.theirs.place
-    if packing is None:
-        made, here = direct(order, regions), regions.ours[0].note.place.kind
+    if found is None:
+        made, packing = direct(order, regions), None
+        here = regions.ours[0].note.place.kind
         for area in regions.ours:
             _lie_on(made.source, area.note)
     else:
-        window = order.making.window if isinstance(order.making, Pieced) else None
-        made = packed_writes(order.destination, regions.theirs, packing.handle_pages, window)
+        made, packing = found
         here = Kind.DRAM
     _lie_on(made.destination, regions.theirs)
     return Plan(made, packing, Sides(here, there.kind))
@@ -113,23 +120,48 @@ def _lie_on(rows: Words, note: RegionNote) -> None:
         rows[is_inside, 2] = note.place.device
 
 
-def _packing(order: Post, regions: Found) -> Packing | None:
-    """How the pages of a post are packed, where that is faster."""
+class _Packed(NamedTuple):
+    writes: Writes
+    packing: Packing
+
+
+def _packed(order: Post, regions: Found) -> _Packed | None:
+    """What is written of a post when its pages are packed, where that is faster."""
     theirs, split = regions.theirs, order.split
     match order.making:
         case Straight():
             (area,) = regions.ours
             if not is_worth_packing(area.note, theirs, split):
                 return None
-            return Packing(order.source, partial(area.gather, split), theirs.page_bytes)
+            band = Band(partial(area.gather, split), theirs.page_bytes)
+            packing = Packing(order.source, [band])
+            made = packed_writes(order.destination, theirs, packing.handle_pages)
+            return _Packed(made, packing)
         case Pieced(window, pieces):
             lying = pieced(_sources(regions, pieces), theirs)
-            if not is_worth_gathering(lying, packed(theirs, window)):
+            together = packed(theirs, window)
+            layers = window.end_layer - window.first_layer
+            fitting = SLOT_BYTES * layers // int(together.size.sum())
+            if not fitting or not is_worth_gathering(lying, together):
                 return None
-            assembly = Assembly(window, list(zip(regions.ours, pieces, strict=True)))
-            return Packing(order.source, assembly.gather, assembly.page_bytes)
+            return _in_bands(order, regions, bands(window, pieces, fitting))
         case _:
             assert_never(order.making)
+
+
+def _in_bands(order: Post, regions: Found, parts: list[Pieced]) -> _Packed:
+    """As many layers at a time as fit into a slot."""
+    areas = {area.note.name: area for area in regions.ours}
+    assemblies = [
+        Assembly(window, [(areas[shard_region(order.region, one.shard)], one) for one in pieces])
+        for window, pieces in ((part.window, part.pieces) for part in parts)
+    ]
+    packing = Packing(order.source, [Band(one.gather, one.page_bytes) for one in assemblies])
+    made = [
+        packed_writes(order.destination, regions.theirs, packing.handle_pages, part.window)
+        for part in parts
+    ]
+    return _Packed(one_after_another(made), packing)
 
 
 def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:

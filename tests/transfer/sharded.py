@@ -133,15 +133,15 @@ CASES = {
 class Side:
     """The shards of one pool in memory of their own, at addresses of their own."""
 
-    def __init__(self, model, shards, pages, order, first):
+    def __init__(self, model, shards, pages, order, first, space=SPACE):
         self.model, self.shards = model, shards
         self.shapes = [memory_of(model, shard, pages, order) for shard in shards]
-        self.memory = np.zeros(SPACE * len(shards), np.uint8)
-        self.first = first
+        self.memory = np.zeros(space * len(shards), np.uint8)
+        self.first, self.space = first, space
         self.areas = {}
         for index, shape in enumerate(self.shapes):
-            name, at = shard_region("kv", index), index * SPACE
-            assert shape.total_bytes <= SPACE
+            name, at = shard_region("kv", index), index * space
+            assert shape.total_bytes <= space
             told = note(shape, first + at, name)
             self.areas[name] = Area(told, self.memory[at : at + shape.total_bytes])
 
@@ -150,13 +150,13 @@ class Side:
         return {name: area.note for name, area in self.areas.items()}
 
     def elements(self, index):
-        at, shape = index * SPACE, self.shapes[index]
+        at, shape = index * self.space, self.shapes[index]
         memory = self.memory[at : at + shape.total_bytes]
         return elements(memory, shape, self.shards[index])
 
     def fill(self, seed):
         for index, (shard, shape) in enumerate(zip(self.shards, self.shapes, strict=True)):
-            fill(self.memory[index * SPACE :], shape, shard, seed)
+            fill(self.memory[index * self.space :], shape, shard, seed)
 
 
 def sides(name, orders):
@@ -189,7 +189,7 @@ def delivered(here, there, lane):
         for one in here.elements(index):
             have[one[:4]] = one.pages
     for memory, is_mark in ((expected, False), (written, True)):
-        at, shape = lane.peer_shard * SPACE, there.shapes[lane.peer_shard]
+        at, shape = lane.peer_shard * there.space, there.shapes[lane.peer_shard]
         shard = there.shards[lane.peer_shard]
         for one in elements(memory[at : at + shape.total_bytes], shape, shard):
             if one[:4] in have:

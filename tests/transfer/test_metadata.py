@@ -162,6 +162,7 @@ def test_layers_and_heads_come_back_as_they_were(region):
                 {"layers": -1},
                 {"heads": -1},
                 {"layers": 3},
+                {"layers": 3, "strips": (1024,) * 4},
                 {"layers": 4},
                 {"layers": 8},
                 {"heads": 3},

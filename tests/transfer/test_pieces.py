@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvd.core.geometry import Row
-from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes
+from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
 from kvd.core.spec import Mha, Order
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.descriptors import packed_writes
@@ -20,7 +20,18 @@ from kvd.transfer.metadata import Kind, Place, RegionNote
 from kvd.transfer.pieces import Source, pieced
 from kvd.transfer.plans import direct, found, plan
 from kvd.transfer.staging import SLOT_BYTES
-from tests.transfer.sharded import CASES, SPACE, Model, Side, delivered, post, sides
+from tests.transfer.sharded import (
+    CASES,
+    OURS,
+    PAGES,
+    SPACE,
+    THEIRS,
+    Model,
+    Side,
+    delivered,
+    post,
+    sides,
+)
 
 
 def write(rows, here, there):
@@ -33,6 +44,21 @@ def write(rows, here, there):
         onto = slice(to - there.first, to - there.first + size)
         there.memory[onto] = here.memory[at - here.first : at - here.first + size]
         often[onto] += 1
+    return often
+
+
+def write_packed(rows, packing, there):
+    """Pack and carry out one handle after the other; how often each byte was written."""
+    slot, often = np.zeros(SLOT_BYTES, np.uint8), np.zeros_like(there.memory)
+    for handle, (low, high) in enumerate(pairwise(rows.bounds)):
+        slot[:] = 255
+        packing.fill(handle, slot)
+        for (at, size, _), (to, _, _) in zip(
+            rows.source[low:high].tolist(), rows.destination[low:high].tolist(), strict=True
+        ):
+            onto = slice(to - there.first, to - there.first + size)
+            there.memory[onto] = slot[at : at + size]
+            often[onto] += 1
     return often
 
 
@@ -71,7 +97,6 @@ def test_each_byte_goes_to_its_place_once(name, orders):
 @each_case
 def test_pieces_that_are_packed_go_to_the_same_places(name, orders):
     here, there = sides(name, orders)
-    slot = np.zeros(SLOT_BYTES, np.uint8)
 
     for order, regions, expected, written in every_post(here, there):
         packing = plan(order, regions).packing
@@ -80,21 +105,34 @@ def test_pieces_that_are_packed_go_to_the_same_places(name, orders):
         packing.handle_pages = 2
         window = order.making.window if isinstance(order.making, Pieced) else None
         rows = packed_writes(order.destination, regions.theirs, 2, window)
-        often = np.zeros_like(there.memory)
-        for handle, (low, high) in enumerate(pairwise(rows.bounds)):
-            slot[:] = 255
-            packing.fill(handle, slot)
-            for (at, size, _), (to, _, _) in zip(
-                rows.source[low:high].tolist(), rows.destination[low:high].tolist(), strict=True
-            ):
-                onto = slice(to - there.first, to - there.first + size)
-                there.memory[onto] = slot[at : at + size]
-                often[onto] += 1
 
-        assert np.array_equal(often, written)
+        assert np.array_equal(write_packed(rows, packing, there), written)
         assert np.array_equal(there.memory, expected)
         assert len(rows.source) < len(direct(order, regions).source)
         assert rows.handles == 3
+
+
+DEEP = Model(5, Mha(2, 2048, 2048, "float32"), 32)
+"""A layer is 1 MiB, two of them a slot."""
+
+
+@pytest.mark.parametrize("orders", list(product(Order, repeat=2)))
+@pytest.mark.parametrize("ours", [(2, 0, 5), (2, 1, 4)])
+def test_pages_larger_than_a_slot_are_packed_some_layers_at_a_time(ours, orders):
+    size, *layers = ours
+    here = Side(DEEP, tp_shards(2, size, (0, size), tuple(layers)), OURS, orders[0], SPACE, 2**24)
+    there = Side(DEEP, (DEEP.all,), THEIRS, orders[1], 100 * SPACE, 2**26)
+    here.fill(1)
+
+    ((order, regions, expected, written),) = every_post(here, there)
+    rows, packing, _ = plan(order, regions)
+
+    assert np.array_equal(write_packed(rows, packing, there), written)
+    assert np.array_equal(there.memory, expected)
+    assert rows.handles == len(PAGES) * -(-(layers[1] - layers[0]) // 2)
+    assert rows.sizes == [
+        int(rows.source[low:high, 1].sum()) for low, high in pairwise(rows.bounds)
+    ]
 
 
 class Afar(Mapped):

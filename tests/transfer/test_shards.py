@@ -34,6 +34,8 @@ PAGES, ONTO = [6, 2, 3, 4, 1], [8, 5, 6, 7, 1]
 FIRST = 3
 WIDE = Model(8, Mha(8, 64, 32, "bfloat16"), 16)
 """A page is 192 KiB: some 11 to a slot."""
+DEEP = Model(3, Mha(2, 2048, 2048, "float32"), 32)
+"""A page is 3 MiB: two layers fill a slot."""
 
 
 def tp(model: Model, size: int) -> tuple[Shard, ...]:
@@ -51,6 +53,7 @@ CASES = {
     "a rank of two": (MHA, tp(MHA, 2)[1:], (MHA.all,)),
     "ranks of a stage": (MHA, (Shard(1, 3, 0, 2), Shard(1, 3, 2, 4)), (MHA.all,)),
     "latents": (LATENT, (LATENT.all,) * 4, (LATENT.all,) * 2),
+    "pages of bands": (DEEP, tp(DEEP, 2), tp(DEEP, 1)),
     "many handles": (WIDE, tp(WIDE, 2), tp(WIDE, 1)),
 }
 """Components of one pair of nodes, each sharded in its own way."""

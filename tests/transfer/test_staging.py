@@ -19,6 +19,7 @@ from kvd.transfer.staging import (
     SLOT_BYTES,
     SLOTS,
     STAGING_BYTES,
+    Band,
     Packing,
     Staging,
     is_worth_packing,
@@ -202,7 +203,8 @@ def test_pieces_are_packed_tensor_by_tensor_from_wherever_they_begin():
     ours = Memory(Mha(2, 6, 4, "uint8"), 8, 5)
     ours.bytes[:] = np.random.default_rng(3).integers(0, 256, ours.bytes.size, "u1")
     pieces = [7, 6, 11, 12, 13, 14, 5]
-    packing = Packing(ids(pieces), partial(ours.area.gather, 4), ours.shape.page_bytes // 4)
+    band = Band(partial(ours.area.gather, 4), ours.shape.page_bytes // 4)
+    packing = Packing(ids(pieces), [band])
     packed = np.zeros(SLOT_BYTES, np.uint8)
 
     packing.fill(0, packed)
