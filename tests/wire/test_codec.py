@@ -60,7 +60,11 @@ KEPT = [
         "e0000000000000a179",
     ),
     (CLIENT_REQUESTS, client.MatchPrefix(1, "ns"), "93a56d6174636801a26e73"),
-    (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
+    (
+        CLIENT_REQUESTS,
+        client.Finish(4, 2, b"\x05", b"\x07"),
+        "95a666696e6973680402c40105c40107",
+    ),
     (
         CLIENT_REQUESTS,
         client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4),
@@ -86,6 +90,7 @@ KEPT = [
 """Messages with the bytes they have in protocol 1: a change here breaks running peers."""
 
 EARLIER = [
+    (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
     (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
     (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
     (
