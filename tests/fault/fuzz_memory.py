@@ -273,16 +273,16 @@ class CoreSiege:
                 self._later.append(self._loaded(who, which))
             case effects.DropAgent(incarnation=who, generation=which):
                 self._later.append(inputs.AgentDropped(0.0, who, which))
-            case effects.Post(post=post):
-                self._later.append(self._posted(post))
+            case effects.Post(post=post, after=after):
+                self._later.append(self._posted(post, after))
             case effects.Quiesce(lease=lease):
                 self._later.append(inputs.Quiet(0.0, lease))
             case effects.Send(message=peer.Offer(handoff=handoff)):
                 self.make.known["handoff"] = [*self.make.known["handoff"][-30:], handoff]
             case effects.Copy(ticket=ticket):
                 self._later.append(self._copied(ticket))
-            case effects.Send() | effects.RestartTransfer():
-                pass  # no peer answers here; ``_feed`` restarts
+            case effects.Send() | effects.RestartTransfer() | effects.Forget():
+                pass  # no peer answers here; ``_feed`` restarts; each post is answered in a moment
             case _:
                 raise NotImplementedError(effect)  # who waits for it would wait for ever
 
@@ -291,7 +291,9 @@ class CoreSiege:
             return inputs.AgentFailed(0.0, who, which, "no route")
         return inputs.AgentLoaded(0.0, who, which)
 
-    def _posted(self, post: int) -> inputs.Input:
+    def _posted(self, post: int, after: bytes) -> inputs.Input:
+        if after and self.make.rng.random() < 0.3:
+            return inputs.Unposted(0.0, post, "its event failed")
         if self.make.rng.random() < 0.2:
             return inputs.PostFailed(0.0, post, "reset")
         return inputs.PostDone(0.0, post, 4096)
