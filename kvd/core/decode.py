@@ -219,7 +219,6 @@ class Decoder:
         """Our receiving transfer process was reaped: nothing can write through it any more."""
         for part in list(self.parts.values()):
             if part.waiter is None:
-                part.reception.in_doubt = False
                 self._move(part, T.FENCED, "new transport generation")
                 if part.state is D.CLOSED:
                     self.endings.drained(part, "fenced", in_doubt=False)

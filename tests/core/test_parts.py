@@ -332,6 +332,59 @@ def test_bytes_in_doubt_of_one_source_keep_the_pages_until_this_host_is_quiet():
     assert len(world.d.node.decoder.settling.leases) == 1
 
 
+def in_doubt() -> World:
+    """Given up; the first source has destroyed its agent and left bytes, the second writes on."""
+    world = World(sources=TWO)
+    world.hold_posts = world.hold_quiet = world.doubts = True
+    number = receive(world)
+    first, second = senders(world)
+    first.advance(80)
+    second.advance(80)
+    world.cut = {"p1"}
+    world.d.call(client.CancelReceive, receive=number)
+    world.pass_time(1.0)
+    prefiller = first.side.node.prefiller
+    prefiller._peers.drop_agent(world.d.incarnation, world.d.generation, "a test")
+    world.pass_time(1.0)
+    assert states(world) == [Decode.DRAINING]
+    world.doubts = False
+    return world
+
+
+def test_bytes_in_doubt_of_the_first_writer_outlast_the_last_one():
+    world = in_doubt()
+    world.hold_posts = False
+    world.land_posts()
+    world.cut = set()
+    world.pass_time(3.0)
+
+    assert states(world) == []
+    assert totals(world.d) == (56, 0, 0, 7, 0)  # until this host is quiet
+    assert list(world.d.node.decoder.settling.leases) == [1]
+
+
+def test_a_fence_ends_the_doubt_of_every_writer():
+    world = in_doubt()
+    world.d.ask(admin.Fence(1))
+    world.run()
+
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert world.d.node.decoder.settling.leases == {}
+
+
+def test_the_aux_of_a_source_that_is_not_asked_for_it_stays_at_home():
+    world = World(sources=TWO)
+    receive(world)
+    said: list[Settled] = []
+    world.is_lost = lambda letter: (  # type: ignore[method-assign]
+        isinstance(letter.message, Settled) and bool(said.append(letter.message))
+    )
+    for one in senders(world):
+        one.finish(b"of " + one.side.name.encode())
+
+    assert [one.aux for one in said] == [b"of p", b""]
+
+
 # ---- what is said of them ------------------------------------------------------------------------
 
 
