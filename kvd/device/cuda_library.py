@@ -8,6 +8,7 @@ and the next one may fit.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -69,7 +70,8 @@ def candidates(environ: Mapping[str, str], path: list[str]) -> Iterator[str]:
     for place in path:
         here = Path(place)
         for pattern in (f"nvidia/*/lib/{_NAME}", f"torch/lib/{_NAME}"):
-            yield from (str(one) for one in sorted(here.glob(pattern), reverse=True))
+            with contextlib.suppress(OSError):  # a place that this user may not look into
+                yield from (str(one) for one in sorted(here.glob(pattern), reverse=True))
     yield from _LOADER
 
 

@@ -130,7 +130,7 @@ async def test_a_stop_lets_the_handoffs_under_way_end(both, side):
             began_s = time.monotonic()
             assert await code_of(theirs.receive(2, tokens, "p")) == "peer-draining"
             assert time.monotonic() - began_s < 1.0
-            assert d.snapshot().peers[0].state == "lost"
+            until(lambda: d.snapshot().peers[0].state == "lost")  # its last word may be later
 
 
 async def test_a_stop_gives_up_at_its_deadline_and_nobody_hangs(both):
