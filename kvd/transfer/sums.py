@@ -322,7 +322,7 @@ class Sums:
                 self._report(verdict(job))
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))
-            case PostJob(posted=Posted() as posted) if job.ticket in self._posts:
+            case PostJob(posted=Posted() as posted) if self._posts.get(job.ticket) is job:
                 self._conclude(job, posted)
             case _:
                 pass

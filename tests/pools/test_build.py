@@ -39,7 +39,7 @@ def test_build_takes_nothing_when_it_cannot_take_all() -> None:
 
     with pytest.raises(NotReserved, match=r"lower pool.pages"):
         build_pool(spec(KV, Component("big", 1, Raw(2**50), 4)))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # one of an earlier test may close meanwhile
 
 
 def test_what_lies_on_a_device_takes_nothing_of_the_host_but_what_is_saved_of_it() -> None:
