@@ -237,6 +237,7 @@ def rooms(states: tuple[RoomState, ...]) -> RenderableType:
     out = Sheet("ROOM", "SIDE", "STATE", "PEER", "PREFIX>", "PAGES>", "AGE>", "ENDS IN>")
     for one in states:
         facts = [f"part {one.part} of {one.owner}" if one.owner else f"part {one.part}"]
+        facts += [one.share] if one.share else []
         facts.append(f"{amount(one.moved_bytes)} of {amount(one.total_bytes)}")
         facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
         out.row(

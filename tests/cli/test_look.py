@@ -215,6 +215,16 @@ def test_rooms_show_progress_and_with_v_the_story(run):
     ]
 
 
+def test_rooms_say_which_part_of_a_prompt_a_source_sends(run, daemon, snapshot):
+    part = msgspec.structs.replace(snapshot.rooms[0], share="part 2 of 3, pages 4..8")
+    whole = daemon.answer
+    daemon.answer = lambda request: msgspec.structs.replace(
+        whole(request), snapshot=msgspec.structs.replace(snapshot, rooms=(part,))
+    )
+
+    assert "part 1 of decode-0; part 2 of 3, pages 4..8; 6.0 MiB of" in run("rooms").stdout
+
+
 def test_peers_show_the_link(run):
     assert run("peers").stdout.splitlines() == [
         "PEER       STATE    SILENT      RTT  RECEIVES  SENDS  AGENT",
