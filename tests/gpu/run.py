@@ -39,7 +39,7 @@ MIB, REHEARSED_MIB = 512, 32
 PACKAGES = ("torch", "nixl", "nixl-cu12", "nixl-cu13")
 NOT_SHOWN = (
     "several devices: pools of several shards, NVLink between devices (one test, if there are two)",
-    "collectives over NCCL and symmetric memory: they need two devices, and no test of them exists",
+    "collectives over NCCL and symmetric memory: their tests need a device for each rank",
     "two hosts: GPUDirect RDMA; everything here is one host",
 )
 
