@@ -55,19 +55,7 @@ def _show(result: ShardsResult) -> None:
     plan = result.plan
     show_table(
         f"{plan.pages} pages of 2 MiB in random order; medians of {plan.repeats}, GB/s",
-        (
-            "shards",
-            "MiB",
-            "packed",
-            "kvd",
-            "with sums",
-            "descriptors",
-            "of KiB",
-            "raw",
-            "kvd/raw",
-            "cpu s/GB",
-            "raw cpu",
-        ),
+        HEADERS,
         [_row(one) for one in result.cases],
     )
     show_notes(
