@@ -8,10 +8,16 @@ to do about it; the code is stable and is what programs test for.
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
 Number = int | float | str
+
+MAX_NUMBERS = 64
+"""Figures of a refusal: more are not even read."""
+
+Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=MAX_NUMBERS)]
 
 
 class Code(enum.Enum):
@@ -81,7 +87,7 @@ class Refusal(msgspec.Struct, frozen=True):
     code: Code
     message: str
     side: str = ""
-    numbers: dict[str, Number] = {}
+    numbers: Numbers = {}
 
     @property
     def is_retryable(self) -> bool:

@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from kvd import types
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -51,7 +53,7 @@ Push = Callable[[bytes, int], object]
 BACKLOG_MESSAGES: Final = 4096
 """High-water mark per peer and direction: a reader this far behind is not reading."""
 
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+MAX_FRAME_BYTES: Final = types.MAX_FRAME_BYTES
 """libzmq drops the connection of a sender of more; also the default of limits.max_frame_bytes."""
 
 DRAIN_MESSAGES: Final = 32

@@ -37,6 +37,9 @@ NULL_PAGE = 0
 MAX_ROOM = 2**63 - 1
 """Rooms are 1..MAX_ROOM: 0 means "no room" to every router in the field."""
 
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""The longest frame of any socket, unless the configuration says otherwise."""
+
 NO_TOKENS = Tokens(b"")
 NO_PAGES = Pages(b"")
 

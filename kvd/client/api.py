@@ -224,8 +224,9 @@ class Node:
         lease: Lease,
         namespace: str = "",
         deadline_s: float = 30.0,
+        to: str | None = None,
     ) -> Send:
-        """Prefill side: hand the KV of ``tokens`` to whoever receives in ``room``; at once.
+        """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
         Args:
             room: the rendezvous number that the router chose.
@@ -233,12 +234,16 @@ class Node:
             lease: its pages are read until the handoff has ended, even when it is released.
             namespace: as in ``lease``.
             deadline_s: of the whole handoff.
+            to: the node (or its configured address) whose engine receives it. No other one can take
+                the room or end it, and it is heard at once when that one gives up. None: the first
+                node with the same prompt has it; of several that are known, one that gives up is
+                not heard, because another may be the one.
 
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
         """
         request = wire.Send(
-            self._port.connection.next_call(), _room(room), lease.id, namespace, deadline_s
+            self._port.connection.next_call(), _room(room), lease.id, namespace, deadline_s, to
         )
         call = await self._port.perform(request, tokens=token_frame(tokens), about=lease.record)
         if call.send is None:

@@ -290,10 +290,11 @@ class SyncNode:
         lease: SyncLease,
         namespace: str = "",
         deadline_s: float = 30.0,
+        to: str | None = None,
     ) -> SyncSend:
         """As ``Node.send``."""
         verb = self.wrapped.send(
-            room, tokens, lease=lease.wrapped, namespace=namespace, deadline_s=deadline_s
+            room, tokens, lease=lease.wrapped, namespace=namespace, deadline_s=deadline_s, to=to
         )
         return SyncSend(run(verb))
 

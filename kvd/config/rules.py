@@ -21,6 +21,7 @@ from kvd.config.pool_pages import size_bytes
 from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
 from kvd.config.shard_rules import SHARD_RULES
 from kvd.config.sharding import layers_of, ranks_of
+from kvd.core.frames import MESSAGE_BYTES
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -257,6 +258,15 @@ def _prompt_in_frame(config: Config) -> list[Finding]:
     return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
 
 
+def _aux_in_frame(config: Config) -> list[Finding]:
+    """The aux travels in one message, or no handoff is begun at all."""
+    needed = config.limits.max_aux_bytes + MESSAGE_BYTES
+    if needed <= config.limits.max_frame_bytes:
+        return []
+    rule = f"must hold limits.max_aux_bytes and {MESSAGE_BYTES} more"
+    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+
+
 def _ports_apart(config: Config) -> list[Finding]:
     """Two listeners cannot share a port of one address."""
     http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
@@ -279,6 +289,7 @@ RULES = (
     Rule(_allowed, frozenset({"peers.allow"})),
     Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
     Rule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
+    Rule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
     Rule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
 )
 """Every rule over several keys. Invalid entries of tables are left out before they are judged."""

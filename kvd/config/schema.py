@@ -25,6 +25,7 @@ from kvd.config.work_sections import (
     RadixSection,
     TransferSection,
 )
+from kvd.types import MAX_FRAME_BYTES
 
 
 class AuditSection(msgspec.Struct, frozen=True):
@@ -90,7 +91,7 @@ class LimitsSection(msgspec.Struct, frozen=True):
     max_frame_bytes: Annotated[
         int,
         Meta(ge=2**16, le=2**31 - 1, description="Longest message frame on any socket."),
-    ] = 16 * 2**20
+    ] = MAX_FRAME_BYTES
     max_aux_bytes: Annotated[
         int,
         Meta(ge=0, le=2**16, description="Longest aux that a prefill engine may hand over."),

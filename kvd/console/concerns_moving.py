@@ -53,15 +53,14 @@ def sends(scene: Scene) -> Iterator[Concern]:
     """The same of the other side; and those whose receiver does not end them."""
     now_s, prefiller = scene.now_s, scene.node.prefiller
     seen = scene.progress.sends
-    for parts in (prefiller.by_room, prefiller.last_word.settled):
-        for part in parts.values():
-            found = seen.get(part.id)
-            moved_s = found[1] if found is not None else now_s
-            if now_s - moved_s > STUCK_S:
-                yield _still_send(scene, part, moved_s)
-            is_late = part.deadline_s - now_s < LATE * (part.deadline_s - part.since_s)
-            if is_late and part.state in _SENDING:
-                yield _late(scene, f"send:{part.id}", part, prefiller.posts.live_bytes(part))
+    for part in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+        found = seen.get(part.id)
+        moved_s = found[1] if found is not None else now_s
+        if now_s - moved_s > STUCK_S:
+            yield _still_send(scene, part, moved_s)
+        is_late = part.deadline_s - now_s < LATE * (part.deadline_s - part.since_s)
+        if is_late and part.state in _SENDING:
+            yield _late(scene, f"send:{part.id}", part, prefiller.posts.live_bytes(part))
 
 
 def peers(scene: Scene) -> Iterator[Concern]:

@@ -114,10 +114,10 @@ def _rooms(scene: Scene, _: Query) -> Iterator[Handoff]:
     scene.progress.look(scene)
     shown = set()
     prefiller = scene.node.prefiller
-    receives, sends = scene.node.decoder.parts, prefiller.by_room
+    receives, sends = scene.node.decoder.parts, prefiller.rooms.live()
     alive = [
         *[_receive(scene, part) for part in receives.values()],
-        *[_send(scene, part) for part in sends.values()],
+        *[_send(scene, part) for part in sends],
         *[_send(scene, part) for part in prefiller.last_word.settled.values()],
     ]
     for one in sorted(alive, key=lambda one: one.since_s):

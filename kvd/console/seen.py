@@ -47,14 +47,13 @@ class Progress:
                 self.receives[receive.id] = _next(known, n_bytes, last_s, now_s)
         before, self.sends = self.sends, {}
         live_bytes = prefiller.posts.live_bytes
-        for parts in (prefiller.by_room, prefiller.last_word.settled):
-            for send in parts.values():
-                known = before.get(send.id)
-                last_s, n_bytes = send.story.last_s, live_bytes(send)
-                if known is None:
-                    self.sends[send.id] = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
-                else:
-                    self.sends[send.id] = _next(known, n_bytes, last_s, now_s)
+        for send in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+            known = before.get(send.id)
+            last_s, n_bytes = send.story.last_s, live_bytes(send)
+            if known is None:
+                self.sends[send.id] = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
+            else:
+                self.sends[send.id] = _next(known, n_bytes, last_s, now_s)
 
     def moved_s(self, side: str, part: int) -> float | None:
         """When that part last moved; None for one that was not looked at."""

@@ -57,6 +57,6 @@ def vitals(scene: Scene, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
         sources=scene.recent.sources(),
         latency=latency,
         moving_bytes_in=sum(part.moved_bytes for part in decoder.parts.values()),
-        moving_bytes_out=sum(part.moved_bytes for part in prefiller.by_room.values()),
+        moving_bytes_out=sum(part.moved_bytes for part in prefiller.rooms.live()),
         console_share=loop.console_share,
     )

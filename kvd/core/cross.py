@@ -44,7 +44,7 @@ class Cross:
     @cached_property
     def sends(self) -> dict[int, PrefillPart]:
         """By send id, the parts that may still read their lease."""
-        return {part.id: part for part in self._node.prefiller.by_room.values()}
+        return {part.id: part for part in self._node.prefiller.rooms.live()}
 
     @cached_property
     def reads(self) -> Counter[int]:

@@ -261,7 +261,10 @@ class Decoder:
     # ---- edges -------------------------------------------------------------------------------
 
     def admitted(self, reception: Reception, lease: Lease, call: int) -> None:
-        """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offers."""
+        """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offers.
+
+        -> CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
+        """
         reception.waiter = None
         reception.lease = lease
         reception.prefix_tokens = lease.prefix_tokens
@@ -269,8 +272,15 @@ class Decoder:
             part.incarnation = self.peers.by_name[part.peer].incarnation
             self._last_handoff += 1
             part.handoff = self._last_handoff
-            self.by_handoff[part.handoff] = part
         self.offering.prepare(reception, lease)
+        refusal = self.offering.too_long(reception)
+        if refusal is not None:
+            reception.lease = None
+            self._leases.release(lease, ARRIVAL, refusal.code.value)
+            self.not_admitted(reception, refusal, call)
+            return
+        for part in reception.parts:
+            self.by_handoff[part.handoff] = part
         for part in reception.parts:
             self._move(part, T.ADMITTED, _wanted(part))
         answer = client.Receiving(call, reception.id, reception.prefix_tokens)

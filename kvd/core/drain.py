@@ -156,7 +156,7 @@ class Drainer:
     def _cut(self) -> None:
         receives, sends = self.under_way()
         receives = [part for part in receives if part.ended is None]
-        sends = [part for part in sends if part.room in self._node.prefiller.by_room]
+        sends = [part for part in sends if self._node.prefiller.rooms.has(part)]
         sends = [part for part in sends if part.state is not Prefill.DRAINING]
         self.cut += len(receives) + len(sends)
         refusal = self._too_late()
@@ -245,7 +245,7 @@ class Drainer:
         A lease that resumes is nothing new.
         """
         waiters = [one for one in self._node.admission.queue if not one.claim.resumes]
-        sends = [one for one in self._node.prefiller.by_room.values() if one.state in WAITING]
+        sends = [one for one in self._node.prefiller.rooms.live() if one.state in WAITING]
         return waiters, sends
 
     def under_way(self) -> tuple[list[DecodePart], list[PrefillPart]]:
@@ -260,10 +260,9 @@ class Drainer:
 
     def _sends(self) -> Iterator[PrefillPart]:
         prefiller, is_lost = self._node.prefiller, self._node.peers.is_lost
-        for parts in (prefiller.by_room, prefiller.last_word.settled):
-            for part in parts.values():
-                if part.state not in WAITING and not is_lost(part.incarnation):
-                    yield part
+        for part in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
+            if part.state not in WAITING and not is_lost(part.incarnation):
+                yield part
 
     def _leases(self) -> int:
         return sum(ENGINE in one.holders for one in self._node.leases.leases.values())

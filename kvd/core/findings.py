@@ -176,7 +176,7 @@ class Findings:
     def _part(self, fault: Fault) -> DecodePart | PrefillPart | None:
         """The part that it is about, or that its lease belongs to."""
         decoder, prefiller = self._node.decoder, self._node.prefiller
-        prefill = [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
+        prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
         for receive in decoder.known():
             if fault.side != "prefill" and _is_about(fault, receive.id, receive.lease):
                 return receive

@@ -141,8 +141,7 @@ class Inquiries:
         parts: list[DecodePart | PrefillPart] = [
             part for part in decoder.known() if part.room == room
         ]
-        if room in prefiller.by_room:
-            parts.append(prefiller.by_room[room])
+        parts += prefiller.rooms.of(room)
         parts += [part for part in prefiller.last_word.settled.values() if part.room == room]
         return parts
 
@@ -198,9 +197,7 @@ class Inquiries:
             if receive is not None:
                 story = self._of_receive(receive, message.ask)
         elif message.side == PREFILL:
-            send = self._node.prefiller.last_word.by_handoff.get(
-                (peer.incarnation, message.handoff)
-            )
+            send = self._node.prefiller.last_word.find(peer.incarnation, message.handoff)
             if send is not None and send.room == message.room:
                 story = self._of_send(send, message.ask)
         self._out.send(peer.link, story)

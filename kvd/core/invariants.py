@@ -61,7 +61,7 @@ def faults(node: Node) -> list[Fault]:
         found += receive_faults(node, receive, cross)
     for lease_id, reception in decoder.ready.items():
         found += ready_faults(node, lease_id, reception)
-    for send in [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]:
+    for send in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
         found += send_faults(node, send, cross)
     for post, send in prefiller.posts.parts.items():
         found += post_faults(node, post, send)

@@ -8,14 +8,15 @@ side's floor has passed its id.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core.machine import move_prefill
 from kvd.core.peer_drain import as_told
+from kvd.core.records import Records, page_bytes
 from kvd.core.sources import span_of
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES
 from kvd.wire import client, events
 from kvd.wire.peer import Closed, Outcome, Settled
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from kvd.core.parts import PrefillPart
     from kvd.core.peer import Peer, Peers
     from kvd.core.settings import Settings
+    from kvd.wire.peer import Offer
+
+FOREVER = 2**63
+"""Above every id."""
 
 GRACE_S = 2.0
 """At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
@@ -35,39 +40,68 @@ MAX_RECORDS = 16_384
 MAX_OPEN = 4096
 """Of one peer, tombstones not included: each may keep an Offer with its pages."""
 
+KEPT_PROMPTS = 4
+"""The page ids that are kept of one peer are those of so many of the longest prompts, in pages of
+one token. In pages of 16 tokens a prompt takes a sixteenth of that."""
+
+MIN_KEPT_BYTES = 1024 * 1024
+"""And so many at least: 256 page ids for each of ``MAX_OPEN`` Offers."""
+
 
 class LastWord:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self.by_handoff: dict[tuple[str, int], PrefillPart] = {}
-        """Every part that has met an Offer or an Abort, live ones included."""
+        self.records: dict[str, Records] = {}
+        """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
         self.settled: dict[int, PrefillPart] = {}
         """By send id: those that wait for Closed."""
-        self.records: Counter[str] = Counter()
-        """By decode incarnation: how many of ``by_handoff`` are its own."""
-        self.open: Counter[str] = Counter()
-        """And how many of these are not CLOSED."""
+        components = len(settings.spec.components)
+        longest = settings.max_prompt_tokens * ID_BYTES * components
+        self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
+        """Of the page ids of open Offers of one peer."""
         self.delivered = self.failed = 0
         self._settings = settings
         self._leases = leases
         self._peers = peers
         self._out = out
 
+    @property
+    def n_records(self) -> int:
+        """Handoffs of all peers, tombstones included."""
+        return sum(len(one.parts) for one in self.records.values())
+
     def join(self, part: PrefillPart) -> None:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""
-        self.by_handoff[part.incarnation, part.handoff] = part
-        self.records[part.incarnation] += 1
-        self.open[part.incarnation] += 1
+        records = self.records.get(part.incarnation)
+        if records is None:
+            records = self.records[part.incarnation] = Records()
+        records.join(part)
 
-    def is_full(self, peer: Peer, handoff: int) -> bool:
+    def keep(self, part: PrefillPart, offer: Offer) -> None:
+        """The Offer stays with its part until that is CLOSED."""
+        part.offer = offer
+        self.records[part.incarnation].kept_bytes += page_bytes(offer)
+
+    def find(self, incarnation: str, handoff: int) -> PrefillPart | None:
+        """The part that answers for this handoff."""
+        records = self.records.get(incarnation)
+        return None if records is None else records.parts.get(handoff)
+
+    def is_full(self, peer: Peer, handoff: int, kept_bytes: int = 0) -> bool:
         """Refuse a message about a handoff that we would have to remember, and cannot.
+
+        ``kept_bytes``: of the page ids that would be kept with it.
 
         A Reject, not a Settled: that would have to stay true, which only a record makes sure of.
         An honest peer repeats the message until there is room.
         """
-        n_open, n_records = self.open[peer.incarnation], self.records[peer.incarnation]
-        if n_open < MAX_OPEN and n_records < MAX_RECORDS:
+        records = self.records.get(peer.incarnation)
+        if records is None:
+            return False
+        n_open, n_records = len(records.open), len(records.parts)
+        kept = records.kept_bytes + kept_bytes
+        if n_open < MAX_OPEN and n_records < MAX_RECORDS and kept <= self.max_kept_bytes:
             return False
         self._peers.reject(
             peer.link,
@@ -75,19 +109,13 @@ class LastWord:
             Refusal(
                 Code.NO_ROOM,
                 f"handoff {handoff} of {peer.name}: {n_open} of it are open here and {n_records} "
-                f"remembered, the limits are {MAX_OPEN} and {MAX_RECORDS}",
+                f"remembered, the limits are {MAX_OPEN} and {MAX_RECORDS}; their page ids would be "
+                f"{kept} bytes with this one, of {self.max_kept_bytes}",
                 side=self._settings.name,
-                numbers={"open": n_open, "records": n_records},
+                numbers={"open": n_open, "records": n_records, "kept_bytes": kept},
             ),
         )
         return True
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        """Only of a part that is CLOSED."""
-        if self.by_handoff.pop(key, None) is not None:
-            self.records[key[0]] -= 1
-            if not self.records[key[0]]:
-                del self.records[key[0]]
 
     def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
         """The part is SETTLED: let the source lease go, and say so from now on."""
@@ -105,7 +133,7 @@ class LastWord:
             self.say(part)
         else:  # a newer process of that node has said Hello meanwhile: nobody will answer
             self.outlive(part)
-            self._drop((part.incarnation, part.handoff))
+            self._fold(part.incarnation, FOREVER)
 
     def forgotten(self, part: PrefillPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
@@ -159,7 +187,7 @@ class LastWord:
 
     def closed(self, peer: Peer, message: Closed) -> None:
         """How it ended over there: what ``finish`` waits for."""
-        part = self.by_handoff.get((peer.incarnation, message.handoff))
+        part = self.find(peer.incarnation, message.handoff)
         if part is None or part.state is not Prefill.SETTLED:
             return
         refusal = None
@@ -203,25 +231,18 @@ class LastWord:
 
     def fold(self, peer: Peer) -> None:
         """Drop tombstones below the decode side's floor: they are never asked about again."""
-        over = [
-            key
-            for key, part in self.by_handoff.items()
-            if key[0] == peer.incarnation
-            and key[1] < peer.offer_floor
-            and part.state is Prefill.CLOSED
-        ]
-        for key in over:
-            self._drop(key)
+        self._fold(peer.incarnation, peer.offer_floor)
 
     def forget(self, incarnation: str) -> None:
         """The decode side's process is over: its tombstones answer nobody."""
-        over = [
-            key
-            for key, part in self.by_handoff.items()
-            if key[0] == incarnation and part.state is Prefill.CLOSED
-        ]
-        for key in over:
-            self._drop(key)
+        self._fold(incarnation, FOREVER)
+
+    def _fold(self, incarnation: str, floor: int) -> None:
+        records = self.records.get(incarnation)
+        if records is not None:
+            records.fold(floor)
+            if not records.parts:
+                del self.records[incarnation]
 
     def floor(self, peer: Peer) -> int:
         """Handoff ids of this peer below it are closed here, and no Offer of them can come.
@@ -229,11 +250,8 @@ class LastWord:
         Never above what the decode side has closed: an id that we have not met may still be open
         there, and its outcome must be kept for us.
         """
-        still_open = [
-            handoff
-            for (incarnation, handoff), part in self.by_handoff.items()
-            if incarnation == peer.incarnation and part.state is not Prefill.CLOSED
-        ]
+        records = self.records.get(peer.incarnation)
+        still_open = records.open[:1] if records is not None else []
         return min([peer.offer_floor, *still_open])
 
     def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
@@ -262,9 +280,9 @@ class LastWord:
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
-        self.open[part.incarnation] -= 1
-        if not self.open[part.incarnation]:
-            del self.open[part.incarnation]
+        records = self.records[part.incarnation]
+        records.bury(part.handoff)
+        records.kept_bytes -= page_bytes(part.offer)
         part.offer = None
         part.ended = refusal
         part.aux = b""

@@ -11,6 +11,9 @@ other keeps may still be one of several sources.
 
 from __future__ import annotations
 
+import hashlib
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from kvd.core.page_split import page_split, read_fingerprint
@@ -26,6 +29,10 @@ from kvd.core.spec import (
     shards_of,
 )
 from kvd.errors import Code, Refusal
+
+if TYPE_CHECKING:
+    from kvd.core.peer import Peer
+    from kvd.core.settings import Settings
 
 WHOLE = (Lane(0, None, (Straight(),)),)
 """Between two pools that have all of the model in one shard."""
@@ -45,6 +52,24 @@ class LayoutMatch(msgspec.Struct, frozen=True):
     shards: tuple[Shard, ...] = ()
     lanes: tuple[Lane, ...] = WHOLE
     incoming: tuple[Lane, ...] = WHOLE
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Which layout of a peer was read last: the SHA-256 of its text, and how it differs."""
+
+    digest: bytes
+    difference: str = ""
+
+
+def read_layout(peer: Peer, text: str, mine: Settings) -> None:
+    """What ``peer`` says of its pool, and what follows; once for each text, not for each Hello."""
+    digest = hashlib.sha256(text.encode()).digest()
+    if peer.layout.digest == digest:
+        return
+    match = layout_match(mine.spec, text, mine.name, peer.name)
+    peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
+    peer.shards, peer.lanes, peer.incoming = match.shards, match.lanes, match.incoming
+    peer.layout = Layout(digest, match.difference)
 
 
 def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMatch:

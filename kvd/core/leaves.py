@@ -16,19 +16,27 @@ def named(leaves: dict[str, str]) -> set[str]:
     return {owner(key) for key in leaves if key.endswith(".name") and key.count(".") == 2}
 
 
+MAX_LEAVES = 2048
+"""Of a stranger's: our own have some ten for each component."""
+
+
 _TOP = {"0": "order", "1": "components"}
 
 
 def leaves_of(value: object) -> dict[str, str]:
-    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part."""
+    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part.
+
+    A list or a map that would make it more than ``MAX_LEAVES`` is shown as one value.
+    """
     leaves: dict[str, str] = {}
     stack: list[tuple[str, int, object]] = [("", 0, value)]
     while stack:
         path, depth, found = stack.pop()
         items: list[tuple[str, object]]
-        if isinstance(found, dict) and depth < _MAX_DEPTH:
+        room = MAX_LEAVES - len(leaves) - len(stack)
+        if isinstance(found, dict) and depth < _MAX_DEPTH and len(found) <= room:
             items = list(found.items())
-        elif isinstance(found, list) and depth < _MAX_DEPTH:
+        elif isinstance(found, list) and depth < _MAX_DEPTH and len(found) <= room:
             items = [(str(index), item) for index, item in enumerate(found)]
         else:
             leaves[path] = _shown(found)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.cargo import legs_of
+from kvd.core.frames import long_offer, long_settled
 from kvd.core.peer_drain import peer_drains
 from kvd.core.prompt import prompt_digest
 from kvd.core.sources import Source, is_whole, shares, span_of
 from kvd.core.spec import shards_of
+from kvd.core.verdict import of_source
 from kvd.errors import Code, Refusal
 from kvd.wire.bounds import MAX_SOURCES
 from kvd.wire.peer import ALL, Offer
@@ -105,6 +107,19 @@ class Offering:
         if isinstance(found, Refusal):
             return msgspec.structs.replace(found, side=self._settings.name)
         return found
+
+    def too_long(self, reception: Reception) -> Refusal | None:
+        """Why a message that a part needs would be too long for who is to read it."""
+        mine = self._settings
+        for part in reception.parts:
+            offer, peer = part.unanswered, self._peers.by_name[part.peer]
+            assert isinstance(offer, Offer)
+            n_shards, limit = len(peer.incoming), mine.max_frame_bytes
+            refusal = long_offer(offer, peer.max_frame_bytes, peer.name, mine)
+            refusal = refusal or long_settled(offer, n_shards, limit, mine.name, mine)
+            if refusal is not None:
+                return of_source(part, refusal)
+        return None
 
     def prepare(self, reception: Reception, lease: Lease) -> None:
         """Give each part its share and its Offer; their handoff ids are there already."""

@@ -97,8 +97,7 @@ class Operators:
         )
         for one in [one for one in node.decoder.receptions.values() if one.room == got.room]:
             node.decoder.cancel(one, refusal)
-        send = node.prefiller.by_room.get(got.room)
-        if send is not None:
+        for send in node.prefiller.rooms.of(got.room):
             node.prefiller.give_up(send, refusal)
         return told
 

@@ -207,6 +207,24 @@ class FailedSend(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
+class Awaited:
+    """Whose Offer an engine waits for, and what has become of others'."""
+
+    __slots__ = ("destination", "turned_away", "withdrawn")
+
+    def __init__(self) -> None:
+        self.destination = ""
+        """The node that the engine names; empty: any whose prompt is the same."""
+        self.turned_away = ""
+        """The last Offer that was refused, and why."""
+        self.withdrawn: dict[str, str] = {}
+        """By peer, why it does not offer pages after all."""
+
+    def is_by(self, peer: str) -> bool:
+        """Whether an Offer of this node may have the room."""
+        return self.destination in {"", peer}
+
+
 class PrefillPart:
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
@@ -214,6 +232,7 @@ class PrefillPart:
         "after",
         "answer_s",
         "aux",
+        "awaited",
         "cursor_tokens",
         "deadline_s",
         "decode_prefix_len",
@@ -259,9 +278,7 @@ class PrefillPart:
         self.room = room
         self.state = state
         self.since_s = at_s
-        self.deadline_s = at_s
-        self.drain_s = at_s
-        self.linger_s = at_s
+        self.deadline_s = self.drain_s = self.linger_s = at_s
         self.answer_s = at_s
         """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
         self.resend_s = at_s
@@ -270,6 +287,7 @@ class PrefillPart:
         """Of the engine; 0 while there is none."""
         self.engine: Engine | None = None
         self.offer: Offer | None = None
+        self.awaited = Awaited()
         self.peer = ""
         self.incarnation = ""
         self.handoff = 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvd.core.agents import RETRY_S, Agent, Agents
 from kvd.core.dialed import Dialed
 from kvd.core.hello import unwelcome
-from kvd.core.layouts import layout_match
+from kvd.core.layouts import Layout, read_layout
 from kvd.core.life import Life
 from kvd.core.peer_drain import SERVING, UNSAID, lost_because
 from kvd.core.spec import fingerprint
@@ -47,9 +47,11 @@ class Peer:
         "incarnation",
         "incoming",
         "lanes",
+        "layout",
         "life",
         "link",
         "max_aux_bytes",
+        "max_frame_bytes",
         "max_prompt_tokens",
         "metadata",
         "name",
@@ -71,9 +73,10 @@ class Peer:
         self.generation = 0
         self.metadata = b""
         self.max_prompt_tokens = 0
-        self.max_aux_bytes = 0
+        self.max_aux_bytes = self.max_frame_bytes = 0
         self.life = Life.LOST
         self.heard_s = 0.0
+        self.layout = Layout(b"")
         self.refusal: Refusal | None = None
         """Why we send it nothing."""
         self.source_refusal: Refusal | None = None
@@ -243,16 +246,14 @@ class Peers:
         peer.metadata = message.metadata
         peer.max_prompt_tokens = message.max_prompt_tokens
         peer.max_aux_bytes = message.max_aux_bytes
-        mine = self._settings
-        match = layout_match(mine.spec, message.layout, mine.name, peer.name)
-        peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
-        peer.shards, peer.lanes, peer.incoming = match.shards, match.lanes, match.incoming
-        if match.sending is not None and match.receiving is not None:
+        peer.max_frame_bytes = message.max_frame_bytes
+        read_layout(peer, message.layout, self._settings)
+        if peer.refusal is not None and peer.source_refusal is not None:
             out = self._out
-            why = match.difference
+            why = peer.layout.difference
             out.emit(
                 events.PeerRefused(
-                    out.next_seq(), out.at_s, peer.name, match.sending.code.value, why
+                    out.next_seq(), out.at_s, peer.name, peer.refusal.code.value, why
                 )
             )
         self.agents.load(peer)
@@ -278,6 +279,7 @@ class Peers:
                 metadata=self.metadata,
                 max_prompt_tokens=mine.max_prompt_tokens,
                 max_aux_bytes=mine.max_aux_bytes,
+                max_frame_bytes=mine.max_frame_bytes,
             ),
         )
 

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.agents import Agent
-from kvd.core.cargo import parts_of
+from kvd.core.cargo import legs_of, parts_of
 from kvd.core.seal import UNSEALED
 from kvd.core.shards import page_share
+from kvd.core.sources import span_of
 from kvd.core.tables import Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from kvd.core.cargo import Cargo
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import Engine, PrefillPart
-    from kvd.core.peer import Peers
+    from kvd.core.peer import Peer, Peers
     from kvd.core.shards import Making
+    from kvd.wire.peer import Offer
 
 
 EVENT_BYTES = 64
@@ -69,9 +71,31 @@ class Posts:
         self._out = out
         self._last = 0
 
+    def plan(self, part: PrefillPart, offer: Offer, peer: Peer) -> None:
+        """What of the prompt is to be posted for an Offer, and along which legs."""
+        part.generation = offer.generation
+        part.prompt_tokens = offer.prompt_tokens
+        part.decode_prefix_len = prefix = offer.decode_prefix_len
+        part.share = offer.share
+        part.split = peer.split
+        part.start_tokens, part.end_tokens = span_of(
+            offer.share, prefix, offer.prompt_tokens, self.page_tokens(part)
+        )
+        part.posted_tokens = part.start_tokens
+        part.legs = legs_of(offer, peer.lanes)
+        part.seals = self._cargo.seals(offer, part.legs, peer.split)
+        part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
+        part.posted_last = not offer.share.is_authoritative or all(
+            freight.streams for freight in self._cargo.freights
+        )
+
     def push(self, part: PrefillPart) -> None:
-        """Post what has become whole, if there is an agent to post through."""
-        peer = self._peers.by_incarnation.get(part.incarnation)
+        """Post what has become whole, if there is an agent to post through.
+
+        An agent of another generation than the Offer's is none: nobody would end a post to it, and
+        what is outstanding keeps the part from ever being settled.
+        """
+        peer = self._peers.current(part.incarnation, part.generation)
         if peer is None or peer.agent is not Agent.LOADED:
             return
         engine, offer = part.engine, part.offer

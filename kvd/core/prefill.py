@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.agents import Agent
-from kvd.core.cargo import Cargo, legs_of
+from kvd.core.cargo import Cargo
 from kvd.core.flow import stalled
 from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
@@ -25,7 +25,9 @@ from kvd.core.offer import differs, disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.peer_drain import lost_because
 from kvd.core.posts import Posts, no_event
-from kvd.core.sources import accepted, span_of
+from kvd.core.records import page_bytes
+from kvd.core.rooms import Rooms, may_offer_still, taken
+from kvd.core.sources import accepted
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.core.verdict import long_aux, too_late
 from kvd.errors import Code, Refusal
@@ -58,15 +60,16 @@ class Prefiller:
     drainer: Drainer
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self.by_room: dict[int, PrefillPart] = {}
+        self._cargo = Cargo(settings.spec, leases)
+        self.rooms = Rooms(self._cargo, settings.name)
         """Every part in a LIVE state."""
+        self.by_room = self.rooms.by_room
         self.by_send: dict[int, PrefillPart] = {}
         """Every part an engine has opened and neither finished nor heard to have failed."""
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
         self.lapsed = LapsedRooms(settings)
         self.last_word = LastWord(settings, leases, peers, out)
-        self._cargo = Cargo(settings.spec, leases)
         self.posts = Posts(self._cargo, leases, peers, out)
         self._settings = settings
         self._leases = leases
@@ -80,20 +83,21 @@ class Prefiller:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.by_room.get(message.room)
         if part is not None and part.state is not P.AWAIT_ENGINE:
-            return Refusal(
-                Code.DUPLICATE_ROOM,
-                f"room {message.room} is already open here ({part.state.value}, send {part.id})",
-                side=self._settings.name,
-            )
-        if part is not None and part.offer is not None:
-            refusal = disagreement(part.offer, engine, self._cargo, self._settings.name)
-            if refusal is not None:
-                self._refuse(part, refusal)
-                return refusal
+            return taken(part, self._settings.name)
+        destination = self._peers.find(message.peer or "") or message.peer or ""
+        meeting = self.rooms.meet(message.room, destination, engine)
+        for turned in meeting.turned:
+            self._refuse(turned.part, turned.refusal)
+        if meeting.refusal is not None:
+            return meeting.refusal
+        part = meeting.part
         if part is None:
             part = self._new_part(message.room, P.AWAIT_OFFER)
-            self.by_room[message.room] = part
+            self.rooms.enter(part)
             part.story.tell(self._out.at_s, f"opened by session {engine.session}")
+            for turned in meeting.turned:
+                self._turned_away(part, turned.part.peer, turned.refusal)
+        part.awaited.destination = destination
         self.lapsed.forget(message.room)
         part.engine = engine
         part.session = engine.session
@@ -177,7 +181,7 @@ class Prefiller:
 
     def offered(self, peer: Peer, message: Offer) -> None:
         """Destination pages, for a room that an engine has opened or will open."""
-        known = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
+        known = self.last_word.find(peer.incarnation, message.handoff)
         if known is not None:
             refusal = differs(known, message, self._settings.name)
             if refusal is None:
@@ -188,48 +192,45 @@ class Prefiller:
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
-        if self.last_word.is_full(peer, message.handoff):
+        if self.last_word.is_full(peer, message.handoff, page_bytes(message)):
             return
         part = self.by_room.get(message.room)
-        refusal = self.drainer.refusal()
-        refusal = refusal or unacceptable(message, peer, part, self._cargo, self._settings)
-        if refusal is None and part is None:
-            refusal = self.lapsed.refusal(message.room, self._out.at_s - message.waited_s)
+        refusal = self._unserved(peer, message, part)
         if refusal is not None:
             stranger = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(stranger, peer, message.handoff)
             self._refuse(stranger, refusal)
             return
-        if part is None:
+        if part is None or part.state is P.AWAIT_ENGINE:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             part.deadline_s = self._deadline(message.deadline_s)
-            self.by_room[message.room] = part
+            self.rooms.enter(part)
         self._join(part, peer, message.handoff)
-        part.offer = message
-        part.generation = message.generation
-        part.prompt_tokens = message.prompt_tokens
-        part.decode_prefix_len = message.decode_prefix_len
-        part.share = message.share
-        part.split = peer.split
-        part.start_tokens, part.end_tokens = span_of(
-            message.share,
-            message.decode_prefix_len,
-            message.prompt_tokens,
-            self.posts.page_tokens(part),
-        )
-        part.posted_tokens = part.start_tokens
-        part.legs = legs_of(message, peer.lanes)
-        part.seals = self._cargo.seals(message, part.legs, peer.split)
-        part.total_bytes = self._cargo.granted_bytes(message.grants, part.legs, peer.split)
-        part.posted_last = not message.share.is_authoritative or all(
-            freight.streams for freight in self._cargo.freights
-        )
+        self.last_word.keep(part, message)
+        self.posts.plan(part, message, peer)
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
 
+    def _unserved(self, peer: Peer, offer: Offer, part: PrefillPart | None) -> Refusal | None:
+        """Why an Offer is not served; ``part`` has its room."""
+        refusal = self.drainer.refusal()
+        refusal = refusal or unacceptable(offer, peer, self.rooms, self._cargo, self._settings)
+        if refusal is None and part is None:
+            refusal = self.lapsed.refusal(offer.room, self._out.at_s - offer.waited_s)
+        elif refusal is None and part is not None and part.engine is not None:
+            refusal = disagreement(offer, part.engine, self._cargo, self._settings.name)
+            if refusal is not None:
+                self._turned_away(part, peer.name, refusal)
+        return refusal
+
+    def _turned_away(self, part: PrefillPart, peer: str, refusal: Refusal) -> None:
+        """The Offer of this peer is not what the engine waits for, and it waits on."""
+        part.awaited.turned_away = f"the Offer of {peer} was refused: {refusal.message}"
+        part.story.tell(self._out.at_s, part.awaited.turned_away)
+
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
-        part = self.last_word.by_handoff.get((peer.incarnation, message.handoff))
+        part = self.last_word.find(peer.incarnation, message.handoff)
         said = message.reason[:MAX_REASON]  # our Settled quotes it, and must stay readable
         why = Refusal(Code.ABORTED, f"{peer.name} gave up: {said}", side=peer.name)
         if part is None and message.handoff < peer.offer_floor:
@@ -248,12 +249,23 @@ class Prefiller:
             self._answer_again(peer, part)
 
     def withdrawn(self, peer: Peer, message: Withdrawn) -> None:
-        """The decode side gave a room up before it had pages for it: nobody will come."""
+        """The decode side gave a room up before it had pages for it: it will not come."""
         part = self.by_room.get(message.room)
-        if part is not None and part.state is P.AWAIT_OFFER:
-            part.outcome = Outcome.ABORTED
-            why = f"{peer.name} gave up before it offered pages: {message.reason}"
-            self.give_up(part, Refusal(Code.ABORTED, why, side=peer.name))
+        if part is None or part.state is not P.AWAIT_OFFER:
+            return
+        if not part.awaited.is_by(peer.name):
+            refusal = self.rooms.refusal(message.room, peer.name)
+            assert refusal is not None
+            self._peers.reject(peer.link, peer.incarnation, refusal)
+            return
+        why = f"{peer.name} gave up before it offered pages: {message.reason}"
+        part.awaited.withdrawn[peer.name] = message.reason[:MAX_REASON]
+        others = may_offer_still(part, self._peers)
+        if others:
+            part.story.tell(self._out.at_s, f"{why}; {', '.join(others[:8])} may offer them still")
+            return
+        part.outcome = Outcome.ABORTED
+        self.give_up(part, Refusal(Code.ABORTED, why, side=peer.name))
 
     def outlived(self, incarnation: str) -> None:
         """The decode daemon restarted: nobody will say Closed, and nothing of it is wanted."""
@@ -271,11 +283,8 @@ class Prefiller:
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: stop posting for it."""
-        refusal = Refusal(
-            Code.PEER_LOST,
-            lost_because(peer, self._out.at_s),
-            side=self._settings.name,
-        )
+        why = lost_because(peer, self._out.at_s)
+        refusal = Refusal(Code.PEER_LOST, why, side=self._settings.name)
         for part in self.parts_of(peer.incarnation):
             self.give_up(part, refusal)
 
@@ -283,7 +292,7 @@ class Prefiller:
 
     def parts_of(self, incarnation: str) -> list[PrefillPart]:
         """The live parts that were offered by this incarnation."""
-        return [part for part in self.by_room.values() if part.incarnation == incarnation]
+        return [part for part in self.rooms.live() if part.incarnation == incarnation]
 
     def push(self, part: PrefillPart) -> None:
         """Post what can be posted now, and settle if nothing is left."""
@@ -304,7 +313,7 @@ class Prefiller:
         now_s = self._out.at_s
         self.last_word.tick()
         self.lapsed.expire(now_s)
-        for part in list(self.by_room.values()):
+        for part in self.rooms.live():
             if part.state is P.DRAINING:
                 if part.drain_s <= now_s:
                     self._peers.drop_agent(
@@ -359,7 +368,7 @@ class Prefiller:
         elif part.state is P.SETTLED:
             self._settle(part, refusal)
         else:
-            self._leave(part)
+            self.rooms.leave(part)
             if refusal.side == self._settings.name:  # not where the decode side gave up
                 self.lapsed.remember(part.room, refusal, self._out.at_s)
             self.last_word.forgotten(part, refusal)
@@ -376,13 +385,8 @@ class Prefiller:
         self._settle(part, refusal)
 
     def _settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
-        self._leave(part)
+        self.rooms.leave(part)
         self.last_word.settle(part, refusal)
-
-    def _leave(self, part: PrefillPart) -> None:
-        """The room is free for another attempt."""
-        if self.by_room.get(part.room) is part:
-            del self.by_room[part.room]
 
     # ---- small things ------------------------------------------------------------------------
 

@@ -110,22 +110,20 @@ def _said_of_victim(node: Node, edge: TreeEdge) -> str:
 def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
     """Give up every part of the room; pages that a remote may write go to quarantine."""
     receives = [part for part in node.decoder.parts.values() if part.room == got.room]
-    send = node.prefiller.by_room.get(got.room)
-    if not receives and send is None:
+    sends = node.prefiller.rooms.of(got.room)
+    if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
     drained = {
         part.lease.id: part.lease
         for part in receives
         if part.lease is not None and _would_drain(part)
     }
-    freed = _freed_by_sender(send) if send is not None else 0
     notes = [_said_of_receive(part) for part in receives]
-    if send is not None:
-        notes.append(_said_of_send(send, freed))
+    notes += [_said_of_send(part, _freed_by_sender(part)) for part in sends]
     changed = {
         "receives": len(receives),
-        "sends": int(send is not None),
-        "freed_pages": freed,
+        "sends": len(sends),
+        "freed_pages": sum(map(_freed_by_sender, sends)),
         "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
     }
     return admin.Report(got.call, changed, (), notes=_bounded(notes, len(notes)))

@@ -128,7 +128,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
 def room_states(node: Node) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     decoder, prefiller = node.decoder, node.prefiller
-    prefill = [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
+    prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
     return [decode_room(node, part) for part in decoder.known()] + [
         prefill_room(node, part) for part in prefill
     ]
@@ -197,7 +197,7 @@ def prefill_room(node: Node, part: PrefillPart) -> RoomState:
 def peer_state(node: Node, peer: Peer) -> PeerState:
     """One other daemon."""
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
-    sends = [p for p in node.prefiller.by_room.values() if p.incarnation == peer.incarnation]
+    sends = [p for p in node.prefiller.rooms.live() if p.incarnation == peer.incarnation]
     dialed = next((one for one in node.peers.dialed.values() if one.name == peer.name), None)
     return PeerState(
         name=peer.name,

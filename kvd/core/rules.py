@@ -13,7 +13,6 @@ What must not live here: what a fault means over time, and any change of state.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core.endings import ASKING
@@ -22,12 +21,14 @@ from kvd.core.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
 from kvd.core.parts import waits_for_others
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
+from kvd.core.records import page_bytes
 from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode, Prefill
-from kvd.types import ID_BYTES
+from kvd.types import ID_BYTES, short
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
 
     from kvd.core.admission import Waiter
@@ -279,11 +280,11 @@ def _misfiled(node: Node, part: PrefillPart) -> str:
     prefiller = node.prefiller
     last_word = prefiller.last_word
     if part.state in LIVE:
-        if prefiller.by_room.get(part.room) is not part:
-            return "is not the one that its room knows"
+        if not prefiller.rooms.has(part):
+            return "is not one that its room knows"
     elif part.state is not Prefill.SETTLED or last_word.settled.get(part.id) is not part:
         return "is over, and still among the open ones"
-    if part.incarnation and last_word.by_handoff.get((part.incarnation, part.handoff)) is not part:
+    if part.incarnation and last_word.find(part.incarnation, part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     return ""
 
@@ -370,15 +371,15 @@ def _former_faults(node: Node) -> Iterator[Fault]:
 
 
 def _record_faults(node: Node) -> Iterator[Fault]:
-    last_word = node.prefiller.last_word
-    of_all = Counter([incarnation for incarnation, _ in last_word.by_handoff])
-    of_open = Counter(
-        [key[0] for key, part in last_word.by_handoff.items() if part.state is not Prefill.CLOSED]
-    )
-    if of_all != last_word.records or of_open != last_word.open:
-        what = (
-            f"{last_word.records.total()} handoffs of peers are counted, "
-            f"{last_word.open.total()} of them open; {of_all.total()} are remembered, "
-            f"{of_open.total()} of them open"
-        )
-        yield Fault("I9", "records", what)
+    for incarnation, records in node.prefiller.last_word.records.items():
+        parts = records.parts.items()
+        is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
+        closed = sorted(records.parts.keys() - set(is_open))
+        kept_bytes = sum(page_bytes(part.offer) for _, part in parts)
+        if (is_open, closed, kept_bytes) != (records.open, records.closed, records.kept_bytes):
+            what = (
+                f"{len(records.open)} handoffs of {short(incarnation)} are counted as open, "
+                f"{len(records.closed)} as closed, with {records.kept_bytes} bytes of page ids; "
+                f"{len(is_open)} are, {len(closed)}, and {kept_bytes}"
+            )
+            yield Fault("I9", "records", what)

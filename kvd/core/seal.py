@@ -28,6 +28,7 @@ from when it has advanced beyond it (for the last page: finished) until the hand
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,6 +94,27 @@ def chosen(seal: Seal, start: int, stop: int) -> NDArray[np.int64]:
             is_end = (pages == seal.first) | (pages == seal.end - 1)
             sampled: NDArray[np.int64] = pages[is_end | _is_picked(seal.key, pages)]
             return sampled
+
+
+def n_chosen(seal: Seal) -> int:
+    """How many of its pages are summed."""
+    if seal.integrity is Integrity.SAMPLED:
+        return chosen(seal, seal.first, seal.end).size
+    return 0 if seal.is_open else seal.end - seal.first
+
+
+def most_chosen(integrity: Integrity, n_pages: int) -> int:
+    """How many of so many pages are summed at most, whatever the key.
+
+    Sampled pages are drawn: twice the root of their number is eight standard deviations.
+    """
+    match integrity:
+        case Integrity.OFF:
+            return 0
+        case Integrity.FULL:
+            return n_pages
+        case Integrity.SAMPLED:
+            return min(n_pages, n_pages // SAMPLE_ONE_IN + 2 * math.isqrt(n_pages) + 2)
 
 
 def page_sum(seal: Seal, page: int, pieces: Iterable[Buffer]) -> int:

@@ -9,6 +9,7 @@ import msgspec
 from kvd.core.eviction import Policy
 from kvd.core.spec import PoolSpec
 from kvd.types import Incarnation, NodeName
+from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
 
@@ -40,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True):
     """How many requests may go past one that does not fit; 0: it blocks those behind it."""
     max_prompt_tokens: int = 1_048_576
     max_aux_bytes: int = 65_536
+    max_frame_bytes: int = MAX_PEER_BYTES
+    """The longest message of a peer that is read here."""
     resend_s: float = 0.2
     """First repetition of an unanswered message; doubles up to ``max_resend_s``."""
     max_resend_s: float = 1.0

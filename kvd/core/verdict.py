@@ -119,12 +119,20 @@ def _too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
     )
 
 
+def _not_offered(part: PrefillPart) -> str:
+    awaited = part.awaited
+    who = awaited.destination or "no decode side"
+    what = f"{who} has not offered" if awaited.destination else f"{who} offered"
+    turned_away = f" that fit: {awaited.turned_away}" if awaited.turned_away else " for it"
+    return f"{what} pages{turned_away}"
+
+
 def too_late(part: PrefillPart, now_s: float, mine: Settings) -> Refusal:
     """The send passed its deadline: what it waited for."""
     waited_s = now_s - part.since_s
     what = {
         Prefill.AWAIT_ENGINE: "no engine here called send() for it",
-        Prefill.AWAIT_OFFER: "no decode side offered pages for it",
+        Prefill.AWAIT_OFFER: _not_offered(part),
     }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
     longest_s = mine.max_deadline_s
     cut = ""

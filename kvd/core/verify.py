@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core import effects
-from kvd.core.seal import SUM_BYTES, chosen
+from kvd.core.seal import SUM_BYTES, n_chosen
 from kvd.errors import Code, Refusal
 from kvd.types import Pages
 from kvd.wire import events
@@ -63,7 +63,7 @@ class Verifying:
 
     def begin(self, part: DecodePart, checksums: bytes) -> Finding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
-        sizes = [SUM_BYTES * chosen(seal, seal.first, seal.end).size for seal in part.seals]
+        sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
         wanted_bytes = sum(sizes)
         if not wanted_bytes:
             return Finding.GOOD

@@ -68,7 +68,7 @@ def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, DecodePart | Pref
     for receive in decoder.known():
         if receive.lease is lease:
             yield f"receive:{receive.id}", receive
-    for send in prefiller.by_room.values():
+    for send in prefiller.rooms.live():
         if send.engine is not None and send.engine.lease is lease:
             yield f"send:{send.id}", send
 
@@ -80,7 +80,7 @@ def of_client(node: Node, number: int) -> Answer | Refusal:
     if session is None and not leases:
         return Refusal(Code.BAD_REQUEST, f"there is no client {number}: gone, or never was")
     receives = [part for part in node.decoder.parts.values() if part.session == number]
-    sends = [part for part in node.prefiller.by_room.values() if part.session == number]
+    sends = [part for part in node.prefiller.rooms.live() if part.session == number]
     biggest = heapq.nlargest(MAX_LINKS, leases, key=lambda one: one.held_pages)
     pages = sum(one.held_pages for one in leases)
     has = (

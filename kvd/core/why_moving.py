@@ -55,7 +55,7 @@ def of_room(node: Node, room: int) -> Answer | Refusal:
 
 def _sends(node: Node) -> list[PrefillPart]:
     prefiller = node.prefiller
-    return [*prefiller.by_room.values(), *prefiller.last_word.settled.values()]
+    return [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
 
 
 def _handoff(

@@ -12,7 +12,7 @@ from kvd.core.parts import waits_for_others
 from kvd.core.seal import SUM_BYTES
 from kvd.core.sources import Span, share_words, span_of
 from kvd.core.standing import Standing
-from kvd.core.tables import Decode
+from kvd.core.tables import Decode, Prefill
 
 if TYPE_CHECKING:
     from kvd.core.lease import Lease
@@ -36,7 +36,6 @@ _DECODE_WAITS = {
 
 _PREFILL_WAITS = {
     "await-engine": "an engine here to send",
-    "await-offer": "the decode side to offer pages",
     "streaming": "the engine to compute",
     "flushing": "the last post",
     "draining": "posts under way",
@@ -111,7 +110,19 @@ def receive_waits_for(node: Node, part: DecodePart) -> str:
 
 def send_waits_for(part: PrefillPart) -> str:
     """What would take a send further."""
+    if part.state is Prefill.AWAIT_OFFER:
+        return offer_awaited(part)
     return _PREFILL_WAITS.get(part.state.value, "")
+
+
+def offer_awaited(part: PrefillPart) -> str:
+    """Whose Offer a send waits for, and who has said that it will not come, or was refused."""
+    awaited = part.awaited
+    waits = f"{awaited.destination or 'the decode side'} to offer pages"
+    gone = ", ".join([f"{name} ({why[:80]})" for name, why in list(awaited.withdrawn.items())[:8]])
+    withdrawn = f"; withdrawn by {gone}" if gone else ""
+    turned_away = f"; {awaited.turned_away}" if awaited.turned_away else ""
+    return f"{waits}{withdrawn}{turned_away}"
 
 
 def receive_share(node: Node, part: DecodePart) -> str:

@@ -9,6 +9,7 @@ from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon.passed import Unfit
 from kvd.types import Incarnation, NodeName
+from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def settings_of(
         fence_after_s=config.transfer.fence_after_s,
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
+        max_frame_bytes=min(config.limits.max_frame_bytes, MAX_PEER_BYTES),
         integrity=Integrity(config.transfer.integrity),
         cache_mode=CacheMode(config.cache.mode),
         is_journaled=is_journaled,

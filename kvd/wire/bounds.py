@@ -16,6 +16,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvd.types import MAX_FRAME_BYTES
+
 INT64 = 2**63 - 1
 
 Call = Annotated[int, Meta(ge=0, le=INT64)]
@@ -53,11 +55,25 @@ Digest = Annotated[bytes, Meta(max_length=64)]
 EventHandle = Annotated[bytes, Meta(max_length=64)]
 """The IPC handle of a CUDA event, 64 bytes; empty where there is none."""
 
-Checksums = Annotated[bytes, Meta(max_length=64 * 1024 * 1024)]
-"""Of the pages of one prompt, 8 bytes each: eight million pages."""
+MAX_PEER_BYTES = MAX_FRAME_BYTES
+"""The longest message between daemons that is read, whatever the socket lets through.
+
+The core refuses a handoff that would need a longer one, before it begins (``kvd.core.frames``).
+"""
+
+OLD_PEER_BYTES = 4 * 1024 * 1024
+"""What a daemon reads that does not say."""
+
+Checksums = Annotated[bytes, Meta(max_length=MAX_PEER_BYTES)]
+"""Of the pages of one prompt, 8 bytes each: two million pages."""
+
+MAX_GRANTS = 256
+"""Components of one pool that travel: far above any family."""
+
+MAX_METADATA_BYTES = 64 * 1024
+"""Of one receiving agent: those of NIXL have 170 to 500, and 44 more for each region."""
+
+Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 
 MAX_MESSAGE = 4096
 """Characters of a refusal that another daemon sent, and of each text among its numbers."""
-
-MAX_NUMBERS = 64
-"""Figures of a refusal that another daemon sent."""

@@ -8,9 +8,8 @@ Every request gets exactly one answer with its ``call`` (``Failed`` or the one n
 docstring); pushes carry no call. Evolution: new fields at the end with defaults, tags never reused.
 
 Rows. A lease has a row of page ids for the first component (``pages``), and whole rows for every
-other component with a page pool of its own (``beside``), in the order of the specification. A
-companion's pages follow from those of the first component, so it has no row. An id of 0 in a row
-beside, the null page, means that there is no page.
+other with a page pool of its own (``beside``), in the order of the specification. A companion's
+pages follow from the first component's: it has no row. Id 0 in a row beside means: no page.
 """
 
 from __future__ import annotations
@@ -107,6 +106,8 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     lease: int
     namespace: Namespace = ""
     deadline_s: float = 30.0
+    peer: Name | None = None
+    """The node that the room is for; None: the first one whose prompt is the same has it."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):

@@ -10,7 +10,8 @@ from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
 from kvd.wire.attach import AttachReply, AttachRequest
-from kvd.wire.bounds import Call
+from kvd.wire.bounds import MAX_PEER_BYTES, Call
+from kvd.wire.values import has_more_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-"""A request or a peer's message holds page ids at most: 4 MiB is a million pages."""
+"""A request holds page ids at most: 4 MiB is a million pages."""
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """A daemon's answer may be a whole snapshot or tree."""
 
+
+SHORT_BYTES = 64 * 1024
+"""A message of a peer up to this length is read in a millisecond, whatever is in it."""
+
+MAX_VALUES = 4096
+"""Of a longer one: an Offer has four for each grant and some twenty more."""
 
 MAX_WHY = 300
 """Characters of a flaw that are told: msgspec quotes the frame, which may be megabytes of a tag."""
@@ -42,16 +49,21 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 
 
 class Codec(Generic[M]):
-    """One message union. ``flaw`` finds what the types of its fields cannot say."""
+    """One message union. ``flaw`` finds what the types of its fields cannot say.
+
+    ``max_values``: of a frame above ``SHORT_BYTES``; 0: any number of them is read.
+    """
 
     def __init__(
         self,
         union: object,
         *,
         max_bytes: int = MAX_HEADER_BYTES,
+        max_values: int = 0,
         flaw: Callable[[M], str | None] | None = None,
     ) -> None:
         self._max_bytes = max_bytes
+        self._max_values = max_values
         self._flaw = flaw
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self.encode: Callable[[M], bytes] = msgspec.msgpack.Encoder().encode
@@ -65,6 +77,9 @@ class Codec(Generic[M]):
                 f"the message has {len(frame)} bytes, at most {self._max_bytes} are read",
                 numbers={"bytes": len(frame), "limit": self._max_bytes},
             )
+        limit = self._max_values if len(frame) > SHORT_BYTES else 0
+        if limit and has_more_values(frame, limit):
+            return _no_message(frame, f"more than {limit} values in one message")
         try:
             message = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -100,7 +115,9 @@ CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
 CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
 ATTACH_REQUESTS: Codec[AttachRequest] = Codec(AttachRequest)
 ATTACH_REPLIES: Codec[AttachReply] = Codec(AttachReply)
-PEER_MESSAGES: Codec[peer.Message] = Codec(peer.Message, flaw=peer.flaw)
+PEER_MESSAGES: Codec[peer.Message] = Codec(
+    peer.Message, max_bytes=MAX_PEER_BYTES, max_values=MAX_VALUES, flaw=peer.flaw
+)
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
 

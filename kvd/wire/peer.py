@@ -14,13 +14,15 @@ import msgspec
 
 from kvd.errors import Refusal
 from kvd.wire.bounds import (
+    MAX_GRANTS,
     MAX_MESSAGE,
-    MAX_NUMBERS,
+    OLD_PEER_BYTES,
     Checksums,
     Counter,
     Digest,
     Figure,
     Layout,
+    Metadata,
     Name,
     Relayed,
 )
@@ -60,7 +62,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Opens a link, and announces a new generation of the sender's receiving transfer process.
 
     Sent only after the sender has reaped every older transfer process of its own: a Hello with a
-    new incarnation is the proof that the old writer is gone.
+    new incarnation is the proof that the old writer is gone. ``max_frame_bytes``: the longest
+    message that it reads.
     """
 
     source: Name
@@ -68,10 +71,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     node: Name
     layout: Layout
     generation: Counter
-    metadata: bytes
+    metadata: Metadata
     max_prompt_tokens: Counter
     max_aux_bytes: Counter
     protocol: Figure = PROTOCOL
+    max_frame_bytes: Counter = OLD_PEER_BYTES
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -148,7 +152,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     prompt_tokens: Figure
     decode_prefix_len: Figure
     digest: Digest
-    grants: tuple[Grant, ...]
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)]
     deadline_s: float
     integrity: Integrity = Integrity.OFF
     waited_s: float = 0.0
@@ -220,7 +224,8 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
 class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="withdrawn"):
     """Decode to prefill, lossy: this room was given up before an Offer went out for it.
 
-    Never answered: the prefill engine that waits for the Offer hears it before its deadline.
+    Not answered where it is acted on: the prefill engine that waits for the Offer of this node
+    hears it before its deadline. A room that is open for another node is not touched: Reject.
     """
 
     source: Name
@@ -310,6 +315,4 @@ def _excess(refusal: Refusal) -> str | None:
     longest = max(map(len, texts))
     if longest > MAX_MESSAGE:
         return f"a text of {longest} characters in a refusal, at most {MAX_MESSAGE} are read"
-    if len(numbers) > MAX_NUMBERS:
-        return f"{len(numbers)} numbers in a refusal, at most {MAX_NUMBERS} are read"
     return None

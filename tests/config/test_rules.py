@@ -23,7 +23,7 @@ from tests.config.pools import findings
         ["pool.size=64KiB"],
         ["pool.size=3 TiB"],
         ["pool.order=layer_first", "pool.v_dim=32", "pool.huge_pages=off", "radix.policy=priority"],
-        ["limits.max_prompt_tokens=1", "limits.max_frame_bytes=65540"],
+        ["limits.max_prompt_tokens=1", "limits.max_frame_bytes=69632"],
     ],
 )
 def test_rules_take(sets: list[str]) -> None:
@@ -180,6 +180,11 @@ def test_rules_want_sizes_that_hold_each_other() -> None:
             "limits.max_frame_bytes",
             "must hold limits.max_prompt_tokens at 4 bytes each and 65536 more",
             "give at least 4259840",
+        ),
+        (
+            "limits.max_frame_bytes",
+            "must hold limits.max_aux_bytes and 4096 more",
+            "give at least 69632",
         ),
     ]
 

@@ -249,7 +249,7 @@ def test_a_restarted_decode_side_ends_its_rooms_and_no_other():
     assert isinstance(e.take()[-1], client.Received)
     assert world.p.node.prefiller.by_room == {}
     world.pass_time(1)
-    assert world.p.node.prefiller.last_word.by_handoff == {}
+    assert world.p.node.prefiller.last_word.records == {}
 
 
 def test_a_fence_frees_what_drains_and_fails_what_was_posted():

@@ -212,28 +212,63 @@ def test_nothing_a_peer_says_raises_on_the_decode_side(state, seed):
     shower(world, (world.p, world.d), seed, None)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_hostile_peer_disturbs_no_room_but_its_own(seed):
-    """scenario G6: rooms of other peers go on as if nothing had happened."""
-    world = World(names=("d", "e"))
-    p, d, e = world.p, world.d, world.sides["e"]
+def strangers(**more: object) -> tuple[World, Side]:
+    """Two that are about to hand a prompt over, and a third that knows both."""
+    world = World(names=("d", "e"), **more)
+    d, e = world.d, world.sides["e"]
     (hello,) = [step for step in e.log if isinstance(step, inputs.FromPeer)][:1]
     assert isinstance(hello.message, Hello)
     introduction = msgspec.structs.replace(
         hello.message, source=e.incarnation, target=d.incarnation, node="e"
     )
     world.inject(d, introduction, e)
+    return world, e
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("comes_first", ["prefill engine", "decode engine"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hostile_peer_disturbs_no_room_but_its_own(seed, comes_first, is_named):
+    """scenario G6: rooms of other peers go on as if nothing had happened, at every state.
+
+    It speaks before the room is open, before there is an Offer, and between all further steps; and
+    it has every chance to guess the number, but not the prompt.
+    """
+    world, e = strangers(integrity=Integrity.FULL)
+    p, d = world.p, world.d
+    world.hold_posts = True
+    sends: list[int] = []
     lease = p.lease(PROMPT)
     p.write(lease.pages, PROMPT)
-    send = p.call(client.Send, PROMPT, room=ROOM, lease=lease.lease)
-    assert isinstance(send, client.Sending)
-    d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
-    p.call(client.Advance, send=send.send, upto_tokens=40)
 
-    shower(world, (p, d), seed, e)
+    def attack(at: int) -> None:
+        shower(world, (p, d), 10 * seed + at, e)
 
-    p.call(client.Finish, send=send.send, aux=b"x")
-    got = d.take()[-1]
-    assert isinstance(got, client.Received)
+    def opens() -> None:
+        peer = "d" if is_named else None
+        send = p.call(client.Send, PROMPT, room=ROOM, lease=lease.lease, peer=peer)
+        assert isinstance(send, client.Sending)
+        sends.append(send.send)
+
+    def receives() -> None:
+        d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+
+    attack(0)
+    for at, step in enumerate(
+        (opens, receives) if comes_first == "prefill engine" else (receives, opens)
+    ):
+        step()
+        attack(1 + at)
+    p.call(client.Advance, send=sends[0], upto_tokens=40)
+    attack(3)
+    p.call(client.Finish, send=sends[0], aux=b"x")
+    attack(4)
+    world.hold_posts = False
+    world.land_posts()
+    attack(5)
+
+    got = next(one for one in d.take() if isinstance(one, client.Received))
     assert d.holds(got.pages, PROMPT)
     assert got.aux == b"x"
+    finished = next(one for one in p.take() if isinstance(one, client.Finished))
+    assert finished.failure is None

@@ -11,7 +11,7 @@ from kvd.core.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.codec import PEER_MESSAGES
-from kvd.wire.peer import Abort, Closed, Hello, Outcome, Reject, Settled
+from kvd.wire.peer import Abort, Closed, Grant, Hello, Message, Offer, Outcome, Reject, Settled
 from tests.core.engines import PROMPT, totals
 from tests.core.side import incarnation
 from tests.core.world import World, spec
@@ -30,7 +30,7 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
     for handoff in (1, 2, 3):
         abort(world, handoff)
     last_word = world.p.node.prefiller.last_word
-    assert len(last_word.by_handoff) == 3
+    assert last_word.n_records == 3
 
     (sent,) = abort(world, 4)
 
@@ -38,9 +38,10 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
     assert isinstance(sent.message, Reject)
     assert sent.message.refusal.code is Code.NO_ROOM
     assert sent.message.refusal.message == (
-        "handoff 4 of d: 3 of it are open here and 3 remembered, the limits are 3 and 16384"
+        "handoff 4 of d: 3 of it are open here and 3 remembered, the limits are 3 and 16384; "
+        "their page ids would be 0 bytes with this one, of 16777216"
     )
-    assert len(last_word.by_handoff) == 3
+    assert last_word.n_records == 3
     world.lost = set()
     world.pass_time(3)
     (sent,) = abort(world, 10)
@@ -60,6 +61,53 @@ def test_tombstones_are_bounded_too(monkeypatch):
     (sent,) = abort(world, 4)
     assert isinstance(sent, effects.Send)
     assert isinstance(sent.message, Reject)
+
+
+def waiting_offer(world: World, handoff: int, room: int, n_pages: int) -> Message:
+    """What the prefill side says to an Offer for which no engine has come."""
+    pages = b"".join(page.to_bytes(4, "little") for page in range(1, n_pages + 1))
+    grant = Grant("kv", 0, 16 * n_pages, pages)
+    offer = Offer(
+        world.d.incarnation, world.p.incarnation, handoff, room, 1, 16 * n_pages, 0, b"x" * 16,
+        (grant,), 30.0,
+    )  # fmt: skip
+    sent = world.p.feed(inputs.FromPeer(world.now_s, "in:d", offer))
+    return sent[0].message if sent else None  # type: ignore[union-attr,return-value]
+
+
+def test_the_page_ids_that_are_kept_of_a_peer_are_bounded(monkeypatch):
+    """An Offer waits with its pages until its deadline: their number says nothing of their size."""
+    monkeypatch.setattr("kvd.core.last_word.MIN_KEPT_BYTES", 1000)
+    world = World(max_prompt_tokens=60 * 16)
+    last_word = world.p.node.prefiller.last_word
+    assert last_word.max_kept_bytes == 4 * 4 * 60 * 16
+    last_word.max_kept_bytes = 500
+    for handoff in (1, 2):
+        assert waiting_offer(world, handoff, handoff, 60) is None
+    records = last_word.records[world.d.incarnation]
+    assert records.kept_bytes == 480
+
+    refused = waiting_offer(world, 3, 3, 6)
+
+    assert isinstance(refused, Reject)
+    assert refused.refusal.code is Code.NO_ROOM
+    assert refused.refusal.message == (
+        "handoff 3 of d: 2 of it are open here and 2 remembered, the limits are 4096 and 16384; "
+        "their page ids would be 504 bytes with this one, of 500"
+    )
+    assert records.kept_bytes == 480
+    world.lost = {Settled}
+    world.inject(world.p, Abort(world.d.incarnation, world.p.incarnation, 1, 1, "why"), world.d)
+    closed = Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.ABORTED)
+    world.inject(world.p, closed, world.d)
+    assert records.kept_bytes == 240
+    assert waiting_offer(world, 3, 3, 6) is None
+
+
+def test_what_is_kept_of_a_peer_is_at_most_four_of_the_longest_prompts():
+    """By default 16 MiB for each component that travels; or 1 MiB, where prompts are short."""
+    assert World().p.node.prefiller.last_word.max_kept_bytes == 16 * 2**20
+    assert World(max_prompt_tokens=1).p.node.prefiller.last_word.max_kept_bytes == 2**20
 
 
 def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():

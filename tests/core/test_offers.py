@@ -139,7 +139,7 @@ def test_prompts_that_differ_are_refused_in_words(first):
     else:
         world.d.call(client.Receive, PROMPT, room=7, source=("p",))
         lease = world.p.lease(other)
-        reply = world.p.call(client.Send, other, room=7, lease=lease.lease)
+        reply = world.p.call(client.Send, other, room=7, lease=lease.lease, peer="d")
         assert isinstance(reply, client.Failed)
         refusal = reply.refusal
         assert world.p.node.prefiller.by_room == {}

@@ -240,7 +240,7 @@ def test_a_source_that_refuses_ends_the_receive():
     receive(world)
     first = Sender(world)
     with pytest.raises(AssertionError, match="prompt-mismatch"):
-        Sender(world, tokens((500, 100)), side=world.sides["p1"])
+        Sender(world, tokens((500, 100)), side=world.sides["p1"], peer="d")
     assert failed(world).refusal.code is Code.PROMPT_MISMATCH
     assert failed(world).refusal.numbers["source"] == "p1"
     assert totals(world.d) == (63, 0, 0, 0, 0)

@@ -88,6 +88,7 @@ def hello_of(world: World, **changes: object) -> Hello:
         metadata=b"meta",
         max_prompt_tokens=1_048_576,
         max_aux_bytes=65_536,
+        max_frame_bytes=16_777_216,
     )
     return msgspec.structs.replace(sound, **changes)
 
@@ -227,7 +228,7 @@ def test_a_message_between_other_processes_is_answered_and_never_acted_on(kind, 
     assert isinstance(reply, Hello), "whoever it is learns who serves here now"
     assert reply.source == world.p.incarnation
     assert world.p.node.prefiller.by_room == {}
-    assert world.p.node.prefiller.last_word.by_handoff == {}
+    assert world.p.node.prefiller.last_word.records == {}
 
 
 def test_a_reject_is_never_answered():

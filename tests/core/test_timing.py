@@ -280,7 +280,7 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
         largest = max(
             largest,
             len(world.d.node.decoder.outcomes.kept),
-            len(world.p.node.prefiller.last_word.by_handoff),
+            world.p.node.prefiller.last_word.n_records,
         )
     world.pass_time(1.2)
 
@@ -288,7 +288,7 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
     for side in (world.p, world.d):
         node = side.node
         assert node.decoder.outcomes.kept == {}
-        assert node.prefiller.last_word.by_handoff == {}
+        assert node.prefiller.last_word.records == {}
         assert node.prefiller.last_word.settled == {}
         assert node.prefiller.by_room == {}
         assert node.prefiller.posts.parts == {}
@@ -340,5 +340,5 @@ def test_ids_below_the_floor_are_answered_and_leave_no_trace():
     (settled,) = [letter.message for letter in world.held(Settled)]
     assert isinstance(settled, Settled)
     assert (settled.handoff, settled.outcome) == (9, Outcome.ABORTED)
-    assert world.p.node.prefiller.last_word.by_handoff == {}
+    assert world.p.node.prefiller.last_word.records == {}
     assert world.held(Accept) == []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, peer
+from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.codec import (
     ADMIN_REPLIES,
     ADMIN_REQUESTS,
@@ -42,6 +43,16 @@ KEPT = [
         PEER_MESSAGES,
         peer.Ping("1", "2", 3, 0, 5, 6, "draining", "y"),
         "99a470696e67a131a13203000506a8647261696e696e67a179",
+    ),
+    (
+        CLIENT_REQUESTS,
+        client.Send(1, 7, 3, "n", 30.0, "d"),
+        "97a473656e64010703a16ecb403e000000000000a164",
+    ),
+    (
+        PEER_MESSAGES,
+        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6),
+        "9ba568656c6c6fa131a132a170a25b5d03c4016d04050106",
     ),
     (
         PEER_MESSAGES,
@@ -147,6 +158,27 @@ def test_codec_fills_the_defaults_of_a_shorter_message() -> None:
     assert CLIENT_REQUESTS.decode(older) == client.OpenLease(5)
 
 
+@pytest.mark.parametrize(
+    ("codec", "message", "older"),
+    [
+        (
+            PEER_MESSAGES,
+            peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 4 * 2**20),
+            "9aa568656c6c6fa131a132a170a25b5d03c4016d040501",
+        ),
+        (
+            CLIENT_REQUESTS,
+            client.Send(1, 7, 3, "n", 30.0),
+            "96a473656e64010703a16ecb403e000000000000",
+        ),
+    ],
+    ids=["hello", "send"],
+)
+def test_codec_reads_what_older_versions_send(codec, message, older: str) -> None:
+    """Of a limit and of a destination that they do not know."""
+    assert codec.decode(bytes.fromhex(older)) == message
+
+
 def test_codec_keeps_refusals_with_their_numbers() -> None:
     message = client.Failed(3, REFUSAL)
 
@@ -175,10 +207,10 @@ def test_codec_never_raises_on_damaged_messages(name: str) -> None:
 
 
 def test_codec_refuses_an_oversized_frame_with_both_numbers() -> None:
-    refusal = PEER_MESSAGES.decode(b"\0" * (MAX_HEADER_BYTES + 1))
+    refusal = PEER_MESSAGES.decode(b"\0" * (MAX_PEER_BYTES + 1))
 
     assert isinstance(refusal, Refusal)
-    assert refusal.numbers == {"bytes": MAX_HEADER_BYTES + 1, "limit": MAX_HEADER_BYTES}
+    assert refusal.numbers == {"bytes": MAX_PEER_BYTES + 1, "limit": MAX_PEER_BYTES}
 
 
 def test_codec_refuses_nesting_without_end() -> None:

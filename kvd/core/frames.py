@@ -1,0 +1,76 @@
+"""Whether the messages of a handoff fit into one frame each: asked before anything is begun.
+
+An Offer has an id for every page that it grants, the Settled that answers it a sum for every page
+that is summed, for each shard, and the aux. One that is longer than its reader takes would be
+refused when every byte has landed, and the handoff could only end at its deadline. So the decode
+side, which decides what is summed, works out both beforehand; and so does the prefill side, for a
+decode side that does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.seal import SUM_BYTES, most_chosen
+from kvd.errors import Code, Refusal
+from kvd.types import count
+
+if TYPE_CHECKING:
+    from kvd.core.settings import Settings
+    from kvd.wire.peer import Offer
+
+MESSAGE_BYTES = 4096
+"""Of a message at most, apart from page ids, sums and aux: names, identities, numbers."""
+
+_GRANT_BYTES = 640
+"""Of a grant apart from its page ids: a name of 128 characters, and two numbers."""
+
+
+def offer_bytes(offer: Offer) -> int:
+    """Of the Offer, at most."""
+    return MESSAGE_BYTES + sum(_GRANT_BYTES + len(grant.pages) for grant in offer.grants)
+
+
+def settled_bytes(offer: Offer, n_shards: int, aux_bytes: int) -> int:
+    """Of the Settled that delivers what ``offer`` asks for, at most.
+
+    ``n_shards``: of the decode side, each of which is summed apart.
+    """
+    sums = sum(most_chosen(offer.integrity, count(grant.pages)) for grant in offer.grants)
+    aux_bytes = aux_bytes if offer.share.is_authoritative else 0
+    return MESSAGE_BYTES + SUM_BYTES * sums * n_shards + aux_bytes
+
+
+def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal | None:
+    """Why ``reader`` could not read an Offer of ours."""
+    n_bytes = offer_bytes(offer)
+    if n_bytes <= limit:
+        return None
+    pages = sum(count(grant.pages) for grant in offer.grants)
+    return Refusal(
+        Code.TOO_LARGE,
+        f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, {reader} "
+        f"reads {limit}: hand over a shorter prompt, make pool.page_size larger, or raise "
+        "limits.max_frame_bytes there",
+        side=mine.name,
+        numbers={"bytes": n_bytes, "limit": limit, "pages": pages},
+    )
+
+
+def long_settled(
+    offer: Offer, n_shards: int, limit: int, reader: str, mine: Settings
+) -> Refusal | None:
+    """Why ``reader``, which is the decode side, could not read what it asks for."""
+    n_bytes = settled_bytes(offer, n_shards, mine.max_aux_bytes)
+    if n_bytes <= limit:
+        return None
+    pages = sum(count(grant.pages) for grant in offer.grants)
+    return Refusal(
+        Code.TOO_LARGE,
+        f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "
+        f"({offer.integrity.value}) and an aux make a message of {n_bytes} bytes, {reader} reads "
+        f'{limit}: set transfer.integrity = "sampled" or "off" on {reader}, hand over a shorter '
+        "prompt, make pool.page_size larger, or raise limits.max_frame_bytes there",
+        side=mine.name,
+        numbers={"bytes": n_bytes, "limit": limit, "pages": pages, "shards": n_shards},
+    )

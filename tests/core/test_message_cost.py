@@ -1,0 +1,235 @@
+"""What one message of a peer costs the loop at worst, in processor time: decoded, and stepped.
+
+The bounds are wide, because machines differ: what they tell apart is a few milliseconds from what
+stops the loop. Each message is looked at several times, the quickest counts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvd.core import inputs
+from kvd.core.last_word import MAX_RECORDS
+from kvd.core.node import Node
+from kvd.core.shards import MAX_SHARDS
+from kvd.core.spec import fingerprint
+from kvd.errors import Code, Refusal
+from kvd.wire import client
+from kvd.wire.bounds import MAX_METADATA_BYTES, MAX_PEER_BYTES
+from kvd.wire.codec import PEER_MESSAGES
+from kvd.wire.peer import (
+    Abort,
+    Closed,
+    Grant,
+    Hello,
+    Offer,
+    Outcome,
+    Ping,
+    Reject,
+    Settled,
+    Story,
+    Told,
+)
+from tests.core.side import incarnation, settings, spec
+from tests.core.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.wire.peer import Message
+
+LIMIT_S = 0.020
+"""Of processor time for any legal message; 2 to 5 ms here."""
+
+HONEST_S = 0.005
+"""For one that a daemon would send; below 1 ms here."""
+
+P, D = incarnation("p", 1), incarnation("d", 1)
+
+
+def meeting(page_size: int = 16) -> Node:
+    """A prefill side that knows ``d``."""
+    node = Node(settings("p", 64, spec=spec(64, page_size)), 0.0)
+    node.step(inputs.TransferReady(0.0, 1, b"meta", "simulated", "start"))
+    node.step(inputs.FromPeer(0.0, "in:d", hello(page_size=page_size)))
+    return node
+
+
+def hello(page_size: int = 16, **changes: object) -> Hello:
+    layout = fingerprint(spec(64, page_size))
+    sound = Hello(D, P, "d", layout, 1, b"meta", 2**20, 2**16, max_frame_bytes=MAX_PEER_BYTES)
+    return msgspec.structs.replace(sound, **changes)
+
+
+def cost_s(frame: bytes, node: Callable[[], Node] | None) -> float:
+    """Of the message in ``frame``; a fresh node for each look, none: it is not to get so far."""
+    best_s = float("inf")
+    for _ in range(3):
+        fresh = node() if node is not None else None
+        began_s = time.process_time()
+        message = PEER_MESSAGES.decode(frame)
+        if fresh is not None:
+            assert not isinstance(message, Refusal), message.message
+            fresh.step(inputs.FromPeer(0.0, "in:d", message))
+        else:
+            assert isinstance(message, Refusal)
+        best_s = min(best_s, time.process_time() - began_s)
+    return best_s
+
+
+def offer(pages: bytes, prompt_tokens: int, **changes: object) -> Offer:
+    grants = (Grant("kv", 0, prompt_tokens, pages),)
+    sound = Offer(D, P, 1, 7, 1, prompt_tokens, 0, b"x" * 16, grants, 30.0)
+    return msgspec.structs.replace(sound, **changes)
+
+
+def page_ids(n: int, seed: int = 1) -> bytes:
+    """In no order, as those of an old pool."""
+    shuffled = np.random.default_rng(seed).permutation(n).astype("<i4") + 1
+    return shuffled.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("n_pages", "limit_s"), [(10, HONEST_S), (1000, HONEST_S), (65_536, HONEST_S), (2**20, LIMIT_S)]
+)
+def test_an_offer_costs_little_whatever_its_length(n_pages, limit_s):
+    """Of the most pages that a prompt of the longest can have, too: one token each."""
+    frame = PEER_MESSAGES.encode(offer(page_ids(n_pages), n_pages))
+    node = meeting(page_size=1)
+    assert cost_s(frame, lambda: meeting(page_size=1)) < limit_s
+    message = PEER_MESSAGES.decode(frame)
+    assert isinstance(message, Offer)
+    node.step(inputs.FromPeer(0.0, "in:d", message))
+    assert node.prefiller.by_room[7].offer == message
+
+
+def test_an_offer_of_too_long_a_prompt_is_refused_before_its_pages_are_looked_at():
+    """The limit of this node holds for what is sent from it, not for leases alone."""
+    pages = page_ids(2**21)
+    message = offer(pages, 2**21)
+    node = meeting(page_size=1)
+
+    assert cost_s(PEER_MESSAGES.encode(message), lambda: meeting(page_size=1)) < HONEST_S
+    (settled,) = [
+        effect.message for effect in node.step(inputs.FromPeer(0.0, "in:d", message)).effects
+    ]
+
+    assert isinstance(settled, Settled)
+    assert settled.reason is not None
+    assert settled.reason.code is Code.TOO_LARGE
+    assert settled.reason.message == (
+        "a prompt of 2097152 tokens, p takes 1048576 at most: raise its limits.max_prompt_tokens"
+    )
+
+
+UNREAD = {
+    "grants": offer(b"", 1, grants=(Grant("", 0, 0, b""),) * 180_000),
+    "numbers": Reject(
+        D, P, Refusal(Code.ABORTED, "", numbers={str(key): 1 for key in range(250_000)})
+    ),
+    "marks": Story(D, P, 1, marks=(Told(1.0, ""),) * 300_000),
+    "metadata": hello(metadata=bytes(MAX_METADATA_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_what_has_too_many_parts_is_refused_while_it_is_decoded(what):
+    assert cost_s(PEER_MESSAGES.encode(UNREAD[what]), None) < LIMIT_S
+
+
+@pytest.mark.parametrize("value", [b"\xc0", b"\x80", b"\x91\xc0", b"\xa0", b"\xc4\x00"])
+def test_fields_of_a_later_version_cost_little_however_many_they_are(value):
+    """They are skipped, not read; of a long message there are few."""
+    known = b"".join(msgspec.msgpack.encode(one) for one in ("ping", D, P, 1, 0, 0, 0, "", ""))
+    n_more = (MAX_PEER_BYTES - 1000) // len(value)
+    frame = b"\xdd" + (9 + n_more).to_bytes(4, "big") + known + value * n_more
+    assert cost_s(frame, None) < LIMIT_S
+    small = b"\xdc" + (9 + 9000).to_bytes(2, "big") + known + b"\xc0" * 9000
+    assert isinstance(PEER_MESSAGES.decode(small), Ping)
+
+
+LAYOUTS = {
+    "numbers": "[" * 500 + ",".join("0" * 30_000) + "]" * 500,
+    "one key": '{"' + "k" * 30_000 + '":[' + ",".join("0" * 15_000) + "]}",
+    "keys": "{" + ",".join(f'"{key}":0' for key in range(7000)) + "}",
+    "maps": "[" + ",".join(["{}"] * 20_000) + "]",
+    "lists": "[" + ",".join(["[0,0,0,0]"] * 6000) + "]",
+    "shards": fingerprint(spec(64))[:-1] + ",[" + ",".join(["[0,1,0,1]"] * 6000) + "]]",
+    "most shards": fingerprint(spec(64))[:-1] + ",[" + ",".join(["[0,1,0,1]"] * MAX_SHARDS) + "]]",
+    "components": '["page_first",['
+    + ",".join([fingerprint(spec(64))[len('["page_first",[') : -2]] * 450)
+    + "]]",
+}
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_a_layout_costs_little_and_nothing_when_it_is_said_again(what):
+    """Of each generation, and of each process, that says the same."""
+    node = meeting()
+    known = hello(layout=LAYOUTS[what], generation=2)
+    assert cost_s(PEER_MESSAGES.encode(known), meeting) < LIMIT_S
+    node.step(inputs.FromPeer(0.0, "in:d", known))
+    refusal = node.peers.by_name["d"].refusal
+
+    again = [cost_of_step(node, hello(layout=LAYOUTS[what], generation=3 + k)) for k in range(3)]
+
+    assert min(again) < HONEST_S
+    assert node.peers.by_name["d"].refusal is refusal
+
+
+def cost_of_step(node: Node, message: Message) -> float:
+    began_s = time.process_time()
+    node.step(inputs.FromPeer(node.out.at_s, "in:d", message))
+    return time.process_time() - began_s
+
+
+def test_a_ping_and_a_beat_cost_what_they_fold_not_what_is_remembered():
+    """As many tombstones as a peer may leave, in any order."""
+    rng = random.Random(20261122)
+    node, at_s = meeting(), 0.0
+    handoffs = list(range(1, MAX_RECORDS + 1))
+    rng.shuffle(handoffs)
+    for handoff in handoffs:
+        node.step(inputs.FromPeer(at_s, "in:d", Abort(D, P, handoff, 7, "x")))
+        node.step(inputs.FromPeer(at_s, "in:d", Closed(D, P, handoff, Outcome.ABORTED)))
+    assert node.prefiller.last_word.n_records == MAX_RECORDS
+
+    pings = [cost_of_step(node, Ping(D, P, 2 + k, 0, 2 + k, 1)) for k in range(20)]
+    began_s = time.process_time()
+    node.step(inputs.Tick(at_s + 0.6))
+    beat_s = time.process_time() - began_s
+
+    assert node.prefiller.last_word.n_records == MAX_RECORDS - 20
+    assert min(pings) < 0.0005  # 0.02 ms here
+    assert beat_s < LIMIT_S
+    assert node.prefiller.last_word.floor(node.peers.by_name["d"]) == 21
+
+
+def test_a_long_settled_costs_little():
+    """The decode side has no such handoff, or its aux is too long."""
+    node = meeting()
+    long = Settled(D, P, 1, Outcome.DELIVERED, aux=bytes(2**23), checksums=bytes(2**22))
+    assert cost_s(PEER_MESSAGES.encode(long), lambda: node) < HONEST_S
+
+
+def test_an_engine_that_opens_a_room_pays_for_few_offers():
+    """As many as may wait for it, each with another prompt."""
+    names = tuple(f"d{k}" for k in range(64))
+    world = World(names=names)
+    for name in names:
+        side = world.sides[name]
+        side.call(client.Receive, b"\1\0\0\0" * 100, room=7, source=("p",))
+    assert len(world.p.node.prefiller.rooms.of(7)) == 64
+    lease = world.p.lease(b"\2\0\0\0" * 100)
+    asked = client.Send(99, 7, lease.lease)
+
+    began_s = time.process_time()
+    world.p.node.step(inputs.FromClient(world.now_s, 1, asked, b"\2\0\0\0" * 100))
+
+    assert time.process_time() - began_s < LIMIT_S

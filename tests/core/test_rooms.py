@@ -1,0 +1,388 @@
+"""Whose messages act on a room: of the node that the engine names, or of the first that fits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvd.core import effects, inputs
+from kvd.core.report import snapshot
+from kvd.core.rooms import MAX_WAITING
+from kvd.core.tables import Prefill
+from kvd.errors import Code
+from kvd.wire import admin, client, events
+from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
+from tests.core.engines import PROMPT, Sender, totals
+from tests.core.world import Side, World, tokens
+
+OTHER = tokens((1, 99), (7, 1))
+
+
+def three() -> tuple[World, Side, Side]:
+    """A prefill side with an honest decode side ``d`` and a stranger ``e``."""
+    world = World(names=("d", "e"))
+    return world, world.d, world.sides["e"]
+
+
+def receive(side: Side, toks: bytes = PROMPT, room: int = 7) -> None:
+    reply = side.call(client.Receive, toks, room=room, source=("p",))
+    assert isinstance(reply, client.Receiving)
+
+
+def failure(side: Side) -> client.ReceiveFailed:
+    (failed,) = [one for one in side.take() if isinstance(one, client.ReceiveFailed)]
+    return failed
+
+
+def withdraw(world: World, side: Side) -> None:
+    world.inject(world.p, Withdrawn(side.incarnation, world.p.incarnation, 7, "deadline"), side)
+
+
+def send_failures(world: World) -> list[client.SendFailed]:
+    return [one for one in world.p.take() if isinstance(one, client.SendFailed)]
+
+
+# ---- a room that names its peer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["engine", "stranger"])
+def test_an_offer_of_another_node_than_the_named_one_is_refused_alone(first):
+    """With the right prompt too: who knows it is still not who was meant."""
+    world, d, e = three()
+    if first == "stranger":
+        receive(e)
+    sender = Sender(world, peer="d")
+    if first == "engine":
+        receive(e)
+
+    refusal = failure(e).refusal
+    assert (refusal.code, refusal.message, refusal.side) == (
+        Code.DUPLICATE_ROOM,
+        "room 7 is open here for d, not for e: receive it there, or send it with to='e'",
+        "p",
+    )
+    receive(d)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+    assert totals(e) == (63, 0, 0, 0, 0)
+
+
+def test_a_named_room_is_not_withdrawn_by_another_node():
+    world, d, e = three()
+    sender = Sender(world, peer="d")
+    world.lost = {Reject}
+
+    withdraw(world, e)
+
+    (told,) = [
+        one.message
+        for one in world.p.effects
+        if isinstance(one, effects.Send) and isinstance(one.message, Reject)
+    ]
+    assert isinstance(told, Reject)
+    assert told.refusal.message == (
+        "room 7 is open here for d, not for e: receive it there, or send it with to='e'"
+    )
+    assert send_failures(world) == []
+    receive(d)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+def test_a_named_room_is_withdrawn_by_its_node_at_once():
+    """However many others there are."""
+    world, d, _ = three()
+    Sender(world, peer="d")
+
+    withdraw(world, d)
+
+    (failed,) = send_failures(world)
+    assert failed.refusal.message == "d gave up before it offered pages: deadline"
+
+
+def test_a_room_may_be_named_by_the_address_of_its_node():
+    world = World()
+    world.p.feed(inputs.LinkDialed(world.now_s, "out:d", "d", "tcp://10.0.0.1:7402"))
+    Sender(world, peer="tcp://10.0.0.1:7402")
+    assert world.p.node.prefiller.by_room[7].awaited.destination == "d"
+
+
+def test_the_engine_is_refused_at_once_where_its_named_node_has_another_prompt():
+    world, d, e = three()
+    receive(e)
+    receive(d, OTHER)
+    lease = world.p.lease(PROMPT)
+
+    reply = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, peer="d")
+
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.PROMPT_MISMATCH
+    assert failure(d).refusal.code is Code.PROMPT_MISMATCH
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e"]
+
+
+def test_a_deadline_names_the_node_that_did_not_come():
+    world = World()
+    Sender(world, peer="elsewhere", deadline_s=1.0)
+    world.pass_time(1.1)
+    (failed,) = send_failures(world)
+    assert failed.refusal.message == (
+        "room 7 was open for 1.0 s: elsewhere has not offered pages for it"
+    )
+
+
+# ---- a room that names nobody --------------------------------------------------------------------
+
+
+def test_a_stranger_cannot_take_a_room_before_its_engine_comes():
+    """Its Offer waits beside the honest one, and is refused for its prompt alone."""
+    world, d, e = three()
+    receive(e, OTHER)
+    receive(d)
+
+    sender = Sender(world)
+    sender.finish()
+
+    assert isinstance(d.take()[-1], client.Received)
+    refusal = failure(e).refusal
+    assert refusal.code is Code.PROMPT_MISMATCH
+    assert totals(e) == (63, 0, 0, 0, 0)
+
+
+def test_a_stranger_with_another_prompt_leaves_the_room_waiting():
+    world, d, e = three()
+    receive(e, OTHER)
+
+    sender = Sender(world)
+
+    assert failure(e).refusal.code is Code.PROMPT_MISMATCH
+    part = world.p.node.prefiller.by_room[7]
+    assert part.state is Prefill.AWAIT_OFFER
+    (room,) = snapshot(world.p.node).rooms
+    assert "the Offer of e was refused: both prompts have 100 tokens" in room.waiting_for
+    receive(d)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+def test_of_two_offers_with_the_prompt_the_first_has_the_room_and_the_other_is_told():
+    world, d, e = three()
+    receive(d)
+    receive(e)
+
+    sender = Sender(world)
+
+    assert (
+        failure(e).refusal.message == "room 7 is already open here (await-engine, handoff 1 of d)"
+    )
+    moved = [one for one in world.p.events if isinstance(one, events.Moved)]
+    assert ("streaming", "d") in [(one.after, one.peer) for one in moved]
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+def test_the_deadline_of_a_room_tells_whose_offer_was_refused():
+    world = World()
+    Sender(world, deadline_s=1.0)
+    receive(world.d, OTHER)
+    world.pass_time(1.1)
+    (failed,) = send_failures(world)
+    assert failed.refusal.message.startswith(
+        "room 7 was open for 1.0 s: no decode side offered pages that fit: the Offer of d was "
+        "refused: both prompts have 100 tokens, but the digests differ ("
+    )
+
+
+def test_an_offer_that_is_given_up_makes_way_for_the_next():
+    world, d, e = three()
+    receive(e)
+    receive(d)
+    e.call(client.CancelReceive, receive=1)
+
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d"]
+    Sender(world).finish()
+    assert isinstance(d.take()[-1], client.Received)
+    world.pass_time(3)
+    assert world.p.node.prefiller.rooms.behind == world.p.node.prefiller.rooms.by_room == {}
+
+
+def test_a_node_has_one_offer_for_a_room_at_a_time():
+    world, d, e = three()
+    receive(d)
+    receive(e)
+    receive(e)
+    assert (
+        failure(e).refusal.message == "room 7 is already open here (await-engine, handoff 1 of e)"
+    )
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d", "e"]
+
+
+def test_offers_that_wait_for_one_room_are_bounded(monkeypatch):
+    monkeypatch.setattr("kvd.core.rooms.MAX_WAITING", 2)
+    assert MAX_WAITING > 2
+    world = World(names=("d", "e", "f"))
+    for name in ("e", "f", "d"):
+        receive(world.sides[name], OTHER)
+    assert failure(world.d).refusal.code is Code.DUPLICATE_ROOM
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e", "f"]
+
+
+def test_offers_behind_are_drained_with_the_rest_and_shown():
+    world, d, e = three()
+    receive(e)
+    receive(d)
+    told = world.p.ask(admin.AbortRoom(1, 7, "by hand"))
+    assert isinstance(told, admin.Report)
+    assert told.changed["sends"] == 2
+    assert failure(d).refusal.code is failure(e).refusal.code is Code.ABORTED
+
+
+def test_a_restart_or_the_silence_of_one_leaves_the_offer_of_the_other():
+    world, d, e = three()
+    receive(e)
+    receive(d)
+    world.restart(e)
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d"]
+
+
+def test_an_unnamed_room_is_not_ended_by_one_of_several_that_withdraws():
+    """A stranger's word is noted, and told to who asks."""
+    world, d, e = three()
+    sender = Sender(world)
+
+    withdraw(world, e)
+
+    assert send_failures(world) == []
+    (room,) = snapshot(world.p.node).rooms
+    assert room.waiting_for == "the decode side to offer pages; withdrawn by e (deadline)"
+    assert any("e gave up before it offered pages: deadline; d may" in one for one in room.story)
+    receive(d)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+def test_an_unnamed_room_ends_when_all_that_could_come_have_withdrawn():
+    world, d, e = three()
+    Sender(world)
+    withdraw(world, e)
+    withdraw(world, d)
+    (failed,) = send_failures(world)
+    assert failed.refusal.message == "d gave up before it offered pages: deadline"
+
+
+def test_who_withdrew_may_offer_after_all():
+    """What it says last counts."""
+    world, d, _ = three()
+    sender = Sender(world)
+    withdraw(world, d)
+    receive(d)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+def test_an_abort_of_a_stranger_for_the_room_leaves_it_as_it_is():
+    world, d, e = three()
+    sender = Sender(world)
+    world.inject(world.p, Abort(e.incarnation, world.p.incarnation, 9, 7, "why"), e)
+    receive(d)
+    world.inject(world.p, Abort(e.incarnation, world.p.incarnation, 1, 7, "why"), e)
+    sender.finish()
+    assert isinstance(d.take()[-1], client.Received)
+
+
+# ---- an Offer that comes again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "what"),
+    [
+        ({"pages": True}, Code.BAD_PAGES, "other destination pages (7, accepted were 7)"),
+        ({"digest": b"x" * 16}, Code.PROMPT_MISMATCH, "another digest than the one"),
+        ({"prompt_tokens": 99}, Code.PROMPT_MISMATCH, "prompt_tokens=99, accepted was 100"),
+        ({"generation": 2}, Code.POST_FAILED, "generation=2, accepted was 1"),
+        ({"room": 8}, Code.BAD_ROOM, "room=8, accepted was 7"),
+        ({"decode_prefix_len": 16}, Code.BAD_PREFIX, "decode_prefix_len=16, accepted was 0"),
+        ({"integrity": "full"}, Code.BAD_REQUEST, "another integrity than the one"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+@pytest.mark.parametrize("when", ["before the engine", "streaming"])
+def test_an_offer_repeated_as_another_one_is_refused_for_what_changed(changes, code, what, when):
+    world = World()
+    world.hold_posts = True
+    sender = Sender(world) if when == "streaming" else None
+    receive(world.d)
+    offer = world.d.node.decoder.parts[1].unanswered or next(
+        one.message
+        for one in world.d.effects
+        if isinstance(one, effects.Send) and isinstance(one.message, Offer)
+    )
+    assert isinstance(offer, Offer)
+    if "pages" in changes:
+        (grant,) = offer.grants
+        other = grant.pages[:-4] + (40).to_bytes(4, "little")
+        changes = {"grants": (msgspec.structs.replace(grant, pages=other),)}
+    if "integrity" in changes:
+        changes = {"integrity": type(offer.integrity)("full")}
+    world.lost = {Reject}
+    world.p.effects.clear()
+
+    world.inject(world.p, msgspec.structs.replace(offer, **changes), world.d)
+
+    (sent,) = [one for one in world.p.effects if isinstance(one, effects.Send)]
+    assert isinstance(sent.message, Reject)
+    assert sent.message.refusal.code is code
+    assert sent.message.refusal.message.startswith(f"handoff 1 of d is offered again with {what}")
+    world.hold_posts = False
+    (sender or Sender(world)).finish()
+    assert isinstance(world.d.take()[-1], client.Received)
+
+
+# ---- an Offer of an older generation -------------------------------------------------------------
+
+
+def delayed_offer(world: World) -> None:
+    """An Offer on its way while the receiving transfer process is replaced; the Hello is faster."""
+    sender = Sender(world)
+    sender.advance(96)
+    world.hold_wire = True
+    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=2.0)
+    (letter,) = world.held(Offer)
+    world.wire.clear()
+    world.hold_wire = False
+    world.d.restart_transfer("killed")
+    world.run()
+    world.deliver(letter)
+
+
+def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
+    world = World()
+
+    delayed_offer(world)
+
+    (settled,) = [
+        one.message
+        for one in world.p.effects
+        if isinstance(one, effects.Send) and isinstance(one.message, Settled)
+    ]
+    assert isinstance(settled, Settled)
+    assert settled.outcome is Outcome.REFUSED
+    assert settled.reason is not None
+    assert settled.reason.message == "generation 1 of d is over, 2 serves"
+    assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
+    world.run()
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+
+
+def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
+    """Its agent is destroyed already: a post through that would never be over."""
+    monkeypatch.setattr("kvd.core.prefill.unacceptable", lambda *_: None)
+    world = World()
+
+    delayed_offer(world)
+    world.pass_time(4.0)
+
+    assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
+    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert world.p.node.prefiller.by_room == {}
