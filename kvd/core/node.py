@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.core import inputs as i
 from kvd.core.admission import Admission
 from kvd.core.adopt import Former
+from kvd.core.apart import OWN_TRANSFER
 from kvd.core.audit import Audit
 from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
@@ -188,7 +189,7 @@ class Node:
             self._out_of_place(got.link, message)
             return
         if lost:
-            self.admission.wake()
+            self.admission.changed(peer.name)
         self._from_peers[type(message)](peer, message)
 
     def _link_dialed(self, got: i.LinkDialed) -> None:
@@ -218,7 +219,7 @@ class Node:
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
-        self.admission.wake()
+        self.admission.changed(peer.name)
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pinged(peer, message)
@@ -250,7 +251,7 @@ class Node:
         self.retractor.transfer_ready()
         self.fetcher.transfer_ready()
         self.decoder.serving()
-        self.admission.wake()
+        self.admission.changed(OWN_TRANSFER)
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
         self.peers.transfer_gone()

@@ -75,6 +75,10 @@ class ResumeAsker:
         """Nothing but memory."""
         return None
 
+    def awaits(self) -> tuple[str, ...]:
+        """Nothing but memory."""
+        return ()
+
 
 class Retractor:
     """Leases on their way out of the pool and back."""
