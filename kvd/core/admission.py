@@ -287,6 +287,10 @@ class Admission:
         if late:
             self.wake()
 
+    def sort(self) -> None:
+        """Whoever broke the order, it is there again."""
+        self.line.sort(key=_rank)
+
     def _all(self) -> Iterator[Waiter]:
         return chain(self.line, self.apart.waiters.values())
 

@@ -15,6 +15,7 @@ from kvd.core.admission import Admission
 from kvd.core.adopt import Former
 from kvd.core.apart import OWN_TRANSFER
 from kvd.core.audit import Audit
+from kvd.core.containment import one_list
 from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
 from kvd.core.drain import Drainer
@@ -90,6 +91,7 @@ class Node:
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
+        self.misgiven = one_list(self.leases)
         self.recorded = Recorded(self.out)
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
@@ -152,6 +154,8 @@ class Node:
         self._handlers[type(happened)](happened)
         self.admission.pump()
         self.drainer.look()
+        if self.misgiven:
+            self.audit.caught(self.misgiven)
         return self.out.drain()
 
     def _unreadable(self, got: i.Unreadable) -> None:

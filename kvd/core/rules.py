@@ -103,7 +103,7 @@ def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[st
 
 def _broken_claim(node: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    if lease.standing not in AWAY:
+    if lease.standing not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
