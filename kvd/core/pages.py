@@ -11,8 +11,8 @@ after two had it: nothing of that call is taken, and ``misgiven`` tells of it. S
 *condemned* never comes back into the free list: whoever gives it is not told, and it is nobody's.
 
 What a call takes more than without that byte, in pairs on one busy core: nothing for one page, 0.1
-to 0.3 us for a run of any length, 0.6 us for a few scattered pages, 2.4 us for 64 and 5.6 us for 1000
-scattered ones, which no slice can hold against each other.
+to 0.3 us for a run of any length, 0.6 us for a few scattered pages, 2.4 us for 64 and 5.6 us for
+1000 scattered ones, which no slice can hold against each other.
 
 What must not live here: owners, eviction, headroom. The caller has made room before it takes.
 

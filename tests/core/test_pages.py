@@ -42,11 +42,11 @@ def misgiven(pool: PagePool) -> list[str]:
         ((299, 7), "page 7, which is free already"),
         ((7, 8, 9), "page 7, which is free already"),
         ((299, 299), "page 299, twice in one call"),
-        (tuple([*range(299, 219, -1), 250]), "page 250, twice in one call"),
-        (tuple([*range(299, 219, -1), 7]), "page 7, which is free already"),
-        (tuple([*range(299, 219, -1), 400]), "page 400: this pool hands out 1 to 299"),
-        (tuple([*range(299, 219, -1), 0]), "page 0, the null page: this pool hands out 1 to 299"),
-        (tuple([*range(299, 40, -1), 60]), "page 60, twice in one call"),
+        ((*range(299, 219, -1), 250), "page 250, twice in one call"),
+        ((*range(299, 219, -1), 7), "page 7, which is free already"),
+        ((*range(299, 219, -1), 400), "page 400: this pool hands out 1 to 299"),
+        ((*range(299, 219, -1), 0), "page 0, the null page: this pool hands out 1 to 299"),
+        ((*range(299, 40, -1), 60), "page 60, twice in one call"),
     ],
 )
 def test_give_takes_nothing_of_a_call_that_has_one_wrong_page(given, why):
