@@ -55,6 +55,7 @@ class Code(enum.Enum):
     SHUTTING_DOWN = "shutting-down"
     UNREACHABLE = "unreachable"
     POOL_CHANGED = "pool-changed"
+    CONDEMNED = "condemned"
     INTERNAL = "internal"
 
 

@@ -86,6 +86,7 @@ def _finding(one: Finding) -> list[Text]:
     return [
         Text(f"{clean(one.state)}: {clean(one.rule)}: {clean(one.what)}", style=style),
         Text(f"    {clean(', '.join(about))}"),
+        *([Text(f"    done: {clean(one.done)}")] if one.done else []),
         *(Text(f"    {clean(line)}", "dim") for line in one.transitions),
     ]
 

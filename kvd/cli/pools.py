@@ -157,6 +157,7 @@ def _names(companions: tuple[CompanionState, ...]) -> list[str]:
 def sum_check(one: PoolState) -> Text:
     """Whether null, free, held, cached and quarantined pages make the total."""
     found = 1 + one.free_pages + one.held_pages + one.cached_pages + one.quarantined_pages
+    found += one.condemned_pages
     if found == one.total_pages:
         return Text("ok", style="green")
     return Text(f"WRONG: {found} of {one.total_pages}; kvd audit", style="bold red")

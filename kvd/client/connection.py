@@ -112,6 +112,7 @@ class Connection:
             wire.ReceiveFailed: self._received,
             wire.Accepted: self._accepted,
             wire.SendFailed: self._send_failed,
+            wire.LeaseLost: self._lease_lost,
             wire.Events: self._happened,
         }
 
@@ -279,6 +280,11 @@ class Connection:
     def _send_failed(self, push: wire.SendFailed) -> None:
         if push.send in self._sends:
             self._sends.pop(push.send).fail(push.refusal)
+
+    def _lease_lost(self, push: wire.LeaseLost) -> None:
+        lease = self._leases.get(push.lease)
+        if lease is not None:
+            lease.condemned = push.refusal
 
     def _happened(self, push: wire.Events) -> None:
         for queue in self._readers:

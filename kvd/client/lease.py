@@ -320,6 +320,8 @@ class Lease:
                     side="client",
                 )
             )
+        if self._state.condemned is not None:
+            raise KvdError(self._state.condemned)
         if self._state.lost is not None and not self._state.is_row_known:
             raise KvdError(
                 Refusal(

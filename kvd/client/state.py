@@ -85,6 +85,8 @@ class LeaseState:
         self.is_released = False
         self.is_retracted = False
         self.lost: Refusal | None = None
+        self.condemned: Refusal | None = None
+        """The daemon found it broken: its pages are not to be used any more."""
         self.is_kept = True
         self.is_row_known = True
         self._pages = pages

@@ -75,7 +75,7 @@ def waiting(scene: Scene) -> Iterator[Concern]:
 
     Whoever waits for its turn only waits for those.
     """
-    if not scene.node.admission.queue:
+    if not len(scene.node.admission):
         return
     groups: dict[str, list[Turn]] = {}
     for one in turns(scene):

@@ -43,6 +43,7 @@ def _state(_: Scene, one: Pool) -> str:
     """The gravest that is so."""
     pool = one.state
     known = pool.free_pages + pool.held_pages + pool.cached_pages + pool.quarantined_pages
+    known += pool.condemned_pages
     if known + NULL_PAGES != pool.total_pages:
         return "does not add up"
     if one.waiting:

@@ -5,20 +5,26 @@ those behind it (head of line), so that a large one cannot starve; ``overtakers`
 lets so many smaller ones go past it before it does. Whatever a step admits is given room by one
 eviction for all of it. A blocked request is not matched again until it may fit: there are as many
 pages as it lacked, or the cache has grown. What waits for its peer and not
-for memory is passed over, because it would block everybody for a reason that is not theirs.
+for memory stands apart, because it would block everybody for a reason that is not theirs: nobody
+looks at it while memory moves. It is asked again when what it waits for has changed, and stands
+then where its priority and the time of its arrival put it.
 """
 
 from __future__ import annotations
 
 import bisect
-from operator import add
+from itertools import chain
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+from kvd.core.apart import Apart
 from kvd.core.lease import Claim, Claimed, Demand, Lease, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.core.effects import Outbox
     from kvd.core.lease_table import LeaseTable
     from kvd.core.owners import Owners
@@ -43,7 +49,10 @@ class Asker(Protocol):
         """It gave up, or can never fit."""
 
     def blocked(self) -> str | None:
-        """What it waits for apart from memory; None when only memory counts."""
+        """What it waits for apart from memory, in words; None when only memory counts."""
+
+    def awaits(self) -> tuple[str, ...]:
+        """The same as names for ``Admission.changed``; none when only memory counts."""
 
 
 class Waiter:
@@ -57,6 +66,7 @@ class Waiter:
 
     __slots__ = (
         "asker",
+        "awaits",
         "budget",
         "claim",
         "deadline_s",
@@ -72,6 +82,8 @@ class Waiter:
         self.claim = claim
         self.deadline_s = deadline_s
         self.asker = asker
+        self.awaits: tuple[str, ...] = ()
+        """Where it stands apart; nowhere: it is in the line."""
         self.since_s = 0.0
         self.number = 0
         self.budget = ""
@@ -95,11 +107,24 @@ class Waiter:
         return (not self.claim.resumes, -self.claim.priority, self.number)
 
 
+_rank = attrgetter("rank")
+
+
 class Admission:
-    """The queue. Invariant: sorted by ``rank``."""
+    """The queue: the line of those who wait for memory, and those who stand apart.
+
+    Invariants: the line is sorted by ``rank``; nobody stands apart whom only memory keeps waiting.
+    The other way round a waiter is found out when its turn to be looked at comes.
+    """
 
     def __init__(self, settings: Settings, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
-        self.queue: list[Waiter] = []
+        self.line: list[Waiter] = []
+        """Who waits for memory; read it."""
+        self.apart = Apart()
+        self.looks = 0
+        """How many waiters were looked at, ever."""
+        self._soonest_s = float("inf")
+        """No deadline in the queue is before."""
         self._leases = leases
         self._owners = owners
         self._max_queue = settings.max_queue
@@ -109,6 +134,16 @@ class Admission:
         self._seen = (-1, -1)
         """The table's releases and growth when the queue was last looked at."""
 
+    def __len__(self) -> int:
+        return len(self.line) + len(self.apart.waiters)
+
+    @property
+    def queue(self) -> list[Waiter]:
+        """Everybody who waits, by ``rank``; made for whoever asks."""
+        if not self.apart.waiters:
+            return self.line.copy()
+        return sorted([*self.line, *self.apart.waiters.values()], key=_rank)
+
     def retune(self, *, max_queue: int, overtakers: int) -> None:
         """Other bounds from now on; who waits already waits on, and is looked at again."""
         self._max_queue = max_queue
@@ -116,11 +151,11 @@ class Admission:
         self._seen = (-1, -1)
 
     def at_once(self, claim: Claim) -> Lease | Shortage | None:
-        """The lease, if nobody waits and there is room: the common case, without a queue.
+        """The lease, if nobody waits for memory and there is room: the common case, no queue.
 
         Otherwise submit a waiter with what came back, so that nothing is looked for twice.
         """
-        return None if self.queue else self._leases.open(claim)
+        return None if self.line else self._leases.open(claim)
 
     def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
@@ -133,12 +168,13 @@ class Admission:
         self._count += 1
         waiter.number = self._count
         waiter.since_s = self._out.at_s
-        bisect.insort(self.queue, waiter, key=lambda one: one.rank)
+        self._soonest_s = min(self._soonest_s, waiter.deadline_s)
+        self._stand(waiter)
         if shortage is not None:
             self._seen = self._now()
-        elif not self._is_behind(waiter):
+        elif not waiter.awaits and not self._is_behind(waiter):
             self.wake()
-        if waiter in self.queue:
+        if waiter.awaits or waiter in self.line:
             out = self._out
             out.emit(
                 events.Waiting(
@@ -159,11 +195,11 @@ class Admission:
                 return self._never(claim, budget, needed)
         if self._is_hopeless(waiter):
             return self._never(claim, waiter.budget, waiter.needed_pages)
-        if len(self.queue) >= self._max_queue:
+        if len(self) >= self._max_queue:
             return Refusal(
                 Code.NO_ROOM,
-                f"{len(self.queue)} requests wait already, the limit is {self._max_queue}",
-                numbers={"waiting": len(self.queue), "limit": self._max_queue},
+                f"{len(self)} requests wait already, the limit is {self._max_queue}",
+                numbers={"waiting": len(self), "limit": self._max_queue},
             )
         return None
 
@@ -192,7 +228,7 @@ class Admission:
 
         The node does so after every step: whoever frees a page need not think of who waits for it.
         """
-        while self.queue and self._seen != self._now():
+        while self.line and self._seen != self._now():
             self._seen = self._now()
             self._admit_ready()
 
@@ -200,19 +236,27 @@ class Admission:
         return self._leases.releases, self._leases.growth
 
     def wake(self) -> None:
-        """Something other than memory changed, a peer for example: look again."""
+        """Something other than memory changed: look at the line again."""
         self._seen = (-1, -1)
         self.pump()
 
+    def changed(self, name: str) -> None:
+        """What ``Asker.awaits`` calls by this name is otherwise now: ask who waits for it again."""
+        for waiter in self.apart.take(name):
+            self._stand(waiter)
+        self.wake()  # it may also be that somebody in the line waits for this from now on
+
     def withdraw(self, waiter: Waiter) -> None:
         """Leave the queue without a word; nothing is held yet."""
-        if waiter in self.queue:
-            self.queue.remove(waiter)
+        if waiter.awaits:
+            self.apart.remove(waiter)
+        elif waiter in self.line:
+            self.line.remove(waiter)
             self.wake()
 
     def cancel(self, session: int, call: int, refusal: Refusal) -> None:
         """The caller of a waiting request went away: answer it with ``refusal``, hold nothing."""
-        for waiter in self.queue:
+        for waiter in self._all():
             if (waiter.claim.session, waiter.claim.call) == (session, call):
                 self.withdraw(waiter)
                 waiter.asker.refused(refusal)
@@ -220,8 +264,7 @@ class Admission:
 
     def turn_away(self, waiters: list[Waiter], refusal: Refusal) -> None:
         """Answer these with ``refusal``: none of them is ever admitted."""
-        away = set(map(id, waiters))
-        self.queue = [waiter for waiter in self.queue if id(waiter) not in away]
+        self._strike(waiters)
         for waiter in waiters:
             waiter.asker.refused(refusal)
         if waiters:
@@ -229,17 +272,43 @@ class Admission:
 
     def withdraw_session(self, session: int) -> None:
         """A session is over: none of its requests is ever admitted. The caller wakes the rest."""
-        self.queue = [waiter for waiter in self.queue if waiter.claim.session != session]
+        self._strike([waiter for waiter in self._all() if waiter.claim.session == session])
 
     def expire(self) -> None:
         """Refuse what has waited until its deadline."""
         now_s = self._out.at_s
+        if now_s < self._soonest_s:
+            return
         late = [waiter for waiter in self.queue if waiter.deadline_s <= now_s]
+        self._strike(late)
+        self._soonest_s = min([one.deadline_s for one in self._all()], default=float("inf"))
         for waiter in late:
-            self.queue.remove(waiter)
             waiter.asker.refused(self._too_late(waiter))
         if late:
             self.wake()
+
+    def sort(self) -> None:
+        """Whoever broke the order, it is there again."""
+        self.line.sort(key=_rank)
+
+    def _all(self) -> Iterator[Waiter]:
+        return chain(self.line, self.apart.waiters.values())
+
+    def _stand(self, waiter: Waiter) -> None:
+        """Give it the place where it belongs now: in the line, or apart."""
+        waiter.awaits = waiter.asker.awaits()
+        if waiter.awaits:
+            self.apart.put(waiter)
+        else:
+            bisect.insort(self.line, waiter, key=_rank)
+
+    def _strike(self, waiters: list[Waiter]) -> None:
+        """None of them waits any more."""
+        gone = {waiter.number for waiter in waiters}
+        for waiter in waiters:
+            if waiter.awaits:
+                self.apart.remove(waiter)
+        self.line = [waiter for waiter in self.line if waiter.number not in gone]
 
     def shortage(self, waiter: Waiter) -> str:
         """Which budget was short when the waiter was last matched, and by how much."""
@@ -250,10 +319,10 @@ class Admission:
 
     def _is_behind(self, waiter: Waiter) -> bool:
         """Whether somebody before ``waiter`` blocks it, so that looking is no use."""
-        for one in self.queue:
+        for one in self.line:
             if one is waiter:
                 return False
-            if one.asker.blocked() is None and self._is_barring(one):
+            if self._is_barring(one) and not one.asker.awaits():
                 return True
         return False
 
@@ -277,15 +346,17 @@ class Admission:
 
     def _admit_ready(self) -> None:
         """Lock for each that fits beside those before it, then one eviction, then the pages."""
-        waiting, kept = self.queue, []
+        waiting, kept, aside = self.line, [], []
         admitted: list[Waiter] = []
         claimed: list[Claimed] = []
         promised = self._leases.budgets.nothing
         blocking: list[Waiter] = []
         hopeless: list[Waiter] = []
         for index, waiter in enumerate(waiting):
-            if waiter.asker.blocked() is not None:
-                kept.append(waiter)
+            self.looks += 1
+            awaits = waiter.asker.awaits()
+            if awaits:
+                aside.append((waiter, awaits))
                 continue
             found = self._claim(waiter, promised)
             if isinstance(found, Claimed):
@@ -302,7 +373,9 @@ class Admission:
             if any(self._is_barring(one) for one in blocking):
                 kept.extend(waiting[index + 1 :])
                 break
-        self.queue = kept
+        self.line = kept
+        for waiter, waiter.awaits in aside:
+            self.apart.put(waiter)
         leases = self._leases.open_all(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.containment import misgiven_fault
 from kvd.core.cross import Cross
 from kvd.core.findings import Findings
 from kvd.core.sweep import Phase, Sweep, pools
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvd.core.fault import Fault
     from kvd.core.inputs import AuditTurn, Recalled
     from kvd.core.node import Node
+    from kvd.core.pages import Misgiven
 
 EVERY_S = 0.25
 """From the beginning of one sweep to that of the next, at least."""
@@ -88,6 +90,12 @@ class Audit:
         for fault in faults:
             self.findings.saw(fault, self._look)
         self.findings.looked(self._look)
+
+    def caught(self, misgiven: list[Misgiven]) -> None:
+        """Pages came back that were not out: found as it was done, before anybody got them."""
+        found, misgiven[:] = list(misgiven), []
+        for one in found:
+            self.findings.saw(misgiven_fault(self._node.leases, one), self._look)
 
     def recalled(self, got: Recalled) -> None:
         """The shell has searched its memory for a finding."""

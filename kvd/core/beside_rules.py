@@ -118,11 +118,12 @@ def page_faults(node: Node, keeper: Keeper) -> list[Fault]:
 
 
 def _tile_faults(node: Node, keeper: Keeper) -> list[Fault]:
-    places = list(_places(node, keeper))
-    return tile_faults(places, keeper.pool.total_pages, keeper.component.name)
+    places = list(beside_places(node, keeper))
+    return tile_faults(places, keeper.pool, keeper.component.name)
 
 
-def _places(node: Node, keeper: Keeper) -> Iterator[Place]:
+def beside_places(node: Node, keeper: Keeper) -> Iterator[Place]:
+    """All places of one keeper's pages."""
     yield Place("the free list", keeper.pool.free_ids())
     for edge in keeper.nodes:
         yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
@@ -141,7 +142,8 @@ def register_faults(node: Node) -> Iterator[Fault]:
 def is_uncounted(keeper: Keeper) -> bool:
     """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
     pool = keeper.pool
-    return 1 + pool.free_pages + keeper.cached_pages + keeper.held_pages != pool.total_pages
+    counted = 1 + pool.free_pages + keeper.cached_pages + keeper.held_pages
+    return counted != pool.total_pages and not pool.condemned_pages
 
 
 def _gone_faults(keeper: Keeper) -> Iterator[Fault]:
@@ -230,6 +232,8 @@ def node_faults(keeper: Keeper, edge: TreeNode, needed: Counter[TreeNode]) -> It
 
 def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
+    if lease.lost is not None:
+        return
     for keeper in node.leases.beside.each:
         for check, what in _broken(node, keeper, lease):
             rule = "I9" if check == "beside-record" else "I4"

@@ -27,9 +27,10 @@ class Budgets:
         self._table = table
 
     def capacity(self) -> Demand:
-        """Pages of each, the null page not counted."""
+        """Pages of each that anybody can have."""
         table = self._table
-        return (table.capacity_pages, *(one.pool.total_pages - 1 for one in table.beside.each))
+        pools = [table.pool, *(one.pool for one in table.beside.each)]
+        return tuple([one.total_pages - 1 - one.condemned_pages for one in pools])
 
     def headroom(self, name: str) -> int:
         """Pages obtainable now of that component."""

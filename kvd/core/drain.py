@@ -233,7 +233,7 @@ class Drainer:
             is_drained=self.is_drained,
             receives=len(receives),
             sends=len(sends),
-            waiting=len(self._node.admission.queue),
+            waiting=len(self._node.admission),
             leases=self._leases(),
         )
 

@@ -55,6 +55,10 @@ class LeaseAsker:
         """Nothing but memory."""
         return None
 
+    def awaits(self) -> tuple[str, ...]:
+        """Nothing but memory."""
+        return ()
+
 
 class Engines:
     """The verbs of the client API."""
@@ -344,7 +348,7 @@ class Engines:
 
     def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
         node = self._node
-        load = len(node.decoder.parts) + len(node.prefiller.by_room) + len(node.admission.queue)
+        load = len(node.decoder.parts) + len(node.prefiller.by_room) + len(node.admission)
         self._out.answer(
             session,
             client.Matched(

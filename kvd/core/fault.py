@@ -30,6 +30,8 @@ class Fault(msgspec.Struct, frozen=True):
     part: int = 0
     pages: Pages = NO_PAGES
     component: str = ""
+    session: int = 0
+    """Whose lease it was, where that is gone."""
 
     @property
     def key(self) -> Key:

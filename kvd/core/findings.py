@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
+from kvd.core.containment import Containment
 from kvd.core.owners import describe_holder, owner_of
 from kvd.core.why import holders
 from kvd.types import count, page_ids
@@ -34,9 +35,13 @@ HOLDERS_NAMED = 3
 
 
 class Finding:
-    """One fault over time. ``story`` is what the core knows, ``recalled`` what the shell heard."""
+    """One fault over time. ``story`` is what the core knows, ``recalled`` what the shell heard.
+
+    ``done`` is what was done about it when it was first seen: empty where it was only told.
+    """
 
     __slots__ = (
+        "done",
         "fault",
         "first_seen_s",
         "id",
@@ -56,6 +61,7 @@ class Finding:
         self.fault = fault
         self.first_seen_s = self.last_seen_s = self.told_s = at_s
         self.is_broken = True
+        self.done = ""
         self.look = 0
         """The last whole look that saw it."""
         self.owner = ""
@@ -70,6 +76,7 @@ class Findings:
 
     def __init__(self, node: Node) -> None:
         self.by_key: dict[Key, Finding] = {}
+        self.containment = Containment(node)
         self._node = node
         self._out = node.out
         self._last_id = 0
@@ -97,6 +104,9 @@ class Findings:
         found.is_broken = True
         found.last_seen_s = now_s
         found.look = look
+        if is_news:
+            self._describe(found)
+            found.done = self.containment.contain(fault)
         if is_news or has_changed:
             self._tell(found)
 
@@ -131,10 +141,9 @@ class Findings:
         return True
 
     def _tell(self, found: Finding) -> None:
-        """Find out who it is about, and tell everybody."""
+        """Who it is about, and what was done, for everybody."""
         out, fault = self._out, found.fault
         found.told_s = out.at_s
-        self._describe(found)
         self._node.violations += 1
         out.emit(
             events.Violation(
@@ -149,6 +158,7 @@ class Findings:
                 found.room,
                 count(fault.pages),
                 found.story,
+                found.done,
             )
         )
         out.effects.append(effects.Recall(found.id, fault.lease, fault.node, found.room))
@@ -157,7 +167,7 @@ class Findings:
         node, fault = self._node, found.fault
         lease = node.leases.leases.get(fault.lease)
         part = self._part(fault)
-        session = 0
+        session = fault.session
         lines: list[str] = []
         if lease is not None:
             session, found.room = lease.session, lease.room
@@ -204,6 +214,7 @@ class Findings:
             last_seen_ago_s=now_s - found.last_seen_s,
             transitions=(*found.story, *found.recalled),
             component=fault.component,
+            done=found.done,
         )
 
 

@@ -29,7 +29,11 @@ def lease_of(node: Node, session: int, lease_id: int) -> Lease | Refusal:
 def running_lease_of(node: Node, session: int, lease_id: int) -> Lease | Refusal:
     """The session's lease, which has its pages and may use them."""
     lease = lease_of(node, session, lease_id)
-    if isinstance(lease, Refusal) or lease.standing is Standing.RUNNING:
+    if isinstance(lease, Refusal):
+        return lease
+    if lease.lost is not None:
+        return lease.lost
+    if lease.standing is Standing.RUNNING:
         return lease
     if lease.standing is Standing.FORMER:
         return before_restart(node, lease)

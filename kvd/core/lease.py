@@ -24,6 +24,7 @@ from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
 
 if TYPE_CHECKING:
     from kvd.core.radix_node import Node
+    from kvd.errors import Refusal
 
 ENGINE = "engine"
 """The holder that is the session itself; a send is held by ``send N``."""
@@ -160,6 +161,7 @@ class Lease:
         "holders",
         "id",
         "is_whole",
+        "lost",
         "namespace",
         "owned",
         "prefix_tokens",
@@ -210,6 +212,8 @@ class Lease:
         self.sent_from: int | None = None
         """First token whose window pages a send of its prompt may still need."""
         self.quarantine: Quarantine | None = None
+        self.lost: Refusal | None = None
+        """Why it can only be released: it was found broken (``containment``)."""
         self.standing = Standing.RUNNING
         self.saved: Saved | None = None
         self.retracted_s = 0.0

@@ -78,12 +78,12 @@ class LeaseTable:
         self.evicted_pages = 0
         self._out = out
         self._notes = Notes(self.pool, out) if is_journaled else None
-        self._give = self._notes.give if self._notes is not None else self.pool.give
+        self.give = self._notes.give if self._notes is not None else self.pool.give
 
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
-        return self.pool.free_pages + self.tree.evictable_pages
+        return self.pool.free_pages + self.tree.evictable_pages - self.pool.doomed_pages
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that ``n_tokens`` take."""
@@ -254,7 +254,7 @@ class LeaseTable:
         if lease.reads:
             lease.deferred = Pages(lease.deferred + duplicates)
         else:
-            self._give(duplicates)
+            self.give(duplicates, lease)
             self.releases += 1
 
     # ---- retraction --------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class LeaseTable:
         self._unlock(lease)
         freed = lease.held
         if freed:
-            self._give(freed)
+            self.give(freed, lease)
         lease.row = NO_PAGES
         lease.owned = 0
         lease.tokens = tokens
@@ -317,7 +317,7 @@ class LeaseTable:
         """That post is over."""
         lease.reads -= 1
         if not lease.reads and lease.deferred:
-            self._give(lease.deferred)
+            self.give(lease.deferred, lease)
             lease.deferred = NO_PAGES
             self.releases += 1
 
@@ -339,7 +339,7 @@ class LeaseTable:
         self.saved.drop(lease)
         freed = lease.held
         if freed:
-            self._give(freed)
+            self.give(freed, lease)
         self._forget(lease, cause, count(freed), was_locked)
 
     # ---- quarantine --------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class LeaseTable:
     def end_quarantine(self, lease: Lease, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
         n_pages = count(lease.row)
-        self._give(lease.row)
+        self.give(lease.row, lease)
         self.beside.end(lease)
         lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
         self._forget(lease, proof, n_pages, 0)
@@ -376,7 +376,7 @@ class LeaseTable:
         """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
         evicted = self.tree.evict(n_pages)
         n_freed = count(evicted.pages)
-        self._give(evicted.pages)
+        self.give(evicted.pages)
         self.evicted_pages += n_freed
         self.departed.left(evicted.victims)
         out = self._out
@@ -388,19 +388,17 @@ class LeaseTable:
         flushed = self.tree.flush()
         self.departed.left(flushed.nodes)
         n_freed = count(flushed.pages)
-        self._give(flushed.pages)
+        self.give(flushed.pages)
         out = self._out
         out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
         return n_freed, flushed.kept_pages
 
     def _make_room(self, n_pages: int) -> bool:
         """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing."""
-        short = n_pages - self.pool.free_pages
-        if short <= 0:
-            return True
-        if short > self.tree.evictable_pages:
-            return False
-        self.evict(short, "room")
+        while (short := n_pages - self.pool.free_pages) > 0:  # twice only where some are condemned
+            if short > self.tree.evictable_pages:
+                return False
+            self.evict(short, "room")
         return True
 
     def _unlock(self, lease: Lease) -> int:

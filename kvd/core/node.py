@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvd.core import inputs as i
 from kvd.core.admission import Admission
 from kvd.core.adopt import Former
+from kvd.core.apart import OWN_TRANSFER
 from kvd.core.audit import Audit
+from kvd.core.containment import one_list
 from kvd.core.copies import Copies
 from kvd.core.decode import Decoder
 from kvd.core.drain import Drainer
@@ -89,6 +91,7 @@ class Node:
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
         self.audit = Audit(self)
+        self.misgiven = one_list(self.leases)
         self.recorded = Recorded(self.out)
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
@@ -151,6 +154,8 @@ class Node:
         self._handlers[type(happened)](happened)
         self.admission.pump()
         self.drainer.look()
+        if self.misgiven:
+            self.audit.caught(self.misgiven)
         return self.out.drain()
 
     def _unreadable(self, got: i.Unreadable) -> None:
@@ -188,7 +193,7 @@ class Node:
             self._out_of_place(got.link, message)
             return
         if lost:
-            self.admission.wake()
+            self.admission.changed(peer.name)
         self._from_peers[type(message)](peer, message)
 
     def _link_dialed(self, got: i.LinkDialed) -> None:
@@ -218,7 +223,7 @@ class Node:
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
-        self.admission.wake()
+        self.admission.changed(peer.name)
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pinged(peer, message)
@@ -250,7 +255,7 @@ class Node:
         self.retractor.transfer_ready()
         self.fetcher.transfer_ready()
         self.decoder.serving()
-        self.admission.wake()
+        self.admission.changed(OWN_TRANSFER)
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
         self.peers.transfer_gone()

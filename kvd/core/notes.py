@@ -68,9 +68,9 @@ class Notes:
             )
         )
 
-    def give(self, pages: Pages) -> None:
+    def give(self, pages: Pages, giver: object = None) -> None:
         """Put them back on the free list, as nobody's."""
-        self._pool.give(pages)
+        self._pool.give(pages, giver)
         self.freed(pages)
 
     def freed(self, pages: Pages) -> None:

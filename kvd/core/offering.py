@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.apart import OWN_TRANSFER
 from kvd.core.cargo import legs_of
 from kvd.core.frames import long_offer, long_settled
 from kvd.core.peer_drain import peer_drains
@@ -95,6 +96,14 @@ class Offering:
                 return why
         found = self.shares([part.peer for part in reception.parts])
         return found.message if isinstance(found, Refusal) else None
+
+    def awaits(self, reception: Reception) -> tuple[str, ...]:
+        """The same as names: of the source, of all of them, of our own transfer process."""
+        peers, names = self._peers, [part.peer for part in reception.parts]
+        for name in names:
+            if peers.not_ready(name) is not None:
+                return (name,) if peers.generation else (name, OWN_TRANSFER)
+        return tuple(names) if isinstance(self.shares(names), Refusal) else ()
 
     def shares(self, names: list[str]) -> tuple[Share, ...] | Refusal:
         """What each of these peers, all of which have said Hello, sends of a prompt."""

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvd.core.fault import Fault
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvd.core.node import Node
+    from kvd.core.pages import PagePool
 
 MAX_PLACES = 8
 """Different sets of places named in one answer; a broken free list would name thousands."""
@@ -44,11 +46,17 @@ def places(node: Node) -> Iterator[Place]:
 
 def page_faults(node: Node) -> list[Fault]:
     """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
-    return tile_faults(list(places(node)), node.leases.pool.total_pages)
+    return tile_faults(list(places(node)), node.leases.pool)
 
 
-def tile_faults(everything: list[Place], total: int, component: str = "") -> list[Fault]:
-    """I1 of any pool: which of its ``total`` pages are in no place, in two, or none of its own."""
+def tile_faults(everything: list[Place], pool: PagePool, component: str = "") -> list[Fault]:
+    """I1 of any pool: which of its pages are in no place, in two, or none of its own.
+
+    A condemned page is in its own place and in no other, whoever still names it.
+    """
+    total = pool.total_pages
+    if pool.condemned_pages:
+        everything = _apart_from(everything, pool.condemned_ids())
     ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
     if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
         return []
@@ -64,13 +72,37 @@ def count_faults(node: Node) -> list[Fault]:
     table = node.leases
     held = sum([lease.held_pages for lease in table.leases.values()])
     free, cached = table.pool.free_pages, table.tree.cached_pages
-    if 1 + free + cached + held == table.pool.total_pages:
-        return []
+    if 1 + free + cached + held == table.pool.total_pages or table.pool.condemned_pages:
+        return []  # how many of those condemned are still named is not counted
     what = (
         f"null 1 + free {free} + cached {cached} + held and quarantined {held} is not "
         f"{table.pool.total_pages}"
     )
     return [Fault("I1", "page-count", what)]
+
+
+def _apart_from(everything: list[Place], condemned: Pages) -> list[Place]:
+    gone = np.frombuffer(condemned, "<i4")
+    found = [Place("condemned", condemned)]
+    for place in everything:
+        ids = np.frombuffer(place.pages, "<i4")
+        left = ids[~np.isin(ids, gone)]
+        is_same = left.size == ids.size
+        found.append(place if is_same else replace(place, pages=Pages(left.tobytes())))
+    return found
+
+
+def nobodys(everything: Iterable[Place], pool: PagePool) -> int:
+    """How many condemned pages nobody names any more."""
+    if not pool.condemned_pages:
+        return 0
+    named = np.frombuffer(b"".join([place.pages for place in everything]), "<i4")
+    return int(np.setdiff1d(np.frombuffer(pool.condemned_ids(), "<i4"), named).size)
+
+
+def has_any(pages: bytes, ids: np.ndarray) -> bool:
+    """Whether one of ``ids`` is among the pages."""
+    return bool(np.isin(np.frombuffer(pages, "<u4"), ids).any())
 
 
 def _strays(everything: list[Place], total: int, component: str) -> Iterator[Fault]:

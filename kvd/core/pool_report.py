@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.beside_rules import needed_nodes
+from kvd.core.beside_rules import beside_places, needed_nodes
 from kvd.core.buffers import Buffers
 from kvd.core.geometry import shard_places
+from kvd.core.places import nobodys, places
 from kvd.core.spec import (
     companion_factor,
     extent_tokens,
@@ -87,6 +88,7 @@ def _first(node: Node) -> PoolState:
         extent=kind(first.extent),
         companions=_companions(node),
         shards=shard_places(spec),
+        condemned_pages=nobodys(places(node), table.pool),
     )
 
 
@@ -126,6 +128,7 @@ def _beside(node: Node, keeper: Keeper) -> PoolState:
         quarantined_pages=quarantined,
         evictable_pages=keeper.evictable_pages,
         locked_pages=cached - keeper.evictable_pages,
+        condemned_pages=nobodys(beside_places(node, keeper), keeper.pool),
         saved_pages=node.leases.saved.used_pages(component.name),
         saved_capacity_pages=node.leases.saved.capacity_pages(component.name),
         tier=kind(component.tier),

@@ -67,19 +67,19 @@ class RadixTree:
 
     __slots__ = (
         "_add",
-        "_evictable_bytes",
         "_last_id",
         "_moves",
         "_page_bytes",
-        "_protected_bytes",
         "_release",
         "_sweep_above",
         "_take",
         "_touch",
         "at",
         "beside",
+        "evictable_bytes",
         "match_page_tokens",
         "order",
+        "protected_bytes",
         "roots",
     )
 
@@ -92,8 +92,8 @@ class RadixTree:
         self.at = 0.0
         self.beside: tuple[Keeper, ...] = ()
         # In bytes of page ids: what a node has is len(node.pages), without a division.
-        self._evictable_bytes = 0
-        self._protected_bytes = 0
+        self.evictable_bytes = 0
+        self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self.order = order
         self._moves = moves or Moves()
@@ -108,17 +108,17 @@ class RadixTree:
     @property
     def evictable_pages(self) -> int:
         """Pages that ``evict`` can give back now."""
-        return self._evictable_bytes // ID_BYTES
+        return self.evictable_bytes // ID_BYTES
 
     @property
     def protected_pages(self) -> int:
         """Pages under a lock."""
-        return self._protected_bytes // ID_BYTES
+        return self.protected_bytes // ID_BYTES
 
     @property
     def cached_pages(self) -> int:
         """Pages the tree holds."""
-        return (self._evictable_bytes + self._protected_bytes) // ID_BYTES
+        return (self.evictable_bytes + self.protected_bytes) // ID_BYTES
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class RadixTree:
             step.hits += 1
             step = step.parent
         if kept:
-            self._evictable_bytes -= kept
-            self._protected_bytes += kept
+            self.evictable_bytes -= kept
+            self.protected_bytes += kept
 
     def relock(self, old: Node, new: Node) -> None:
         """Moves one lock from ``old`` down to ``new``; only the nodes between them change.
@@ -224,8 +224,8 @@ class RadixTree:
                 kept += len(step.pages)
             step.lock_ref += 1
             step.hits += 1
-        self._evictable_bytes -= kept
-        self._protected_bytes += kept
+        self.evictable_bytes -= kept
+        self.protected_bytes += kept
 
     def unlock(self, node: Node) -> None:
         """Takes one lock off ``node`` and its path.
@@ -244,8 +244,8 @@ class RadixTree:
                 self._release(step)
             step = step.parent
         if freed:
-            self._evictable_bytes += freed
-            self._protected_bytes -= freed
+            self.evictable_bytes += freed
+            self.protected_bytes -= freed
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class RadixTree:
                 node.children = {first_page: leaf}
             else:
                 node.children[first_page] = leaf
-            self._evictable_bytes += len(pages)
+            self.evictable_bytes += len(pages)
             self._add(leaf)
         else:
             leaf, pages = node, NO_PAGES
@@ -375,8 +375,8 @@ class RadixTree:
         Fewer come back only when nothing unlocked is left.
         """
         wanted = n_pages * ID_BYTES
-        if wanted > self._evictable_bytes:  # noqa: PLR1730 - calling min() costs more
-            wanted = self._evictable_bytes
+        if wanted > self.evictable_bytes:  # noqa: PLR1730 - calling min() costs more
+            wanted = self.evictable_bytes
         victims = self._take(wanted)
         pieces = []
         for node in victims:
@@ -384,7 +384,7 @@ class RadixTree:
                 del node.parent.children[node.key]
             pieces.append(node.pages)
         pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
-        self._evictable_bytes -= len(pages)
+        self.evictable_bytes -= len(pages)
         for keeper in self.beside:
             keeper.dropped(victims)
         return Evicted(pages, victims)
@@ -403,7 +403,7 @@ class RadixTree:
                 if node.parent is not None and node.parent.lock_ref:
                     del node.parent.children[node.key]
         pages = Pages(b"".join(pieces))
-        self._evictable_bytes -= len(pages)
+        self.evictable_bytes -= len(pages)
         for keeper in self.beside:
             keeper.dropped(gone)
         self._sweep_roots()

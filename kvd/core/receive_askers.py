@@ -35,6 +35,10 @@ class ReceiveAsker:
         """A source of it, unless the Offers can go out."""
         return self._decoder.offering.blocked(self._reception)
 
+    def awaits(self) -> tuple[str, ...]:
+        """The names of the same."""
+        return self._decoder.offering.awaits(self._reception)
+
 
 class PreloadAsker:
     """A verified receive whose prompt is copied to its buffer before its engine hears of it."""

@@ -75,6 +75,10 @@ class ResumeAsker:
         """Nothing but memory."""
         return None
 
+    def awaits(self) -> tuple[str, ...]:
+        """Nothing but memory."""
+        return ()
+
 
 class Retractor:
     """Leases on their way out of the pool and back."""
@@ -173,8 +177,8 @@ class Retractor:
         lease = lease_of(node, session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        if lease.standing is Standing.FORMER:
-            return before_restart(node, lease)
+        if lease.lost is not None or lease.standing is Standing.FORMER:
+            return lease.lost or before_restart(node, lease)
         if lease.standing is not Standing.RETRACTED:
             return self._refusal(
                 Code.WRONG_STATE,

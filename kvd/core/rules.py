@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.apart import OWN_TRANSFER
 from kvd.core.endings import ASKING
 from kvd.core.fault import Fault
 from kvd.core.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
@@ -103,7 +104,7 @@ def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[st
 
 def _broken_claim(node: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    if lease.standing not in AWAY:
+    if lease.standing not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
@@ -318,11 +319,28 @@ def post_faults(node: Node, post: int, part: PrefillPart) -> Iterator[Fault]:
 
 def queue_faults(node: Node, cross: Cross) -> Iterator[Fault]:
     """The queue is in order, and everybody in it lives."""
-    ranks = [waiter.rank for waiter in node.admission.queue]
+    ranks = [waiter.rank for waiter in node.admission.line]
     if ranks != sorted(ranks):
         yield Fault("I9", "queue-order", "the admission queue is not sorted by priority and time")
+    yield from _forgotten(node)
     for waiter in node.admission.queue:
         yield from _waiter_faults(waiter, cross)
+
+
+def _forgotten(node: Node) -> Iterator[Fault]:
+    """Who stands apart and waits for nothing but memory: nobody would look at it again.
+
+    Those who wait for one peer wait for the same thing: whether that is there is asked once.
+    """
+    peers = node.peers
+    for name, waiters in node.admission.apart.by_name.items():
+        if name == OWN_TRANSFER or peers.not_ready(name) is not None:
+            continue
+        for waiter in waiters.values():
+            if not waiter.asker.awaits():
+                session, call = waiter.claim.session, waiter.claim.call
+                what = f"a request of session {session} (call {call}) waits for {name}, which is up"
+                yield Fault("I9", f"forgotten-{session}-{call}", what)
 
 
 def _waiter_faults(waiter: Waiter, cross: Cross) -> Iterator[Fault]:

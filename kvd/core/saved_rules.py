@@ -39,7 +39,7 @@ def saved_faults(node: Node) -> list[Fault]:
                 if part.component == component
             ),
         ]
-        found += tile_faults(places, pool.total_pages, pool.name)
+        found += tile_faults(places, pool, pool.name)
     return found
 
 
@@ -51,7 +51,7 @@ def saved_count_faults(node: Node) -> Iterator[Fault]:
         saved[part.component] += count(part.slots)
     for component, pool in area.pools.items():
         taken = area.used_pages(component)
-        if saved[component] != taken:
+        if saved[component] != taken and not pool.condemned_pages:
             what = f"{taken} pages of {pool.name} are taken, leases have {saved[component]}"
             yield Fault("I1", "saved-count", what, component=pool.name)
 

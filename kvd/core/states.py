@@ -87,7 +87,7 @@ class States:
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
-        return self.pool.free_pages + len(self._unlocked)
+        return self.pool.free_pages + len(self._unlocked) - self.pool.doomed_pages
 
     # ---- what there is -----------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class States:
 
     def make_room(self, n_pages: int) -> None:
         """Drop the snapshots used longest ago; their nodes stay."""
-        short = n_pages - self.pool.free_pages
+        short = min(n_pages - self.pool.free_pages, len(self._unlocked))
         if short <= 0:
             return
         nodes = [self._unlocked.popitem(last=False)[0] for _ in range(short)]
@@ -168,6 +168,7 @@ class States:
         out.emit(
             events.Evicted(out.next_seq(), out.at_s, short, short, "room", self.component.name)
         )
+        self.make_room(n_pages)  # more only where what it dropped is condemned
 
     def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
         """Take the page."""

@@ -106,6 +106,8 @@ class Sweep:
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
         self._tallies = [PageTally(pool.total_pages) for pool in pools(node)]
+        for tally, pool in zip(self._tallies, pools(node), strict=True):
+            tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()
         self._needs: beside_rules.Needs = ()
         self._pool = 0

@@ -139,6 +139,8 @@ def _page(node: Node, page: int) -> Answer | Refusal:
     if page == NULL_PAGE:
         return Answer("page 0 is the null page: never handed out, never freed")
     wanted = pack_ids([page])
+    if table.pool.is_condemned(page):
+        return why_beside.condemned(node, f"page {page}", page, "")
     for lease in table.leases.values():
         if has_page(lease.row, wanted, lease.owned) or has_page(lease.deferred, wanted):
             return _held(node, lease, page)

@@ -57,7 +57,18 @@ def page_beside(node: Node, component: str, page: int) -> Answer | Refusal:
         return Answer(
             f"{what} is the null page: never handed out, never freed; in a row it means none"
         )
+    if pool.is_condemned(page):
+        return condemned(node, what, page, component)
     return _saved(node, saved, page, what) if keeper is None else _held(node, keeper, page, what)
+
+
+def condemned(node: Node, what: str, page: int, component: str) -> Answer:
+    """Nobody has it, or nobody should: it was in two places, or its lease was broken."""
+    why = node.audit.findings.containment.why(component, page)
+    return Answer(
+        f"{what} is condemned: nobody gets it before the daemon is started again",
+        (f"because {why}",),
+    )
 
 
 def _saved(node: Node, component: str, page: int, what: str) -> Answer:

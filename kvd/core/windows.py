@@ -73,7 +73,7 @@ class Windows:
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
-        return self.pool.free_pages + self.evictable_pages
+        return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
 
     # ---- what there is -----------------------------------------------------------------------
 
@@ -140,9 +140,10 @@ class Windows:
 
     def make_room(self, n_pages: int) -> None:
         """Drop the windows used longest ago; their nodes stay, as tombstones."""
-        short = (n_pages - self.pool.free_pages) * ID_BYTES
-        freed, n_nodes = self.live.drop_oldest(short)
-        if freed:
+        # Once, unless what it drops is condemned.
+        while n_pages > self.pool.free_pages and self.live.unlocked:
+            short = (n_pages - self.pool.free_pages) * ID_BYTES
+            freed, n_nodes = self.live.drop_oldest(short)
             self.pool.give(freed)
             out, name = self._out, self.component.name
             out.emit(events.Evicted(out.next_seq(), out.at_s, count(freed), n_nodes, "room", name))

@@ -98,6 +98,7 @@ def _pool_gauges(pool: PoolState) -> PoolGauges:
         "leased": pool.held_pages,
         "cached": pool.cached_pages,
         "quarantined": pool.quarantined_pages,
+        "condemned": pool.condemned_pages,
     }
     memory_bytes = {pool.component: pool.page_bytes * pool.total_pages}
     for one in pool.companions:

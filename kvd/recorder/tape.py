@@ -123,7 +123,7 @@ def mark_of(node: Node) -> Mark:
             for one in table.beside.each
         ),
         (table.opened, table.released, table.evicted_pages),
-        (len(table.leases), len(node.admission.queue)),
+        (len(table.leases), len(node.admission)),
         (decoder.delivered, decoder.failed, decoder.received_bytes, decoder.saved_bytes),
         (last_word.delivered, last_word.failed, len(last_word.settled)),
         (len(node.peers.by_name), node.peers.generation, len(node.sessions.by_id)),

@@ -84,6 +84,8 @@ class Session:
                 self.receives[reply.receive].failed(reply.refusal)
             case client.SendFailed():
                 self.sends[reply.send].told(reply.refusal)
+            case client.LeaseLost():
+                raise Violated(f"{self.host.name}: {reply.refusal.message}")
             case client.Accepted() | client.Events():
                 pass
             case _:

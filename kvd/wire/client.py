@@ -394,6 +394,16 @@ class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send-failed"
     refusal: Refusal
 
 
+class LeaseLost(msgspec.Struct, frozen=True, array_like=True, tag="lease-lost"):
+    """The daemon found the lease broken: do not use its pages any more, release it.
+
+    Every call that names it, but its release, gets the same refusal.
+    """
+
+    lease: int
+    refusal: Refusal
+
+
 class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     """Events in order; ``lost`` counts those skipped before the first because we lagged."""
 
@@ -401,20 +411,9 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     events: tuple[Event, ...]
 
 
-Push = Received | ReceiveFailed | Accepted | SendFailed | Events
+Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
-    Failed
-    | Leased
-    | Row
-    | Done
-    | Receiving
-    | Sending
-    | Finished
-    | Matched
-    | Snapshotted
-    | Retracted
-    | Resumed
-    | Fetched
-    | Push
-)
+    Failed | Leased | Row | Done | Receiving | Sending | Finished | Matched | Snapshotted
+    | Retracted | Resumed | Fetched | Push
+)  # fmt: skip

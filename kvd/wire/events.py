@@ -353,6 +353,8 @@ class Violation(msgspec.Struct, frozen=True, tag="violation"):
     room: int = 0
     pages: int = 0
     transitions: tuple[str, ...] = ()
+    done: str = ""
+    """What was done about it; empty where it is only told."""
 
 
 class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):

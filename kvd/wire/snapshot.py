@@ -81,6 +81,8 @@ class PoolState(msgspec.Struct, frozen=True):
     shards: tuple[ShardPlace, ...] = ()
     """What of the model each shard has, where there are others than one with all of it. Pages are
     those of each of them alike, ``page_bytes`` of all of them together."""
+    condemned_pages: int = 0
+    """Found broken, and nobody's until the daemon is started again; they count in the sum too."""
 
 
 class HeldState(msgspec.Struct, frozen=True):
@@ -282,6 +284,8 @@ class Finding(msgspec.Struct, frozen=True):
     transitions: tuple[str, ...]
     component: str = ""
     """Whose pages are meant; empty for the first component's."""
+    done: str = ""
+    """What was done about it, beside telling."""
 
 
 class AuditState(msgspec.Struct, frozen=True):

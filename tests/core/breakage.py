@@ -176,7 +176,7 @@ def wrong_child_key(node: Node) -> str:
 
 
 def evictable_off(node: Node) -> str:
-    node.leases.tree._evictable_bytes += ID_BYTES
+    node.leases.tree.evictable_bytes += ID_BYTES
     return "evictable"
 
 

@@ -31,6 +31,11 @@ def sweep(world: World | Engine, node: Node, work: int = WHOLE) -> list[events.E
     return told
 
 
+def only_tell(node: Node) -> None:
+    """What is broken stays so: see ``test_containment`` for what is done about it."""
+    node.audit.findings.containment.contain = lambda fault: ""
+
+
 @pytest.mark.parametrize("work", [1, 7, 100, WHOLE])
 def test_a_busy_world_has_no_findings(work):
     world = busy()
@@ -46,6 +51,7 @@ def test_sweep_finds_and_names_what_is_broken(name):
     breakage = BREAKAGES[name]
     world = busy()
     node = getattr(world, breakage.side).node
+    only_tell(node)
     sweep(world, node)
 
     words = breakage.apply(node)
@@ -71,6 +77,7 @@ def test_sweep_finds_and_names_what_is_broken_beside_the_first_component(name):
     breakage = BESIDE_BREAKAGES[name]
     engine = busy_beside()
     node = engine.node
+    only_tell(node)
     sweep(engine, node)
 
     words = breakage.apply(node)

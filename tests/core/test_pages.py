@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 
-from kvd.core.pages import BadPages, OutOfPages, PagePool
+from kvd.core.pages import OutOfPages, PagePool
 from kvd.types import NO_PAGES, PageRun, Pages, pack_ids, page_ids, runs_of
 
 
@@ -20,15 +23,93 @@ def test_pool_never_hands_out_the_null_page():
     assert pool.free_pages == 0
 
 
-def test_give_refuses_the_null_page():
-    """scenario R13."""
+def misgiven(pool: PagePool) -> list[str]:
+    """Why what was given back was not taken, once told."""
+    told = [one.why for one in pool.misgiven]
+    pool.misgiven.clear()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((0,), "page 0, the null page: this pool hands out 1 to 299"),
+        ((298, 299, 0), "page 0, the null page: this pool hands out 1 to 299"),
+        ((300,), "page 300: this pool hands out 1 to 299"),
+        ((299, 300), "page 300: this pool hands out 1 to 299"),
+        ((299, 4_000_000_000), "page 4000000000: this pool hands out 1 to 299"),
+        ((7,), "page 7, which is free already"),
+        ((299, 7), "page 7, which is free already"),
+        ((7, 8, 9), "page 7, which is free already"),
+        ((299, 299), "page 299, twice in one call"),
+        ((*range(299, 219, -1), 250), "page 250, twice in one call"),
+        ((*range(299, 219, -1), 7), "page 7, which is free already"),
+        ((*range(299, 219, -1), 400), "page 400: this pool hands out 1 to 299"),
+        ((*range(299, 219, -1), 0), "page 0, the null page: this pool hands out 1 to 299"),
+        ((*range(299, 40, -1), 60), "page 60, twice in one call"),
+    ],
+)
+def test_give_takes_nothing_of_a_call_that_has_one_wrong_page(given, why):
+    """scenario R13. One page, a run, a few, many: each has its own way to be looked at."""
+    pool = PagePool("kv", 300)
+    pool.take(260)
+    before = pool.free_ids()
+
+    pool.give(Pages(np.array(given, "<u4").tobytes()))
+
+    assert (misgiven(pool), pool.free_ids()) == ([why], before)
+    pool.give(pages(*range(299, 39, -1)))
+    assert (misgiven(pool), pool.free_pages) == ([], 299), "the others are out as before"
+
+
+@pytest.mark.parametrize("n_pages", [1, 5, 64, 300])
+def test_give_refuses_what_was_just_given(n_pages):
+    pool = PagePool("kv", 1000)
+    taken = pool.take(n_pages)
+    pool.give(taken)
+
+    pool.give(taken, "who")
+
+    assert pool.free_pages == 999
+    (told,) = pool.misgiven
+    assert (told.pages, told.giver) == (taken, "who")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_wrong_give_is_found_as_it_is_done(seed):
+    """Against a set of pages that are out: runs, single pages and whatever churn makes of them."""
+    rng, pool = random.Random(seed), PagePool("kv", 600)
+    out: list[int] = []
+    for _ in range(400):
+        if rng.random() < 0.5:
+            out += page_ids(pool.take(min(pool.free_pages, rng.choice([0, 1, 3, 8, 40, 300]))))
+            continue
+        rng.shuffle(out)
+        n_given = rng.choice([0, 1, 3, 9, 60, 280])
+        given = sorted(out[:n_given]) if rng.random() < 0.5 else out[:n_given]
+        wrong = rng.random() < 0.3
+        if wrong:
+            given = [*given, rng.choice([0, 600, *given, *page_ids(pool.free_ids())[:5]])]
+            rng.shuffle(given)
+        is_good = len(set(given)) == len(given) and set(given) <= set(out)
+        pool.give(pages(*given))
+        assert (misgiven(pool) == []) == is_good, f"seed {seed}"
+        if is_good:
+            out = [page for page in out if page not in set(given)]
+        assert sorted([*out, *page_ids(pool.free_ids())]) == list(range(1, 600)), f"seed {seed}"
+
+
+def test_a_condemned_page_is_never_taken_again():
     pool = PagePool("kv", 8)
     taken = pool.take(3)
+    condemned = Pages(taken[:4] + pool.free_ids()[:4])
 
-    with pytest.raises(BadPages, match="null page"):
-        pool.give(Pages(taken + pack_ids([0])))
+    assert (pool.condemn(condemned), pool.condemn(condemned)) == (2, 0)
+    pool.give(taken)
 
-    assert pool.free_pages == 4
+    assert (misgiven(pool), pool.free_pages, pool.condemned_pages) == ([], 5, 2)
+    assert pool.condemned_ids() == pages(*sorted(page_ids(condemned)))
+    assert not set(page_ids(pool.take(5))) & set(page_ids(condemned))
 
 
 def test_take_takes_nothing_when_one_page_is_missing():
@@ -73,15 +154,6 @@ def test_given_pages_are_taken_again_first_and_in_order():
     assert pool.take(5) == first
     assert pool.free_pages == 89
     assert page_ids(second) == [90, 91, 92, 93, 94]
-
-
-def test_give_refuses_more_pages_than_the_pool_has():
-    pool = PagePool("kv", 8)
-
-    with pytest.raises(BadPages, match="1 pages given back, 7 were free already of 8"):
-        pool.give(pages(3))
-
-    assert pool.free_pages == 7
 
 
 def test_pool_of_the_null_page_alone_is_empty():

@@ -454,7 +454,7 @@ def test_check_names_each_violation():
     first, second = tree.nodes()
     first.pages = Pages(second.pages[:-4])
     second.lock_ref = -1
-    tree._evictable_bytes += 4
+    tree.evictable_bytes += 4
 
     words = "\n".join(tree.check())
 
