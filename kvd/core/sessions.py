@@ -161,6 +161,15 @@ class Sessions:
         self._over(session, self._give_up(session, why))
         self._node.admission.wake()
 
+    def may_write(self, number: int) -> bool:
+        """Whether processes of that session, if they live, may write pages or read former ones."""
+        session = self.by_id.get(number)
+        if session is None:
+            return False
+        return session.is_former or any(
+            lease.standing in KEEPS_PAGES for lease in self._leases_of(session)
+        )
+
     def _give_up(self, session: Session, why: Refusal) -> int:
         """Its requests that wait and its handoffs; how many handoffs they were."""
         node = self._node
