@@ -94,9 +94,9 @@ def status(shot: Snapshot) -> RenderableType:
 
 
 def _engine(one: ClientState) -> str:
-    """Its name and processes, and that it has not come back yet, where that is so."""
-    awaited = " awaited" if one.state == "awaited" else ""
-    return f"{one.name} {list(one.pids)}{awaited}"
+    """Its name and processes, and that it is not served now, where that is so."""
+    state = "" if one.state == "attached" else f" {one.state}"
+    return f"{one.name} {list(one.pids)}{state}"
 
 
 def _handoffs(shot: Snapshot) -> str:
@@ -155,6 +155,12 @@ def _troubles(shot: Snapshot) -> list[Text]:
         f"{one.former_leases} leases with {one.held_pages} pages wait for it: kvd locks"
         for one in shot.clients
         if one.state == "awaited" and one.leases
+    ]
+    found += [
+        f"kvd hung up on {clean(one.name)} and keeps {one.leases} leases with {one.held_pages} "
+        f"pages until pid {', '.join(map(str, one.pids))} ends: {clean(one.why)}"
+        for one in shot.clients
+        if one.state == "hung-up-on"
     ]
     quarantined = sum(pool.quarantined_pages for pool in shot.pools)
     if quarantined:

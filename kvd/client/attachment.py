@@ -6,6 +6,7 @@ Nothing here waits: who calls waits for the descriptor to become readable, on a 
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import select
@@ -15,7 +16,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.attach import Attached, AttachRequest, Rejected
+from kvd.wire.attach import Attached, AttachRequest, Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Attachment:
         """Take over the socket and the descriptors: as ``wire.memory`` says."""
         self.attached = attached
         self._fds = fds
+        self._pid = os.getpid()
         self._take(sock)
 
     def _take(self, sock: socket.socket) -> None:
@@ -127,7 +129,12 @@ class Attachment:
             os.close(fd)
 
     def close(self) -> None:
-        """Leave the session; repeatable. Mappings made from its memory stay valid."""
+        """Leave the session; repeatable. Mappings stay valid, to be read at most.
+
+        A forked child that closes its copy does not speak for the process that attached.
+        """
+        if self._sock.fileno() >= 0 and os.getpid() == self._pid:
+            leave(self._sock)
         self._sock.close()
         for fd in self._fds:
             os.close(fd)
@@ -215,6 +222,12 @@ def take_answer(sock: socket.socket) -> Attachment | None:
             os.close(fd)
         raise
     return Attachment(sock, attached, list(fds))
+
+
+def leave(sock: socket.socket) -> None:
+    """Say that this process writes no page any more; a daemon that is gone need not hear it."""
+    with contextlib.suppress(OSError):
+        sock.send(ATTACH_REQUESTS.encode(Leave()))
 
 
 def too_late(path: str) -> KvdError:

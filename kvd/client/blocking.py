@@ -105,7 +105,7 @@ class BlockingChannel:
             return
         self._is_closed = True
         if self._way is not None:
-            self._way.close()
+            self._way.abandon()
         self._dealer.close(linger=0)
         self._context.term()
         self._attachment.close()

@@ -162,8 +162,9 @@ class Connection:
     def abandon(self, call: Call) -> None:
         """Nobody wants the answer any more: undo it, now or when it comes."""
         call.is_abandoned = True
-        if call.answer.value is not None:
-            self._undo(call, call.answer.value)
+        if call.request.call not in self._calls:
+            if call.answer.value is not None:
+                self._undo(call, call.answer.value)
         elif isinstance(call.request, wire.OpenLease | wire.Receive | wire.ResumeLease):
             self.tell(wire.CancelCall(self.next_call(), call.request.call))
 
@@ -295,8 +296,11 @@ class Connection:
         if answer.call >= 0:
             self._settle(answer.call, answer.refusal)
             return
-        for pending in list(self._calls):
-            self._settle(pending, answer.refusal)
+        for call in list(self._calls.values()):
+            if not call.is_abandoned:
+                # The daemon may have read it all the same: what it grants is of nobody here.
+                call.answer.put(answer.refusal)
+                self.abandon(call)
 
     def _settle(self, number: int, answer: Answer | Refusal) -> None:
         """The answer of a call: apply it to the records, then hand it over or undo it."""

@@ -125,7 +125,7 @@ class LoopChannel:
                 timer.cancel()
         self._unwatch()
         if self._way is not None:
-            self._way.close()
+            self._way.abandon()
         self._socket.close()
         self._context.term()
         self._attachment.close()

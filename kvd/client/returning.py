@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from kvd.client.attachment import Attachment, ask, dial, take_answer
+from kvd.client.attachment import Attachment, ask, dial, leave, take_answer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
@@ -72,6 +72,12 @@ class WayBack:
             raise KvdError(_pool_changed(self._attachment, changed))
         self._attachment.renew(found)
         return True
+
+    def abandon(self) -> None:
+        """Give it up because the engine is done with the pool; repeatable."""
+        if self.sock is not None:
+            leave(self.sock)
+        self.close()
 
     def close(self) -> None:
         """Give it up; repeatable."""

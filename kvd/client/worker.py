@@ -97,7 +97,7 @@ class Worker:
         except KvdError as error:
             self.end = error.refusal
         finally:
-            way.close()
+            way.abandon()
 
     def _join_again(self) -> Join:
         return Join(self._attachment.attached.token)

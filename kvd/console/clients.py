@@ -53,6 +53,8 @@ def _clients(scene: Scene, _: Query) -> Iterator[Held]:
 
 
 def _state(scene: Scene, one: Held) -> str:
+    if one.session.hang_up is not None:
+        return "hung up on"
     if one.session.is_former:
         return "awaited"
     alive = [scene.engines.is_alive(pid) for pid in one.session.pids]
@@ -66,7 +68,10 @@ CLIENTS: View[Held] = View(
     (
         Field("name", "text", lambda _, one: one.session.name),
         Field(
-            "state", "state", _state, "whether its processes run; awaited: of before the restart"
+            "state",
+            "state",
+            _state,
+            "whether its processes run; awaited: of before the restart; hung up on: served no more",
         ),
         Field("pids", "text", lambda _, one: " ".join(map(str, one.session.pids))),
         Field("leases", "count", lambda _, one: len(one.leases)),

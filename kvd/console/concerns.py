@@ -27,6 +27,7 @@ _LOOKS = (
     concerns_holding.quarantines,
     concerns_holding.gone_clients,
     concerns_holding.awaited_clients,
+    concerns_holding.hung_up_clients,
     concerns_holding.full_pools,
     concerns_holding.lingering,
     concerns_holding.old_leases,

@@ -205,7 +205,7 @@ def gone_clients(scene: Scene) -> Iterator[Concern]:
     suspects = [
         one
         for one in scene.node.sessions.by_id.values()
-        if not one.is_former and not all(map(alive, one.pids))
+        if not (one.is_former or one.hang_up) and not all(map(alive, one.pids))
     ]
     held = sessions_held(scene) if suspects else {}
     for session in suspects:
@@ -250,6 +250,27 @@ def awaited_clients(scene: Scene) -> Iterator[Concern]:
                 "when it does, or ends",
                 f"open client:{session.id}",
             )
+
+
+def hung_up_clients(scene: Scene) -> Iterator[Concern]:
+    """Engines that kvd hung up on, which live and may write what they hold."""
+    node = scene.node
+    for session in node.sessions.by_id.values():
+        if session.hang_up is None:
+            continue
+        leases = [one for one in node.leases.leases.values() if one.session == session.id]
+        pages = sum(lease.held_pages for lease in leases)
+        pids = " ".join(map(str, session.pids))
+        yield Concern(
+            MEDIUM,
+            "hung-up-on",
+            f"client:{session.id}",
+            f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
+            f"{amount(len(leases), 'lease')} with {amount(pages, 'page')} stay held",
+            session.hang_up.since_s,
+            "a process that lives may write its pages, so they come back when it ends",
+            f"stop pid {pids}: what the session holds is released within 1 s",
+        )
 
 
 def full_pools(scene: Scene) -> Iterator[Concern]:

@@ -94,14 +94,11 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
-        if verb is None:
-            refusal: Refusal | None = self._wrong(
-                f"this node's core serves no {type(message).__name__}"
-            )
-        elif got.session not in self._node.sessions.by_id:
-            refusal = Refusal(
-                Code.UNKNOWN_SESSION, "this session is over: attach again", side=self._name
-            )
+        refusal = self._node.sessions.refusal(got.session)
+        if refusal is not None:
+            pass
+        elif verb is None:
+            refusal = self._wrong(f"this node's core serves no {type(message).__name__}")
         elif self._gate is None:
             refusal = verb(got.session, message, got.tokens)
         else:

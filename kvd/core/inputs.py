@@ -28,6 +28,19 @@ class ClientHungUp(msgspec.Struct, frozen=True, tag=True):
     session: int
 
 
+class HungUpOn(msgspec.Struct, frozen=True, tag=True):
+    """The daemon hung up on a session whose processes live: it is served no more.
+
+    They may go on writing the pages of its leases, so those stay held until ``ClientHungUp``.
+    ``pids`` are those that are waited for; said again when they are fewer.
+    """
+
+    at_s: float
+    session: int
+    why: Refusal
+    pids: tuple[int, ...]
+
+
 class ClientReturned(msgspec.Struct, frozen=True, tag=True):
     """A session of before the restart is back, by the process that had opened it.
 
@@ -339,6 +352,7 @@ class ConfigRefused(msgspec.Struct, frozen=True, tag=True):
 Input = (
     ClientJoined
     | ClientHungUp
+    | HungUpOn
     | ClientReturned
     | Adopted
     | FromClient

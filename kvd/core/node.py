@@ -102,6 +102,7 @@ class Node:
             i.FromClient: self.engines.request,
             i.ClientJoined: self.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
+            i.HungUpOn: self.sessions.hung_up_on,
             i.ClientReturned: self.sessions.returned,
             i.Adopted: self.former.adopted,
             i.FromOperator: self.operators.request,

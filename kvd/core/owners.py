@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.core.lease import ENGINE
 from kvd.core.standing import Standing
 from kvd.types import count
 
@@ -27,11 +28,22 @@ def owner_of(node: Node, session: int) -> tuple[str, int]:
 def describe_holder(node: Node, lease: Lease) -> str:
     """A lease as one short phrase."""
     name, pid = owner_of(node, lease.session)
+    shunned = hung_up_words(node, lease)
     if lease.standing is Standing.FORMER:
-        return f"lease {lease.id} of {name} (pid {pid}), {said_of_former(node, lease)}"
+        former = f"lease {lease.id} of {name} (pid {pid}), {said_of_former(node, lease)}"
+        return f"{former}, {shunned}" if shunned else former
     room = f" room {lease.room}" if lease.room else ""
     age_s = node.out.at_s - lease.since_s
-    return f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+    said = f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+    return f"{said}, {shunned}" if shunned else said
+
+
+def hung_up_words(node: Node, lease: Lease) -> str:
+    """That kvd hung up on its engine, which holds it until it is dead; empty where it did not."""
+    session = node.sessions.by_id.get(lease.session)
+    if session is None or session.hang_up is None or ENGINE not in lease.holders:
+        return ""
+    return f"hung up on for {node.out.at_s - session.hang_up.since_s:.1f} s"
 
 
 def said_of_former(node: Node, lease: Lease) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.core.node import Node
     from kvd.core.parts import DecodePart, PrefillPart
     from kvd.core.peer import Peer
+    from kvd.core.sessions import Session
 
 
 def snapshot(node: Node) -> Snapshot:
@@ -251,8 +252,15 @@ def _client_states(node: Node) -> list[ClientState]:
                 held_pages=sum(one.held_pages for one in leases),
                 receives=sum(p.session == session.id for p in node.decoder.parts.values()),
                 sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
-                state="awaited" if session.is_former else "attached",
+                state=_session_word(session),
                 former_leases=len(node.former.of_session(session.id)),
+                why=session.hang_up.why.message if session.hang_up is not None else "",
             )
         )
     return out
+
+
+def _session_word(session: Session) -> str:
+    if session.hang_up is not None:
+        return "hung-up-on"
+    return "awaited" if session.is_former else "attached"

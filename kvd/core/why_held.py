@@ -10,7 +10,7 @@ from kvd.core.answer import MAX_LINKS, Answer, lease_refs, links_of
 from kvd.core.owners import describe_holder, owner_of
 from kvd.core.report import lease_state
 from kvd.core.standing import Standing
-from kvd.core.words import lease_word
+from kvd.core.words import death_of, lease_word
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
@@ -89,6 +89,12 @@ def of_client(node: Node, number: int) -> Answer | Refusal:
     )
     if session is None:
         sentence = f"client {number} is gone and has left {has}"
+    elif session.hang_up is not None:
+        for_s = node.out.at_s - session.hang_up.since_s
+        sentence = (
+            f"client {number} is {session.name}, hung up on for {for_s:.1f} s "
+            f"({session.hang_up.why.code.value}): {has}"
+        )
     elif session.is_former:
         pids = ", ".join(map(str, session.pids))
         age_s = node.out.at_s - session.since_s
@@ -103,6 +109,8 @@ def of_client(node: Node, number: int) -> Answer | Refusal:
         sentence = f"client {number} is {name} (pid {pids}), attached for {age_s:.1f} s: {has}"
     waiting = [one for one in node.admission.queue if one.claim.session == number]
     facts = [_lease_fact(node, one) for one in biggest]
+    if session is not None and session.hang_up is not None:
+        facts.insert(0, f"waits for {death_of(session)}")
     if len(leases) > len(biggest):
         facts.append(f"and {len(leases) - len(biggest)} leases more")
     if waiting:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvd.core.node import Node
     from kvd.core.parts import DecodePart, PrefillPart
     from kvd.core.peer import Peer
+    from kvd.core.sessions import Session
 
 _STANDING_WAITS = {
     Standing.SAVING: "its pages to be copied to the saved area",
@@ -68,11 +69,21 @@ def lease_waits_for(node: Node, lease: Lease) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
         return node.decoder.settling.waits_for(lease)
+    session = node.sessions.by_id.get(lease.session)
+    if session is not None and session.hang_up is not None and ENGINE in lease.holders:
+        return death_of(session)
     if lease.standing is Standing.FORMER:
         return _former_waits_for(node, lease)
     if lease.standing is not Standing.RUNNING:
         return _STANDING_WAITS[lease.standing]
     return _running_waits_for(lease)
+
+
+def death_of(session: Session) -> str:
+    """What gives back the pages of a session that kvd hung up on, and why it did."""
+    assert session.hang_up is not None
+    pids = " and ".join([f"pid {pid}" for pid in session.pids])
+    return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
 
 
 def _former_waits_for(node: Node, lease: Lease) -> str:

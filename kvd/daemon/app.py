@@ -24,6 +24,7 @@ from kvd.core.inputs import (
     ClientHungUp,
     ClientJoined,
     ClientReturned,
+    HungUpOn,
     StopAsked,
     Tick,
     Unreadable,
@@ -51,7 +52,6 @@ from kvd.daemon.recording import Recording
 from kvd.daemon.reload import Reloader
 from kvd.daemon.sessions import NO_PAST, Past
 from kvd.daemon.supervisor import Supervisor
-from kvd.daemon.vigil import Vigil
 from kvd.daemon.watchdog import Watchdog
 from kvd.journal.reader import Verify
 from kvd.observe.bus import Bus
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kvd.daemon.journalist import Journalist
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
+    from kvd.errors import Refusal
     from kvd.observe.log import EventLog
 
 TICK_S = 0.05
@@ -222,9 +223,11 @@ class Daemon:
                 ClientJoined(self._clock(), session, "", pid)
             ),
             on_gone=self._client_gone,
+            on_hung_up_on=self._hung_up_on,
             on_refused=lambda pid, why: self.reactor.feed(
                 Unreadable(self._clock(), "attach", f"pid {pid}", why)
             ),
+            may_write=self.node.sessions.may_write,
             past=self.past,
             on_returned=self._client_returned,
             notes=self.journalist,
@@ -240,9 +243,6 @@ class Daemon:
         self._up.callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
         self._hang_up.callback(self.attach.close)
-        vigil = Vigil(self.attach.awaited, self.attach.over)
-        vigil.start(self._loop)
-        self._up.callback(vigil.close)
 
     def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         budget = self.config.console.budget
@@ -343,6 +343,16 @@ class Daemon:
         """An engine of before the restart is back; the leases that it can still release."""
         self.reactor.feed(ClientReturned(self._clock(), session, pid, leases))
         return tuple(lease.id for lease in self.node.former.of_session(session))
+
+    def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
+        self.clients.gone(session)
+        # Not at once: it may be an answer of the running step that could not be sent.
+        self._loop.call_soon(self._shut_out, session, why, pids)
+
+    def _shut_out(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
+        self.reactor.feed(HungUpOn(self._clock(), session, why, pids))
+        if session not in self.node.sessions.by_id:  # it held nothing: nobody is waited for
+            self.attach.forget(session)
 
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))

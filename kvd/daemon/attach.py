@@ -4,35 +4,44 @@ What lives here: a unix SOCK_SEQPACKET listener on the event loop and the connec
 What must not: leases, handoffs, the ZMQ socket; what keeps a session alive is in ``sessions``.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
-told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent:
-the kernel closes it when the process dies, however it dies, and that hang-up is the news. ::
+told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent
+until it says ``Leave``: the kernel closes it when the process dies, however it dies, and that
+hang-up is the news. ::
 
-    accepted --Attach/Join--> attached --hang-up--> gone
-       |                          | any byte
+    accepted --Attach/Join--> attached --Leave, death: hang-up--> gone
+       |                          | anything else, or its session is hung up on
+       |                          '--> Rejected, shut --Leave, death: hang-up--> gone
        +--5 s, garbage, limits--> Rejected, closed
 
-When the last connection of a session is gone, ``on_gone`` is called, once. A descriptor inherited
-by a forked child keeps the connection open: such a child maps the pool too. An engine of before a
-restart of this daemon comes back with the token that it had: it is the same session again.
+A process that lives may write the pages of its session, whatever becomes of its connections, so
+nothing that we do to it frees any: it is told why it is served no more, and its connection is kept
+for the hang-up. One that closes it without ``Leave`` and lives is awaited, as those of before a
+restart are. When the last process of a session has left or is dead, ``on_gone`` is called, once.
 
-Invariants: every attached connection belongs to exactly one session; one without a connection is
-awaited from before a restart; ``session_of`` answers for attached sessions only; at most
-``max_sessions * processes_per_session`` connections are open, and one that has not attached lasts
-5 s at most.
+A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too.
+An engine of before a restart of this daemon comes back with the token that it had: it is the same
+session again.
+
+Invariants: every attached connection belongs to exactly one session; ``session_of`` answers for
+sessions that are served only; at most ``processes_per_session`` processes keep a session, and at
+most ``max_sessions`` times as many connections are open; one that has not attached lasts 5 s.
 """
 
 from __future__ import annotations
 
 import array
-import errno
 import socket
 from typing import TYPE_CHECKING, Final
 
+from kvd.daemon.acceptor import PAUSE_S, Acceptor
 from kvd.daemon.attach_limits import DEFAULT_LIMITS, AttachLimits
-from kvd.daemon.seqpacket import open_listener, peer_pid, remove_own
+from kvd.daemon.custody import MAX_REQUEST_BYTES, Custody, hear_out, tell
+from kvd.daemon.seqpacket import peer_pid
 from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
+from kvd.daemon.vigil import started_ticks
 from kvd.errors import Code, Refusal
-from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
+from kvd.journal.engines import Process
+from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 
 if TYPE_CHECKING:
@@ -40,18 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.daemon.sessions import OnReturned, Past, Session, SessionNotes
-    from kvd.journal.engines import Process
     from kvd.wire.memory import DeviceMemory, PoolMemory
-
-MAX_REQUEST_BYTES: Final = 512 * 1024
-"""An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
 
 MAX_NAME_BYTES: Final = 128
 """Names are shown in every table an operator reads."""
-
-_ACCEPTS_PER_WAKE: Final = 16
-_PAUSE_S: Final = 0.1
-"""Without free descriptors ``accept`` fails and the listener stays readable: look away shortly."""
 
 _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 """Asked for each connection (Linux grants up to twice that): a reply is one packet that names
@@ -73,8 +74,10 @@ class AttachServer:
         on_opened: Callable[[int, str, int], None],
         on_joined: Callable[[int, int], None],
         on_gone: Callable[[int], None],
+        on_hung_up_on: Callable[[int, Refusal, tuple[int, ...]], None],
         on_refused: Callable[[int, Refusal], None],
         limits: AttachLimits = DEFAULT_LIMITS,
+        may_write: Callable[[int], bool] = lambda _: True,
         past: Past = NO_PAST,
         on_returned: OnReturned = nobody_returned,
         notes: SessionNotes | None = None,
@@ -90,15 +93,18 @@ class AttachServer:
             incarnation: this daemon's life.
             on_opened: takes session, name, pid: a new session.
             on_joined: takes session, pid: one more process of it.
-            on_gone: takes session: its last process hung up.
+            on_gone: takes session: its last process has left, or is dead.
+            on_hung_up_on: takes session, why, pids that live: it is served no more; said again
+                when they are fewer.
             on_refused: takes pid, why: a process was sent away for its own fault.
             limits: modes and bounds.
+            may_write: takes session: whether it has pages that its processes may write.
             past: the sessions of before a restart.
             on_returned: takes session, name, pid, leases that its engine still uses, and returns
                 those that are kept for it: one of before a restart is back.
             notes: who writes down the sessions, for the daemon after this one.
         """
-        self._path = path
+        self._acceptor = Acceptor(path, self._welcome)
         self._describe = describe
         self._fds = array.array("i", fds)
         self._devices = on_devices
@@ -106,18 +112,22 @@ class AttachServer:
         self._incarnation = incarnation
         self._on_opened = on_opened
         self._on_joined = on_joined
-        self._on_gone = on_gone
         self._on_refused = on_refused
         self._limits = limits
         self._on_returned = on_returned
         self._notes = notes or Unwritten()
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener: socket.socket | None = None
-        self._resume: asyncio.TimerHandle | None = None
-        self._inode = 0
         self._connections: set[Connection] = set()
         self._sessions = Sessions(past)
+        self._custody = Custody(
+            self._sessions,
+            self._notes,
+            node=node,
+            on_gone=on_gone,
+            on_hung_up_on=on_hung_up_on,
+            may_write=may_write,
+        )
 
     def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:
         """Serve the socket ``listening``, whose file is not ours, or listen.
@@ -127,83 +137,47 @@ class AttachServer:
             OSError: the directory is missing or not ours, or there is no such group.
         """
         self._loop = loop
-        mode, group = self._limits.mode, self._limits.group
-        self._listener, self._inode = open_listener(self._path, mode, group, listening)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._acceptor.start(loop, self._limits.mode, self._limits.group, listening)
+        self._custody.start(loop)
 
     def close(self) -> None:
         """Hang up on everybody and remove the socket file; calls nobody back; repeatable."""
-        loop, listener = self._loop, self._listener
-        if loop is None or listener is None:
+        if not self._acceptor.close():
             return
-        self._listener = None
-        if self._resume is not None:
-            self._resume.cancel()
-        loop.remove_reader(listener.fileno())
-        listener.close()
+        self._custody.close()
         for connection in list(self._connections):
             self._drop(connection)
         self._sessions.clear()
-        remove_own(self._path, self._inode)
 
     def session_of(self, route: bytes) -> int | None:
-        """The attached session that a ZMQ routing id belongs to."""
+        """The session that is served and that a ZMQ routing id belongs to."""
         session = self._sessions.of_route(route)
         return None if session is None else session.number
 
-    def end(self, session: int, refusal: Refusal) -> None:
-        """Hang up on every process of a session, saying why; ``on_gone`` follows."""
-        one = self._sessions.await_no_more(session)
-        for connection in list(one.connections) if one else []:
-            self._reject(connection, refusal)
+    def hang_up(self, session: int, refusal: Refusal) -> None:
+        """Serve a session no more, and tell each of its processes why; they live and may write."""
+        one = self._sessions.of_number(session)
+        if one is not None and one.refusal is None:
+            self._custody.shut(one, refusal)
 
-    def awaited(self) -> dict[int, tuple[Process, ...]]:
-        """Session to its processes of before the restart that have not come back."""
-        return self._sessions.awaited()
-
-    def over(self, session: int) -> None:
-        """Those of a session are dead; ``on_gone`` follows when no other process is of it."""
-        one = self._sessions.await_no_more(session)
+    def forget(self, session: int) -> None:
+        """One that was hung up on, and held nothing that its processes may write."""
+        one = self._sessions.of_number(session)
         if one is not None:
-            self._end_if_over(one)
+            for connection in one.connections:
+                self._drop(connection)
+            self._sessions.forget(one)
+            self._notes.session_left(session)
 
     # ---- connections -----------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        """Take the connections that wait; runs on the loop."""
-        for _ in range(_ACCEPTS_PER_WAKE):
-            if self._listener is None:
-                return
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as exc:
-                if exc.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                    self._look_away()
-                    return
-                continue
-            self._welcome(sock)
-
-    def _look_away(self) -> None:
-        """No descriptors left: stop accepting for a moment, instead of spinning on the listener."""
-        if self._loop is None or self._listener is None:
-            return
-        listener, loop = self._listener, self._loop
-
-        def look_again() -> None:
-            self._resume = None
-            loop.add_reader(listener.fileno(), self._accept)
-
-        loop.remove_reader(listener.fileno())
-        self._resume = loop.call_later(_PAUSE_S, look_again)
 
     def _welcome(self, sock: socket.socket) -> None:
         if self._loop is None:
             return
         sock.settimeout(0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
-        connection = Connection(sock, pid=peer_pid(sock))
+        pid = peer_pid(sock)
+        connection = Connection(sock, Process(pid, started_ticks(pid) or 0))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
@@ -241,20 +215,48 @@ class AttachServer:
         if not packet:
             self._hang_up(connection)
             return
+        if connection.session is not None:
+            self._said_more(connection, connection.session, packet)
+            return
         refusal = self._answer(connection, packet, flags)
         if refusal is not None:
             self._turn_away(connection, refusal)
+
+    def _said_more(self, connection: Connection, session: Session, packet: bytes) -> None:
+        """An attached process leaves, or does not keep silent: then it is served no more."""
+        if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
+            connection.has_left = True
+        elif connection.is_shut:
+            self._look_away(connection)
+        else:
+            refusal = self._refuse(
+                Code.WRONG_STATE,
+                f"pid {connection.pid} is attached already and sent {len(packet)} more bytes: this "
+                "socket stays silent after Attached, requests go to the client socket",
+            )
+            self._on_refused(connection.pid, refusal)
+            tell(connection, refusal)
+            connection.is_shut = True
+            if all(one.is_shut for one in session.connections):
+                self._custody.shut(session, refusal)
+
+    def _look_away(self, connection: Connection) -> None:
+        """It goes on talking, and only its hang-up is news: read slowly."""
+        if self._loop is None:
+            return
+        loop = self._loop
+        loop.remove_reader(connection.sock.fileno())
+
+        def look_again() -> None:
+            if connection in self._connections:
+                loop.add_reader(connection.sock.fileno(), self._read, connection)
+
+        loop.call_later(PAUSE_S, look_again)
 
     def _answer(self, connection: Connection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
         if connection.timer is not None:
             connection.timer.cancel()
-        if connection.session is not None:
-            return self._refuse(
-                Code.WRONG_STATE,
-                f"pid {connection.pid} is attached already and sent {len(packet)} more bytes: this "
-                "socket stays silent after Attached, requests go to the client socket",
-            )
         if flags & socket.MSG_TRUNC:
             return self._refuse(
                 Code.TOO_LARGE, f"the request is longer than {MAX_REQUEST_BYTES} bytes"
@@ -262,7 +264,7 @@ class AttachServer:
         request = ATTACH_REQUESTS.decode(packet)
         if isinstance(request, Refusal):
             return request
-        if request.protocol != PROTOCOL:
+        if not isinstance(request, Leave) and request.protocol != PROTOCOL:
             return self._refuse(
                 Code.NOT_SUPPORTED,
                 f"the client speaks protocol {request.protocol}, {self._node} speaks {PROTOCOL}: "
@@ -273,6 +275,8 @@ class AttachServer:
                 return self._attach(connection, request)
             case Join(token):
                 return self._join(connection, token)
+            case Leave():
+                return self._refuse(Code.WRONG_STATE, "Leave is for a process that is attached")
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -286,12 +290,14 @@ class AttachServer:
             )
         former = self._sessions.resume(request.resumes)
         if former is not None:
+            full = self._full(former, connection)
+            if full is not None:
+                return full
             former.main = connection
-            if not former.take(connection):
-                self._notes.session_joined(former.number, connection.pid)
+            was_known = self._take(former, connection)
             kept = self._on_returned(former.number, name, connection.pid, request.leases)
             leases = tuple(one for one in request.leases if one in kept)
-            self._tell_attached(connection, former, leases)
+            self._tell_attached(connection, former, leases, was_known=was_known)
             return None
         if len(self._sessions) >= self._limits.max_sessions:
             return self._refuse(
@@ -314,20 +320,49 @@ class AttachServer:
                 f"{self._node} has no session of this token: it ended with its last process, or "
                 "the daemon was restarted; attach anew",
             )
+        if session.refusal is not None:
+            return session.refusal
         if not session.connections:
             return self._refuse(
                 Code.UNREACHABLE,
                 f"session {session.number} is of before {self._node} was restarted, and the "
                 "process that opened it has not come back yet: join again in a moment",
             )
-        if not session.take(connection):
-            self._notes.session_joined(session.number, connection.pid)
+        full = self._full(session, connection)
+        if full is not None:
+            return full
+        was_known = self._take(session, connection)
         self._on_joined(session.number, connection.pid)
-        self._tell_attached(connection, session)
+        self._tell_attached(connection, session, was_known=was_known)
         return None
 
+    def _full(self, session: Session, connection: Connection) -> Refusal | None:
+        """Why no more processes may be of it: the daemon after this one awaits so many."""
+        limit, n_processes = self._limits.processes_per_session, session.n_processes
+        if n_processes < limit or session.knows(connection.pid):
+            return None
+        return Refusal(
+            Code.NO_ROOM,
+            f"{n_processes} processes map the pool for session {session.number} of {self._node}, "
+            "which is the limit of one session: close some, or open a session for the others",
+            side=self._node,
+            numbers={"limit": limit},
+        )
+
+    def _take(self, session: Session, connection: Connection) -> bool:
+        """A process is of the session now; whether it was awaited."""
+        was_known = session.take(connection)
+        if not was_known:
+            self._notes.session_joined(session.number, connection.pid)
+        return was_known
+
     def _tell_attached(
-        self, connection: Connection, session: Session, leases: tuple[int, ...] = ()
+        self,
+        connection: Connection,
+        session: Session,
+        leases: tuple[int, ...] = (),
+        *,
+        was_known: bool = False,
     ) -> None:
         """Answer with the memory; a process that is gone already is dropped like any other."""
         is_new = session.route == session.token
@@ -347,6 +382,7 @@ class AttachServer:
         try:
             connection.sock.sendmsg([packet], passed)
         except OSError as exc:
+            connection.has_left = not was_known  # it has no descriptor, unless from before
             self._turn_away(
                 connection,
                 self._refuse(
@@ -362,38 +398,17 @@ class AttachServer:
     # ---- ends ------------------------------------------------------------------------------------
 
     def _turn_away(self, connection: Connection, refusal: Refusal) -> None:
-        """Reject it for a fault of its own."""
+        """Reject it for a fault of its own: say why, then hang up."""
         self._on_refused(connection.pid, refusal)
-        self._reject(connection, refusal)
-
-    def _reject(self, connection: Connection, refusal: Refusal) -> None:
-        """Say why, then hang up. Unread packets would turn our last word into a reset: read them.
-
-        Best effort: a process that does not read, or is gone, does not hear it.
-        """
-        try:
-            connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal)))
-            for _ in range(_ACCEPTS_PER_WAKE):
-                if not connection.sock.recv(MAX_REQUEST_BYTES):
-                    break
-        except OSError:
-            pass
+        tell(connection, refusal)
         self._hang_up(connection)
 
     def _hang_up(self, connection: Connection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
+        hear_out(connection)
         self._drop(connection)
-        session = connection.session
-        if session is None:
-            return
-        session.drop(connection)
-        self._end_if_over(session)
-
-    def _end_if_over(self, session: Session) -> None:
-        if session.is_over:
-            self._sessions.forget(session)
-            self._notes.session_left(session.number)
-            self._on_gone(session.number)
+        if connection.session is not None:
+            self._custody.hung_up(connection, connection.session)
 
     def _drop(self, connection: Connection) -> None:
         if self._loop is not None:

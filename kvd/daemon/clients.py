@@ -146,17 +146,18 @@ class ClientPort:
         self.answer(effects.Answer(session, client.Done(asked.call)))
 
     def _give_up(self, session: int) -> None:
-        """A lost answer may be a lease that nobody would ever release: the session ends instead."""
+        """A lost answer may be a lease that nobody would ever release: we hang up instead."""
         refusal = Refusal(
             Code.CLIENT_GONE,
             f"session {session} has left {BACKLOG_MESSAGES} messages of the daemon unread, so the "
-            "next could not be sent: what it held is released; attach again and read every answer",
+            "next could not be sent: it is served no more, and what its processes may write stays "
+            "held until they leave or end; close it, attach anew and read every answer",
             side=self._reactor.node.settings.name,
             numbers={"unread": BACKLOG_MESSAGES},
         )
         sender = f"session {session}"
         self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
-        self._sessions.end(session, refusal)
+        self._sessions.hang_up(session, refusal)
 
     def _refuse(
         self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = NO_CALL

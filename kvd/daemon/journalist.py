@@ -179,6 +179,10 @@ class Journalist:
         """One more process of it."""
         self.writer.session_joined(session, self._process(pid))
 
+    def process_left(self, session: int, pid: int) -> None:
+        """A process of it is dead, or maps the pool no more."""
+        self.writer.process_left(session, pid)
+
     def session_left(self, session: int) -> None:
         """Its last process is gone."""
         self.writer.session_ended(session)

@@ -3,16 +3,19 @@
 What lives here: which session a token or a routing id is of. What must not: reading or writing
 sockets, leases, the clock.
 
-A session lives while a process of it is attached. One of before a restart of this daemon lives on
-while a process that it had then may still be alive and has not attached again: it maps the pool,
-and nobody may be given its pages::
+A session lives while a process of it maps the pool, so that nobody is given its pages: while one is
+attached, and while one is *awaited*. Awaited are those of before a restart of this daemon that have
+not attached again, and those that closed their connection without ``Leave`` and live. A session is
+*hung up on* for a fault of its own, or when nobody of it is attached and one that lives closed its
+connection: it is served no more, and is over when its last process leaves or is dead::
 
-    opened --------------> attached --last connection gone, nobody awaited--> over
+    opened --------------> attached --last one left or is dead--> over
+                              |  hung up on --> shut --last one left or is dead--> over
     known from before --> awaited --Attach(resumes)--> attached
-                             |  all its processes have ended --> over
+                              |  all its processes have ended --> over
 
-Invariants: numbers never repeat, also not those of before the restart; a routing id is of an
-attached session, and of this daemon's life: what was on its way to the one before finds nobody.
+Invariants: numbers never repeat, also not those of before the restart; a routing id is of a session
+that is served, and of this daemon's life: what was on its way to the one before finds nobody.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from kvd.daemon.vigil import is_alive
 from kvd.journal.engines import Process
 
 if TYPE_CHECKING:
     import asyncio
     from socket import socket
+
+    from kvd.errors import Refusal
 
 TOKEN_HEAD: Final = b"S"
 TOKEN_BYTES: Final = 16
@@ -71,6 +77,10 @@ class SessionNotes(Protocol):
         """A process of it that was not written down yet."""
         ...
 
+    def process_left(self, session: int, pid: int) -> None:
+        """A process of it is dead, or maps the pool no more; others are of it."""
+        ...
+
     def session_left(self, session: int) -> None:
         """It is over."""
         ...
@@ -95,6 +105,9 @@ class Unwritten:
     def session_joined(self, session: int, pid: int) -> None:
         """As ``SessionNotes``."""
 
+    def process_left(self, session: int, pid: int) -> None:
+        """As ``SessionNotes``."""
+
     def session_left(self, session: int) -> None:
         """As ``SessionNotes``."""
 
@@ -102,15 +115,32 @@ class Unwritten:
 class Connection:
     """One process. ``session`` is None until it has been attached."""
 
-    def __init__(self, sock: socket, pid: int) -> None:
+    def __init__(self, sock: socket, process: Process) -> None:
         self.sock = sock
-        self.pid = pid
+        self.process = process
         self.session: Session | None = None
+        self.has_left = False
+        """It has said that it writes no page any more, or never had one mapped."""
+        self.is_shut = False
+        """It is served no more, and its hang-up is awaited."""
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 where it cannot be seen from here."""
+        return self.process.pid
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it maps the pool though it hung up: it lives, and has not said ``Leave``.
+
+        Of one that cannot be seen from here the hang-up is all that can be known.
+        """
+        return self.pid > 0 and not self.has_left and is_alive(self.process)
 
 
 class Session:
-    """One engine. ``awaited``: its processes of before the restart that have not come back."""
+    """One engine. ``awaited``: its processes that have no connection and may map the pool."""
 
     def __init__(self, number: int, token: bytes, awaited: tuple[Process, ...] = ()) -> None:
         self.number = number
@@ -120,14 +150,35 @@ class Session:
         self.awaited = awaited
         self.main: Connection | None = None
         self.connections: set[Connection] = set()
+        self.lingers = False
+        """A process of it closed its connection without ``Leave``, and lived."""
+        self.refusal: Refusal | None = None
+        """Why it was hung up on; None while it is served."""
+        self.told: frozenset[int] = frozenset()
+        """Its processes, as they were last said since then."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that keep it, each once."""
+        attached = sorted([one.pid for one in self.connections])
+        return tuple(dict.fromkeys([*attached, *[one.pid for one in self.awaited]]))
 
     @property
     def is_over(self) -> bool:
         """Whether nothing keeps it any more."""
         return not self.connections and not self.awaited
 
+    @property
+    def n_processes(self) -> int:
+        """How many keep it, as far as they can be told apart."""
+        return len(self.connections) + len(self.awaited)
+
+    def knows(self, pid: int) -> bool:
+        """Whether a process of that number is awaited."""
+        return any(one.pid == pid for one in self.awaited)
+
     def take(self, connection: Connection) -> bool:
-        """A process attached; returns whether it was there before the restart, too.
+        """A process attached; returns whether it was awaited.
 
         One that cannot be seen from here stands for one such process.
         """
@@ -142,10 +193,13 @@ class Session:
         return bool(gone)
 
     def drop(self, connection: Connection) -> None:
-        """A process hung up."""
+        """A process hung up; one that may write is awaited."""
         self.connections.discard(connection)
         if self.main is connection:
             self.main = None
+        if connection.may_write:
+            self.awaited = (*self.awaited, connection.process)
+            self.lingers = True
 
 
 class Sessions:
@@ -179,6 +233,8 @@ class Sessions:
         session = self._by_token.get(token)
         if session is None or not session.is_former or session.main is not None:
             return None
+        if session.refusal is not None:
+            return None
         self._by_route.pop(session.route, None)
         session.route = session.token + secrets.token_bytes(ROUTE_BYTES)
         self._by_route[session.route] = session
@@ -192,13 +248,14 @@ class Sessions:
         """The attached session whose routing id that is."""
         return self._by_route.get(route)
 
-    def await_no_more(self, number: int) -> Session | None:
-        """The session of that number, which only its connections keep from now on."""
-        for session in self._by_token.values():
-            if session.number == number:
-                session.awaited = ()
-                return session
-        return None
+    def of_number(self, number: int) -> Session | None:
+        """The session of that number."""
+        return next((one for one in self._by_token.values() if one.number == number), None)
+
+    def shut(self, session: Session, refusal: Refusal) -> None:
+        """It is served no more."""
+        session.refusal = refusal
+        self._by_route.pop(session.route, None)
 
     def forget(self, session: Session) -> None:
         """It is over."""
@@ -206,7 +263,7 @@ class Sessions:
         self._by_route.pop(session.route, None)
 
     def awaited(self) -> dict[int, tuple[Process, ...]]:
-        """Session to its processes of before the restart that have not come back."""
+        """Session to its processes that have no connection and are not proven dead."""
         return {one.number: one.awaited for one in self._by_token.values() if one.awaited}
 
     def clear(self) -> None:

@@ -1,7 +1,9 @@
-"""Watches over the processes of before the restart: when the last one of a session is dead.
+"""Watches over processes that map the pool and have no connection here: when they are dead.
 
-Nothing tells this daemon of their death: the connections that would have are those of the daemon
-before. So it looks, every half second while there is anyone to look for.
+Nothing tells this daemon of their death. The connections that would have are those of the daemon
+before a restart, or were closed by a process that lives. So it looks: soon after somebody is
+awaited, because a process that is dying closes its connection just before it is dead, then less and
+less often, and every half second while there is anyone to look for.
 
 A process counts as dead only when that is certain. /proc may hide the processes of other users, but
 a signal 0 tells those from none at all. A number that is in use again belongs to another process
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from kvd.journal.engines import Process
 
 LOOK_EVERY_S: Final = 0.5
+FIRST_LOOK_S: Final = 0.005
+"""After somebody is awaited; each look then comes twice as late as the one before."""
 
 _STATE: Final = 0
 _THREADS: Final = 17
@@ -55,27 +59,34 @@ def is_alive(process: Process) -> bool:
 
 
 class Vigil:
-    """Looks from ``start`` to ``close``, or until nobody is awaited any more."""
+    """Looks from ``start`` to ``close``, while anybody is awaited."""
 
     def __init__(
         self,
         awaited: Callable[[], Mapping[int, tuple[Process, ...]]],
-        on_gone: Callable[[int], None],
+        on_dead: Callable[[int, tuple[Process, ...]], None],
     ) -> None:
         """Prepare.
 
         Args:
-            awaited: session to its processes of before the restart that have not come back.
-            on_gone: takes session: all of those are dead.
+            awaited: session to its processes that have no connection and are not proven dead.
+            on_dead: takes session, those of them that are.
         """
         self._awaited = awaited
-        self._on_gone = on_gone
+        self._on_dead = on_dead
         self._next: asyncio.TimerHandle | None = None
+        self._gap_s = LOOK_EVERY_S
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Look now, and again while there is anyone to look for."""
         self._loop = loop
         self._look()
+
+    def look_soon(self) -> None:
+        """One more is awaited."""
+        self.close()
+        self._gap_s = FIRST_LOOK_S
+        self._next = self._loop.call_later(self._gap_s, self._look)
 
     def close(self) -> None:
         """Look no more; repeatable."""
@@ -84,10 +95,12 @@ class Vigil:
 
     def _look(self) -> None:
         awaited = self._awaited()
-        self._next = self._loop.call_later(LOOK_EVERY_S, self._look) if awaited else None
+        self._gap_s = min(LOOK_EVERY_S, 2 * self._gap_s)
+        self._next = self._loop.call_later(self._gap_s, self._look) if awaited else None
         for session, processes in awaited.items():
-            if not any(map(is_alive, processes)):
-                self._on_gone(session)
+            dead = tuple([one for one in processes if not is_alive(one)])
+            if dead:
+                self._on_dead(session, dead)
 
 
 def _is_there(pid: int) -> bool:

@@ -112,6 +112,14 @@ class Engines:
         if slot is not None:
             self._enter(slot, session, process)
 
+    def leave(self, session: int, pid: int) -> None:
+        """A process of it writes no more: its place is free for another."""
+        slot = self.slots.get(session)
+        for at in [] if slot is None else self._places(slot):
+            start_ticks, word = self._words[at : at + 2].tolist()
+            if word and unsealed(word, session ^ start_ticks) == pid:
+                self._store(self._words, at + 1, 0)
+
     def end(self, session: int) -> None:
         """The session is over."""
         slot = self.slots.pop(session, None)
@@ -126,11 +134,23 @@ class Engines:
                 self._store(self._words, slot * _WORDS, 0)
 
     def _enter(self, slot: int, session: int, process: Process) -> None:
+        places = self._places(slot)
+        proof = sealed(process.pid, session ^ process.start_ticks)
+        if process.pid and any(self._words[one + 1] == proof for one in places):
+            return  # it has joined twice
+        at = next((one for one in places if not self._words[one + 1]), None)
+        if at is None:
+            # One that is not noted must not be forgotten: an engine with a process that nobody
+            # knows is never found dead.
+            self.n_unkept += 1
+            at, process = places[-1], Process(0)
+        # The proof last: without it the place is empty.
+        self._store(self._words, at + 1, 0)
+        self._store(self._words, at, process.start_ticks)
+        self._store(self._words, at + 1, sealed(process.pid, session ^ process.start_ticks))
+
+    @staticmethod
+    def _places(slot: int) -> range:
+        """Of the processes of a slot."""
         at = slot * _WORDS + _PROCESSES
-        for index in range(at, at + 2 * PROCESSES, 2):
-            if not self._words[index + 1]:
-                self._store(self._words, index, process.start_ticks)
-                proof = sealed(process.pid, session ^ process.start_ticks)
-                self._store(self._words, index + 1, proof)
-                return
-        self.n_unkept += 1
+        return range(at, at + 2 * PROCESSES, 2)

@@ -228,6 +228,10 @@ class Writer:
         """One more process of it."""
         self._engines.join(session, process)
 
+    def process_left(self, session: int, pid: int) -> None:
+        """A process of it writes no more."""
+        self._engines.leave(session, pid)
+
     def session_ended(self, session: int) -> None:
         """Its last process is gone."""
         self._engines.end(session)

@@ -44,6 +44,7 @@ LEVELS = {
     "handshake-failed": "warning",
     "message-refused": "warning",
     "recording-ended": "warning",
+    "client-hung-up-on": "warning",
     "drain-began": "warning",
     "peer-draining": "warning",
     "config-refused": "warning",

@@ -2,7 +2,8 @@
 
 Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, ``Attached`` or
 ``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open and
-silent, and its hang-up is the death of that process. What a session says is in ``client``.
+silent; its hang-up is the death of that process, or follows ``Leave``. A hang-up without either
+frees nothing: a process that lives may write the pages. What a session says is in ``client``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     protocol: Figure = PROTOCOL
 
 
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """This process writes no page of the pool any more: the hang-up that follows is its word."""
+
+
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The session exists. ``route`` is the ZMQ routing id that binds the client socket to it.
 
@@ -56,10 +61,15 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """No session; the socket is closed after this."""
+    """No session, or none any more.
+
+    To a process that is not attached it is the last word before the socket is closed. One that is
+    attached is served no more; its socket stays open until it says ``Leave`` or ends, and so long
+    what it may write stays held.
+    """
 
     refusal: Refusal
 
 
-AttachRequest = Attach | Join
+AttachRequest = Attach | Join | Leave
 AttachReply = Attached | Rejected

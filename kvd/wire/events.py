@@ -12,6 +12,7 @@ from kvd.wire.config_events import ConfigEvent
 from kvd.wire.drain_events import DrainEvent
 from kvd.wire.recording_events import RecordingEnded, RecordingSaved, RecordingStarted
 from kvd.wire.restart_events import RestartEvent
+from kvd.wire.session_events import ClientHungUpOn
 
 
 class ClientAttached(msgspec.Struct, frozen=True, tag="client-attached"):
@@ -369,6 +370,7 @@ class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
 Event = (
     ClientAttached
     | ClientGone
+    | ClientHungUpOn
     | RestartEvent
     | DrainEvent
     | LeaseOpened

@@ -221,9 +221,12 @@ class ClientState(msgspec.Struct, frozen=True):
     receives: int
     sends: int
     state: str = "attached"
-    """``attached``, or ``awaited``: it was there before the restart, and has not come back yet."""
+    """``attached``; ``awaited``: it was there before the restart, and has not come back yet; or
+    ``hung-up-on``: it is served no more, and what ``pids`` may write stays held until they end."""
     former_leases: int = 0
     """Of its leases, those of before the restart: they can only be released."""
+    why: str = ""
+    """Why kvd hung up on it."""
 
 
 class RecorderState(msgspec.Struct, frozen=True):

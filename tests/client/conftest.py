@@ -90,11 +90,11 @@ class Daemon:
 
     def send_away(self, session: int, refusal: Refusal) -> None:
         """End a session, and say why."""
-        self._call(lambda: self._attach.end(session, refusal))
+        self._call(lambda: self._attach.hang_up(session, refusal))
 
     def awaited(self) -> dict[int, tuple[Process, ...]]:
         """Session to its processes of before the restart that have not come back."""
-        return self._attach.awaited()
+        return self._attach._sessions.awaited()
 
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
         """As ``SessionNotes``."""
@@ -105,6 +105,9 @@ class Daemon:
         one = self._engines[session]
         processes = (*one.processes, Process(pid))
         self._engines[session] = FormerEngine(session, one.token, one.name, processes)
+
+    def process_left(self, session: int, pid: int) -> None:
+        """As ``SessionNotes``."""
 
     def session_left(self, session: int) -> None:
         """As ``SessionNotes``."""
@@ -146,6 +149,7 @@ class Daemon:
             on_opened=lambda session, name, pid: None,
             on_joined=lambda session, pid: self.joined.append(session),
             on_gone=self.gone.append,
+            on_hung_up_on=lambda session, why, pids: None,
             on_refused=lambda pid, why: self.refused.append(why.code),
             limits=AttachLimits(max_frame_bytes=1 << 20),
             past=Past(tuple(self._engines.values()), max(self._engines, default=0) + 1),

@@ -116,6 +116,28 @@ def test_every_call_ends_when_the_daemon_can_read_nothing_of_us() -> None:
     assert [call.answer.value for call in calls] == [REFUSED, REFUSED]
 
 
+def test_a_lease_that_is_granted_after_all_calls_were_ended_is_given_back() -> None:
+    """The refusal named no call, so it may have been the answer to another one."""
+    own = connection()
+    opening = begin(own, wire.OpenLease(own.next_call()))
+    receiving = begin(own, wire.Receive(own.next_call(), 1, ("p",)))
+    feed(own, wire.Failed(-1, REFUSED))
+    cancelled = sent(own)
+
+    feed(own, wire.Failed(-1, REFUSED))
+    feed(own, wire.Leased(opening.request.call, 7, 0, b"", ()))
+    feed(own, wire.Receiving(receiving.request.call, 9, 0))
+
+    assert [call.answer.value for call in (opening, receiving)] == [REFUSED, REFUSED]
+    assert [(type(one), one.of) for one in cancelled] == [
+        (wire.CancelCall, opening.request.call),
+        (wire.CancelCall, receiving.request.call),
+    ]
+    released, ended = sent(own)
+    assert (type(released), released.lease) == (wire.ReleaseLease, 7)
+    assert (type(ended), ended.receive) == (wire.CancelReceive, 9)
+
+
 def test_garbage_and_unknown_numbers_change_nothing() -> None:
     own = connection()
     call = begin(own, wire.MatchPrefix(own.next_call()))

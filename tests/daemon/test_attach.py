@@ -57,6 +57,9 @@ print(attachment.attached.token.hex(), flush=True)
 sys.stdin.read()
 """
 
+WORDLESS = PROCESS.replace("sys.stdin.read()", "attachment._sock.close(); sys.stdin.read()")
+"""It closes its connection and lives on, with the pool mapped."""
+
 
 class Daemon:
     """A server on this loop, and everything it said to the reactor, in order."""
@@ -75,6 +78,9 @@ class Daemon:
             on_opened=lambda session, name, pid: self.said.append(("opened", session, name, pid)),
             on_joined=lambda session, pid: self.said.append(("joined", session, pid)),
             on_gone=lambda session: self.said.append(("gone", session)),
+            on_hung_up_on=lambda session, why, pids: self.said.append(
+                ("hung up on", session, why.code, pids)
+            ),
             on_refused=lambda pid, why: self.sent_away.append((pid, why.code)),
             limits=limits,
         )
@@ -162,10 +168,12 @@ async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> floa
 
 
 @contextlib.contextmanager
-def process(daemon: Daemon, token: str = "") -> Iterator[subprocess.Popen[str]]:
+def process(
+    daemon: Daemon, token: str = "", source: str = PROCESS
+) -> Iterator[subprocess.Popen[str]]:
     """Another process that attaches, or joins the session of ``token``, and stays."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROCESS, daemon.path, token],
+        [sys.executable, "-c", source, daemon.path, token],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -394,8 +402,77 @@ async def test_a_process_that_keeps_talking_is_sent_away(daemon: Daemon) -> None
     assert word is not None
     assert word.code is Code.WRONG_STATE
     assert daemon.sent_away == [(os.getpid(), Code.WRONG_STATE)]
-    assert daemon.said == [("opened", 1, "chatty", os.getpid()), ("gone", 1)]
+    ask(sock, Attach("chatty"))
+    shut = ("hung up on", 1, Code.WRONG_STATE, (os.getpid(),))
+    assert daemon.said == [("opened", 1, "chatty", os.getpid()), shut]
+    assert daemon.server.session_of(attachment.route) is None
     attachment.close()
+    await until(lambda: daemon.said[-1] == ("gone", 1))
+
+
+@with_daemon()
+async def test_a_process_that_closes_its_socket_without_a_word_is_awaited_until_it_is_dead(
+    daemon: Daemon,
+) -> None:
+    with process(daemon, source=WORDLESS) as child:
+        token = bytes.fromhex(await first_line(child))
+
+        await until(lambda: daemon.said[-1][0] == "hung up on")
+
+        assert daemon.said[1:] == [("hung up on", 1, Code.CLIENT_GONE, (child.pid,))]
+        assert daemon.server.session_of(token) is None
+        assert (await daemon.refused(Join(token))).code is Code.CLIENT_GONE
+        child.kill()
+        assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
+
+
+@with_daemon()
+async def test_a_process_that_leaves_is_gone_at_once_though_it_lives(daemon: Daemon) -> None:
+    attachment = await daemon.attach(Attach("decode-0"))
+
+    attachment.close()
+
+    await until(lambda: len(daemon.said) == 2)
+    assert daemon.said[1:] == [("gone", 1)]
+
+
+@with_daemon()
+async def test_a_session_that_is_hung_up_on_ends_with_its_last_process(daemon: Daemon) -> None:
+    with process(daemon) as child:
+        token = await first_line(child)
+        with process(daemon, token) as worker:
+            await first_line(worker)
+            why = Refusal(Code.CLIENT_GONE, "it reads nothing", side="node-a")
+
+            daemon.server.hang_up(1, why)
+            daemon.server.hang_up(1, why)
+            child.kill()
+            await until(lambda: len(daemon.said) == 4)
+            assert daemon.said[-1] == ("hung up on", 1, Code.CLIENT_GONE, (worker.pid,))
+            refused = await daemon.refused(Join(bytes.fromhex(token)))
+            worker.kill()
+            assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
+    assert refused == why
+    assert len(daemon.said) == 5
+
+
+@with_daemon(AttachLimits(processes_per_session=2))
+async def test_processes_of_one_session_are_limited_and_one_that_left_makes_room(
+    daemon: Daemon,
+) -> None:
+    main = await daemon.attach(Attach("decode-0"))
+    worker = await daemon.attach(Join(main.attached.token))
+
+    refusal = await daemon.refused(Join(main.attached.token))
+    worker.close()
+    await until(lambda: len(daemon.server._connections) == 1)
+    another = await daemon.attach(Join(main.attached.token))
+
+    assert (refusal.code, refusal.numbers) == (Code.NO_ROOM, {"limit": 2})
+    assert "2 processes map the pool for session 1 of node-a" in refusal.message
+    another.close()
+    main.close()
+    await until(lambda: daemon.said[-1] == ("gone", 1))
 
 
 @with_daemon()

@@ -15,7 +15,7 @@ from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import FormerEngine, Past
-from kvd.daemon.vigil import Vigil, is_alive, started_ticks
+from kvd.daemon.vigil import is_alive, started_ticks
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.build import build_pool, pool_memory
@@ -52,6 +52,7 @@ class Server:
             on_opened=lambda session, name, pid: self._say(("opened", session, name)),
             on_joined=lambda session, pid: self._say(("joined", session)),
             on_gone=lambda session: self._say(("gone", session)),
+            on_hung_up_on=lambda session, why, pids: self._say(("hung up on", session, pids)),
             on_refused=lambda pid, why: self.refused.append(why.code),
             limits=AttachLimits(max_sessions=most),
             past=past,
@@ -59,7 +60,6 @@ class Server:
             notes=self,
         )
         self.attach.start(asyncio.get_running_loop())
-        self.vigil = Vigil(self.attach.awaited, self.attach.over)
 
     def _say(self, what: tuple[object, ...]) -> None:
         self.said.append(what)
@@ -74,6 +74,9 @@ class Server:
 
     def session_joined(self, session, pid):
         self._say(("note joined", session, pid))
+
+    def process_left(self, session, pid):
+        self._say(("note process left", session, pid))
 
     def session_left(self, session):
         self._say(("note left", session))
@@ -118,7 +121,6 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Server]]:
 
     yield begin
     for one in servers:
-        one.vigil.close()
         one.attach.close()
     for place in placed:
         place.arena.close()
@@ -236,21 +238,24 @@ async def test_a_session_lives_while_a_worker_of_before_may_map_the_pool(start):
     again = await server.process(Attach("decode-0", resumes=TOKEN))
 
     assert again.attached.session == 3
-    assert server.attach.awaited() == {3: (ELSEWHERE,)}
-    server.attach.over(3)
+    assert server.attach._sessions.awaited() == {3: (ELSEWHERE,)}
+    server.attach._custody._dead(3, (ELSEWHERE,))
     assert ("gone", 3) not in server.said
     again.close()
     await server.hears("gone", 3)
 
 
-async def test_a_session_that_is_ended_is_not_kept_by_workers_of_before(start):
+async def test_a_session_that_is_hung_up_on_is_kept_by_workers_of_before(start):
     server = start(HERE, ELSEWHERE)
     main = await server.process(Attach("decode-0", resumes=TOKEN))
 
-    server.attach.end(3, Refusal(Code.CLIENT_GONE, "it reads nothing", side="node-a"))
+    server.attach.hang_up(3, Refusal(Code.CLIENT_GONE, "it reads nothing", side="node-a"))
 
-    assert server.said[-2:] == [("note left", 3), ("gone", 3)]
+    assert server.said[-1] == ("hung up on", 3, (HERE.pid, ELSEWHERE.pid))
+    assert server.attach.session_of(main.attached.route) is None
     main.close()
+    await server.hears("hung up on", 3, (ELSEWHERE.pid,))
+    assert ("gone", 3) not in server.said
 
 
 async def test_one_process_that_cannot_be_seen_stands_for_one_that_came_back(start):
@@ -260,8 +265,9 @@ async def test_one_process_that_cannot_be_seen_stands_for_one_that_came_back(sta
 
     assert session.awaited == (Process(0), Process(0))
     back_of_elsewhere = next(iter(session.connections))
+    back_of_elsewhere.has_left = True
     session.drop(back_of_elsewhere)
-    back_of_elsewhere.pid = 0
+    back_of_elsewhere.process = Process(0)
     assert session.take(back_of_elsewhere)
     assert session.awaited == (Process(0),)
     back.close()
@@ -279,7 +285,6 @@ def child():
 
 async def test_a_session_is_over_when_the_last_of_its_processes_is_dead(start, child):
     server = start(Process(child.pid, started_ticks(child.pid)))
-    server.vigil.start(asyncio.get_running_loop())
     await asyncio.sleep(0)
     assert server.said == []
 
@@ -295,9 +300,9 @@ async def test_nobody_is_looked_for_any_more_once_all_are_back(start):
     server = start(HERE)
     back = await server.process(Attach("decode-0", resumes=TOKEN))
 
-    server.vigil.start(asyncio.get_running_loop())
-
-    assert server.vigil._next is None
+    vigil = server.attach._custody._vigil
+    vigil._look()
+    assert vigil._next is None
     back.close()
 
 

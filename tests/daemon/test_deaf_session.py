@@ -1,4 +1,4 @@
-"""A session that does not read: it costs itself, and what it held comes back."""
+"""A session that does not read: it costs itself, and keeps what it may write while it lives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ REQUESTS = 2 * BACKLOG_MESSAGES
 """More answers than its own queue, the kernel and the daemon's queue take together."""
 
 
-def test_session_that_reads_no_answer_is_ended_and_its_lease_released(engines):
+def test_session_that_reads_no_answer_is_hung_up_on_and_gives_its_lease_back_when_it_leaves(
+    engines,
+):
     daemon = engines.pair.decode
     attachment = attach(daemon.client, Attach("deaf"))
     context = zmq.Context()
@@ -31,9 +33,9 @@ def test_session_that_reads_no_answer_is_ended_and_its_lease_released(engines):
     socket.send_multipart([CLIENT_REQUESTS.encode(client.OpenLease(1)), tokens])
     for call in range(2, REQUESTS):
         socket.send(CLIENT_REQUESTS.encode(client.GetSnapshot(call)))
-    until(lambda: "deaf" not in [one.name for one in daemon.snapshot().clients])
+    until(lambda: "hung-up-on" in [one.state for one in daemon.snapshot().clients])
 
-    assert daemon.snapshot().leases == ()
+    assert [one.owner for one in daemon.snapshot().leases] == ["deaf"]
     why = attachment.last_word()
     assert why is not None
     assert why.code is Code.CLIENT_GONE
@@ -41,6 +43,7 @@ def test_session_that_reads_no_answer_is_ended_and_its_lease_released(engines):
     socket.close(linger=0)
     context.term()
     attachment.close()
+    until(lambda: daemon.snapshot().leases == ())
 
 
 def test_session_that_unsubscribed_is_told_no_more(engines):

@@ -112,6 +112,38 @@ def test_a_fork_is_cut_into_branches_parents_first_and_leaves_in_the_order_of_us
     )
 
 
+def test_places_of_processes_that_left_are_used_again():
+    ours = identity()
+    buffer, journal = made(ours)
+    writer = Writer(journal)
+    writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
+    for pid in range(1001, 1040):  # each joins, and leaves when the next one is there
+        writer.session_joined(3, Process(pid, 7))
+        writer.session_joined(3, Process(pid, 7))
+        writer.process_left(3, pid - 1 if pid > 1001 else 0)
+    writer.process_left(3, 5)
+
+    _, found = read(buffer, ours)
+
+    (engine,) = found.engines
+    assert set(engine.processes) == {Process(1000, 1), Process(1039, 7)}
+
+
+def test_an_engine_of_more_processes_than_there_are_places_is_never_found_dead():
+    ours = identity()
+    buffer, journal = made(ours)
+    writer = Writer(journal)
+    writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
+    for pid in range(1001, 1017):
+        writer.session_joined(3, Process(pid, 7))
+
+    _, found = read(buffer, ours)
+
+    (engine,) = found.engines
+    assert len(engine.processes) == 16
+    assert Process(0) in engine.processes
+
+
 def test_a_child_does_not_follow_a_page_that_was_cached_anew():
     ours = identity()
     buffer, journal = made(ours)

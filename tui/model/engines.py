@@ -34,8 +34,14 @@ LEASES = (
 """Columns of the leases of one client that stay longest; whose they are, the caption says."""
 LEASES_HIDDEN = ("owner", "client", "pid")
 
-LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?"}
-STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "partly gone": "warn", "awaited": "warn"}
+LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?", "hung up on": "x"}
+STATES: dict[str, Style] = {
+    "alive": "ok",
+    "gone": "bad",
+    "partly gone": "warn",
+    "awaited": "warn",
+    "hung up on": "warn",
+}
 
 
 def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
@@ -76,6 +82,11 @@ def advice(row: Facts, now_s: float) -> str:
         return (
             f"{holds} It was there before the restart and has not come back yet: what it does not "
             f"use any more is released when it does, and all of it when pid {pids} ends"
+        )
+    if word == "hung up on":
+        return (
+            f"{holds} kvd hung up on it and serves it no more, and its process may still write: "
+            f"all of it is released within 1 s when pid {pids} ends"
         )
     stop = f"stop pid {pids}" if pids else "stop its process"
     return (

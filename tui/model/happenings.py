@@ -41,7 +41,7 @@ TROUBLE = frozenset(
     {
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
-        *("drain-began", "peer-draining"),
+        *("drain-began", "peer-draining", "client-hung-up-on"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -58,6 +58,12 @@ _WORDS: dict[str, tuple[str, ...]] = {
         "client {session} {name} hung up; given back",
         " {leases} leases",
         " {handoffs} handoffs",
+    ),
+    "client-hung-up-on": (
+        "hung up on client {session} {name}: {why}",
+        "; held until its processes end: {leases} leases",
+        " with {held_pages} pages",
+        "; {handoffs} handoffs given up",
     ),
     "client-returned": (
         "client {session} {name}, pid {pid}, is back",
