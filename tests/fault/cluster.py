@@ -98,7 +98,7 @@ class Cluster:
         for route in self.routes:
             names = sorted(route.nodes)
             for name, other in (names, names[::-1]):
-                await self._until(name, lambda now, other=other: _sees(now, other), LINKED_S)
+                await self._until(name, lambda now, other=other: sees(now, other), LINKED_S)
 
     async def at_rest(self) -> None:
         """Nobody holds anything: every page is free or cached, nothing is locked, no finding.
@@ -165,7 +165,7 @@ def _is_idle(now: Snapshot) -> str | None:
     return None
 
 
-def _sees(now: Snapshot, other: str) -> str | None:
+def sees(now: Snapshot, other: str) -> str | None:
     """What keeps it from exchanging KV with ``other``; None when nothing does."""
     for peer in now.peers:
         if peer.name == other and peer.state == "up" and peer.agent == "loaded":
