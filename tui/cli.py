@@ -155,7 +155,7 @@ def _replaying(file: Path) -> Connect:
     return lambda mirror, wanted: ReplayLink(tape, mirror)
 
 
-def _console(  # noqa: PLR0913 - the options, field by field
+def _console(
     make: Connect, *, readonly: bool, fps: float, theme: str, screen: str, ref: str
 ) -> KvdTui:
     """The console. Textual is loaded here: help and refusals need none of it."""

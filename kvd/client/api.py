@@ -113,7 +113,7 @@ class Node:
         """
         return self._pools.pool(name)
 
-    async def lease(  # noqa: PLR0913 - the request, field by field
+    async def lease(
         self,
         tokens: TokenIds,
         *,

@@ -230,7 +230,7 @@ class SyncNode:
         """As ``Node.pool``."""
         return self.wrapped.pool(name)
 
-    def lease(  # noqa: PLR0913 - as Node.lease
+    def lease(
         self,
         tokens: TokenIds,
         *,

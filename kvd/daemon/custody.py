@@ -32,7 +32,7 @@ UNATTENDED_S: Final = 0.25
 class Custody:
     """Looks after all sessions from ``start`` to ``close``."""
 
-    def __init__(  # noqa: PLR0913 - what it is told, and whom it tells
+    def __init__(
         self,
         sessions: Sessions,
         notes: SessionNotes,

@@ -78,7 +78,7 @@ class PoolAttention:
         self._reads_back = reads_back
         self._damaged_page = rows[0][0] if damage else None
 
-    def __call__(  # noqa: PLR0913, PLR0917 - as transformers calls it
+    def __call__(
         self,
         module: torch.nn.Module,
         query: torch.Tensor,

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-FILE_LINES = 420
 FUNCTION_LINES = 60
 
 CATCH_ALLS = {
@@ -31,15 +30,6 @@ PICKLING_CALLS = {"send_pyobj", "recv_pyobj"}
 VAGUE_CLASS = re.compile(r"(Manager|Mixin|Helper|Utils?|Base)$")
 VAGUE_FILE = re.compile(r"(^|/)(utils?|helpers?|managers?|misc|common)\.py$")
 FOREIGN_PATHS = ("/" + "work/", "/tmp" + "/lab")
-
-
-def test_files_are_short(sources):
-    wrong = [
-        f"{source} has {lines} lines, at most {FILE_LINES}: split it by noun"
-        for source in sources
-        if (lines := source.text.count("\n")) > FILE_LINES
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_functions_fit_on_a_screen(sources):
@@ -170,7 +160,6 @@ def test_no_file_names_a_place_of_one_machine(root):
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (test_files_are_short, "\n" * (FILE_LINES + 1)),
         (test_functions_fit_on_a_screen, "def f():" + "\n    x = 1" * FUNCTION_LINES),
         (test_no_attribute_is_guessed, "hasattr(a, 'b')"),
         (test_no_attribute_is_guessed, "getattr(a, 'b', None)"),

@@ -34,7 +34,7 @@ class DressedTable(LineTable):
     own it shall do so instead. ``rates`` hear every new sheet, also while the screen stands still.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         view: str,
         wardrobe: Wardrobe,
