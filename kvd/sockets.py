@@ -24,7 +24,6 @@ drain is scheduled.
 
 from __future__ import annotations
 
-import enum
 import errno
 import math
 import socket as unix
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from kvd import types
+from kvd.types import Sent
 
 if TYPE_CHECKING:
     import asyncio
@@ -44,8 +44,6 @@ Frames = list[bytes]
 OnMessage = Callable[[Frames], None]
 """Takes one message: for a ROUTER the routing id first. Called on the loop, never re-entered."""
 
-Receive = Callable[[zmq.Socket[bytes]], Frames | None]
-"""Takes the next message of a socket: ``receive_now``, or ``receive_proven``."""
 
 Push = Callable[[bytes, int], object]
 """Gives one frame to libzmq, with its flags."""
@@ -65,17 +63,6 @@ _EVENTS: Final = int(zmq.EVENTS)
 _READABLE: Final = int(zmq.POLLIN)
 _NOW: Final = int(zmq.NOBLOCK)
 _NOW_AND_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-
-
-class Sent(enum.Enum):
-    """What became of a message given to ``send``."""
-
-    TAKEN = "taken"
-    """libzmq has it."""
-    FULL = "full"
-    """Not sent: the peer is ``BACKLOG_MESSAGES`` behind. It is alive and does not read."""
-    GONE = "gone"
-    """Not sent: no peer of that routing id is connected (ROUTER), or this socket is closed."""
 
 
 def is_ipv6(endpoint: str) -> bool:
@@ -185,24 +172,6 @@ def receive_now(socket: zmq.Socket[bytes]) -> Frames | None:
     return frames
 
 
-def receive_proven(socket: zmq.Socket[bytes]) -> Frames | None:
-    """As ``receive_now``, of a ROUTER whose clients prove keys: routing id, name, then the rest.
-
-    The name is what the ZAP handler gave for the key; libzmq attaches it to every message, so it is
-    of the connection that this message came by. Looking it up takes 0.5 us.
-    """
-    try:
-        frame = socket.recv(_NOW, copy=False)
-    except zmq.Again:
-        return None
-    frames = [frame.bytes, b""]
-    while frame.more:
-        frame = socket.recv(_NOW, copy=False)
-        frames.append(frame.bytes)
-    frames[1] = str(frame.get("User-Id")).encode()
-    return frames
-
-
 def receive_last(
     socket: zmq.Socket[bytes], take: OnMessage, is_awaited: Callable[[], bool], within_s: float
 ) -> None:
@@ -230,10 +199,8 @@ class LoopSocket:
         on_message: OnMessage,
         *,
         loop: asyncio.AbstractEventLoop,
-        receive: Receive = receive_now,
     ) -> None:
         """Start reading at once; ``on_message`` is first called from the loop, not from here."""
-        self._receive = receive
         self._socket = socket
         self._push = pusher(socket)
         self._on_message = on_message
@@ -278,7 +245,7 @@ class LoopSocket:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
-        socket, on_message, receive = self._socket, self._on_message, self._receive
+        socket, on_message = self._socket, self._on_message
         is_empty = False
         self._draining = True
         try:
@@ -287,7 +254,7 @@ class LoopSocket:
                 is_empty = self._closed or (taken == 1 and not self._is_readable())
                 if is_empty:
                     return
-                frames = receive(socket)
+                frames = receive_now(socket)
                 if frames is None:
                     is_empty = True
                     return

@@ -9,6 +9,7 @@ NumPy is imported by what uses it: a tool that only speaks to a daemon starts wi
 
 from __future__ import annotations
 
+import enum
 from typing import NewType
 
 import msgspec
@@ -49,6 +50,17 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True):
 
     start: int
     count: int
+
+
+class Sent(enum.Enum):
+    """What became of a message given to a socket."""
+
+    TAKEN = "taken"
+    """It will go out, if nothing breaks."""
+    FULL = "full"
+    """Not sent: the other side is too far behind. It is alive and does not read."""
+    GONE = "gone"
+    """Not sent: nobody is connected there any more, or this socket is closed."""
 
 
 def short(incarnation: str) -> str:

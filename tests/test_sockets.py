@@ -18,10 +18,10 @@ from kvd.sockets import (
     DRAIN_MESSAGES,
     Frames,
     LoopSocket,
-    Sent,
     open_dealer,
     open_router,
 )
+from kvd.types import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,7 +13,8 @@ from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_a
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
 from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
-from kvd.sockets import Sent, open_dealer, pusher, receive_last, receive_now, send_now
+from kvd.sockets import open_dealer, pusher, receive_last, receive_now, send_now
+from kvd.types import Sent
 
 if TYPE_CHECKING:
     from socket import socket

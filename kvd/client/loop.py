@@ -12,7 +12,8 @@ from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_a
 from kvd.client.endpoint import attach_path
 from kvd.client.port import unread
 from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
-from kvd.sockets import LoopSocket, Sent, open_dealer
+from kvd.sockets import LoopSocket, open_dealer
+from kvd.types import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,35 +7,43 @@ consoles look at is read between two steps, and is no input: it is not on any ta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from typing_extensions import override
 
 from kvd.console.lockhistory import with_lock_history
 from kvd.core.freeze import TooManyObjects, state_hash
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.errors import Code, Refusal
 from kvd.recorder.orders import NotSaved, Saved
-from kvd.sockets import LoopSocket, Sent
+from kvd.types import Sent
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
+from kvd.zmtp.listener import Host, Listener
 
 if TYPE_CHECKING:
-    import asyncio
+    import socket
     from collections.abc import Callable
-
-    import zmq
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
     from kvd.daemon.recording import Recording
     from kvd.observe.bus import Bus
+    from kvd.zmtp.bounds import Bounds
+    from kvd.zmtp.connection import Connection
+    from kvd.zmtp.events import Closed, Frames
+    from kvd.zmtp.hub import Hub
 
 MAX_WAIT_S = 30.0
 PAGE_EVENTS = 1000
 """Events in one answer; the reader asks again from the last."""
 
+LAST_WORDS_S: Final = 0.5
+"""What was answered may take so long to go out at the end."""
 
-class AdminPort:
-    """Requests of all operators on one ROUTER.
+
+class AdminPort(Host):
+    """Requests of all operators on one listener. An operator is a connection, by its number.
 
     ``look`` is ``Consoles.look``, ``reload`` is ``Reloader.reload``.
     """
@@ -55,15 +63,31 @@ class AdminPort:
         self._reload = reload
         self._asked: admin.AdminRequest | None = None
         """What the core is answering now."""
+        self._came = 0
+        """Operators so far."""
+        self._at: dict[bytes, Connection] = {}
+        self._operator_of: dict[Connection, bytes] = {}
 
-    def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        """Serve ``socket``, a bound ROUTER."""
-        self._loop = loop
-        self._socket = LoopSocket(socket, self._take, loop=loop)
+    def start(self, sock: socket.socket, hub: Hub, bounds: Bounds) -> None:
+        """Serve ``sock``, bound and listening."""
+        self._loop = hub.loop
+        self._listener = Listener(sock, self, hub, bounds=bounds)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop serving; what was answered still goes out."""
-        self._socket.close(linger_s=0.5)
+        await self._listener.close(linger_s=LAST_WORDS_S)
+
+    @override
+    def welcome(self, connection: Connection) -> bool:
+        self._came += 1
+        operator = b"%d" % self._came
+        self._at[operator] = connection
+        self._operator_of[connection] = operator
+        return True
+
+    @override
+    def gone(self, connection: Connection, closed: Closed) -> None:
+        del self._at[self._operator_of.pop(connection)]
 
     def report(self, effect: effects.Report) -> None:
         """Carry out ``Report``; how a node came to its locks is in the ring, not in the core."""
@@ -79,17 +103,19 @@ class AdminPort:
                 pass
         self._send(effect.operator, message)
 
-    def _take(self, frames: list[bytes]) -> None:
-        operator = frames[0]
+    @override
+    def take(self, connection: Connection, frames: Frames) -> None:
+        operator = self._operator_of[connection]
         message: admin.AdminRequest | Refusal
-        if len(frames) == 2:
-            message = ADMIN_REQUESTS.decode(frames[1])
+        if len(frames) == 1:
+            message = ADMIN_REQUESTS.decode(frames[0])
         else:
-            message = Refusal(Code.BAD_REQUEST, f"{len(frames) - 1} frames, a request has one")
+            message = Refusal(Code.BAD_REQUEST, f"{len(frames)} frames, a request has one")
         if isinstance(message, Refusal):
-            call = ADMIN_REQUESTS.call_of(frames[1]) if len(frames) == 2 else NO_CALL
+            call = ADMIN_REQUESTS.call_of(frames[0]) if len(frames) == 1 else NO_CALL
             self._send(operator, admin.AdminFailed(call, message))
-            self._reactor.feed(Unreadable(self._reactor.clock(), "admin", operator.hex(), message))
+            sender = f"operator {operator.decode()}"
+            self._reactor.feed(Unreadable(self._reactor.clock(), "admin", sender, message))
         elif isinstance(message, admin.Look):
             self._show(operator, message)
         elif isinstance(message, admin.ListEvents):
@@ -115,11 +141,12 @@ class AdminPort:
         if isinstance(frame, Refusal):
             self._send(operator, admin.AdminFailed(asked.call, frame))
         elif frame is not None:
-            self._socket.send([operator, frame])
+            self.send_frame(operator, frame)
 
     def send_frame(self, console: bytes, frame: bytes) -> Sent:
         """One more frame for a console that watches."""
-        return self._socket.send([console, frame])
+        connection = self._at.get(console)
+        return Sent.GONE if connection is None else connection.send([frame])
 
     def _list_events(self, operator: bytes, asked: admin.ListEvents) -> None:
         lost, events = self._bus.after(asked.after_seq)
@@ -160,4 +187,4 @@ class AdminPort:
         self._recording.save("record", "an operator asked for it", live_hash, answer)
 
     def _send(self, operator: bytes, message: admin.AdminReply) -> None:
-        self._socket.send([operator, ADMIN_REPLIES.encode(message)])
+        self.send_frame(operator, ADMIN_REPLIES.encode(message))

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import zmq
+import msgspec
 
 from kvd import __version__
 from kvd.config.address import IPC, attach_path, host_port
@@ -37,7 +37,7 @@ from kvd.daemon.attach import AttachServer
 from kvd.daemon.attach_limits import AttachLimits
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
-from kvd.daemon.consoles import Consoles, few_unread
+from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
 from kvd.daemon.doors import Doors
 from kvd.daemon.estate import leave
 from kvd.daemon.figures import peer_keys, settings_of
@@ -62,6 +62,8 @@ from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
 from kvd.wire import peer
+from kvd.zmtp.bounds import Bounds
+from kvd.zmtp.hub import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,22 +137,21 @@ class Daemon:
             self.mover.pool_lost = self._pool_lost
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._hub = Hub(self._loop)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
-        self._up.callback(context.term)
+        self._bounds = Bounds(max_message_bytes=config.limits.max_frame_bytes)
         self._open_engines(
-            context,
             tuple(
                 place.arena.fd
                 for place in placed
                 if place.is_pool and isinstance(place.arena, Arena)
-            ),
+            )
         )
-        self._open_admin(context)
-        self._open_peers(context)
+        self._open_admin()
+        self._open_peers()
         self._wire()
-        self.links.dial(config.peers.connect, config.limits.max_frame_bytes)
+        self.links.dial(config.peers.connect)
         await self._serve_http()
         self.recording.begin()
         self.watchdog = Watchdog(self.supervisor, self.reactor, self.mover, self._log, self.state)
@@ -204,9 +205,7 @@ class Daemon:
         self.journalist = self.mover.sums = taken.journalist
         self.journalist.transfer_ready()
 
-    def _open_engines(
-        self, context: zmq.Context[zmq.Socket[bytes]], descriptors: tuple[int, ...]
-    ) -> None:
+    def _open_engines(self, descriptors: tuple[int, ...]) -> None:
         config = self.config
         memory = (pool_memory(self.node.settings.spec),)
         self.attach = AttachServer(
@@ -239,31 +238,31 @@ class Daemon:
             ),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
-        self.clients.start(self._doors.bind(context, config.sockets.client), self._loop)
-        self._up.callback(self.clients.close)
+        self.clients.start(self._doors.listen(config.sockets.client), self._hub, self._bounds)
+        self._up.push_async_callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
         self._hang_up.callback(self.attach.close)
 
-    def _open_admin(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _open_admin(self) -> None:
         budget = self.config.console.budget
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
         self.admins = AdminPort(
             self.reactor, self.bus, self.recording, self.consoles.look, self.reloader.reload
         )
-        endpoint = self.config.sockets.admin
-        self.admins.start(self._doors.bind(context, endpoint, few_unread), self._loop)
-        self._up.callback(self.admins.close)
+        bounds = msgspec.structs.replace(self._bounds, backlog_messages=BACKLOG_FRAMES)
+        self.admins.start(self._doors.listen(self.config.sockets.admin), self._hub, bounds)
+        self._up.push_async_callback(self.admins.close)
 
-    def _open_peers(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _open_peers(self) -> None:
         self.links = PeerLinks(
             self.reactor,
-            context,
+            self._hub,
             peer_keys(self.config),
+            self._bounds,
             count_failed=self.metrics.handshake_failed,
-            loop=self._loop,
         )
-        self._up.callback(self.links.close)
-        self.links.listen(self._doors.bind(context, self.config.peers.listen, self.links.prepare))
+        self._up.push_async_callback(self.links.close)
+        self.links.listen(self._doors.listen(self.config.peers.listen))
 
     def _wire(self) -> None:
         self.reactor.perform = {
@@ -356,7 +355,7 @@ class Daemon:
 
     def _client_gone(self, session: int) -> None:
         self.reactor.feed(ClientHungUp(self._clock(), session))
-        self.clients.gone(session)
+        self.clients.over(session)
 
     def _beat(self, due_s: float) -> None:
         now_s = self._clock()

@@ -1,32 +1,44 @@
 """The client socket: requests of engines in, answers and pushes out.
 
 The routing id is the session's token, issued on the attach socket: who knows it is of the session.
-A message that cannot be read, or is of no session, is answered with ``Failed`` and costs nobody
-else anything.
+One connection has it at a time, and a second one is not let in. A message that cannot be read, or
+is of no session, is answered with ``Failed`` and costs nobody else anything.
+
+Events share the way of answers, and give way to them: they are sent only where little waits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Final, get_args
+
+from typing_extensions import override
 
 from kvd.core import effects
 from kvd.core.inputs import FromClient, Unreadable
 from kvd.errors import Code, Refusal
-from kvd.sockets import BACKLOG_MESSAGES, LoopSocket, Sent
-from kvd.types import NO_TOKENS, Tokens
+from kvd.types import NO_TOKENS, Sent, Tokens
 from kvd.wire import client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
+from kvd.zmtp.listener import Host, Listener
 
 if TYPE_CHECKING:
-    import asyncio
-
-    import zmq
+    import socket
 
     from kvd.daemon.attach import AttachServer
     from kvd.daemon.reactor import Reactor
     from kvd.observe.bus import Bus
     from kvd.observe.metrics import Metrics
     from kvd.wire.events import Event
+    from kvd.zmtp.bounds import Bounds
+    from kvd.zmtp.connection import Connection
+    from kvd.zmtp.events import Closed, Frames
+    from kvd.zmtp.hub import Hub
+
+EVENTS_UNSENT_BYTES: Final = 64 * 1024
+"""Events are lost, and counted, to a session that has more than this unread of what is sent."""
+
+LAST_WORDS_S: Final = 0.5
+"""What was answered may take so long to go out at the end."""
 
 OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
 """What metrics call each request: its tag on the wire."""
@@ -34,16 +46,16 @@ OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_ar
 UNKNOWN_OP = "client"
 """What metrics call a request that could not be read, or that was refused after a wait."""
 
-WITH_TOKENS = 3
+WITH_TOKENS = 2
 
 FRAMES: dict[type, int] = {
     kind: WITH_TOKENS if kind in client.TAKES_TOKENS else WITH_TOKENS - 1 for kind in OPS
 }
-"""Frames of each request, the routing id included."""
+"""Frames of each request."""
 
 
-class ClientPort:
-    """Requests of all sessions on one ROUTER."""
+class ClientPort(Host):
+    """Requests of all sessions on one listener."""
 
     def __init__(
         self,
@@ -56,7 +68,11 @@ class ClientPort:
         self._bus = bus
         self._sessions = sessions
         self._metrics = metrics
-        self._token_of: dict[int, bytes] = {}
+        self._by_route: dict[bytes, Connection] = {}
+        """Who has which routing id now."""
+        self._session_of: dict[Connection, int] = {}
+        self._at: dict[int, Connection] = {}
+        """Where each session is answered."""
         self._calls: dict[int, int] = {}
         self._max_tokens = reactor.node.settings.max_prompt_tokens
         self._subscribers: dict[int, int] = {}
@@ -66,18 +82,21 @@ class ClientPort:
         self._call, self._op = NO_CALL, UNKNOWN_OP
         """The request that is being carried out: most are answered at once."""
 
-    def start(self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        """Serve ``socket``, a bound ROUTER."""
-        self._loop = loop
-        self._socket = LoopSocket(socket, self._take, loop=loop)
+    def start(self, sock: socket.socket, hub: Hub, bounds: Bounds) -> None:
+        """Serve ``sock``, bound and listening."""
+        self._hub = hub
+        self._bounds = bounds
+        self._listener = Listener(sock, self, hub, bounds=bounds)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop serving; what was answered still goes out."""
-        self._socket.close(linger_s=0.5)
+        await self._listener.close(linger_s=LAST_WORDS_S)
 
-    def gone(self, session: int) -> None:
+    def over(self, session: int) -> None:
         """The session is over."""
-        self._token_of.pop(session, None)
+        connection = self._at.pop(session, None)
+        if connection is not None:
+            self._session_of.pop(connection, None)
         self._calls.pop(session, None)
         self._subscribers.pop(session, None)
 
@@ -87,33 +106,58 @@ class ClientPort:
 
     def answer(self, effect: effects.Answer) -> None:
         """Carry out ``Answer``; a session that has gone hears nothing."""
-        token = self._token_of.get(effect.session)
-        if token is None:
+        connection = self._at.get(effect.session)
+        if connection is None:
             return
         message = effect.message
         if isinstance(message, client.Failed):
             op = self._op if message.call == self._call else UNKNOWN_OP
             self._metrics.rpc_failed(op, message.refusal.code.value)
-        if self._socket.send([token, CLIENT_REPLIES.encode(message)]) is Sent.FULL:
+        if connection.send([CLIENT_REPLIES.encode(message)]) is Sent.FULL:
             self._give_up(effect.session)
 
-    def _take(self, frames: list[bytes]) -> None:
-        token = frames[0]
-        session = self._sessions.session_of(token)
+    @override
+    def welcome(self, connection: Connection) -> bool:
+        route = connection.routing_id
+        if route in self._by_route:
+            return not route  # without one it is of no session, like all others without
+        self._by_route[route] = connection
+        self._recognise(connection)
+        return True
+
+    @override
+    def gone(self, connection: Connection, closed: Closed) -> None:
+        if self._by_route.get(connection.routing_id) is connection:
+            del self._by_route[connection.routing_id]
+        session = self._session_of.pop(connection, None)
+        if session is not None and self._at.get(session) is connection:
+            del self._at[session]
+
+    def _recognise(self, connection: Connection) -> int | None:
+        """The session that a connection is of, if there is one; it then stays."""
+        session = self._sessions.session_of(connection.routing_id)
+        if session is not None and self._at.get(session) is not connection:
+            self._session_of[connection] = session
+            self._at[session] = connection
+            self._listener.keep(connection)
+        return session
+
+    @override
+    def take(self, connection: Connection, frames: Frames) -> None:
+        session = self._recognise(connection)
         if session is None:
             refusal = Refusal(
                 Code.UNKNOWN_SESSION,
                 "this routing id belongs to no session: attach first, and again after a restart",
                 side=self._reactor.node.settings.name,
             )
-            self._refuse(token, refusal, frames)
+            self._refuse(connection, refusal, frames)
             return
-        self._token_of[session] = token
         self._calls[session] = self._calls.get(session, 0) + 1
-        message = CLIENT_REQUESTS.decode(frames[1]) if len(frames) > 1 else _no_header()
+        message = CLIENT_REQUESTS.decode(frames[0])
         if isinstance(message, Refusal):
-            call = CLIENT_REQUESTS.call_of(frames[1]) if len(frames) > 1 else NO_CALL
-            self._refuse(token, message, frames, call=call)
+            call = CLIENT_REQUESTS.call_of(frames[0])
+            self._refuse(connection, message, frames, call=call)
             return
         kind = type(message)
         tokens: Tokens | Refusal = NO_TOKENS
@@ -121,9 +165,9 @@ class ClientPort:
         if n_frames != FRAMES[kind]:
             tokens = _wrong_frames(message, n_frames)
         elif n_frames == WITH_TOKENS:
-            tokens = check_tokens(frames[2], max_tokens=self._max_tokens)
+            tokens = check_tokens(frames[1], max_tokens=self._max_tokens)
         if isinstance(tokens, Refusal):
-            self._refuse(token, tokens, frames, call=message.call)
+            self._refuse(connection, tokens, frames, call=message.call)
             return
         if isinstance(message, client.Subscribe | client.Unsubscribe):
             self._subscribe(session, message)
@@ -149,22 +193,23 @@ class ClientPort:
         """A lost answer may be a lease that nobody would ever release: we hang up instead."""
         refusal = Refusal(
             Code.CLIENT_GONE,
-            f"session {session} has left {BACKLOG_MESSAGES} messages of the daemon unread, so the "
-            "next could not be sent: it is served no more, and what its processes may write stays "
-            "held until they leave or end; close it, attach anew and read every answer",
+            f"session {session} has left {self._bounds.backlog_messages} messages of the daemon "
+            f"unread, or {self._bounds.backlog_bytes} bytes of them, so the next could not be "
+            "sent: it is served no more, and what its processes may write stays held until they "
+            "leave or end; close it, attach anew and read every answer",
             side=self._reactor.node.settings.name,
-            numbers={"unread": BACKLOG_MESSAGES},
+            numbers={"unread": self._bounds.backlog_messages},
         )
         sender = f"session {session}"
         self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
         self._sessions.hang_up(session, refusal)
 
     def _refuse(
-        self, token: bytes, refusal: Refusal, frames: list[bytes], *, call: int = NO_CALL
+        self, connection: Connection, refusal: Refusal, frames: Frames, *, call: int = NO_CALL
     ) -> None:
         self._metrics.rpc_failed(UNKNOWN_OP, refusal.code.value)
-        self._socket.send([token, CLIENT_REPLIES.encode(client.Failed(call, refusal))])
-        sender = f"{token[:4].hex()}, {sum(map(len, frames[1:]))} bytes"
+        connection.send([CLIENT_REPLIES.encode(client.Failed(call, refusal))])
+        sender = f"{connection.routing_id[:4].hex()}, {sum(map(len, frames))} bytes"
         self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
 
     def _tell(self, event: Event) -> None:
@@ -172,26 +217,24 @@ class ClientPort:
         if not self._subscribers:
             return
         if not self._fresh:
-            self._loop.call_soon(self._push)
+            self._hub.loop.call_soon(self._push)
         self._fresh.append(event)
 
     def _push(self) -> None:
         events, self._fresh = tuple(self._fresh), []
         for session, lost in list(self._subscribers.items()):
-            token = self._token_of[session]
-            message = CLIENT_REPLIES.encode(client.Events(lost, events))
-            is_taken = self._socket.send([token, message]) is Sent.TAKEN
+            connection = self._at.get(session)
+            is_taken = False
+            if connection is not None and connection.unsent_bytes <= EVENTS_UNSENT_BYTES:
+                message = CLIENT_REPLIES.encode(client.Events(lost, events))
+                is_taken = connection.send([message]) is Sent.TAKEN
             self._subscribers[session] = 0 if is_taken else lost + len(events)
-
-
-def _no_header() -> Refusal:
-    return Refusal(Code.BAD_REQUEST, "an empty message: send [header] or [header, tokens]")
 
 
 def _wrong_frames(message: client.Request, n_frames: int) -> Refusal:
     kind = type(message)
     return Refusal(
         Code.BAD_REQUEST,
-        f"{kind.__name__} came in {n_frames - 1} frames, it has {FRAMES[kind] - 1}",
-        numbers={"frames": n_frames - 1},
+        f"{kind.__name__} came in {n_frames} frames, it has {FRAMES[kind]}",
+        numbers={"frames": n_frames},
     )

@@ -9,13 +9,11 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import zmq
-
 from kvd.console.desk import Desk
 from kvd.console.recent import Recent
 from kvd.console.scene import Scene
 from kvd.console.watch import Watch
-from kvd.sockets import Sent
+from kvd.types import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +29,7 @@ EARLY_S = 0.025
 BEAT_S = 0.005
 """For so long frames are made and sent in one beat; whoever is left is the first in the next."""
 BACKLOG_FRAMES = 256
-"""High-water mark of the admin socket: an operator who reads nothing is owed no more answers."""
+"""Frames are large: an operator who has so many unread is owed no more answers."""
 SEEN_S = 1.0
 """So long a process is taken to live on without another look."""
 
@@ -125,11 +123,6 @@ class Consoles:
         """A beat of the loop came so late."""
         self._lags.append(lag_s)
         self._desk.lag_s = max(self._lags)
-
-
-def few_unread(socket: zmq.Socket[bytes]) -> None:
-    """Prepare the admin socket, before it is bound: frames are large."""
-    socket.setsockopt(zmq.SNDHWM, BACKLOG_FRAMES)
 
 
 def _exists(pid: int) -> bool:

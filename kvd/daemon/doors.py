@@ -1,4 +1,4 @@
-"""The doors of a daemon: its ZMQ sockets and their files, and the directories those lie in.
+"""The doors of a daemon: its listening sockets and their files, and the directories those lie in.
 
 What lives here: who may open a door, and what is left when it is closed. What must not: what comes
 in through it.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import stat
 from socket import SOCK_SEQPACKET, SOCK_STREAM
 from typing import TYPE_CHECKING
 
-import zmq
-
-from kvd.config.address import IPC, attach_path
+from kvd.config.address import IPC, attach_path, tcp_address
 from kvd.daemon.passed import Unfit
 from kvd.daemon.seqpacket import clear_stale, remove_own
-from kvd.sockets import is_ipv6, open_router
+from kvd.zmtp.listener import BACKLOG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AsyncExitStack
     from pathlib import Path
 
@@ -48,48 +46,60 @@ class Doors:
         path = attach_path(self._config.sockets.client)
         return self._passed.claim_listener("attach", path, SOCK_SEQPACKET)
 
-    def bind(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        prepare: Callable[[zmq.Socket[bytes]], None] | None = None,
-    ) -> zmq.Socket[bytes]:
-        """A ROUTER that listens on ``endpoint``, after ``prepare`` has had it.
+    def listen(self, endpoint: str) -> socket.socket:
+        """A socket that listens on ``endpoint``.
 
         Raises:
             AddressInUse: another process listens there.
             Unfit: systemd listens for it somewhere else.
             OSError: the address cannot be had.
         """
+        if endpoint.startswith(IPC):
+            return self._listen_at(endpoint)
+        place = tcp_address(endpoint)
+        assert place is not None, "the configuration is valid"
+        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        host = "" if place.host == "*" else place.host
+        sock = socket.socket(family, SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.bind((host, place.port))
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise _cannot(endpoint, error) from error
+        return sock
+
+    def _listen_at(self, endpoint: str) -> socket.socket:
+        """The same at a path: the socket that was handed over, or one in a file of our own."""
         config = self._config
-        path = endpoint.removeprefix(IPC) if endpoint.startswith(IPC) else None
-        passed = None
-        if path is not None:
-            name = "client" if endpoint == config.sockets.client else "admin"
-            passed = self._passed.claim_listener(name, path, SOCK_STREAM)
-            if passed is None:
-                clear_stale(path, SOCK_STREAM)
-        socket = open_router(context, max_frame_bytes=config.limits.max_frame_bytes)
-        if is_ipv6(endpoint):
-            socket.setsockopt(zmq.IPV6, 1)
-        if prepare is not None:
-            prepare(socket)
+        path = endpoint.removeprefix(IPC)
+        name = "client" if endpoint == config.sockets.client else "admin"
+        passed = self._passed.claim_listener(name, path, SOCK_STREAM)
         if passed is not None:
-            socket.setsockopt(zmq.USE_FD, passed)  # libzmq closes it with the socket
+            return socket.socket(fileno=passed)
+        clear_stale(path, SOCK_STREAM)
+        sock = socket.socket(socket.AF_UNIX, SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o177)  # or a socket file is open to others until its mode is set
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from error
+            sock.bind(path)
+        except OSError as error:
+            sock.close()
+            raise _cannot(endpoint, error) from error
         finally:
             os.umask(before)
-        if path is not None and passed is None:
-            os.chmod(path, int(config.sockets.mode, 8))
-            if config.sockets.group is not None:
-                shutil.chown(path, group=config.sockets.group)
-            self._undo.callback(remove_own, path, os.stat(path).st_ino)
-        return socket
+        self._undo.callback(remove_own, path, os.stat(path).st_ino)
+        os.chmod(path, int(config.sockets.mode, 8))
+        if config.sockets.group is not None:
+            shutil.chown(path, group=config.sockets.group)
+        sock.listen(BACKLOG)
+        return sock
+
+
+def _cannot(endpoint: str, error: OSError) -> OSError:
+    return OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}")
 
 
 def own_directory(directory: Path, group: str | None) -> None:

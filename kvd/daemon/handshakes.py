@@ -1,42 +1,30 @@
 """Handshakes with peers that fail: counted by reason, and told now and then with what to do.
 
-libzmq tells of them on a monitor socket, to which its I/O thread writes; that thread would wait if
-there were a limit, so there is none. A stranger can make handshakes fail as often as it likes:
-each is counted, one in ten seconds of a reason is told, and nothing is kept of it.
+A stranger can make handshakes fail as often as it likes: each is counted, one in ten seconds of a
+reason is told, and nothing is kept of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import struct
 from typing import TYPE_CHECKING, Final
 
-import zmq
-
 from kvd.core.inputs import HandshakeFailed
-from kvd.curve import HANDSHAKE_MS
-from kvd.sockets import LoopSocket
+from kvd.zmtp.events import Fault
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from kvd.curve import PeerKeys
     from kvd.daemon.reactor import Reactor
+    from kvd.zmtp.events import Closed
 
 TELL_EVERY_S: Final = 10.0
-
-_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_PROTOCOL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_AUTH: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-
-_CRYPTOGRAPHIC: Final = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
-_MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 UNKNOWN_KEY: Final = "unknown-key"
 WRONG_SERVER_KEY: Final = "wrong-server-key"
 NO_CURVE: Final = "no-curve"
 CUT_SHORT: Final = "cut-short"
+CROWDED: Final = "crowded"
 MALFORMED: Final = "malformed"
 REFUSED: Final = "refused"
 
@@ -52,95 +40,54 @@ class _Told:
 
 
 class Handshakes:
-    """Watches the sockets of peers. ``count`` takes the reason of each failure."""
+    """Takes those that fail. ``count`` takes the reason of each."""
 
     def __init__(
-        self,
-        reactor: Reactor,
-        keys: PeerKeys | None,
-        count: Callable[[str], None],
-        loop: asyncio.AbstractEventLoop,
+        self, reactor: Reactor, keys: PeerKeys | None, count: Callable[[str], None]
     ) -> None:
         self._reactor = reactor
         self._keys = keys
         self._count = count
-        self._loop = loop
         self._told: dict[tuple[str, str], _Told] = {}
-        self._monitors: list[tuple[zmq.Socket[bytes], LoopSocket]] = []
 
-    def watch_listener(self, socket: zmq.Socket[bytes]) -> None:
-        """Of a socket that is not bound yet."""
-        self._watch(socket, self._dialed_us)
+    def dialed_us(self, address: str, closed: Closed) -> None:
+        """Somebody at ``address`` came, and got no further."""
+        match closed.fault:
+            case Fault.UNKNOWN_KEY:
+                reason = UNKNOWN_KEY
+                why = (
+                    f"a client at {address} has a key that is not in peers.keys of this node: list "
+                    "it under its node's name and kvd reload, or find out who it is"
+                )
+            case Fault.WRONG_SERVER_KEY:
+                reason = WRONG_SERVER_KEY
+                why = (
+                    f"{address} dials this node with another public key than its own: peers.keys "
+                    "there"
+                )
+            case Fault.MECHANISM:
+                reason = NO_CURVE
+                why = f"{address} dials this node without keys: set peers.secret_key_file there"
+                if self._keys is None:
+                    why = f"{address} dials this node with keys: set peers.secret_key_file here too"
+            case Fault.HUNG_UP | Fault.TOO_SLOW:
+                reason = CUT_SHORT
+                why = f"{address} connected to peers.listen and hung up or was silent"
+            case Fault.CROWDED:
+                reason = CROWDED
+                why = (
+                    f"too many connect to peers.listen at once: {address} and others of the oldest "
+                    "were hung up on; find out who connects and says nothing"
+                )
+            case _:
+                reason = MALFORMED
+                why = f"{address} does not speak ZMTP 3 to peers.listen: {closed.why}"
+        self._failed("", address, reason, why)
 
-    def watch_dealer(self, socket: zmq.Socket[bytes], link: str, name: str, address: str) -> None:
-        """Of a socket that will dial ``name``; not connected yet.
-
-        libzmq gives a connection up for ever when the other side speaks another mechanism: it is
-        dialed again from here, for that side may be restarted with a key.
-        """
-
-        def failed(event: int, value: int) -> None:
-            self._dialed_them(link, name, address, event, value)
-            if event != _NO_DETAIL:
-                self._loop.call_later(HANDSHAKE_MS / 1e3, redial)
-
-        def redial() -> None:
-            if socket.closed:
-                return
-            with contextlib.suppress(zmq.ZMQError):  # it has no such connection any more
-                socket.disconnect(address)
-            socket.connect(address)
-
-        self._watch(socket, failed)
-
-    def close(self) -> None:
-        """Stop watching; before the sockets themselves are closed."""
-        for watched, monitor in self._monitors:
-            if not watched.closed:
-                watched.disable_monitor()
-            monitor.close()
-
-    def stranger(self, address: str) -> None:
-        """The key gate did not know a key."""
-        why = (
-            f"a client at {address} has a key that is not in peers.keys of this node: list it "
-            "under its node's name and kvd reload, or find out who it is"
-        )
-        self._failed("", address, UNKNOWN_KEY, why)
-
-    def _watch(self, socket: zmq.Socket[bytes], on_failed: Callable[[int, int], None]) -> None:
-        endpoint = f"inproc://kvd-handshakes-{len(self._monitors)}"
-        socket.monitor(endpoint, _NO_DETAIL | _PROTOCOL | _AUTH)
-        monitor = socket.context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(endpoint)
-
-        def take(frames: list[bytes]) -> None:
-            event, value = struct.unpack("=HI", frames[0])
-            on_failed(event, value)
-
-        self._monitors.append((socket, LoopSocket(monitor, take, loop=self._loop)))
-
-    def _dialed_us(self, event: int, value: int) -> None:
-        if event == _AUTH:
-            return  # the key gate has said whose, and from where
-        if event == _NO_DETAIL:
-            reason, why = CUT_SHORT, "somebody connected to peers.listen and hung up or was silent"
-        elif value == _CRYPTOGRAPHIC:
-            reason = WRONG_SERVER_KEY
-            why = "somebody dials this node with another public key than its own: peers.keys there"
-        elif value == _MECHANISM:
-            reason = NO_CURVE
-            why = "somebody dials this node without keys: set peers.secret_key_file there"
-            if self._keys is None:
-                why = "somebody dials this node with keys: set peers.secret_key_file here too"
-        else:
-            reason, why = MALFORMED, f"somebody does not speak ZMTP to peers.listen ({value:#x})"
-        self._failed("", "", reason, why)
-
-    def _dialed_them(self, link: str, name: str, address: str, event: int, value: int) -> None:
+    def dialed_them(self, link: str, name: str, address: str, closed: Closed) -> None:
+        """Whom we dialed ended it, or we did."""
         keys = self._keys
-        if event == _PROTOCOL and value == _MECHANISM:
+        if closed.fault is Fault.MECHANISM:
             reason = NO_CURVE
             why = f"{name} at {address} has no key: set peers.secret_key_file there"
             if keys is None:

@@ -1,140 +1,152 @@
-"""Links to other daemons: one ROUTER that they dial, one DEALER for each that we dial.
+"""Links to other daemons: one listener that they dial, one dialer for each that we dial.
 
-A link is a name for the core and a connection here. Who is at its other end is the core's question:
-every message names its sender's incarnation, and with keys each comes with the name of the node
-whose key carried it. A message that cannot be read is answered with ``Reject``; nothing that comes
-in on a link can raise.
+A link is a name for the core and a connection here. Names of those who dialed us never repeat, so
+what goes out on one reaches the connection that it answers, whose key was proven, or nobody. Who is
+at its other end is the core's question: every message names its sender's incarnation, and with keys
+each comes with the name of the node whose key carried it. A message that cannot be read is answered
+with ``Reject``; nothing that comes in on a link can raise.
 """
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import zmq
+from typing_extensions import override
 
+from kvd.config.address import tcp_address
 from kvd.core.inputs import FromPeer, LinkDialed, Unreadable
-from kvd.curve import PeerKeys, be_client, be_server
+from kvd.curve import PeerKeys, raw
 from kvd.daemon.handshakes import Handshakes
-from kvd.daemon.keygate import KeyGate
 from kvd.errors import Code, Refusal
-from kvd.sockets import LoopSocket, is_ipv6, open_dealer, receive_proven
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Reject
+from kvd.zmtp.curve import CurveClient, KeyRing
+from kvd.zmtp.dialer import Dialer
+from kvd.zmtp.listener import Host, Listener
+from kvd.zmtp.mechanism import DEALER
+from kvd.zmtp.null import Null
 
 if TYPE_CHECKING:
-    import asyncio
+    import socket
     from collections.abc import Callable, Mapping
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
+    from kvd.zmtp.bounds import Bounds
+    from kvd.zmtp.connection import Connection
+    from kvd.zmtp.events import Closed, Frames
+    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.mechanism import Mechanism
 
-INWARD = "in:"
-OUTWARD = "out:"
-NO_NAME = ""
+INWARD: Final = "in:"
+OUTWARD: Final = "out:"
+NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
 
+LAST_WORDS_S: Final = 0.5
+"""What was sent may take so long to go out at the end."""
 
-class PeerLinks:
+
+class PeerLinks(Host):
     """All links of this daemon, by name. Without ``keys`` anyone may say anything."""
 
     def __init__(
         self,
         reactor: Reactor,
-        context: zmq.Context[zmq.Socket[bytes]],
+        hub: Hub,
         keys: PeerKeys | None,
+        bounds: Bounds,
         *,
         count_failed: Callable[[str], None],
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Judge keys from now on, so that nobody can come in before.
-
-        Args:
-            reactor: what hears of messages.
-            context: of all sockets here.
-            keys: of this node and its peers.
-            count_failed: takes the reason of each handshake that fails.
-            loop: that everything runs on.
-        """
+        """``count_failed`` takes the reason of each handshake that fails."""
         self._reactor = reactor
-        self._context = context
+        self._hub = hub
         self._keys = keys
-        self._loop = loop
-        self._dealers: dict[str, LoopSocket] = {}
-        self._handshakes = Handshakes(reactor, keys, count_failed, loop)
-        self._router: LoopSocket | None = None
-        self._gate: KeyGate | None = None
+        self._bounds = bounds
+        self._ring = None
         if keys is not None:
-            self._gate = KeyGate(context, keys.of, self._handshakes.stranger, loop)
+            names = {raw(key): name for name, key in keys.of.items()}
+            self._ring = KeyRing(raw(keys.own.secret), names)
+        self._handshakes = Handshakes(reactor, keys, count_failed)
+        self._dialers: dict[str, Dialer] = {}
+        self._inward: dict[str, Connection] = {}
+        self._link_of: dict[Connection, str] = {}
+        self._came = 0
+        """Connections so far."""
+        self._listener: Listener | None = None
 
-    def prepare(self, socket: zmq.Socket[bytes]) -> None:
-        """Lock ``socket``, a ROUTER that is to be bound and given to ``listen``."""
-        if self._keys is not None:
-            be_server(socket, self._keys.own)
-        self._handshakes.watch_listener(socket)
-
-    def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Serve ``socket``, prepared and bound."""
-        if self._keys is None:
-            self._router = LoopSocket(socket, self._from_anyone, loop=self._loop)
-            return
-        self._router = LoopSocket(
-            socket, self._from_proven, loop=self._loop, receive=receive_proven
-        )
+    def listen(self, sock: socket.socket) -> None:
+        """Serve ``sock``, bound and listening."""
+        self._listener = Listener(sock, self, self._hub, ring=self._ring, bounds=self._bounds)
 
     def trust(self, keys: Mapping[str, str]) -> None:
         """Know the keys of more nodes; only where this one has a key."""
-        if self._keys is not None and self._gate is not None:
+        if self._keys is not None and self._ring is not None:
             self._keys = PeerKeys(self._keys.own, {**self._keys.of, **keys})
-            self._gate.trust(keys)
+            self._ring.names |= {raw(key): name for name, key in keys.items()}
 
-    def dial(self, connect: Mapping[str, str], max_frame_bytes: int) -> None:
-        """Connect to every configured peer; ZMQ connects again by itself when it breaks."""
+    def dial(self, connect: Mapping[str, str]) -> None:
+        """Connect to every configured peer, again and again when it breaks."""
         for name, address in connect.items():
             link = OUTWARD + name
-            dealer = open_dealer(self._context, max_frame_bytes=max_frame_bytes)
-            if is_ipv6(address):
-                dealer.setsockopt(zmq.IPV6, 1)
-            proven = NO_NAME
-            if self._keys is not None:
-                be_client(dealer, self._keys.own, self._keys.of[name])
-                proven = name  # nobody else can answer: it takes the secret of that key
-            self._handshakes.watch_dealer(dealer, link, name, address)
-            dealer.connect(address)
-            take = partial(self._take, link, proven)
-            self._dealers[link] = LoopSocket(dealer, take, loop=self._loop)
+            place = tcp_address(address)
+            assert place is not None, "the configuration is valid"
+            # Nobody else can answer there: it takes the secret of that key.
+            proven = NO_NAME if self._keys is None else name
+            self._dialers[link] = Dialer(
+                place.host,
+                place.port,
+                partial(self._mechanism, name),
+                self._hub,
+                on_message=partial(self._read, link, proven),
+                on_failed=partial(self._handshakes.dialed_them, link, name, address),
+                bounds=self._bounds,
+            )
             self._reactor.feed(LinkDialed(self._reactor.clock(), link, name, address))
 
-    def close(self) -> None:
+    def _mechanism(self, name: str) -> Mechanism:
+        if self._keys is None or self._ring is None:
+            return Null(DEALER)
+        return CurveClient(self._ring, raw(self._keys.of[name]))
+
+    async def close(self) -> None:
         """Close every link; the last words still go out."""
-        self._handshakes.close()
-        if self._router is not None:
-            self._router.close(linger_s=0.5)
-        for dealer in self._dealers.values():
-            dealer.close(linger_s=0.5)
-        if self._gate is not None:
-            self._gate.close()
+        closing = [dialer.close(linger_s=LAST_WORDS_S) for dialer in self._dialers.values()]
+        if self._listener is not None:
+            closing.append(self._listener.close(linger_s=LAST_WORDS_S))
+        await asyncio.gather(*closing)
 
     def send(self, effect: effects.Send) -> None:
         """Carry out ``Send``; lost if nobody is there, and repeated by whoever needs an answer."""
         frame = PEER_MESSAGES.encode(effect.message)
-        dealer = self._dealers.get(effect.link)
-        if dealer is not None:
-            dealer.send([frame])
-        elif effect.link.startswith(INWARD):
-            self._send_back(effect.link, frame)
+        at = self._dialers.get(effect.link) or self._inward.get(effect.link)
+        if at is not None:
+            at.send([frame])
 
-    def _send_back(self, link: str, frame: bytes) -> None:
-        if self._router is not None:
-            self._router.send([bytes.fromhex(link[len(INWARD) :]), frame])
+    @override
+    def welcome(self, connection: Connection) -> bool:
+        self._came += 1
+        link = f"{INWARD}{self._came}"
+        self._inward[link] = connection
+        self._link_of[connection] = link
+        return True
 
-    def _from_anyone(self, frames: list[bytes]) -> None:
-        self._take(INWARD + frames[0].hex(), NO_NAME, frames[1:])
+    @override
+    def take(self, connection: Connection, frames: Frames) -> None:
+        self._read(self._link_of[connection], connection.name, frames)
 
-    def _from_proven(self, frames: list[bytes]) -> None:
-        self._take(INWARD + frames[0].hex(), frames[1].decode(), frames[2:])
+    @override
+    def gone(self, connection: Connection, closed: Closed) -> None:
+        del self._inward[self._link_of.pop(connection)]
 
-    def _take(self, link: str, proven: str, frames: list[bytes]) -> None:
+    @override
+    def failed(self, connection: Connection, closed: Closed) -> None:
+        self._handshakes.dialed_us(connection.peer, closed)
+
+    def _read(self, link: str, proven: str, frames: Frames) -> None:
         if len(frames) == 1:
             message = PEER_MESSAGES.decode(frames[0])
         else:
@@ -144,6 +156,7 @@ class PeerLinks:
             self._reactor.feed(FromPeer(now_s, link, message, proven))
             return
         self._reactor.feed(Unreadable(now_s, "peers", link, message))
-        frame = PEER_MESSAGES.encode(Reject(self._reactor.node.settings.incarnation, "", message))
-        if link.startswith(INWARD):
-            self._send_back(link, frame)
+        came_by = self._inward.get(link)
+        if came_by is not None:
+            mine = self._reactor.node.settings.incarnation
+            came_by.send([PEER_MESSAGES.encode(Reject(mine, "", message))])

@@ -97,7 +97,7 @@ class Reloader:
         if "console.budget" in keys:
             daemon.consoles.set_budget(config.console.budget)
         daemon.links.trust(_added(live, "peers.keys"))  # first: who is dialed must have one
-        daemon.links.dial(_added(live, "peers.connect"), config.limits.max_frame_bytes)
+        daemon.links.dial(_added(live, "peers.connect"))
 
 
 def _is_live(change: Change, before: Config, after: Config) -> bool:

@@ -17,7 +17,7 @@ MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
-    *("kvd.console", "kvd.journal"),
+    *("kvd.console", "kvd.journal", "kvd.zmtp"),
 }
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "kvd.places": set(),
     "kvd.sockets": BOTTOM,
     "kvd.curve": BOTTOM,
+    "kvd.zmtp": BOTTOM | {"kvd.zmtp"},
     "kvd.text": WIRE,
     "kvd.trace": BOTTOM,
     "kvd.wire": WIRE,
@@ -95,6 +96,7 @@ HOMES = {
     "structlog": ("kvd/observe/",),
     "prometheus_client": ("kvd/observe/",),
     "h11": ("kvd/observe/",),
+    "nacl": ("kvd/zmtp/",),
 }
 """The only places where a module may be imported, other than for type checkers."""
 

@@ -7,7 +7,7 @@ import pytest
 from kvd.console.desk import Desk
 from kvd.daemon.consoles import BEAT_S, Consoles
 from kvd.observe.bus import Bus
-from kvd.sockets import Sent
+from kvd.types import Sent
 from kvd.wire.admin import Look
 from kvd.wire.console import Query
 from tests.core.world import World

@@ -1,0 +1,54 @@
+"""Every limit of a connection and of a listener. Nobody on the other side can raise one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+HANDSHAKE_BYTES: Final = 2048
+"""All that is read of a connection before its handshake is over; CURVE needs 64 + 202 + 550."""
+
+COMMAND_BYTES: Final = 1024
+"""Of one command: INITIATE with a routing id of 255 bytes has 547."""
+
+MAX_FRAMES: Final = 4
+"""Of one message; those of kvd have one or two, and a REQ puts an empty one before."""
+
+READ_BYTES: Final = 64 * 1024
+"""Read at a time, into memory that all connections of a loop share."""
+
+READS: Final = 4
+"""One after another, while a long frame is coming in."""
+
+TURN_MESSAGES: Final = 32
+TURN_S: Final = 0.002
+"""What one connection may take before all others have had their turn, whichever is less."""
+
+PART_BYTES: Final = 16 * 1024
+"""A frame from this size on is written from where it lies, and not copied behind its header."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that differ between sockets."""
+
+    max_message_bytes: int = 16 * 1024 * 1024
+    """Of one message over all its frames; more is hung up on when its length is read."""
+    handshake_s: float = 2.0
+    """For a whole handshake."""
+    message_s: float = 30.0
+    """From the first byte of a message to its last: 16 MiB take 13 s at 10 Mbit/s."""
+    max_handshakes: int = 256
+    """Connections in handshake at once; the oldest makes place for the next."""
+    max_connections: int = 4096
+    """All of a listener; who has been silent for longest, and is not kept, makes place."""
+    budget_bytes: int = 64 * 1024 * 1024
+    """Kept by a listener for all its connections: unfinished messages, and what they do not read.
+    Above it the connection that keeps most is hung up on."""
+    backlog_messages: int = 4096
+    """Waiting to be written to one connection; a reader this far behind is not reading."""
+    backlog_bytes: int = 16 * 1024 * 1024
+    """The same in bytes: whoever has more waiting is sent nothing else."""
+
+
+BOUNDS: Final = Bounds()

@@ -1,0 +1,50 @@
+"""What all connections of one loop share: memory to read into, and when to write.
+
+What is sent while a message is dealt with goes out together when that turn is over, in as few
+system calls as there are connections; what is sent besides, with the next turn of the loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvd.zmtp.bounds import READ_BYTES
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Writer(Protocol):
+    """A connection with something to write."""
+
+    def flush(self) -> None:
+        """Write what can be written now."""
+        ...
+
+
+class Hub:
+    """One for each loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.inbox = memoryview(bytearray(READ_BYTES))
+        """Every read goes here first, so that a silent connection keeps no memory."""
+        self.is_in_turn = False
+        self._written: list[Writer] = []
+        self._wake: asyncio.Handle | None = None
+
+    def written(self, writer: Writer) -> None:
+        """It has something to write; once until it is flushed."""
+        self._written.append(writer)
+        if not self.is_in_turn and self._wake is None:
+            self._wake = self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Write what was sent by now."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        while self._written:
+            written, self._written = self._written, []
+            for writer in written:
+                writer.flush()

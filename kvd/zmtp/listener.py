@@ -1,0 +1,256 @@
+"""Takes connections on a bound socket, as a ROUTER does; keeps number, time and weight in bounds.
+
+Whoever costs something and says nothing gives way first: of those in handshake the oldest, of the
+others who has been silent for longest, of those that make us keep bytes the one with most. So an
+honest peer gets in beside any number of others, and stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvd.zmtp.bounds import BOUNDS
+from kvd.zmtp.connection import Connection
+from kvd.zmtp.curve import CurveServer
+from kvd.zmtp.events import Closed, Fault
+from kvd.zmtp.null import Null
+from kvd.zmtp.protocol import Protocol, State
+from kvd.zmtp.rounds import Rounds
+
+if TYPE_CHECKING:
+    from kvd.zmtp.bounds import Bounds
+    from kvd.zmtp.curve import KeyRing
+    from kvd.zmtp.events import Frames, Ready
+    from kvd.zmtp.hub import Hub
+
+BACKLOG: Final = 1024
+"""Connections that the kernel keeps for us."""
+
+_ACCEPTS: Final = 16
+"""In one wake-up."""
+_PAUSE_S: Final = 0.1
+"""Without free descriptors ``accept`` fails and the socket stays readable: look away shortly."""
+_SWEEP_S: Final = 0.25
+"""How late the end of a time may be noticed."""
+
+_LEFT_WAITING: Final = frozenset({Fault.UNKNOWN_KEY, Fault.MECHANISM})
+"""A dialing libzmq comes again after 0.1 s when it is hung up on; or never, if we both disagree and
+it finds out. It knows only what we say."""
+
+_CROWDED: Final = Closed(Fault.CROWDED, "others needed its place")
+
+
+class Host:
+    """Who answers for a listener. By default everyone is let in, and nothing is said."""
+
+    def welcome(self, connection: Connection) -> bool:
+        """Whether to let in whoever has ended its handshake."""
+        del connection
+        return True
+
+    def take(self, connection: Connection, frames: Frames) -> None:
+        """Take a message, which has one frame or more."""
+
+    def gone(self, connection: Connection, closed: Closed) -> None:
+        """A connection that was let in is over."""
+
+    def failed(self, connection: Connection, closed: Closed) -> None:
+        """A handshake failed."""
+
+
+class Listener:
+    """Serves until ``close``. Takes the socket over, bound and listening."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        host: Host,
+        hub: Hub,
+        *,
+        ring: KeyRing | None = None,
+        bounds: Bounds = BOUNDS,
+    ) -> None:
+        """``ring``: our key and whose are let in; without, everyone may say anything."""
+        self.bounds = bounds
+        self._sock = sock
+        self._host = host
+        self._hub = hub
+        self._ring = ring
+        self._rounds = Rounds(hub.loop)
+        self._connections: set[Connection] = set()
+        self._coming: dict[Connection, float] = {}
+        """In handshake, and until when; oldest first."""
+        self._silent: dict[Connection, None] = {}
+        """Let in and not kept: who has been silent for longest comes first."""
+        self._unfinished: dict[Connection, float] = {}
+        """Of whom a message has begun, and until when it must be whole; oldest first."""
+        self._budget = max(bounds.budget_bytes, 4 * bounds.max_message_bytes)
+        self._weight = 0
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._resume: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._empty = asyncio.Event()
+        sock.setblocking(False)  # noqa: FBT003 - its only form
+        hub.loop.add_reader(sock.fileno(), self._accept)
+
+    def __len__(self) -> int:
+        """How many connections there are."""
+        return len(self._connections)
+
+    @property
+    def weight(self) -> int:
+        """Bytes kept for all connections."""
+        return self._weight
+
+    def keep(self, connection: Connection) -> None:
+        """It stays, however silent it is."""
+        self._silent.pop(connection, None)
+
+    async def close(self, *, linger_s: float = 0.0) -> None:
+        """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
+        if not self._is_closed:
+            self._is_closed = True
+            for timer in (self._sweeper, self._resume):
+                if timer is not None:
+                    timer.cancel()
+            self._hub.loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        for connection in list(self._connections):
+            connection.close(linger_s=linger_s)
+        if self._connections:
+            await self._empty.wait()
+
+    # ---- coming ----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, address = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                    self._look_away()
+                    return
+                continue
+            self._take_in(sock, str(address[0]) if isinstance(address, tuple) else "")
+
+    def _look_away(self) -> None:
+        """No descriptors are left: let one go, and accept no more for a moment."""
+        self._make_place()
+        self._hub.loop.remove_reader(self._sock.fileno())
+        self._resume = self._hub.loop.call_later(_PAUSE_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._hub.loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _take_in(self, sock: socket.socket, address: str) -> None:
+        if len(self._coming) >= self.bounds.max_handshakes:
+            next(iter(self._coming)).end(_CROWDED)
+        if len(self._connections) >= self.bounds.max_connections and not self._make_place():
+            sock.close()
+            return
+        sock.setblocking(False)  # noqa: FBT003 - its only form
+        if sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it has hung up already
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mechanism = Null() if self._ring is None else CurveServer(self._ring)
+        machine = Protocol(mechanism, self.bounds.max_message_bytes)
+        connection = Connection(sock, machine, self, self._hub, self._rounds)
+        connection.peer = address
+        self._connections.add(connection)
+        self._coming[connection] = time.monotonic() + self.bounds.handshake_s
+        self._sweep_later()
+
+    def _make_place(self) -> bool:
+        """Hang up on whoever is missed least."""
+        for waiting in (self._silent, self._coming):
+            if waiting:
+                next(iter(waiting)).end(_CROWDED)
+                return True
+        return False
+
+    # ---- as Owner --------------------------------------------------------------------------------
+
+    def met(self, connection: Connection, ready: Ready) -> bool:
+        """As ``Owner``."""
+        del ready
+        self._silent[connection] = None
+        if not self._host.welcome(connection):
+            return False
+        del self._coming[connection]
+        return True
+
+    def message(self, connection: Connection, frames: Frames) -> None:
+        """As ``Owner``."""
+        if connection in self._silent:
+            del self._silent[connection]
+            self._silent[connection] = None
+        self._host.take(connection, frames)
+
+    def weighs(self, connection: Connection, before: int, *, is_fresh: bool) -> None:
+        """As ``Owner``: the heaviest goes when all together are too heavy."""
+        self._weight += connection.weight - before
+        machine = connection.machine
+        if machine.state is State.TRAFFIC:
+            if is_fresh or not machine.held:
+                self._unfinished.pop(connection, None)
+            if machine.held and connection not in self._unfinished:
+                self._unfinished[connection] = time.monotonic() + self.bounds.message_s
+                self._sweep_later()
+        while self._weight > self._budget:
+            heaviest = max(self._connections, key=_weight_of)
+            heaviest.end(
+                Closed(
+                    Fault.TOO_HEAVY,
+                    f"{heaviest.weight} bytes were kept for it, of {self._weight} for all",
+                )
+            )
+
+    def ends(self, connection: Connection, closed: Closed) -> bool:
+        """As ``Owner``: whoever would only come again at once is left waiting."""
+        if closed.fault not in _LEFT_WAITING:
+            return True
+        self._host.failed(connection, closed)
+        return False
+
+    def over(self, connection: Connection, closed: Closed) -> None:
+        """As ``Owner``."""
+        self._connections.discard(connection)
+        self._silent.pop(connection, None)
+        self._unfinished.pop(connection, None)
+        self._weight -= connection.weight
+        if self._coming.pop(connection, None) is None:
+            self._host.gone(connection, closed)
+        elif not connection.is_ignored and closed.fault is not Fault.ENDED:
+            self._host.failed(connection, closed)
+        if self._is_closed and not self._connections:
+            self._empty.set()
+
+    # ---- times -----------------------------------------------------------------------------------
+
+    def _sweep_later(self) -> None:
+        if self._sweeper is None and not self._is_closed:
+            self._sweeper = self._hub.loop.call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """End what took too long; the first of each comes first."""
+        self._sweeper = None
+        now_s = time.monotonic()
+        for waiting, what in ((self._coming, "its handshake"), (self._unfinished, "a message")):
+            while waiting:
+                connection, end_s = next(iter(waiting.items()))
+                if end_s > now_s:
+                    break
+                connection.end(Closed(Fault.TOO_SLOW, f"{what} took too long"))
+        if self._coming or self._unfinished:
+            self._sweep_later()
+
+
+def _weight_of(connection: Connection) -> int:
+    return connection.weight

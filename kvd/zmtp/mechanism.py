@@ -1,0 +1,70 @@
+"""What the two mechanisms have in common: a handshake of commands, and a wrapping of frames."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Protocol
+
+from kvd.zmtp import frames
+from kvd.zmtp.events import Closed, Fault, Ready
+
+ROUTER: Final = b"ROUTER"
+DEALER: Final = b"DEALER"
+_TALKS_TO: Final = {ROUTER: {b"DEALER", b"REQ", b"ROUTER"}, DEALER: {b"ROUTER", b"DEALER", b"REP"}}
+
+
+class Mechanism(Protocol):
+    """One side of one connection."""
+
+    name: ClassVar[bytes]
+    is_listening: bool
+    """Whether the other side came to us."""
+    overhead: ClassVar[int]
+    """Bytes that wrapping adds to a frame."""
+
+    def begin(self) -> bytes:
+        """What to send when the greetings are exchanged."""
+        ...
+
+    def take(self, name: bytes, body: bytes) -> bytes | Ready | Closed:
+        """What a command of the handshake leads to: bytes to send, or its end."""
+        ...
+
+    def accept(self) -> bytes:
+        """What to send to whoever is Ready and is let in."""
+        ...
+
+    def wrap(self, out: list[bytes], payload: bytes, flags: int) -> None:
+        """Append the pieces of one frame, header and all."""
+        ...
+
+    def unwrap(self, body: bytes) -> bytes | Closed:
+        """The flags, in one byte, and the payload of a frame that came; only with ``overhead``."""
+        ...
+
+
+def own_properties(socket_type: bytes, routing_id: bytes) -> bytes:
+    """What we say of ourselves."""
+    return frames.properties(((b"Socket-Type", socket_type), (b"Identity", routing_id)))
+
+
+def met(own_type: bytes, metadata: bytes, name: str = "") -> Ready | Closed:
+    """Who the other side says it is."""
+    found = frames.read_properties(metadata)
+    if found is None:
+        return malformed("properties")
+    socket_type, routing_id = found.get(b"socket-type", b""), found.get(b"identity", b"")
+    if socket_type not in _TALKS_TO[own_type]:
+        return malformed(f"a socket of type {socket_type[:20]!r}")
+    if len(routing_id) > frames.MAX_ROUTING_ID:
+        return malformed(f"a routing id of {len(routing_id)} bytes")
+    return Ready(routing_id, socket_type, name)
+
+
+def refused(body: bytes) -> Closed:
+    """It said ERROR."""
+    return Closed(Fault.REFUSED, f"it says {body[1:].decode('ascii', 'replace')!r}")
+
+
+def malformed(what: str) -> Closed:
+    """It said something that nobody may say there."""
+    return Closed(Fault.MALFORMED, f"it sent {what}")

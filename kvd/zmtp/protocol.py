@@ -1,0 +1,297 @@
+r"""The machine of one connection: bytes in and events out, frames in and bytes out; no socket.
+
+::
+
+    GREETING --64 bytes--> HANDSHAKE --Ready--> MET --accept--> TRAFFIC
+        \________ whatever nobody may say: Closed, once ________/  --> OVER
+
+Theory of operation. What comes is kept as it came until it is a whole frame, and a message until it
+is whole. Every length is held against its bound when it is read, before there is anything of what
+it announces. So what a machine keeps is below the bounds, and ``held`` says how much it is.
+
+Invariants: at most ``HANDSHAKE_BYTES`` are kept before TRAFFIC; after that at most one message of
+``max_message_bytes`` and ``MAX_FRAMES`` frames, and what came behind it in the same read.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from kvd.zmtp import frames
+from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES
+from kvd.zmtp.events import Closed, Fault, Frames, Ready
+from kvd.zmtp.frames import COMMAND, FLAGS, LONG, LONG_HEADER, MORE, SHORT_HEADER
+from kvd.zmtp.mechanism import malformed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvd.zmtp.mechanism import Mechanism
+
+Event = Ready | Frames | Closed
+
+_FIRST: Final = frames.VERSION_AT + 1
+"""Of a greeting: with these libzmq says how it goes on, and before it knows what is not to its
+liking. So whoever comes says what it wants, whole, and hears why that is not what we want."""
+
+_PING_CONTEXT: Final = 16
+_PING_TTL: Final = 2
+
+
+class State(enum.Enum):
+    """How far a connection is."""
+
+    GREETING = "greeting"
+    HANDSHAKE = "handshake"
+    MET = "met"
+    """The other side is Ready and waits to be accepted."""
+    TRAFFIC = "traffic"
+    OVER = "over"
+
+
+class Protocol:
+    """One side. ``receive`` bytes, then ask for ``next_event`` until there is none."""
+
+    __slots__ = (
+        "_at",
+        "_buffer",
+        "_bytes",
+        "_flags",
+        "_frames",
+        "_handshake_left",
+        "_is_wrapped",
+        "_max_wire",
+        "_mechanism",
+        "_out",
+        "_rest",
+        "lacks",
+        "state",
+    )
+
+    def __init__(self, mechanism: Mechanism, max_message_bytes: int) -> None:
+        self.state = State.GREETING
+        self._mechanism = mechanism
+        self._is_wrapped = mechanism.overhead > 0
+        self._max_wire = max_message_bytes + mechanism.overhead
+        self._buffer: bytes | bytearray = b""
+        """What came; read as far as ``_at``."""
+        self._at = 0
+        self._frames: Frames = []
+        """Of a message that is not whole, with ``_bytes`` in all."""
+        self._bytes = 0
+        self._flags = 0
+        self._handshake_left = HANDSHAKE_BYTES
+        self.lacks = 0
+        """Bytes that are known to be missing of a frame."""
+        as_server = self._is_wrapped and mechanism.is_listening
+        whole = frames.greeting(mechanism.name, as_server=as_server)
+        self._out, self._rest = [whole[:_FIRST]], whole[_FIRST:]
+
+    @property
+    def held(self) -> int:
+        """Bytes kept of what is not a whole message yet, or was not asked for."""
+        return len(self._buffer) - self._at + self._bytes
+
+    def receive(self, came: bytes | memoryview) -> None:
+        """Take what came in."""
+        if self._at == len(self._buffer):
+            self._buffer, self._at = bytes(came), 0
+            return
+        if isinstance(self._buffer, bytes):
+            self._buffer = bytearray(self._buffer)
+        if self._at:
+            del self._buffer[: self._at]
+            self._at = 0
+        self._buffer += came
+
+    def next_event(self) -> Event | None:
+        """What has happened; None when it takes more bytes to say.
+
+        A message without a frame is a command that is dealt with: see what is ``to_send``.
+        """
+        event: Event | None
+        if self.state is State.TRAFFIC:
+            self.lacks = 0
+            event = self._next_message()
+        else:
+            event = self._next_step()
+        if event is None:
+            self._keep_rest()
+        elif type(event) is Closed:
+            self.drop()
+        return event
+
+    def accept(self) -> None:
+        """Let in whoever is Ready."""
+        self.state = State.TRAFFIC
+        self._out.append(self._mechanism.accept())
+
+    def pack(self, message: Sequence[bytes]) -> list[bytes]:
+        """The bytes of a message, in one piece or few. In TRAFFIC only."""
+        out: list[bytes] = []
+        wrap, last = self._mechanism.wrap, len(message) - 1
+        for place, frame in enumerate(message):
+            wrap(out, frame, MORE if place < last else 0)
+        return out
+
+    def to_send(self) -> list[bytes]:
+        """What the machine itself has to say, once."""
+        out, self._out = self._out, []
+        return [piece for piece in out if piece]
+
+    def drop(self) -> None:
+        """Forget everything: it is over."""
+        self.state = State.OVER
+        self._buffer, self._at = b"", 0
+        self._frames, self._bytes = [], 0
+
+    # ---- handshake -------------------------------------------------------------------------------
+
+    def _next_step(self) -> Ready | Closed | None:
+        if self.state is State.GREETING:
+            flaw = self._greeted()
+            if flaw is not None or self.state is State.GREETING:
+                return flaw
+        while self.state is State.HANDSHAKE:
+            payload = self._next_command()
+            if not isinstance(payload, bytes):
+                return payload
+            step = self._mechanism.take(*frames.split_command(payload))
+            if isinstance(step, bytes):
+                self._out.append(step)
+                continue
+            if isinstance(step, Ready):
+                self.state = State.MET
+            return step
+        return None
+
+    def _greeted(self) -> Closed | None:
+        """Each byte is judged as it comes: whoever does not speak ZMTP is told at its first."""
+        mechanism = self._mechanism
+        said = bytes(memoryview(self._buffer)[self._at : self._at + frames.GREETING_BYTES])
+        if said and not frames.is_signature(said):
+            return Closed(Fault.NOT_ZMTP, f"it began with {said[:10]!r}")
+        if len(said) > frames.VERSION_AT and said[frames.VERSION_AT] < frames.MAJOR:
+            major = said[frames.VERSION_AT]
+            return Closed(Fault.OLD_VERSION, f"it speaks ZMTP {major}; 3.0 is the least")
+        if self._rest and len(said) >= (
+            frames.GREETING_BYTES if mechanism.is_listening else _FIRST
+        ):
+            self._out.append(self._rest)
+            self._rest = b""
+        if len(said) < frames.GREETING_BYTES:
+            return None
+        wanted = frames.mechanism_of(said)
+        if wanted != mechanism.name:
+            ours = mechanism.name.decode("ascii")
+            return Closed(Fault.MECHANISM, f"it wants {wanted!r}, we want {ours}")
+        self._at += frames.GREETING_BYTES
+        self._handshake_left -= frames.GREETING_BYTES
+        self.state = State.HANDSHAKE
+        self._out.append(mechanism.begin())
+        return None
+
+    def _next_command(self) -> bytes | Closed | None:
+        head = bytes(memoryview(self._buffer)[self._at : self._at + LONG_HEADER])
+        if head and head[0] & ~LONG != COMMAND:
+            return malformed("a frame that is no command in its handshake")
+        header = LONG_HEADER if head and head[0] & LONG else SHORT_HEADER
+        if len(head) < header:
+            return None
+        size = int.from_bytes(head[1:header], "big")
+        if size > COMMAND_BYTES or header + size > self._handshake_left:
+            return Closed(Fault.TOO_LARGE, f"it announced {size} bytes in its handshake")
+        begin = self._at + header
+        if len(self._buffer) - begin < size:
+            return None
+        self._handshake_left -= header + size
+        self._at = begin + size
+        return bytes(memoryview(self._buffer)[begin : self._at])
+
+    # ---- traffic ---------------------------------------------------------------------------------
+
+    def _next_message(self) -> Frames | Closed | None:
+        while True:
+            payload = self._next_frame()
+            if not isinstance(payload, bytes):
+                return payload
+            flags = self._flags
+            if self._is_wrapped:
+                plain = self._mechanism.unwrap(payload)
+                if isinstance(plain, Closed):
+                    return plain
+                flags, payload = plain[0], plain[1:]
+            if flags & COMMAND:
+                self._commanded(payload)
+                return []
+            if not flags & MORE and not self._frames:
+                return [payload]
+            self._frames.append(payload)
+            self._bytes += len(payload)
+            if not flags & MORE:
+                whole, self._frames, self._bytes = self._frames, [], 0
+                return whole
+
+    def _next_frame(self) -> bytes | Closed | None:
+        """What a whole frame holds; how it is flagged is in ``_flags``."""
+        buffer, at = self._buffer, self._at
+        came = len(buffer) - at
+        flags = buffer[at] if came else 0
+        body = at + (LONG_HEADER if flags & LONG else SHORT_HEADER)
+        if at + came < body:
+            return None
+        size = int.from_bytes(buffer[at + 1 : body], "big")
+        if (
+            flags > (LONG | MORE)
+            or self._bytes + size > self._max_wire
+            or len(self._frames) == MAX_FRAMES
+        ):
+            flaw = self._flaw(flags, size)
+            if flaw is not None:
+                return flaw
+        end = body + size
+        if len(buffer) < end:
+            self.lacks = end - len(buffer)
+            return None
+        self._flags = flags
+        if end == len(buffer):
+            self._buffer, self._at = b"", 0
+        else:
+            self._at = end
+        if isinstance(buffer, bytes):
+            return buffer[body:end]
+        return bytes(memoryview(buffer)[body:end])
+
+    def _flaw(self, flags: int, size: int) -> Closed | None:
+        """What is wrong with a frame, by its header alone; for those that may have a flaw."""
+        if flags & ~FLAGS:
+            return malformed(f"a frame with flags {flags:#x}")
+        if flags & COMMAND and not self._is_wrapped:
+            if size > COMMAND_BYTES:
+                return Closed(Fault.TOO_LARGE, f"it announced a command of {size} bytes")
+        elif self._bytes + size > self._max_wire:
+            total, limit = self._bytes + size, self._max_wire
+            return Closed(
+                Fault.TOO_LARGE, f"it announced a message of {total} bytes, {limit} are the limit"
+            )
+        elif len(self._frames) == MAX_FRAMES:
+            return Closed(
+                Fault.TOO_MANY_FRAMES, f"a message of it has more than {MAX_FRAMES} frames"
+            )
+        return None
+
+    def _commanded(self, payload: bytes) -> None:
+        """A heartbeat is answered; what we do not know is of no meaning here."""
+        name, body = frames.split_command(payload)
+        if name == b"PING":
+            context = body[_PING_TTL : _PING_TTL + _PING_CONTEXT]
+            self._mechanism.wrap(self._out, frames.named(b"PONG", context), COMMAND)
+
+    def _keep_rest(self) -> None:
+        """Of a read only what is not done with; an idle connection keeps nothing."""
+        if self._at == len(self._buffer):
+            self._buffer, self._at = b"", 0
+        elif self._at:
+            self._buffer = bytearray(memoryview(self._buffer)[self._at :])
+            self._at = 0
