@@ -94,8 +94,7 @@ class AttachServer:
             on_opened: takes session, name, pid: a new session.
             on_joined: takes session, pid: one more process of it.
             on_gone: takes session: its last process has left, or is dead.
-            on_hung_up_on: takes session, why, pids that live: it is served no more; said again
-                when they are fewer.
+            on_hung_up_on: takes session, why, pids that live; again when they are fewer.
             on_refused: takes pid, why: a process was sent away for its own fault.
             limits: modes and bounds.
             may_write: takes session: whether it has pages that its processes may write.
@@ -121,12 +120,7 @@ class AttachServer:
         self._connections: set[Connection] = set()
         self._sessions = Sessions(past)
         self._custody = Custody(
-            self._sessions,
-            self._notes,
-            node=node,
-            on_gone=on_gone,
-            on_hung_up_on=on_hung_up_on,
-            may_write=may_write,
+            self._sessions, self._notes, on_gone, on_hung_up_on, may_write, node=node
         )
 
     def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:

@@ -36,11 +36,11 @@ class Custody:
         self,
         sessions: Sessions,
         notes: SessionNotes,
-        *,
-        node: str,
         on_gone: Callable[[int], None],
         on_hung_up_on: Callable[[int, Refusal, tuple[int, ...]], None],
         may_write: Callable[[int], bool],
+        *,
+        node: str,
     ) -> None:
         """Prepare; what the callbacks take is said in ``AttachServer``."""
         self._sessions = sessions

@@ -105,10 +105,11 @@ async def test_a_worker_and_its_session_come_back_together(kept):
     k, _ = worker.pool("main").layer(0)
     k[1].fill_(2.5)
 
+    before = worker._attachment.attached.incarnation
     await asyncio.to_thread(crash, kept)
 
     await node.match([1])
-    kept.wait_for(lambda: len(kept.snapshot().clients[0].pids) >= 2, "has no worker", 5.0)
+    kept.wait_for(lambda: worker._attachment.attached.incarnation != before, "has no worker", 5.0)
     assert worker.end is None
     assert float(node.pool("main").layer(0)[0][1].sum()) == 2.5 * k[1].numel()
     worker.close()
