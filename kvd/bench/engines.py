@@ -123,7 +123,9 @@ class Engines:
         receive = await destination.node.receive(
             self._room, tokens, source.daemon.name, deadline_s=DEADLINE_S
         )
-        send = await source.node.send(self._room, tokens, lease=lease, deadline_s=DEADLINE_S)
+        send = await source.node.send(
+            self._room, tokens, lease=lease, deadline_s=DEADLINE_S, to=destination.daemon.name
+        )
         await send.accepted()
         return Handoff(lease, receive, send)
 

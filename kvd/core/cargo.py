@@ -115,6 +115,8 @@ class Cargo:
         )
         self.has_kv = bool(self.freights) and self.freights[0].place == 0
         """Whether pages of tokens travel at all; not where only states have bytes."""
+        self.is_streamed = all(one.streams for one in self.freights)
+        """Whether nothing goes with the last chunk: no windows, no states."""
         self.has_state = any(isinstance(one.extent, PerRequest) for one in compared)
         self._table = table
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvd.core.seal import SUM_BYTES, most_chosen
 from kvd.errors import Code, Refusal
-from kvd.types import count
+from kvd.types import ID_BYTES, count
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from kvd.core.settings import Settings
@@ -26,9 +27,23 @@ _GRANT_BYTES = 640
 """Of a grant apart from its page ids: a name of 128 characters, and two numbers."""
 
 
+def page_bytes(offer: Offer) -> int:
+    """Of its page ids."""
+    n_bytes = 0
+    for grant in offer.grants:
+        n_bytes += len(grant.pages)
+    return n_bytes
+
+
+def is_short(offer: Offer, n_shards: int, aux_bytes: int, limit: int) -> bool:
+    """Whether both messages are, even if every page is summed: true of nearly all."""
+    sums = page_bytes(offer) // ID_BYTES * SUM_BYTES * n_shards
+    return 2 * MESSAGE_BYTES + _GRANT_BYTES * len(offer.grants) + sums + aux_bytes <= limit
+
+
 def offer_bytes(offer: Offer) -> int:
     """Of the Offer, at most."""
-    return MESSAGE_BYTES + sum(_GRANT_BYTES + len(grant.pages) for grant in offer.grants)
+    return MESSAGE_BYTES + _GRANT_BYTES * len(offer.grants) + page_bytes(offer)
 
 
 def settled_bytes(offer: Offer, n_shards: int, aux_bytes: int) -> int:
@@ -36,9 +51,11 @@ def settled_bytes(offer: Offer, n_shards: int, aux_bytes: int) -> int:
 
     ``n_shards``: of the decode side, each of which is summed apart.
     """
-    sums = sum(most_chosen(offer.integrity, count(grant.pages)) for grant in offer.grants)
-    aux_bytes = aux_bytes if offer.share.is_authoritative else 0
-    return MESSAGE_BYTES + SUM_BYTES * sums * n_shards + aux_bytes
+    n_bytes = MESSAGE_BYTES + (aux_bytes if offer.share.is_authoritative else 0)
+    if offer.integrity is Integrity.OFF:
+        return n_bytes
+    sums = [most_chosen(offer.integrity, count(grant.pages)) for grant in offer.grants]
+    return n_bytes + SUM_BYTES * sum(sums) * n_shards
 
 
 def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal | None:
@@ -46,7 +63,7 @@ def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal
     n_bytes = offer_bytes(offer)
     if n_bytes <= limit:
         return None
-    pages = sum(count(grant.pages) for grant in offer.grants)
+    pages = page_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, {reader} "
@@ -64,7 +81,7 @@ def long_settled(
     n_bytes = settled_bytes(offer, n_shards, mine.max_aux_bytes)
     if n_bytes <= limit:
         return None
-    pages = sum(count(grant.pages) for grant in offer.grants)
+    pages = page_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.frames import page_bytes
 from kvd.core.machine import move_prefill
 from kvd.core.peer_drain import as_told
-from kvd.core.records import Records, page_bytes
+from kvd.core.records import Records
 from kvd.core.sources import span_of
 from kvd.core.tables import Prefill, PrefillTrigger
 from kvd.errors import Code, Refusal
@@ -78,10 +79,10 @@ class LastWord:
             records = self.records[part.incarnation] = Records()
         records.join(part)
 
-    def keep(self, part: PrefillPart, offer: Offer) -> None:
-        """The Offer stays with its part until that is CLOSED."""
+    def keep(self, part: PrefillPart, offer: Offer, kept_bytes: int) -> None:
+        """The Offer stays with its part until that is CLOSED, and so many bytes of page ids."""
         part.offer = offer
-        self.records[part.incarnation].kept_bytes += page_bytes(offer)
+        self.records[part.incarnation].kept_bytes += kept_bytes
 
     def find(self, incarnation: str, handoff: int) -> PrefillPart | None:
         """The part that answers for this handoff."""
@@ -282,8 +283,9 @@ class LastWord:
         self.settled.pop(part.id, None)
         records = self.records[part.incarnation]
         records.bury(part.handoff)
-        records.kept_bytes -= page_bytes(part.offer)
-        part.offer = None
+        if part.offer is not None:
+            records.kept_bytes -= page_bytes(part.offer)
+            part.offer = None
         part.ended = refusal
         part.aux = b""
         part.sums = {}

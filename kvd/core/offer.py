@@ -122,9 +122,11 @@ def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal 
             side=side,
             numbers={"pages": count(grant.pages), "needed_pages": end - first},
         )
+    if not grant.pages:
+        return None
     # A sort of a million takes 3 ms, and np.unique two hundred times that (numpy 2.4).
     ids = np.sort(np.frombuffer(grant.pages, dtype="<i4"))
-    if ids.size and (int(ids[0]) <= NULL_PAGE or bool((ids[1:] == ids[:-1]).any())):
+    if int(ids[0]) <= NULL_PAGE or bool((ids[1:] == ids[:-1]).any()):
         return Refusal(
             Code.BAD_PAGES,
             f"destination pages of {grant.component} must be distinct and above the null page",
@@ -135,7 +137,7 @@ def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal 
 
 def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
     """Why the prefill engine has no longer all that the decode side is to get."""
-    if not offer.share.is_authoritative:
+    if cargo.is_streamed or not offer.share.is_authoritative:
         return None
     for index, keeper in cargo.windows():
         start = offer.grants[index].start_tokens
@@ -157,7 +159,7 @@ def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
 
     Some of it has no window page yet, or a state stands for tokens behind it.
     """
-    for _, keeper in cargo.windows():
+    for _, keeper in () if cargo.is_streamed else cargo.windows():
         _, top = keeper.mapped_tokens(engine.lease)
         if top < engine.prompt_tokens:
             return Refusal(
@@ -263,17 +265,15 @@ def unacceptable(
     page_size = mine.spec.components[0].page_size // parts_of(peer.split)
     return (
         rooms.refusal(offer.room, peer.name)
-        or _too_long(offer, mine)
+        # Before anything of it is looked at: what is left is bounded by the prompt.
+        or (_long_prompt(offer, mine) if offer.prompt_tokens > mine.max_prompt_tokens else None)
         or bad_offer(offer, cargo, peer.split, page_size, side)
         or long_settled(offer, len(peer.lanes), peer.max_frame_bytes, peer.name, mine)
     )
 
 
-def _too_long(offer: Offer, mine: Settings) -> Refusal | None:
-    """Before anything of it is looked at: what is left is bounded by the prompt."""
+def _long_prompt(offer: Offer, mine: Settings) -> Refusal:
     n_tokens, limit = offer.prompt_tokens, mine.max_prompt_tokens
-    if n_tokens <= limit:
-        return None
     return Refusal(
         Code.TOO_LARGE,
         f"a prompt of {n_tokens} tokens, {mine.name} takes {limit} at most: raise its "

@@ -11,7 +11,7 @@ import msgspec
 
 from kvd.core.apart import OWN_TRANSFER
 from kvd.core.cargo import legs_of
-from kvd.core.frames import long_offer, long_settled
+from kvd.core.frames import is_short, long_offer, long_settled
 from kvd.core.peer_drain import peer_drains
 from kvd.core.prompt import prompt_digest
 from kvd.core.sources import Source, is_whole, shares, span_of
@@ -124,6 +124,9 @@ class Offering:
             offer, peer = part.unanswered, self._peers.by_name[part.peer]
             assert isinstance(offer, Offer)
             n_shards, limit = len(peer.incoming), mine.max_frame_bytes
+            least = min(limit, peer.max_frame_bytes)
+            if is_short(offer, n_shards + 1, mine.max_aux_bytes, least):
+                continue
             refusal = long_offer(offer, peer.max_frame_bytes, peer.name, mine)
             refusal = refusal or long_settled(offer, n_shards, limit, mine.name, mine)
             if refusal is not None:

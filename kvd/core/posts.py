@@ -85,9 +85,7 @@ class Posts:
         part.legs = legs_of(offer, peer.lanes)
         part.seals = self._cargo.seals(offer, part.legs, peer.split)
         part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
-        part.posted_last = not offer.share.is_authoritative or all(
-            freight.streams for freight in self._cargo.freights
-        )
+        part.posted_last = self._cargo.is_streamed or not offer.share.is_authoritative
 
     def push(self, part: PrefillPart) -> None:
         """Post what has become whole, if there is an agent to post through.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvd.core.agents import Agent
 from kvd.core.cargo import Cargo
 from kvd.core.flow import stalled
+from kvd.core.frames import page_bytes
 from kvd.core.lapsed import LapsedRooms
 from kvd.core.last_word import LastWord
 from kvd.core.machine import move_prefill
@@ -25,7 +26,6 @@ from kvd.core.offer import differs, disagreement, not_reached, unacceptable
 from kvd.core.parts import Engine, FailedSend, PrefillPart
 from kvd.core.peer_drain import lost_because
 from kvd.core.posts import Posts, no_event
-from kvd.core.records import page_bytes
 from kvd.core.rooms import Rooms, may_offer_still, taken
 from kvd.core.sources import accepted
 from kvd.core.tables import Prefill, PrefillTrigger
@@ -84,7 +84,7 @@ class Prefiller:
         part = self.by_room.get(message.room)
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name)
-        destination = self._peers.find(message.peer or "") or message.peer or ""
+        destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
         meeting = self.rooms.meet(message.room, destination, engine)
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
@@ -192,7 +192,8 @@ class Prefiller:
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
-        if self.last_word.is_full(peer, message.handoff, page_bytes(message)):
+        kept_bytes = page_bytes(message)
+        if self.last_word.is_full(peer, message.handoff, kept_bytes):
             return
         part = self.by_room.get(message.room)
         refusal = self._unserved(peer, message, part)
@@ -206,7 +207,7 @@ class Prefiller:
             part.deadline_s = self._deadline(message.deadline_s)
             self.rooms.enter(part)
         self._join(part, peer, message.handoff)
-        self.last_word.keep(part, message)
+        self.last_word.keep(part, message, kept_bytes)
         self.posts.plan(part, message, peer)
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
@@ -253,9 +254,8 @@ class Prefiller:
         part = self.by_room.get(message.room)
         if part is None or part.state is not P.AWAIT_OFFER:
             return
-        if not part.awaited.is_by(peer.name):
-            refusal = self.rooms.refusal(message.room, peer.name)
-            assert refusal is not None
+        refusal = self.rooms.refusal(message.room, peer.name)
+        if refusal is not None:
             self._peers.reject(peer.link, peer.incarnation, refusal)
             return
         why = f"{peer.name} gave up before it offered pages: {message.reason}"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvd.core.parts import PrefillPart
-    from kvd.wire.peer import Offer
 
 
 class Records:
@@ -49,8 +48,3 @@ class Records:
         for handoff in self.closed[:n_over]:
             del self.parts[handoff]
         del self.closed[:n_over]
-
-
-def page_bytes(offer: Offer | None) -> int:
-    """Of the page ids that are kept with an Offer."""
-    return 0 if offer is None else sum(len(grant.pages) for grant in offer.grants)

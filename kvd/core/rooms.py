@@ -49,6 +49,9 @@ class Meeting(NamedTuple):
     refusal: Refusal | None = None
 
 
+NOBODY = Meeting(None, ())
+
+
 class Rooms:
     """The parts of the prefill side that are in a LIVE state."""
 
@@ -85,16 +88,16 @@ class Rooms:
 
     def leave(self, part: PrefillPart) -> None:
         """It is over for the room: the next Offer moves up, or the room is free."""
-        behind = self.behind.get(part.room, [])
-        if self.by_room.get(part.room) is part:
-            if behind:
-                self.by_room[part.room] = behind.pop(0)
-            else:
-                del self.by_room[part.room]
-        elif part in behind:
-            behind.remove(part)
-        if not behind:
-            self.behind.pop(part.room, None)
+        behind = self.behind.get(part.room)
+        if self.by_room.get(part.room) is not part:
+            if behind is not None and part in behind:
+                behind.remove(part)
+        elif behind:
+            self.by_room[part.room] = behind.pop(0)
+        else:
+            del self.by_room[part.room]
+        if behind is not None and not behind:
+            del self.behind[part.room]
 
     def meet(self, room: int, destination: str, engine: Engine) -> Meeting:
         """Which waiting Offer an engine serves: of the peer that it names, or the first that fits.
@@ -102,6 +105,8 @@ class Rooms:
         The engine is refused where the peer that it names has another prompt, and where it has not
         kept what is asked for. A stranger with another prompt is turned away alone.
         """
+        if room not in self.by_room:
+            return NOBODY
         chosen: PrefillPart | None = None
         turned: list[Turned] = []
         for part in self.of(room):
@@ -122,16 +127,16 @@ class Rooms:
 
     def refusal(self, room: int, peer: str) -> Refusal | None:
         """Why an Offer of ``peer`` cannot have the room, nor wait for its engine."""
-        parts = self.of(room)
-        if not parts:
+        part = self.by_room.get(room)
+        if part is None:
             return None
-        part = parts[0]
         if part.state is Prefill.AWAIT_OFFER:
             awaited = part.awaited
             if awaited.is_by(peer):
                 return None
             return not_for(room, awaited.destination, peer, self._side)
         if part.state is Prefill.AWAIT_ENGINE:
+            parts = self.of(room)
             own = [one for one in parts if one.peer == peer]
             if not own and len(parts) < MAX_WAITING:
                 return None

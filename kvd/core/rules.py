@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from kvd.core.apart import OWN_TRANSFER
 from kvd.core.endings import ASKING
 from kvd.core.fault import Fault
+from kvd.core.frames import page_bytes
 from kvd.core.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
 from kvd.core.parts import waits_for_others
 from kvd.core.prefill import LIVE, WRITING
 from kvd.core.radix_audit import is_linked
-from kvd.core.records import page_bytes
 from kvd.core.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
 from kvd.core.standing import Standing
 from kvd.core.tables import Decode, Prefill
@@ -393,7 +393,7 @@ def _record_faults(node: Node) -> Iterator[Fault]:
         parts = records.parts.items()
         is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))
-        kept_bytes = sum(page_bytes(part.offer) for _, part in parts)
+        kept_bytes = sum(page_bytes(part.offer) for _, part in parts if part.offer is not None)
         if (is_open, closed, kept_bytes) != (records.open, records.closed, records.kept_bytes):
             what = (
                 f"{len(records.open)} handoffs of {short(incarnation)} are counted as open, "

@@ -44,6 +44,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     tokens: tuple[int, ...]
     chunk_tokens: int
     deadline_s: float
+    to: str
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):

@@ -32,12 +32,14 @@ class PrefillEngine:
         self._node = node
 
     def prefill(self, order: Prefill) -> Prefilled:
-        """Compute the prompt of ``order`` and hand its KV to whoever receives its room."""
+        """Compute the prompt of ``order`` and hand its KV to the node that receives its room."""
         tokens = order.tokens
         lease = self._node.lease(
             tokens, deadline_s=order.deadline_s, step_tokens=order.chunk_tokens
         )
-        send = self._node.send(order.room, tokens, lease=lease, deadline_s=order.deadline_s)
+        send = self._node.send(
+            order.room, tokens, lease=lease, deadline_s=order.deadline_s, to=order.to
+        )
         began_s = time.monotonic()
         send.advance(lease.prefix_len)
         cached = self._sequences.common_prefix(lease.prefix_len)

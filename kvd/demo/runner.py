@@ -16,7 +16,7 @@ from kvd.demo.layout import Part
 from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
 from kvd.demo.report import Environment, Report, Row, Sender, Totals, WindowPages, problems
 from kvd.demo.settings import CHUNK_TOKENS, STEP_TOKENS
-from kvd.demo.stage import ANSWER_S, POLL_S, Stage, Watcher, ask, open_stage
+from kvd.demo.stage import ANSWER_S, DECODE, POLL_S, Stage, Watcher, ask, open_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ class _Performance:
                 damage=damage,
             )
         )
-        self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S))
+        self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S, DECODE))
         prefilled = self._stage.prefill.hear(Prefilled, within_s=ANSWER_S)
         decoded = self._stage.decode.hear(Decoded, within_s=ANSWER_S)
         alone = ask(self._stage.reference, Generate(prompt, ANSWER_TOKENS), Generated)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Request(msgspec.Struct, frozen=True):
     """What a router asked engines for: one that decodes, one at each source that sends its part.
 
-    ``room`` 0: one engine alone, without a handoff.
+    ``room`` 0: one engine alone, without a handoff. ``to``: the node that decodes, where the
+    sources are told; every other router leaves that to the prompt.
     """
 
     room: int
@@ -32,6 +33,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: int
     deadline_s: float
     cache: bool
+    to: str | None = None
 
 
 class Job:

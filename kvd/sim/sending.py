@@ -76,6 +76,7 @@ class Sender(Job):
                 self.lease,
                 self.prompt.namespace,
                 request.deadline_s,
+                request.to,
                 tokens=self.prompt.tokens,
             )
         else:

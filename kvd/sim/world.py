@@ -199,7 +199,7 @@ class World:
         sources = [rng.choice(decode.dials)]
         if len(decode.dials) > 1 and rng.random() < SHARED:
             sources = rng.sample(decode.dials, rng.randint(2, len(decode.dials)))
-        request = self._request(sources)
+        request = self._request(sources, decode)
         lonely = rng.random()
         if lonely > profile.lonely / 2:
             for prefill in sources:
@@ -212,7 +212,7 @@ class World:
         rate = profile.requests_per_s * len(decoders)
         self.agenda.after(rng.expovariate(rate), self._arrive)
 
-    def _request(self, sources: list[Host]) -> Request:
+    def _request(self, sources: list[Host], decode: Host) -> Request:
         rng = self.rng
         room = 0
         if rng.random() > 0.03:
@@ -225,6 +225,7 @@ class World:
             rng.choice((0, 0, 1)),
             rng.choice(self.profile.deadlines_s),
             rng.random() < 0.9,
+            decode.name if room % 2 else None,
         )
 
     def _prompt(self) -> Prompt:

@@ -387,7 +387,7 @@ async def test_a_send_from_its_first_token_to_the_other_sides_word(daemon: Daemo
 
     async with kvd.client.connect(daemon.endpoint, name="prefill-0") as node:
         lease = await node.lease([1, 2])
-        send = await node.send(9117, [1, 2], lease=lease, deadline_s=7)
+        send = await node.send(9117, [1, 2], lease=lease, deadline_s=7, to="decode-0")
         await send.advance(1)
         with pytest.raises(KvdError, match=r"await accepted\(\) first"):
             _ = send.decode_prefix_len
@@ -401,7 +401,7 @@ async def test_a_send_from_its_first_token_to_the_other_sides_word(daemon: Daemo
         assert await finishing == Outcome(True, None, 0, 1, 4096)
 
     assert daemon.got[1:] == [
-        wire.Send(2, 9117, 70, deadline_s=7),
+        wire.Send(2, 9117, 70, deadline_s=7, peer="decode-0"),
         wire.Advance(3, 12, 1),
         wire.Finish(4, 12, b"token"),
     ]

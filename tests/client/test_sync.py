@@ -72,7 +72,7 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         send.accepted()
         assert (send.id, send.decode_prefix_len) == (12, 8)
         assert send.finish(b"aux") == Outcome(False, ABORTED, 8, 3, 300)
-        node.send(6, [1, 2], lease=lease).abort("because")
+        node.send(6, [1, 2], lease=lease, to="decode-0").abort("because")
         lease.release(())
 
         handoff = node.receive(7, [1, 2], "prefill-1")

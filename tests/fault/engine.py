@@ -165,6 +165,7 @@ class Engine:
                 lease=lease,
                 namespace=job.prompt.namespace,
                 deadline_s=_left_s(until_s),
+                to=job.to,
             )
             pages = lease.pages.tolist()
             written = cached

@@ -40,6 +40,7 @@ class Send(Job, frozen=True, tag="send"):
     steps: int = 2
     pause_s: float = 0.002
     unruly: Unruly = Unruly.NO
+    to: str | None = None
 
 
 class Receive(Job, frozen=True, tag="receive"):

@@ -188,6 +188,7 @@ class Load:
             steps=source.randint(1, 4),
             pause_s=source.choice([0.0, 0.002, 0.01]),
             unruly=unruly if is_sender else Unruly.NO,
+            to=min(route.nodes - {route.source}) if number % 2 else None,
         )
         receiving = Receive(
             self.next_job(),
