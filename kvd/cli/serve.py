@@ -20,12 +20,21 @@ from kvd.cli.config import valid_config
 @click.option(
     "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value."
 )
+@click.option(
+    "--paranoid",
+    is_flag=True,
+    help="Ask every invariant after every step (audit.paranoid): slow, for a hunt for a bug.",
+)
 @click.pass_context
-def serve_command(ctx: click.Context, config_file: Path | None, sets: tuple[str, ...]) -> None:
+def serve_command(
+    ctx: click.Context, config_file: Path | None, sets: tuple[str, ...], paranoid: bool
+) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT; SIGHUP is kvd reload.
 
     With no configuration at all it serves a small CPU pool on loopback.
     """
+    if paranoid:
+        sets = (*sets, "audit.paranoid=true")
     config = valid_config(config_file, sets)
     from kvd.config import load  # noqa: PLC0415 - keeps kvd --help fast
     from kvd.daemon.serve import main  # noqa: PLC0415 - a wrong configuration needs no daemon

@@ -40,6 +40,13 @@ class AuditSection(msgspec.Struct, frozen=True):
             "through in a few seconds at the default.",
         ),
     ] = 0.01
+    paranoid: Annotated[
+        bool,
+        Meta(
+            description="Ask every rule after every step, as kvd serve --paranoid does: for a hunt "
+            "for a bug. It takes 0.2 ms a step with 40 leases, 10 ms with 1,000.",
+        ),
+    ] = False
 
 
 class ConsoleSection(msgspec.Struct, frozen=True):

@@ -317,6 +317,12 @@ class AuditTurn(msgspec.Struct, frozen=True, tag=True):
     spent_s: float = 0.0
 
 
+class CheckedAll(msgspec.Struct, frozen=True, tag=True):
+    """Ask every rule now: whoever asks has seen that one of them does not hold, or holds again."""
+
+    at_s: float
+
+
 class Recalled(msgspec.Struct, frozen=True, tag=True):
     """The last events about a finding of the audit, as ``Recall`` asked."""
 
@@ -390,6 +396,7 @@ Input = (
     | CopyFailed
     | Tick
     | AuditTurn
+    | CheckedAll
     | Recalled
     | RecorderSaid
     | RecordingSaved

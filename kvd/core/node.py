@@ -24,6 +24,7 @@ from kvd.core.engines import Engines
 from kvd.core.fetch import Fetcher
 from kvd.core.hello import impostor
 from kvd.core.inquiries import Inquiries
+from kvd.core.invariants import faults
 from kvd.core.lease_table import LeaseTable
 from kvd.core.life import Life
 from kvd.core.operators import Operators
@@ -127,6 +128,7 @@ class Node:
             i.CopyFailed: self.copies.copy_failed,
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,
+            i.CheckedAll: self._checked_all,
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecordingSaved: self.recorded.saved,
@@ -148,6 +150,9 @@ class Node:
             AskStory: self.inquiries.asked,
             Story: self.inquiries.told,
         }
+
+    def _checked_all(self, _: i.CheckedAll) -> None:
+        self.audit.looked_at_all(faults(self))
 
     def step(self, happened: i.Input) -> Step:
         """Apply one input; carry out the effects in order, then publish the events."""

@@ -47,7 +47,7 @@ from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
 from kvd.daemon.passed import Unfit
 from kvd.daemon.peerlinks import PeerLinks
-from kvd.daemon.reactor import Reactor
+from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.daemon.recording import Recording
 from kvd.daemon.reload import Reloader
 from kvd.daemon.sessions import NO_PAST, Past
@@ -127,7 +127,8 @@ class Daemon:
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)
         self.bus.subscribe(self._log.write, wants=self._log.is_written)
-        self.reactor = Reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
+        reactor = Paranoid if config.audit.paranoid else Reactor
+        self.reactor = reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
         self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
         self.recording = self._recording()
         self.mover = Mover(self.reactor, launched.process, config.transfer.silent_s)

@@ -1,5 +1,7 @@
 """Inputs to the core, effects to the world, events to the bus: the one mutator of the daemon.
 
+``Paranoid`` is the same with I1 to I9 asked after every step: ``kvd serve --paranoid``.
+
 An effect may cause an input at once (an order to a transfer process that has just died). Such an
 input waits until the effects of the running step are all carried out, so steps never nest.
 """
@@ -10,8 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
 from kvd.core import effects
-from kvd.core.inputs import FromClient, FromOperator, Tick
+from kvd.core.inputs import CheckedAll, FromClient, FromOperator, Tick
+from kvd.core.invariants import violations
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
 from kvd.wire.client import Failed, Push
@@ -132,6 +137,28 @@ class Reactor:
                 return effects.Report(operator, AdminFailed(report.call, refusal))
             case _:
                 return None
+
+
+class Paranoid(Reactor):
+    """Asks every rule after every step, of which the standing audit asks a few in a thousand.
+
+    What it finds goes in as an input, so a recording replays it; and only when it is news, so a
+    rule that stays broken costs the look at it and no more.
+    """
+
+    _known: frozenset[str] = frozenset()
+
+    @override
+    def _step(self, happened: Input) -> None:
+        super()._step(happened)
+        found = self.attempt("check", lambda: violations(self.node))
+        if isinstance(found, Refusal) or self._known == (now := frozenset(found)):
+            return
+        self._known = now
+        super()._step(CheckedAll(self.clock()))
+        left = self.attempt("check", lambda: violations(self.node))
+        if not isinstance(left, Refusal):
+            self._known = frozenset(left)
 
 
 def _is_apology(effect: effects.Effect) -> bool:

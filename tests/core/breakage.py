@@ -99,6 +99,13 @@ def page_in_two_leases(node: Node) -> str:
     return f"page {number} is in lease {first} and in lease {second}"
 
 
+def page_in_two_plain_leases(node: Node) -> str:
+    """Of one engine."""
+    first, second = list(node.leases.leases.values())[:2]
+    second.row = Pages(second.row + first.row[-ID_BYTES:])
+    return f"is in lease {first.id} and in lease {second.id}"
+
+
 def cached_page_in_free_list(node: Node) -> str:
     edge = leaf(node)
     node.leases.pool._free[:0] = edge.pages[:ID_BYTES]

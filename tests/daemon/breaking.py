@@ -18,7 +18,7 @@ import uvloop
 from kvd.cli.config import valid_config
 from kvd.daemon.app import Daemon
 from kvd.observe.log import configure
-from tests.core.breakage import BREAKAGES
+from tests.core.breakage import BREAKAGES, page_in_two_plain_leases
 from tests.core.breakage_beside import BESIDE_BREAKAGES
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ async def serve(config: Config, log: EventLog, wish: Path) -> None:
     daemon = Daemon(config, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, daemon.stopped.set)
-    ways = {**BREAKAGES, **BESIDE_BREAKAGES}
-    loop.add_signal_handler(signal.SIGUSR1, lambda: ways[wish.read_text()].apply(daemon.node))
+    ways = {name: one.apply for name, one in {**BREAKAGES, **BESIDE_BREAKAGES}.items()}
+    ways[page_in_two_plain_leases.__name__] = page_in_two_plain_leases
+    loop.add_signal_handler(signal.SIGUSR1, lambda: ways[wish.read_text()](daemon.node))
     try:
         await daemon.start()
         sys.stderr.write("breakable ready\n")

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from kvd.core import effects, inputs
 from kvd.core.node import Node
-from kvd.daemon.reactor import Reactor
+from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.errors import Code
 from kvd.observe.bus import Bus
-from kvd.types import Tokens, pack_ids
-from kvd.wire import admin, client
+from kvd.types import Pages, Tokens, pack_ids
+from kvd.wire import admin, client, events
 from tests.core.side import settings
 
 
 class Shell:
     """A reactor whose effects are only written down."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Reactor] = Reactor) -> None:
         self.done: list[effects.Effect] = []
         self.bugs: list[str] = []
         self.bus = Bus()
         node = Node(settings("n", 16), 0.0)
-        self.reactor = Reactor(
+        self.reactor = kind(
             node, self.bus, clock=lambda: 0.0, on_bug=lambda what, _: self.bugs.append(what)
         )
-        kinds = (effects.Answer, effects.Report, effects.Send, effects.LoadAgent)
+        kinds = (effects.Answer, effects.Report, effects.Send, effects.LoadAgent, effects.Recall)
         self.reactor.perform = dict.fromkeys(kinds, self.done.append)
         self.reactor.feed(inputs.ClientJoined(0.0, 1, "engine", 100))
 
@@ -128,3 +128,47 @@ def test_reactor_answers_the_operator_who_met_a_bug() -> None:
     assert (report.operator, report.message.call) == (b"op", 5)
     assert report.message.refusal.code is Code.INTERNAL
     assert shell.bugs == ["step FromOperator"]
+
+
+def test_paranoid_reactor_tells_and_contains_what_a_step_broke_before_the_next() -> None:
+    shell, tape = Shell(Paranoid), []
+    shell.reactor.tape = tape.append
+    shell.reactor.feed(lease(1))
+    shell.reactor.feed(lease(2))
+    first, second = shell.reactor.node.leases.leases.values()
+    shell.done.clear()
+
+    second.row = Pages(second.row + first.row)
+    shell.reactor.feed(inputs.Tick(1.0))
+
+    answers = [one.message for one in shell.done if isinstance(one, effects.Answer)]
+    assert [one.lease for one in answers] == [1, 2]
+    assert {one.refusal.code for one in answers} == {Code.CONDEMNED}
+    assert [type(one) for one in tape[-2:]] == [inputs.Tick, inputs.CheckedAll]
+    (told,) = [one for one in shell.bus.after(0)[1] if isinstance(one, events.Violation)]
+    assert told.done.endswith("lease 2 is lost, 1 pages condemned")
+
+    shell.reactor.feed(inputs.Tick(2.0))
+    assert type(tape[-1]) is inputs.Tick, "all is well again, nothing is news"
+
+
+def test_paranoid_reactor_reports_once_what_it_cannot_mend() -> None:
+    shell, tape = Shell(Paranoid), []
+    shell.reactor.tape = tape.append
+    shell.reactor.feed(lease(1))
+    shell.reactor.node.leases.leases[1].holders.clear()
+
+    for k in range(5):
+        shell.reactor.feed(inputs.Tick(1.0 + k))
+
+    assert [type(one) for one in tape].count(inputs.CheckedAll) == 1
+
+
+def test_a_reactor_that_is_not_paranoid_asks_nothing() -> None:
+    shell = Shell()
+    shell.reactor.feed(lease(1))
+    shell.reactor.node.leases.leases[1].holders.clear()
+
+    shell.reactor.feed(inputs.Tick(1.0))
+
+    assert shell.reactor.node.violations == 0
