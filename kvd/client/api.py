@@ -216,7 +216,7 @@ class Node:
             within_s=within(deadline_s),
         )
 
-    async def send(  # noqa: PLR0913 - the request, field by field
+    async def send(
         self,
         room: int,
         tokens: TokenIds,

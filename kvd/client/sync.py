@@ -282,7 +282,7 @@ class SyncNode:
         )
         return SyncReceive(run(verb))
 
-    def send(  # noqa: PLR0913 - as Node.send
+    def send(
         self,
         room: int,
         tokens: TokenIds,

@@ -346,7 +346,7 @@ class Daemon:
         return tuple(lease.id for lease in self.node.former.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
-        self.clients.gone(session)
+        self.clients.hang_up(session)
         # Not at once: it may be an answer of the running step that could not be sent.
         self._loop.call_soon(self._shut_out, session, why, pids)
 

@@ -100,6 +100,13 @@ class ClientPort(Host):
         self._calls.pop(session, None)
         self._subscribers.pop(session, None)
 
+    def hang_up(self, session: int) -> None:
+        """The session is served no more: what it has not read is not kept for it."""
+        connection = self._at.get(session)
+        self.over(session)
+        if connection is not None:
+            connection.close()
+
     def calls(self, session: int) -> int:
         """Messages that this living session has sent so far."""
         return self._calls.get(session, 0)

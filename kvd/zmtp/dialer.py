@@ -39,7 +39,7 @@ _TOO_SLOW: Final = Closed(Fault.TOO_SLOW, "its handshake took too long")
 class Dialer:
     """Dials from now on until ``close``."""
 
-    def __init__(  # noqa: PLR0913 - an address, who hears, and how to speak
+    def __init__(
         self,
         host: str,
         port: int,
