@@ -90,8 +90,9 @@ class _Boxes:
     def wrap(self, out: list[bytes], payload: bytes, flags: int) -> None:
         """As ``Mechanism``: every frame is a message of its own, its flags are in the box."""
         nonce = self._next_nonce()
+        boxed = flags & frames.MORE | (frames.BOXED_COMMAND if flags & frames.COMMAND else 0)
         box = bindings.crypto_secretbox_easy(
-            bytes((flags,)) + payload, self._out_prefix + nonce, self._key
+            bytes((boxed,)) + payload, self._out_prefix + nonce, self._key
         )
         out.append(frames.header(_BOX_AT + len(box), 0) + _MESSAGE + nonce + box)
 

@@ -13,6 +13,9 @@ COMMAND: Final = 4
 FLAGS: Final = MORE | LONG | COMMAND
 """A frame with any other bit is none."""
 
+BOXED_COMMAND: Final = 2
+"""In the box of a frame of CURVE the flags are MORE and this."""
+
 SHORT_HEADER: Final = 2
 LONG_HEADER: Final = 9
 MAX_SHORT: Final = 255

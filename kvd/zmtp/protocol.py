@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES
 from kvd.zmtp.events import Closed, Fault, Frames, Ready
-from kvd.zmtp.frames import COMMAND, FLAGS, LONG, LONG_HEADER, MORE, SHORT_HEADER
+from kvd.zmtp.frames import BOXED_COMMAND, COMMAND, FLAGS, LONG, LONG_HEADER, MORE, SHORT_HEADER
 from kvd.zmtp.mechanism import malformed
 
 if TYPE_CHECKING:
@@ -221,7 +221,9 @@ class Protocol:
                 plain = self._mechanism.unwrap(payload)
                 if isinstance(plain, Closed):
                     return plain
-                flags, payload = plain[0], plain[1:]
+                flags, payload = plain[0] & MORE, plain[1:]
+                if plain[0] & BOXED_COMMAND:
+                    flags |= COMMAND
             if flags & COMMAND:
                 self._commanded(payload)
                 return []

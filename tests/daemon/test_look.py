@@ -86,16 +86,17 @@ def test_a_bug_of_the_desk_costs_that_look_and_is_reported():
 
     port = AdminPort(reactor, Bus(), None, look, None)
 
-    class Socket:
+    class Operator:
         send = staticmethod(sent.append)
 
-    port._socket = Socket()
-    port._take([b"op", ADMIN_REQUESTS.encode(admin.Look(7))])
+    operator = Operator()
+    port.welcome(operator)
+    port.take(operator, [ADMIN_REQUESTS.encode(admin.Look(7))])
 
-    [[operator, reply]] = sent
+    [[reply]] = sent
     failed = ADMIN_REPLIES.decode(reply)
     assert isinstance(failed, admin.AdminFailed)
-    assert (operator, failed.call, failed.refusal.code) == (b"op", 7, Code.INTERNAL)
+    assert (failed.call, failed.refusal.code) == (7, Code.INTERNAL)
     assert bugs == ["look"]
 
 

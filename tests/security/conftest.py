@@ -23,13 +23,15 @@ SHAPE = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "64", "pool.pag
 class Keyed(msgspec.Struct, frozen=True):
     """The pair, and the public key of its prefill side.
 
-    ``mallory`` are keys that both list, under this name. ``changed`` and ``bare`` are addresses
-    that both dial: there answers somebody with another key than the listed one, and with none.
+    ``mallory`` and ``eve`` are keys that both list, under these names. ``changed`` and ``bare`` are
+    addresses that both dial: there answers somebody with another key than the listed one, and with
+    none.
     """
 
     pair: Pair
     server: str
     mallory: object
+    eve: object
     changed: str
     bare: str
 
@@ -51,7 +53,7 @@ def reachable() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def keyed(reachable: Path) -> Iterator[Keyed]:
     """Started once; no test here may leave it other than it was."""
-    mallory = curve.new_pair()
+    mallory, eve = curve.new_pair(), curve.new_pair()
     context = zmq.Context()
     with context, open_router(context) as changed, open_router(context) as bare:
         curve.be_server(changed, curve.new_pair())
@@ -60,10 +62,11 @@ def keyed(reachable: Path) -> Iterator[Keyed]:
         settings = {
             **SHAPE,
             "peers.keys.mallory": mallory.public,
+            "peers.keys.eve": eve.public,
             "peers.keys.changed": curve.new_pair().public,
             "peers.keys.bare": curve.new_pair().public,
             "peers.connect.changed": addresses[0],
             "peers.connect.bare": addresses[1],
         }
         with two_daemons(reachable, settings, with_keys=True) as pair:
-            yield Keyed(pair, public_of(pair.prefill.directory), mallory, *addresses)
+            yield Keyed(pair, public_of(pair.prefill.directory), mallory, eve, *addresses)
