@@ -78,9 +78,11 @@ class Agents:
             self._destroy(peer)
         peer.agent = Agent.NONE
 
-    def loaded(self, peer: Peer) -> bool:
-        """The agent can post; False where nobody waits for it."""
+    def loaded(self, peer: Peer, streams: tuple[str, ...]) -> bool:
+        """The agent can post, over these connections; False where nobody waits for it."""
         is_awaited = self._end_loading(peer, Agent.LOADED, "")
+        if peer.agent is Agent.LOADED:
+            peer.streams = streams
         if is_awaited:
             peer.agent_rest_s = RETRY_S
         return is_awaited
@@ -100,6 +102,7 @@ class Agents:
 
     def dropped(self, peer: Peer) -> None:
         """The agent is destroyed; a living peer gets a new one."""
+        peer.streams = ()
         if peer.agent is Agent.DROPPING:
             self._set(peer, Agent.NONE, "")
             self.load(peer)
@@ -108,6 +111,7 @@ class Agents:
         """Our transfer process is reaped, and all agents with it."""
         self.is_serving = False
         for peer in peers:
+            peer.streams = ()
             if peer.agent is Agent.LOADING:
                 self._set(peer, Agent.FAILED, "the transfer process ended while it was loading")
                 peer.agent_rest_s = min(2 * peer.agent_rest_s, MAX_REST_S)
@@ -129,6 +133,7 @@ class Agents:
         return True
 
     def _destroy(self, peer: Peer) -> None:
+        peer.streams = ()  # claimed no more, from before its end on
         self._out.effects.append(effects.DropAgent(peer.incarnation, peer.generation))
 
     def _set(self, peer: Peer, agent: Agent, why: str) -> None:

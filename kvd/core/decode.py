@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.admission import Admission, Waiter
 from kvd.core.cargo import Cargo
+from kvd.core.doubt import Doubt
 from kvd.core.endings import ASKING, WRITABLE, Endings
 from kvd.core.lease import ARRIVAL, Claim, Lease
 from kvd.core.machine import move_decode
@@ -184,14 +185,15 @@ class Decoder:
         self._moved(part, message.moved_bytes)
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
         self._move(part, trigger, "" if is_delivered else why.message)
+        doubt = Doubt.SENT if message.in_doubt else Doubt.NONE
         if not was_wanted:
-            self.endings.drained(part, "settled", in_doubt=message.in_doubt)
+            self.endings.drained(part, "settled", doubt)
         elif is_delivered:
             if part.share.is_authoritative:
                 part.reception.aux = message.aux
             self._judge(part, self.verifying.begin(part, message.checksums))
         else:
-            self.endings.end(part, message.outcome, why, cause="settled", in_doubt=message.in_doubt)
+            self.endings.end(part, message.outcome, why, cause="settled", doubt=doubt)
 
     def verified(self, got: Verified) -> None:
         """Our transfer process has compared what arrived with what was sent."""
@@ -210,9 +212,10 @@ class Decoder:
             was_wanted = part.state in ASKING
             self._move(part, T.WRITER_GONE, "new incarnation")
             if was_wanted:
-                self.endings.end(part, Outcome.FAILED, refusal, cause="writer-gone", in_doubt=True)
+                cause, doubt = "writer-gone", Doubt.SENT
+                self.endings.end(part, Outcome.FAILED, refusal, cause=cause, doubt=doubt)
             elif part.state is D.CLOSED:
-                self.endings.drained(part, "new-incarnation", in_doubt=True)
+                self.endings.drained(part, "new-incarnation", Doubt.SENT)
         self.outcomes.forget(incarnation)
 
     def fenced(self) -> None:
@@ -221,12 +224,8 @@ class Decoder:
             if part.waiter is None:
                 self._move(part, T.FENCED, "new transport generation")
                 if part.state is D.CLOSED:
-                    self.endings.drained(part, "fenced", in_doubt=False)
+                    self.endings.drained(part, "fenced", Doubt.NONE)
         self.settling.fenced()
-
-    def quiet(self, lease_id: int) -> None:
-        """Nothing that had reached this host for the lease's pages can land any more."""
-        self.settling.quiet(lease_id)
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
@@ -351,7 +350,8 @@ class Decoder:
     def _reject(self, part: DecodePart, why: Refusal) -> None:
         """VERIFYING -> CLOSED: nothing was cached, and nobody gets the pages before Quiet."""
         self._move(part, T.CORRUPTED, why.message)
-        self.endings.end(part, Outcome.CORRUPT, why, cause="corrupt", in_doubt=True)
+        # Delivered is a proof of the writer's that all has arrived; the sums say it is none.
+        self.endings.end(part, Outcome.CORRUPT, why, cause="corrupt", doubt=Doubt.ARRIVED)
 
     def _give_up(self, reception: Reception, refusal: Refusal) -> None:
         """-> DRAINING: tell the engine and the writers, keep the pages from everybody."""

@@ -276,7 +276,7 @@ class Drainer:
             self._beat(peer)
 
     def _tell_peers(self, state: str, why: str) -> None:
-        self._node.peers.saying = (state, why)
+        self._node.peers.pulse.saying = (state, why)
         for peer in self._node.peers.by_name.values():
             if peer.life is not Life.LOST:
                 self._beat(peer)
@@ -284,7 +284,7 @@ class Drainer:
     def _beat(self, peer: Peer) -> None:
         node = self._node
         offer_floor = node.decoder.offer_floor(peer.incarnation)
-        node.peers.beat(peer, offer_floor, node.prefiller.last_word.floor(peer))
+        node.peers.pulse.beat(peer, offer_floor, node.prefiller.last_word.floor(peer))
 
     def heard(self, peer: Peer, message: Ping) -> None:
         """What a peer says of itself: whoever waits to receive from one that drains is told."""

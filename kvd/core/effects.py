@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.core.doubt import Doubt
 from kvd.core.seal import UNSEALED, Seal
 from kvd.core.shards import Making, Straight, Window
 from kvd.types import Pages, Tokens
@@ -96,9 +97,21 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True):
-    """Say ``Quiet`` when nothing that has already reached this host can still land in our pages."""
+    """Say ``Quiet`` when nothing of what is in doubt can still land in the lease's pages.
+
+    ``ARRIVED``: what has reached this host has come to rest. ``SENT``: and every connection on
+    which a peer may have sent until now has ended, but for those named by ``Exempt``.
+    """
 
     lease: int
+    doubt: Doubt
+
+
+class Exempt(msgspec.Struct, frozen=True, tag=True):
+    """These connections are of living writers: not to be waited for any more for these leases."""
+
+    leases: tuple[int, ...]
+    streams: tuple[str, ...]
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +198,7 @@ Effect = (
     | Forget
     | Verify
     | Quiesce
+    | Exempt
     | Copy
     | RestartTransfer
     | Recall

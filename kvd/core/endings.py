@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.doubt import worse
 from kvd.core.machine import move_decode, tell_ended
 from kvd.core.outcomes import Outcomes
 from kvd.core.settling import Settling
@@ -20,6 +21,7 @@ from kvd.wire import client
 from kvd.wire.peer import Abort, Outcome
 
 if TYPE_CHECKING:
+    from kvd.core.doubt import Doubt
     from kvd.core.effects import Outbox
     from kvd.core.lease_table import LeaseTable
     from kvd.core.parts import DecodePart, Reception
@@ -82,7 +84,7 @@ class Endings:
             self.close(part, Outcome.ABORTED, refusal)
 
     def end(
-        self, part: DecodePart, outcome: Outcome, why: Refusal, *, cause: str, in_doubt: bool
+        self, part: DecodePart, outcome: Outcome, why: Refusal, *, cause: str, doubt: Doubt
     ) -> None:
         """A part is CLOSED without its bytes: nothing comes of the others either."""
         reception = part.reception
@@ -91,30 +93,30 @@ class Endings:
             ended = of_source(part, why)
             self.fail(reception, ended)
         self.drop(reception, ended)
-        self._over(part, cause, in_doubt=in_doubt)
+        self._over(part, cause, doubt)
         self.close(part, outcome, why)
 
-    def drained(self, part: DecodePart, proof: str, *, in_doubt: bool) -> None:
+    def drained(self, part: DecodePart, proof: str, doubt: Doubt) -> None:
         """DRAINING -> CLOSED: the writer is done."""
-        self._over(part, proof, in_doubt=in_doubt)
+        self._over(part, proof, doubt)
         self.close(part, Outcome.ABORTED, part.ended)
 
-    def _over(self, part: DecodePart, proof: str, *, in_doubt: bool) -> None:
+    def _over(self, part: DecodePart, proof: str, doubt: Doubt) -> None:
         """A writer writes no more; the pages go back with the last one, unless bytes are in doubt.
 
         Only where the attempt has failed: what is delivered is committed.
         """
         reception, lease = part.reception, part.lease
-        reception.in_doubt |= in_doubt
+        reception.doubt = worse(reception.doubt, doubt)
         if lease is None:
             return
         writers = reception.in_state(*WRITABLE)
         if writers:
             self.settling.narrow(lease, writers)
         elif lease.quarantine is not None:
-            self.settling.end(lease, proof, in_doubt=reception.in_doubt)
+            self.settling.end(lease, proof, reception.doubt)
         else:
-            self.settling.free(part, lease, proof, in_doubt=reception.in_doubt)
+            self.settling.free(part, lease, proof, reception.doubt)
 
     def close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""

@@ -179,11 +179,12 @@ class TransferGone(msgspec.Struct, frozen=True, tag=True):
 
 
 class AgentLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The sending agent towards this incarnation and generation can post."""
+    """The sending agent towards this incarnation and generation can post, over ``streams``."""
 
     at_s: float
     incarnation: str
     generation: int
+    streams: tuple[str, ...] = ()
 
 
 class AgentFailed(msgspec.Struct, frozen=True, tag=True):
@@ -198,7 +199,7 @@ class AgentFailed(msgspec.Struct, frozen=True, tag=True):
 class AgentDropped(msgspec.Struct, frozen=True, tag=True):
     """The sending agent is destroyed: we send nothing more through it.
 
-    ``unconfirmed_bytes`` of it may still sit in the peer's socket buffers.
+    ``unconfirmed_bytes`` of it may still land: they are in the network, or at the peer's host.
     """
 
     at_s: float
@@ -253,10 +254,21 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quiet(msgspec.Struct, frozen=True, tag=True):
-    """What had reached this host when ``Quiesce`` was ordered for the lease is over."""
+    """What was in doubt when ``Quiesce`` was ordered for the lease is over."""
 
     at_s: float
     lease: int
+
+
+class Awaiting(msgspec.Struct, frozen=True, tag=True):
+    """These leases are not quiet before each of ``streams`` has ended or is exempt.
+
+    What follows was known after the transfer process had looked which connections there are.
+    """
+
+    at_s: float
+    leases: tuple[int, ...]
+    streams: tuple[str, ...]
 
 
 class Copied(msgspec.Struct, frozen=True, tag=True):
@@ -359,6 +371,7 @@ Input = (
     | Unposted
     | Verified
     | Quiet
+    | Awaiting
     | Copied
     | CopyFailed
     | Tick

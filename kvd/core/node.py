@@ -118,6 +118,7 @@ class Node:
             i.Unposted: self.transfers.unposted,
             i.Verified: self.decoder.verified,
             i.Quiet: self._quiet,
+            i.Awaiting: self.decoder.settling.awaiting,
             i.Copied: self.copies.copied,
             i.CopyFailed: self.copies.copy_failed,
             i.Tick: self._tick,
@@ -221,7 +222,7 @@ class Node:
         self.admission.wake()
 
     def _pinged(self, peer: Any, message: Ping) -> None:
-        self.peers.pinged(peer, message)
+        self.peers.pulse.heard(peer, message)
         self.drainer.heard(peer, message)
         self.decoder.outcomes.fold(peer)
         self.prefiller.last_word.fold(peer)
@@ -263,7 +264,7 @@ class Node:
 
     def _agent_loaded(self, got: i.AgentLoaded) -> None:
         peer = self.peers.current(got.incarnation, got.generation)
-        if peer is not None and self.peers.agents.loaded(peer):
+        if peer is not None and self.peers.agents.loaded(peer, got.streams):
             self.transfers.agent_loaded(got.incarnation)
 
     def _agent_failed(self, got: i.AgentFailed) -> None:
@@ -278,7 +279,7 @@ class Node:
             self.peers.agents.dropped(peer)
 
     def _quiet(self, got: i.Quiet) -> None:
-        self.decoder.quiet(got.lease)
+        self.decoder.settling.quiet(got.lease)
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -294,8 +295,9 @@ class Node:
         self.prefiller.tick()
         self.inquiries.tick()
         self.drainer.tick()
-        if self.peers.is_beat_due():
+        if self.peers.pulse.is_due():
             self.decoder.settling.fence_if_due()
+            self.decoder.settling.exempt()
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
@@ -305,7 +307,7 @@ class Node:
             if self.peers.agents.is_overdue(peer):
                 self.transfers.agent_failed(peer.incarnation, peer.agent_why)
             self.peers.agents.retry(peer)
-            self.peers.beat(
+            self.peers.pulse.beat(
                 peer,
                 self.decoder.offer_floor(peer.incarnation),
                 self.prefiller.last_word.floor(peer),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.doubt import Doubt
 from kvd.core.flow import Flow
 from kvd.core.lease import Lease
 from kvd.core.story import Story
@@ -37,9 +38,9 @@ class Reception:
     __slots__ = (
         "aux",
         "deadline_s",
+        "doubt",
         "ended",
         "id",
-        "in_doubt",
         "is_preloaded",
         "lease",
         "parts",
@@ -68,8 +69,8 @@ class Reception:
         self.waiter: Waiter | None = None
         self.ended: Refusal | None = None
         """Why the engine no longer wants it, or why it failed."""
-        self.in_doubt = False
-        """A writer that is over left bytes that may be in this host's own socket buffers."""
+        self.doubt = Doubt.NONE
+        """What the writers that are over have left that may still land."""
 
     @property
     def sources(self) -> str:

@@ -3,12 +3,14 @@
 A peer is known by its node name; its incarnation is one process lifetime of it. Nothing is held
 for a peer before its Hello. A Hello with a new incarnation is the proof that the old one will never
 write again, because a daemon says it only after it has reaped its old transfer process; the old
-incarnation is then superseded, and whatever still arrives from it is refused.
+incarnation is then superseded, and whatever still arrives from it is refused. What it had sent may
+still be on its way: ``settling`` waits for that.
 
 Silence makes a peer suspect, then lost. That is a guess, not a proof: its rooms are drained, and
 their pages stay in quarantine until it settles, is replaced, or is fenced.
 
-What must not live here: the sending agent towards a peer (``agents``), and handoffs.
+What must not live here: the sending agent towards a peer (``agents``), pings (``pulse``), and
+handoffs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from kvd.core.dialed import Dialed
 from kvd.core.hello import unwelcome
 from kvd.core.layouts import layout_match
 from kvd.core.life import Life
-from kvd.core.peer_drain import SERVING, UNSAID, lost_because
+from kvd.core.peer_drain import UNSAID, lost_because
+from kvd.core.pulse import NO_CLAIM, Pulse
 from kvd.core.spec import fingerprint
 from kvd.wire import events
-from kvd.wire.peer import Hello, Message, Ping, Reject
+from kvd.wire.peer import Hello, Message, Reject
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -41,6 +44,7 @@ class Peer:
         "agent_rest_s",
         "agent_since_s",
         "agent_why",
+        "claim",
         "drain",
         "generation",
         "heard_s",
@@ -62,6 +66,7 @@ class Peer:
         "shards",
         "source_refusal",
         "split",
+        "streams",
     )
 
     def __init__(self, name: str) -> None:
@@ -90,6 +95,10 @@ class Peer:
         self.agent_since_s = 0.0
         self.agent_rest_s = RETRY_S
         self.agent_why = ""
+        self.streams: tuple[str, ...] = ()
+        """The connections of the agent, if it is loaded."""
+        self.claim = NO_CLAIM
+        """What it said last of the connections of its agent to us."""
         self.offer_floor = 0
         self.settled_floor = 0
         self.ping = 0
@@ -114,9 +123,7 @@ class Peers:
         self._settings = settings
         self._layout = fingerprint(settings.spec)
         self._out = out
-        self._beat_s = float("-inf")
-        self.saying = (SERVING, "")
-        """The state of this node as every Ping tells it, and why."""
+        self.pulse = Pulse(settings, out)
 
     # ---- links and Hello ---------------------------------------------------------------------
 
@@ -231,6 +238,7 @@ class Peers:
         peer.generation = 0
         peer.offer_floor = peer.settled_floor = 0
         peer.round_trip_s = 0.0
+        peer.claim = NO_CLAIM
         peer.drain = UNSAID
         self.by_incarnation[message.source] = peer
         return gone
@@ -337,21 +345,6 @@ class Peers:
 
     # ---- time --------------------------------------------------------------------------------
 
-    def is_beat_due(self) -> bool:
-        """Whether it is time to ping; says so once per heartbeat."""
-        if self._out.at_s - self._beat_s < self._settings.heartbeat_s:
-            return False
-        self._beat_s = self._out.at_s
-        return True
-
-    def beat(self, peer: Peer, offer_floor: int, settled_floor: int) -> None:
-        """Ping one peer with the floors that stand towards it."""
-        peer.ping += 1
-        peer.ping_sent_s = self._out.at_s
-        mine, theirs = self._settings.incarnation, peer.incarnation
-        ping = Ping(mine, theirs, peer.ping, 0, offer_floor, settled_floor, *self.saying)
-        self._out.send(peer.link, ping)
-
     def is_stale(self, peer: Peer) -> bool:
         """Whether it came to us, and has been silent for so long that it need not be known."""
         silent_s = self._out.at_s - peer.heard_s
@@ -371,20 +364,6 @@ class Peers:
         for link, dialed in self.dialed.items():
             if not dialed.answered or dialed.name in lost:
                 self._say_hello(link, "")
-
-    def pinged(self, peer: Peer, message: Ping) -> None:
-        """Take the floors, answer a ping, or measure the round trip of our own."""
-        peer.offer_floor = max(peer.offer_floor, message.offer_floor)
-        peer.settled_floor = max(peer.settled_floor, message.settled_floor)
-        if message.echo:
-            if message.echo == peer.ping:
-                peer.round_trip_s = self._out.at_s - peer.ping_sent_s
-            return
-        if message.number > 0:  # an echo of nothing would be echoed for ever
-            self._out.send(
-                peer.link,
-                Ping(self._settings.incarnation, peer.incarnation, 0, message.number, 0, 0),
-            )
 
     def lose(self, peer: Peer) -> None:
         """It is gone: silent for too long, or it said so."""

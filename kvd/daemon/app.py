@@ -276,6 +276,7 @@ class Daemon:
             effects.Forget: self.mover.forget,
             effects.Verify: self.mover.verify,
             effects.Quiesce: self.mover.quiesce,
+            effects.Exempt: self.mover.exempt,
             effects.Copy: self.mover.copy,
             effects.RestartTransfer: self.mover.restart,
             effects.Recall: self.auditor.recall,

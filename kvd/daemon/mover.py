@@ -218,7 +218,11 @@ class Mover:
 
     def quiesce(self, effect: effects.Quiesce) -> None:
         """Carry out ``Quiesce``."""
-        self._order(orders.Quiesce(effect.lease))
+        self._order(orders.Quiesce(effect.lease, effect.doubt))
+
+    def exempt(self, effect: effects.Exempt) -> None:
+        """Carry out ``Exempt``."""
+        self._order(orders.Exempt(effect.leases, effect.streams))
 
     def copy(self, effect: effects.Copy) -> None:
         """Carry out ``Copy``."""
@@ -301,8 +305,8 @@ def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
     """A report as an input of the core; None for one that is not its business."""
     happened: inputs.Input | None = None
     match report:
-        case orders.Loaded(peer, generation):
-            happened = inputs.AgentLoaded(now_s, peer, generation)
+        case orders.Loaded(peer, generation, _, streams):
+            happened = inputs.AgentLoaded(now_s, peer, generation, streams)
         case orders.LoadFailed(peer, generation, why):
             happened = inputs.AgentFailed(now_s, peer, generation, why)
         case orders.Dropped(peer, generation, unacknowledged_bytes):
@@ -327,6 +331,8 @@ def _input_of_pages(report: orders.Report, now_s: float) -> inputs.Input | None:
             return inputs.Verified(now_s, ticket, bad_pages, why)
         case orders.Quiet(ticket):
             return inputs.Quiet(now_s, ticket)
+        case orders.Awaiting(tickets, streams):
+            return inputs.Awaiting(now_s, tickets, streams)
         case orders.Copied(ticket, n_bytes):
             return inputs.Copied(now_s, ticket, n_bytes)
         case orders.CopyFailed(ticket, why):

@@ -1,44 +1,179 @@
-"""When bytes that have already arrived at this host have come to rest.
+"""When bytes of a writer that is over have come to rest, so that its pages may be another's.
 
 Over TCP a peer's write is read off a socket straight into our pages by NIXL's progress thread. A
-peer that destroyed its sending agent sends nothing more, yet what it had sent may still wait in
-our kernel's receive buffer, and would land when the thread gets to it. ``Inflow`` tells when
-everything that was waiting at one moment has been taken off its socket and the thread has got
-past it: it went to sleep, or computed for longer than storing one read can take.
+peer that destroyed its sending agent, or died, sends nothing more by itself; yet its system may
+hold megabytes of it, which it goes on sending, packets are on their way, and what has arrived
+waits in our kernel until the thread gets to it. Only the connection tells when that is over: its
+end follows the data. What the peer says of itself comes another way, and may come first.
+
+So a question that reaches to what was ``SENT`` waits for the end of every connection that there was
+when it was asked: a writer that was over by then has none but these, for UCX answers a connection
+before anything is written through it. The end is an end of stream or a reset that has arrived, with
+nothing unread; or that the socket is closed. TCP keepalive ends one whose far end is silent (about
+5 s), a reset one that the far end does not know any more. Not waited for are connections of this
+process with itself and those of its own sending agents, through which nobody writes to us; and
+what the daemon exempts, if that connection still stands: a connection of the same name would have
+ended it.
+
+What has arrived must then be read, and the thread must have got past storing it: it went to sleep,
+or computed for longer than storing one read can take.
+
+On one host nothing of a peer's is in between: its process copies into our pages itself, and its end
+is the end of that (``kvd.transfer.witness``); its connections end with it. RDMA passes no socket
+and leaves no mark: where this process has such a device open, the answer is never Quiet, and only
+its own end, a fence, gives the pages back. The queue pairs and registrations end with it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
+from kvd.core.doubt import Doubt
+from kvd.transfer.orders import Awaiting, Quiet
+from kvd.transfer.streams import inward, marks, rdma_devices
+
 if TYPE_CHECKING:
-    from kvd.transfer.nixl import Receiver
+    from collections.abc import Callable
+
+    from kvd.transfer.orders import Exempt, Quiesce, Report
+    from kvd.transfer.streams import Mark
 
 _STORED_AFTER_NS: Final = 2_000_000
+SHORTEST_TICK_S: Final = 0.002
+LONGEST_TICK_S: Final = 0.1
+TICKS_PER_WAIT: Final = 16
+
+
+class Question:
+    """One ticket: what it still waits for."""
+
+    def __init__(self, order: Quiesce, seen: dict[str, Mark]) -> None:
+        self.ticket = order.ticket
+        self.due = {name: mark.received for name, mark in seen.items() if mark.unread}
+        """By socket: bytes that must have been read."""
+        self.ends: dict[str, str] = {}
+        """By socket: the streams that must end."""
+        if order.doubt is Doubt.SENT:
+            self.ends = {name: mark.stream for name, mark in seen.items()}
+        self.taken_at_ns: int | None = None
+
+    def look(self, seen: dict[str, Mark]) -> None:
+        """Drop what is over."""
+        self.due = {
+            name: due
+            for name, due in self.due.items()
+            if name in seen and seen[name].received - seen[name].unread < due
+        }
+        self.ends = {
+            name: stream for name, stream in self.ends.items() if _may_bring(seen.get(name))
+        }
+
+    def exempt(self, streams: set[str], seen: dict[str, Mark]) -> None:
+        """Wait no more for these; but one that does not stand any more is read to its end."""
+        self.ends = {
+            name: stream
+            for name, stream in self.ends.items()
+            if stream not in streams or name not in seen or not seen[name].is_established
+        }
 
 
 class Inflow:
-    """One question: has what was waiting when this was made come to rest?"""
+    """The questions that are not answered yet.
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._due = {name: mark.received for name, mark in receiver.marks().items() if mark.unread}
-        self._taken_at_ns: int | None = None
+    Args:
+        thread: NIXL's progress thread.
+        outgoing: the sockets of the sending agents of this process.
+        report: takes the answers.
+    """
 
-    def is_at_rest(self) -> bool:
-        """Whether it has; stays true."""
-        marks = self._receiver.marks()
-        self._due = {
-            name: due
-            for name, due in self._due.items()
-            if name in marks and marks[name].received - marks[name].unread < due
-        }
-        if self._due:
+    def __init__(
+        self, thread: int, outgoing: Callable[[], set[str]], report: Callable[[Report], None]
+    ) -> None:
+        self._thread = thread
+        self._outgoing = outgoing
+        self._report = report
+        self._asked: list[Quiesce] = []
+        self._open: list[Question] = []
+        self._told: dict[int, tuple[str, ...]] = {}
+        self._since_s = 0.0
+        self._next_s = 0.0
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a look may wait; None: nothing is asked."""
+        if not self._asked and not self._open:
+            return None
+        return max(0.0, self._next_s - time.monotonic())
+
+    def ask(self, order: Quiesce) -> None:
+        """Take a question; what there is at the next ``step`` is what it is about."""
+        self._asked.append(order)
+        self._since_s = self._next_s = time.monotonic()
+
+    def exempt(self, order: Exempt) -> None:
+        """Some connections are of living writers."""
+        seen, tickets = self._look(), set(order.tickets)
+        self._begin(seen)
+        for one in self._open:
+            if one.ticket in tickets:
+                one.exempt(set(order.streams), seen)
+        self._next_s = 0.0
+
+    def step(self) -> None:
+        """Look, if it is time; answer what can be."""
+        now_s = time.monotonic()
+        if now_s < self._next_s or not (self._asked or self._open):
+            return
+        seen = self._look()
+        self._begin(seen)
+        is_blind = bool(devices := rdma_devices())
+        rest = []
+        for one in self._open:
+            one.look(seen)
+            if is_blind or not self._is_at_rest(one):
+                rest.append(one)
+            else:
+                self._told.pop(one.ticket, None)
+                self._report(Quiet(one.ticket))
+        self._open = rest
+        self._tell(tuple(f"rdma ({device})" for device in devices))
+        tick_s = (now_s - self._since_s) / TICKS_PER_WAIT
+        self._next_s = now_s + min(LONGEST_TICK_S, max(SHORTEST_TICK_S, tick_s))
+
+    def _begin(self, seen: dict[str, Mark]) -> None:
+        """What is asked is about what there is now."""
+        self._open += [Question(order, seen) for order in self._asked]
+        self._asked.clear()
+
+    def _look(self) -> dict[str, Mark]:
+        """The connections by which somebody may write to us."""
+        outgoing, seen = self._outgoing(), inward(marks())
+        return {name: mark for name, mark in seen.items() if name not in outgoing}
+
+    def _is_at_rest(self, one: Question) -> bool:
+        if one.due or one.ends:
             return False
-        busy_ns = _cpu_ns(self._receiver.thread)
-        if self._taken_at_ns is None:
-            self._taken_at_ns = busy_ns
-        return _sleeps(self._receiver.thread) or busy_ns - self._taken_at_ns > _STORED_AFTER_NS
+        busy_ns = _cpu_ns(self._thread)
+        if one.taken_at_ns is None:
+            one.taken_at_ns = busy_ns
+        return _sleeps(self._thread) or busy_ns - one.taken_at_ns > _STORED_AFTER_NS
+
+    def _tell(self, unseen: tuple[str, ...]) -> None:
+        """Report what is waited for where it has changed; together, where it is the same."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for one in self._open:
+            streams = (*unseen, *sorted(one.ends.values()))
+            if self._told.get(one.ticket, ()) != streams:
+                self._told[one.ticket] = streams
+                groups.setdefault(streams, []).append(one.ticket)
+        for streams, tickets in groups.items():
+            self._report(Awaiting(tuple(tickets), streams))
+
+
+def _may_bring(mark: Mark | None) -> bool:
+    """Whether something may still be read off this connection; None: it is closed."""
+    return mark is not None and (not mark.has_ended or mark.unread > 0)
 
 
 def _sleeps(thread: int) -> bool:

@@ -21,6 +21,7 @@ from kvd.transfer.metadata import BadMetadata, unpack
 from kvd.transfer.nixl import NixlUnusable, Sender, Span, Step
 from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Path, Post, PostFailed
 from kvd.transfer.staging import STAGING_BYTES, Staging
+from kvd.transfer.streams import names
 
 if TYPE_CHECKING:
     import select
@@ -162,11 +163,18 @@ class Links:
         """Whether what is in flight may be done before the loop could fall asleep."""
         return any(lane.is_fast for lane in self._lanes.values())
 
+    def sockets(self) -> set[str]:
+        """Those of all agents but the ones being built, by name."""
+        senders = [one.sender for one in self._warming.values()]
+        senders += [lane.sender for lane in self._lanes.values()]
+        return names([poll for sender in senders for poll in sender.polls])
+
     def load(self, order: Load) -> None:
         """Have an agent built; a repeated ``Load`` is answered again."""
         key = Key(order.peer, order.generation)
         if key in self._lanes:
-            self._report(Loaded(order.peer, order.generation, self._lanes[key].path))
+            lane = self._lanes[key]
+            self._report(Loaded(*key, lane.path, lane.sender.streams()))
             return
         if key in self._building or key in self._warming:
             self._unwanted.discard(key)
@@ -281,7 +289,7 @@ class Links:
                 staging=self._staging,
                 report=self._report,
             )
-            self._report(Loaded(key.peer, key.generation, path))
+            self._report(Loaded(*key, path, warming.sender.streams()))
         elif time.monotonic() - warming.since_s > WARM_LIMIT_S:
             del self._warming[key]
             why = f"peer {key.peer} did not confirm a first write within {WARM_LIMIT_S:.0f} s"

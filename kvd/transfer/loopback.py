@@ -28,6 +28,7 @@ from kvd.transfer.orders import (
     CopyFailed,
     Drop,
     Dropped,
+    Exempt,
     Forget,
     Load,
     Loaded,
@@ -113,8 +114,8 @@ class Loopback:
                 self._drop(order)
             case Post():
                 self._post(order)
-            case Forget():
-                pass  # no post waits here
+            case Forget() | Exempt() | Begin():
+                pass  # no post waits here, nor is a connection waited for
             case Verify():
                 self._verify(order)
             case Sum():
@@ -125,8 +126,6 @@ class Loopback:
                 self._copy(order)
             case Probe(number):
                 self._say(Alive(number))
-            case Begin():
-                pass
             case _:
                 assert_never(order)
 

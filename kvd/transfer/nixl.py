@@ -13,19 +13,16 @@ Rules learned by measuring NIXL 1.5.1 with UCX 1.23:
 
 from __future__ import annotations
 
-import array
 import contextlib
 import enum
-import fcntl
 import importlib
 import os
 import socket
 import struct
-import sys
-import termios
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvd.transfer.metadata import HOST, Kind
+from kvd.transfer.streams import event_polls, outward, sent_bytes, sockets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,8 +52,6 @@ PROGRESS_DELAY_US: Final = 100_000
 """A safety tick; the thread wakes by event, so it costs no latency (85 us for 4 KiB either way)."""
 
 _BINDINGS: Final = ("nixl_cu13", "nixl_cu12")
-_BYTES_RECEIVED_AT: Final = 128  # in struct tcp_info of linux/tcp.h
-_BYTES_SENT_AT: Final = 200
 _LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 
@@ -87,13 +82,6 @@ class Sides(NamedTuple):
 
 
 BOTH_HOST: Final = Sides(Kind.DRAM, Kind.DRAM)
-
-
-class Mark(NamedTuple):
-    """Bytes a connection has received in its life, and how many of them wait to be read."""
-
-    received: int
-    unread: int
 
 
 class Binding:
@@ -146,26 +134,13 @@ class Receiver:
     """The passive agent: registered regions that peers write into."""
 
     def __init__(self, binding: Binding, name: str, spans: list[Span]) -> None:
-        before, threads = _event_polls(), _threads()
+        threads = _threads()
         with binding.translating(f"creating the receiving agent {name!r}"):
             self._agent = binding.agent(name, progress_delay_us=PROGRESS_DELAY_US)
             self._agent.createBackend("UCX", {})
             binding.register(self._agent, spans)
             self.blob: bytes = self._agent.getLocalMD()
-        self._polls = sorted(_event_polls() - before)
         self.thread = max(_threads() - threads)
-
-    def marks(self) -> dict[str, Mark]:
-        """How far each connection has come, by the name of its socket."""
-        found = {}
-        for descriptor in _sockets_of(self._polls):
-            with contextlib.suppress(OSError):  # closed meanwhile, or one that listens
-                received = _tcp_info(descriptor, _BYTES_RECEIVED_AT)
-                unread = array.array("i", [0])
-                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-                name = os.readlink(f"/proc/self/fd/{descriptor}")
-                found[name] = Mark(received=received, unread=unread[0])
-        return found
 
 
 class Sender:
@@ -179,7 +154,7 @@ class Sender:
         self._binding = binding
         self._api = binding.api
         self._peer = peer.agent
-        before = _event_polls()
+        before = event_polls()
         with binding.translating(f"creating a sending agent for {peer.agent!r}"):
             self._agent: Any = binding.agent(name, progress_delay_us=0)
             self._agent.createBackend("UCX", {})
@@ -188,7 +163,7 @@ class Sender:
         if loaded.decode() != peer.agent:
             msg = f"the metadata of {peer.agent!r} holds an agent named {loaded.decode()!r}"
             raise NixlUnusable(msg)
-        self.polls = sorted(_event_polls() - before)
+        self.polls = sorted(event_polls() - before)
 
     def post(self, source: Words, destination: Words, sides: Sides = BOTH_HOST) -> int:
         """Start a write and return its handle; of host memory on one host this call copies.
@@ -234,11 +209,11 @@ class Sender:
 
     def socket_bytes(self) -> int:
         """Payload bytes its sockets have sent so far, acknowledged or not."""
-        total = 0
-        for descriptor in _sockets_of(self.polls):
-            with contextlib.suppress(OSError):
-                total += _tcp_info(descriptor, _BYTES_SENT_AT)
-        return total
+        return sent_bytes(self.polls)
+
+    def streams(self) -> tuple[str, ...]:
+        """Its connections with the peer; they stay the same once a write has arrived."""
+        return outward(self.polls)
 
     def _failed(self, exc: Exception) -> NixlUnusable:
         return NixlUnusable(f"writing to {self._peer!r}: {type(exc).__name__} {exc}".strip())
@@ -248,7 +223,7 @@ class Sender:
 
         Its sockets are reset, not closed: a plain close would go on sending what they still hold.
         """
-        for descriptor in _sockets_of(self.polls):
+        for descriptor in sockets_of(self.polls):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as tcp:
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
         del self._agent
@@ -268,51 +243,6 @@ def _import_first(cuda_major: int) -> ModuleType:
             missing.append(f"{name}: {exc}")
     msg = f"no NIXL binding can be imported ({'; '.join(missing)}); pip install nixl"
     raise NixlUnusable(msg)
-
-
-def _event_polls() -> set[int]:
-    """UCX's TCP interfaces: epoll descriptors inside another one that watch sockets, if anything.
-
-    An interface that has no connection yet watches nothing, and must not be missed.
-    """
-    polls = {fd: _targets(fd) for fd, kind in _descriptors() if kind == "anon_inode:[eventpoll]"}
-    kinds = dict(_descriptors())
-    inner = {target for targets in polls.values() for target in targets} & set(polls)
-    return {
-        fd
-        for fd in inner
-        if all(kinds.get(target, "").startswith("socket:[") for target in polls[fd])
-    }
-
-
-def _descriptors() -> list[tuple[int, str]]:
-    """The open descriptors of this process and what they are."""
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append((int(entry), os.readlink(f"/proc/self/fd/{entry}")))
-    return found
-
-
-def _targets(poll: int) -> list[int]:
-    """The descriptors an epoll descriptor watches; none if it is closed."""
-    try:
-        with open(f"/proc/self/fdinfo/{poll}", encoding="ascii") as lines:
-            return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
-    except OSError:
-        return []
-
-
-def _sockets_of(polls: list[int]) -> list[int]:
-    """The sockets watched by ``polls`` now."""
-    return [target for poll in polls for target in _targets(poll)]
-
-
-def _tcp_info(descriptor: int, offset: int) -> int:
-    """One 64-bit counter of a TCP socket; 0 where the kernel does not keep it."""
-    with socket.socket(fileno=os.dup(descriptor)) as tcp:
-        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return int.from_bytes(info[offset : offset + 8], sys.byteorder)
 
 
 def _threads() -> set[int]:

@@ -1,7 +1,6 @@
 """What the daemon tells the transfer process, and what it hears back.
 
-Orders go one way and reports the other over one stream socket. A frame is a little-endian uint32
-length and that many bytes of MessagePack: one order, or one list of reports. Nothing here moves a
+Orders go one way and reports the other over one stream socket (``frames``). Nothing here moves a
 byte of a page or knows NIXL.
 
 Invariants:
@@ -9,6 +8,7 @@ Invariants:
     before.
   - Each ``Load`` is answered by one ``Loaded`` or ``LoadFailed``, unless a ``Drop`` overtakes it.
   - Each ``Verify`` is answered by one ``Verified``.
+  - Each ``Quiesce`` is answered by one ``Quiet``, and no ``Awaiting`` of it follows that.
   - Each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``.
   - ``Dropped`` follows every ``PostFailed`` of the posts that were outstanding through its sender.
 """
@@ -16,32 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import enum
-import struct
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvd.core.doubt import Doubt
 from kvd.core.geometry import Row
 from kvd.core.seal import UNSEALED, Seal
 from kvd.core.shards import Making, Straight, Window
 from kvd.types import Pages
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-T = TypeVar("T")
-
-MAX_WHY = 300
-"""Characters of a flaw that are told."""
-
-MAX_FRAME_BYTES = 256 * 2**20
-"""A post of 32 million pages; anything longer is a damaged stream, not an order."""
-
-_LENGTH = struct.Struct("<I")
-
-
-class BadStream(Exception):
-    """The other end of the order socket sent what is no frame of it; the message says what."""
 
 
 class Path(enum.Enum):
@@ -153,9 +135,24 @@ class Sum(msgspec.Struct, frozen=True, tag="sum"):
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
-    """Say when nothing that has already reached this host is still on its way into our pages."""
+    """Say when nothing of what is in doubt is on its way into our pages any more.
+
+    ``ARRIVED``: what has reached this host. ``SENT``: and whatever can still come on a connection
+    that there is now.
+    """
 
     ticket: int
+    doubt: Doubt
+
+
+class Exempt(msgspec.Struct, frozen=True, tag="exempt"):
+    """These connections, as the far end names them, are not to be waited for; once said, for good.
+
+    Of a ticket that is not waited for any more it says nothing.
+    """
+
+    tickets: tuple[int, ...]
+    streams: tuple[str, ...]
 
 
 class Copy(msgspec.Struct, frozen=True, tag="copy"):
@@ -174,7 +171,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-Order = Begin | Load | Drop | Post | Forget | Verify | Sum | Quiesce | Copy | Probe
+Order = Begin | Load | Drop | Post | Forget | Verify | Sum | Quiesce | Exempt | Copy | Probe
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -209,11 +206,15 @@ class Dying(msgspec.Struct, frozen=True, tag="dying"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The sending agent exists and a first write through it has arrived, by ``path``."""
+    """The sending agent exists and a first write through it has arrived, by ``path``.
+
+    ``streams``: its connections with that peer, ``sender>receiver``.
+    """
 
     peer: str
     generation: int
     path: Path
+    streams: tuple[str, ...] = ()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load-failed"):
@@ -286,8 +287,9 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     """The sending agent is destroyed: this process sends nothing more through it.
 
     ``unacknowledged_bytes`` is what it had sent and the peer had not confirmed. Zero proves that
-    no late byte can land. Above zero, bytes may sit in the peer's socket buffers, where only the
-    peer can tell: its ``Quiet``, or the end of its transfer process, proves the rest.
+    no late byte can land. Above zero, bytes may be in the network or in the peer's socket buffers,
+    where only the peer can tell: its ``Quiet``, or the end of its transfer process, proves the
+    rest.
     """
 
     peer: str
@@ -296,9 +298,19 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Quiet(msgspec.Struct, frozen=True, tag="quiet"):
-    """What had reached this host when ``Quiesce`` was ordered is in the pages or discarded."""
+    """What was in doubt when ``Quiesce`` was ordered is in the pages or discarded."""
 
     ticket: int
+
+
+class Awaiting(msgspec.Struct, frozen=True, tag="awaiting"):
+    """What these tickets wait for beside what has arrived: the ends of ``streams``.
+
+    Said when they are looked for first, unless there are none, and whenever some have ended.
+    """
+
+    tickets: tuple[int, ...]
+    streams: tuple[str, ...]
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
@@ -343,71 +355,9 @@ Report = (
     | Summed
     | Dropped
     | Quiet
+    | Awaiting
     | Copied
     | CopyFailed
     | Alive
     | Collapsed
 )
-
-_ENCODER = msgspec.msgpack.Encoder()
-_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_REPORTS = msgspec.msgpack.Decoder(list[Report])
-
-
-def frame_of(message: Order | list[Report]) -> bytes:
-    """The bytes of one frame."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def order_of(body: bytes) -> Order:
-    """Decode the body of a frame on the child's side.
-
-    Raises:
-        BadStream: it is no order.
-    """
-    return _read(_ORDER, body)
-
-
-def reports_of(body: bytes) -> list[Report]:
-    """Decode the body of a frame on the daemon's side.
-
-    Raises:
-        BadStream: it is no list of reports.
-    """
-    return _read(_REPORTS, body)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        msg = f"{len(body)} bytes that cannot be read: {str(exc)[:MAX_WHY]}"
-        raise BadStream(msg) from exc
-
-
-class Frames:
-    """Cuts a byte stream into frame bodies."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add what was read; yield each body that is now whole.
-
-        Raises:
-            BadStream: a length above ``MAX_FRAME_BYTES``: the stream is damaged for good.
-        """
-        self._pending += data
-        at = 0
-        while len(self._pending) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending, at)
-            if length > MAX_FRAME_BYTES:
-                msg = f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
-                raise BadStream(msg)
-            if len(self._pending) - at - _LENGTH.size < length:
-                break
-            at += _LENGTH.size
-            yield bytes(self._pending[at : at + length])
-            at += length
-        del self._pending[:at]

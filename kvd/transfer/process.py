@@ -27,16 +27,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.transfer import witness
 from kvd.transfer.base import TransportDown
-from kvd.transfer.orders import (
-    BadStream,
-    Begin,
-    Dying,
-    Frames,
-    Ready,
-    StartFailed,
-    frame_of,
-    reports_of,
-)
+from kvd.transfer.frames import BadStream, Frames, frame_of, reports_of
+from kvd.transfer.orders import Begin, Dying, Ready, StartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -36,6 +36,7 @@ from typing import Final, NamedTuple, NoReturn, assert_never
 from kvd.transfer import witness
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
+from kvd.transfer.frames import Frames, frame_of, order_of
 from kvd.transfer.inflow import Inflow
 from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
 from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
@@ -50,22 +51,19 @@ from kvd.transfer.orders import (
     CopyFailed,
     Drop,
     Dying,
+    Exempt,
     Forget,
-    Frames,
     Load,
     Order,
     Post,
     Probe,
     Quiesce,
-    Quiet,
     Ready,
     RegionPlan,
     Report,
     StartFailed,
     Sum,
     Verify,
-    frame_of,
-    order_of,
 )
 from kvd.transfer.selfwrite import advised, prove
 from kvd.transfer.staging import STAGING_BYTES
@@ -75,7 +73,6 @@ from kvd.transfer.waiting import Waiting
 TICK_S: Final = 0.02
 """A look at what is in flight, should no descriptor have told of it."""
 BLIND_TICK_S: Final = 0.0005
-QUIESCE_TICK_S: Final = 0.002
 READ_BYTES: Final = 2**20
 LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -120,7 +117,6 @@ class Worker:
         self._reports: list[Report] = []
         self._unsent = bytearray()
         self._is_full = False
-        self._asked: list[tuple[int, Inflow]] = []
 
     def begin(self) -> None:
         """Wait for ``Begin``; map, register, and report ``Ready``.
@@ -147,7 +143,9 @@ class Worker:
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
         self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
-        self._waiting = Waiting(devices, post=self._post, report=self._reports.append)
+        report = self._reports.append
+        self._inflow = Inflow(self._receiver.thread, self._links.sockets, report)
+        self._waiting = Waiting(devices, post=self._post, report=report)
         self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
@@ -178,8 +176,7 @@ class Worker:
                 self._waiting.step()
             self._links.post_round()
             self._links.step()  # last: what one host copies is done when it is posted
-            if self._asked:
-                self._answer()
+            self._inflow.step()
             if self._reports or self._unsent:
                 self._flush()
 
@@ -223,9 +220,10 @@ class Worker:
             return 0.0
         if self._links.is_blind or self._waiting.is_pending:
             return BLIND_TICK_S
-        if self._asked:
-            return QUIESCE_TICK_S
-        return TICK_S if self._links.is_pending else None
+        patience_s = self._inflow.patience_s
+        if self._links.is_pending:
+            return TICK_S if patience_s is None else min(TICK_S, patience_s)
+        return patience_s
 
     def _read(self) -> None:
         try:
@@ -247,8 +245,10 @@ class Worker:
                 self._sums.verify(order)
             case Sum():
                 self._sums.sum(order)
-            case Quiesce(ticket):
-                self._asked.append((ticket, Inflow(self._receiver)))
+            case Quiesce():
+                self._inflow.ask(order)
+            case Exempt():
+                self._inflow.exempt(order)
             case Copy():
                 self._copier.want(order)
             case Probe(number):
@@ -290,15 +290,6 @@ class Worker:
                     self.fail(Dying(why))
                 case _:
                     assert_never(item)
-
-    def _answer(self) -> None:
-        rest = []
-        for ticket, inflow in self._asked:
-            if inflow.is_at_rest():
-                self._reports.append(Quiet(ticket))
-            else:
-                rest.append((ticket, inflow))
-        self._asked = rest
 
     def _flush(self) -> None:
         """Send the reports; what the socket does not take now goes when it is writable."""

@@ -33,6 +33,12 @@ MAX_TOLD = 512
 
 MAX_TOLD_MARKS = 32
 
+MAX_STREAMS = 16
+"""Connections of one sending agent that are told."""
+
+Streams = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_STREAMS)]
+"""TCP connections as their sender sees them: ``10.0.0.1:40112>10.0.0.2:39001``."""
+
 Saying = Annotated[str, msgspec.Meta(max_length=MAX_TOLD)]
 
 
@@ -82,6 +88,8 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     Ids below a floor are over.
     ``state``: ``serving``, ``draining`` (it begins nothing new, ``why`` says why) or ``leaving``
     (its last message: the process ends). Empty in an echo, and from a daemon that does not say.
+    ``streams``: in an echo, the connections of the sender's agent towards the addressee, if it
+    lives: of nobody whose end was known when the ping left.
     """
 
     source: Name
@@ -92,6 +100,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     settled_floor: Counter
     state: Name = ""
     why: Relayed = ""
+    streams: Streams = ()
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -200,8 +209,9 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     """Prefill to decode, the writer's last word: I will never again write for this handoff.
 
-    ``in_doubt``: the writer destroyed its agent with bytes sent and not confirmed. They may sit in
-    the decode side's own socket buffers, so that side frees the pages only when it is quiet.
+    ``in_doubt``: the writer destroyed its agent, or died, with bytes sent and not confirmed. They
+    may still come, after this message too, so the decode side frees the pages only when every
+    connection has ended on which they can.
     ``checksums``: of a delivered prompt, what the Offer asked for: a sum of 8 bytes for each page
     that ``kvd.core.seal.chosen`` names, ascending.
     """

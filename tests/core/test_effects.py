@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
+from kvd.core.doubt import Doubt
 from kvd.core.prompt import prompt_digest
 from kvd.core.spec import fingerprint
 from kvd.errors import Code, Refusal
@@ -94,7 +95,7 @@ def test_a_failed_prompt_with_bytes_in_doubt_waits_for_quiet(world):
     settled = Settled(P, D, 1, Outcome.FAILED, why, in_doubt=True)
     assert from_peer(world.d, "out:p", settled) == [
         effects.Answer(1, client.ReceiveFailed(1, why)),
-        effects.Quiesce(1),
+        effects.Quiesce(1, Doubt.SENT),
         effects.Send("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
     ]
     assert world.d.node.step(inputs.Quiet(NOW_S, 1)).effects == []

@@ -19,8 +19,9 @@ from kvd.core.report import snapshot
 from kvd.core.spec import PoolSpec, fingerprint
 from kvd.core.standing import Standing
 from kvd.errors import Code, Refusal
+from kvd.transfer.frames import BadStream, Frames, order_of, reports_of
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
-from kvd.transfer.orders import BadStream, Frames, Order, Report, order_of, reports_of
+from kvd.transfer.orders import Order, Report
 from kvd.types import NO_TOKENS, Tokens, pack_ids
 from kvd.wire import admin, client, peer
 from kvd.wire.codec import ADMIN_REQUESTS, CLIENT_REQUESTS, PEER_MESSAGES

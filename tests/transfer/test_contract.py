@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 
+from kvd.core.doubt import Doubt
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import (
     Drop,
@@ -198,7 +199,7 @@ async def test_a_node_without_a_byte_of_its_own_has_peers_all_the_same(rig):
 
 async def test_quiesce_is_answered(pair):
     _, receiver = pair
-    receiver.transport.order(Quiesce(5))
+    receiver.transport.order(Quiesce(5, Doubt.ARRIVED))
 
     assert await receiver.hears(Quiet) == Quiet(5)
 
@@ -252,7 +253,7 @@ async def test_a_killed_transport_says_so_once_and_takes_orders_in_silence(rig):
     await node.until(lambda: node.exits)
     assert time.monotonic() - since_s < 1.0
 
-    node.transport.order(Quiesce(1))
+    node.transport.order(Quiesce(1, Doubt.ARRIVED))
     await node.transport.stop()
     await node.transport.stop()
     assert len(node.exits) == 1
@@ -286,6 +287,6 @@ def _kill(node):
 async def _settle(node):
     """Give a wrong late byte the time to land: a round trip through the node's own process."""
     ticket = next(numbers)
-    node.transport.order(Quiesce(ticket))
+    node.transport.order(Quiesce(ticket, Doubt.ARRIVED))
     await node.hears(Quiet, ticket=ticket)
     await asyncio.sleep(0)

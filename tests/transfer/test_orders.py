@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.core.doubt import Doubt
 from kvd.core.geometry import Row
+from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
 from kvd.transfer.orders import (
-    BadStream,
     Begin,
     Copy,
     Drop,
+    Exempt,
     Forget,
-    Frames,
     Load,
     Loaded,
     Path,
@@ -23,9 +24,6 @@ from kvd.transfer.orders import (
     Quiesce,
     RegionPlan,
     Unposted,
-    frame_of,
-    order_of,
-    reports_of,
 )
 from kvd.types import Pages, pack_ids
 
@@ -36,7 +34,8 @@ ORDERS = [
     Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),
     Forget(10),
     Drop("peer", 2),
-    Quiesce(1),
+    Quiesce(1, Doubt.SENT),
+    Exempt((1, 2), ("10.0.0.1:4>10.0.0.2:5",)),
     Copy(7, "kv", Pages(pack_ids([1, 2])), "kv.saved", Pages(pack_ids([5, 6]))),
 ]
 

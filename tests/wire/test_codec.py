@@ -40,8 +40,8 @@ KEPT = [
     (PEER_MESSAGES, peer.Accept("1", "2", 7, 64), "95a6616363657074a131a1320740"),
     (
         PEER_MESSAGES,
-        peer.Ping("1", "2", 3, 0, 5, 6, "draining", "y"),
-        "99a470696e67a131a13203000506a8647261696e696e67a179",
+        peer.Ping("1", "2", 0, 3, 5, 6, "draining", "y", ("a>b",)),
+        "9aa470696e67a131a13200030506a8647261696e696e67a17991a3613e62",
     ),
     (
         PEER_MESSAGES,
@@ -93,6 +93,11 @@ EARLIER = [
     (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
     (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
     (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
+    (
+        PEER_MESSAGES,
+        peer.Ping("1", "2", 3, 0, 5, 6, "draining", "y"),
+        "99a470696e67a131a13203000506a8647261696e696e67a179",
+    ),
     (
         CLIENT_REQUESTS,
         client.OpenLease(1, "", 8, 0, 30.0, cache=False),
