@@ -1,7 +1,9 @@
 """Two nodes at the ends of a slow wire, and the faults that leave bytes of a dead writer inside.
 
 ``p`` writes into the pages of ``d``. A fault ends the writer, or the handoff, while megabytes of it
-wait in the kernel of ``p`` or in the wire; what becomes of ``d``'s pages is for ``late_bytes``.
+wait in the kernel of ``p`` or in the wire; what becomes of ``d``'s pages is for ``late_trial``. A
+third node, ``q``, lives beside ``d``: its connection stands all the time, and nobody's pages may
+wait for the end of that.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 import kvd.client
 from kvd.bench.netns import DEVICE
@@ -136,7 +140,7 @@ class World:
         Raises:
             Broken: not in time.
         """
-        for name, other in ("pd", "dp"):
+        for name, other in ("pd", "dp", "qd"):
             until_s = time.monotonic() + LINKED_S
             while (missing := sees(await self.servers[name].snapshot(), other)) is not None:
                 if time.monotonic() > until_s:
@@ -257,18 +261,21 @@ async def world(directory: Path, where: Where, seed: int) -> AsyncIterator[World
     """
     kernel = {**_KERNEL, "tcp_rmem": _WINDOWS[where.window]}
     with slow_link(("p", "d"), mtu=where.mtu, kernel=kernel) as link:
-        pages = {"p": HANDOFF_PAGES, "d": HANDOFF_PAGES + SPARE_PAGES + CACHED_PAGES}
-        fence = {"p": 0.0, "d": where.fence_after_s}
-        servers = {}
-        for name in "pd":
-            settings = {
-                **_SETTINGS,
-                "pool.pages": str(pages[name] + 1),
-                "transfer.fence_after_s": f"{fence[name]:g}",
-            }
-            servers[name] = Server(name, directory, settings, link.place(name))
-        servers["d"].daemon.knows(servers["p"].daemon)
-        servers["p"].daemon.knows(servers["d"].daemon)
+        of_d = {
+            "pool.pages": str(HANDOFF_PAGES + SPARE_PAGES + CACHED_PAGES + 1),
+            "transfer.fence_after_s": f"{where.fence_after_s:g}",
+        }
+        here = link.place("d")
+        beside = msgspec.structs.replace(here, port=here.port + 1)
+        p = Server(
+            "p", directory, _SETTINGS | {"pool.pages": f"{HANDOFF_PAGES + 1}"}, link.place("p")
+        )
+        d = Server("d", directory, _SETTINGS | of_d, here)
+        q = Server("q", directory, _SETTINGS | {"pool.pages": "2"}, beside)
+        p.daemon.knows(d.daemon)
+        q.daemon.knows(d.daemon)
+        d.daemon.knows(p.daemon)
+        servers = {"p": p, "d": d, "q": q}
         made = World(link, servers)
         try:
             await made.start(seed)

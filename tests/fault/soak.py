@@ -58,7 +58,7 @@ def parts(seed: int) -> list[Part]:
         Part("kept", ("-m", "tests.fault.restarts", "--kept", "--each", "25", *own), 400.0),
         Part("deaths", ("-m", "tests.fault.deaths", *own), 90.0),
         Part(
-            "late bytes",
+            "late-bytes",
             ("-m", "tests.fault.late_bytes", "--attempts", "28", "--most-s", "200", *own),
             300.0,
         ),

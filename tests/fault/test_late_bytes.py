@@ -1,0 +1,65 @@
+"""The short form of the late bytes' campaign; ``make soak`` has a longer one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.bench.netns import NoNamespaces
+from tests.fault.late_bytes import plan
+from tests.fault.late_trial import Found, Trial
+from tests.fault.late_world import FAULTS, Attempt, Where, world
+from tests.fault.shuttle import Order
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 20_261
+SLOW = 2e6
+
+
+def _attempt(number: int, fault: str) -> Attempt:
+    """Control overtakes megabytes that wait, most of them in the wire."""
+    return Attempt(
+        number=number,
+        fault=fault,
+        rate=SLOW,
+        order=Order.AHEAD,
+        delay_s=0.0,
+        share=0.1,
+        after_s=0.3,
+        pause_s=0.1,
+        heals=False,
+        where=Where(9000, "wide"),
+    )
+
+
+@pytest.mark.slow
+async def test_no_byte_of_a_writer_that_was_killed_lands_in_pages_of_another_lease(
+    tmp_path: Path,
+) -> None:
+    """Eight megabytes at 2 MB/s: their sender is dead for a second before the last has come."""
+    found: list[Found] = []
+    try:
+        async with world(tmp_path, Where(9000, "wide"), SEED) as made:
+            for number, fault in enumerate(
+                ("transfer process killed", "aborted, then killed", "daemon killed and restarted")
+            ):
+                found.append(await Trial(made, _attempt(number + 1, fault)).run())
+    except NoNamespaces as why:
+        pytest.skip(f"a slow link needs two network namespaces: {why}")
+
+    assert [one for one in found if not one.is_good] == []
+    assert all(one.late_bytes > 0 for one in found if not one.is_delivered)
+    assert not all(one.is_delivered for one in found)
+
+
+def test_a_plan_is_the_same_for_the_same_seed_and_has_every_fault() -> None:
+    planned = plan(SEED, 200)
+
+    assert planned == plan(SEED, 200)
+    assert planned != plan(SEED + 1, 200)
+    assert {one.fault for one in planned} == FAULTS.keys()
+    assert len({one.number for one in planned}) == 200
+    assert {one.order for one in planned} == set(Order)
