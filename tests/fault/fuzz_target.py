@@ -18,7 +18,7 @@ from kvd.wire import admin
 from tests.fault.fuzz_engine import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from kvd.wire.snapshot import PeerState
@@ -66,8 +66,9 @@ class Target:
         """What the healthy engine saw since the last time."""
         assert self._engine.stdin is not None
         assert self._engine.stdout is not None
-        self._engine.stdin.write(b"?")
-        self._engine.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._engine.stdin.write(b"?")
+            self._engine.stdin.flush()
         line = self._engine.stdout.readline()
         if not line:
             return Report(troubles=["the healthy engine has ended"])
@@ -190,9 +191,11 @@ def anonymous_bytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def besieged(directory: Path) -> Iterator[Target]:
+def besieged(
+    directory: Path, settings: Mapping[str, str] | None = None, *, with_keys: bool = False
+) -> Iterator[Target]:
     """Two daemons with the healthy engine at work, for as long as the block lasts."""
-    with two_daemons(directory, SETTINGS) as pair:
+    with two_daemons(directory, {**SETTINGS, **(settings or {})}, with_keys=with_keys) as pair:
         command = [sys.executable, "-m", "tests.fault.fuzz_engine"]
         with subprocess.Popen(
             [*command, pair.prefill.client, pair.decode.client],
@@ -206,7 +209,8 @@ def besieged(directory: Path) -> Iterator[Target]:
                 yield Target(pair, engine, msgspec.json.decode(begun, type=Report).captured)
             finally:
                 assert engine.stdin is not None
-                engine.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    engine.stdin.close()
                 engine.wait(30)
 
 

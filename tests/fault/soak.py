@@ -1,4 +1,4 @@
-"""``make soak``: every long test within about twenty minutes.
+"""``make soak``: every long test within about half an hour.
 
     python -m tests.fault.soak --seed 1 --json DIRECTORY
 
@@ -54,6 +54,8 @@ def parts(seed: int) -> list[Part]:
             450.0,
         ),
         Part("sockets", ("-m", "tests.fault.fuzz", *own), 330.0),
+        Part("zmtp", ("-m", "tests.fault.fuzz_zmtp", *own), 400.0),
+        Part("flood", ("-m", "tests.fault.flood", *own), 800.0),
         Part("restarts", ("-m", "tests.fault.restarts", "--each", "50", *own), 300.0),
         Part("kept", ("-m", "tests.fault.restarts", "--kept", "--each", "25", *own), 400.0),
         Part("deaths", ("-m", "tests.fault.deaths", *own), 90.0),
@@ -109,7 +111,7 @@ class Running:
 
 def main() -> int:
     """The command line."""
-    words = argparse.ArgumentParser(description="Every long test, within about twenty minutes.")
+    words = argparse.ArgumentParser(description="Every long test, within half an hour.")
     words.add_argument("--seed", type=int, default=1)
     words.add_argument("--only", nargs="*", choices=[part.name for part in parts(1)])
     words.add_argument("--json", type=Path, help="a directory for what each part says")
