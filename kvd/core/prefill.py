@@ -83,7 +83,7 @@ class Prefiller:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.by_room.get(message.room)
         if part is not None and part.state is not P.AWAIT_ENGINE:
-            return taken(part, self._settings.name)
+            return taken(part, self._settings.name, f"send {part.id}")
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
         meeting = self.rooms.meet(message.room, destination, engine)
         for turned in meeting.turned:
