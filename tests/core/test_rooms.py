@@ -290,6 +290,28 @@ def test_an_abort_of_a_stranger_for_the_room_leaves_it_as_it_is():
     assert isinstance(d.take()[-1], client.Received)
 
 
+def test_an_offer_hears_that_its_engine_gave_up_though_a_stranger_waits_for_the_next():
+    """Who waits in the room does not stand between the two."""
+    world, d, e = three()
+    sender = Sender(world)
+    world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
+    world.hold_wire = True
+    d.call(client.Receive, PROMPT, room=7, source=("p",))
+    late = world.held(Offer)
+    world.wire.clear()
+    world.hold_wire = False
+    world.pass_time(1.2)
+    receive(e, OTHER)
+
+    offer = late[0].message
+    assert isinstance(offer, Offer)
+    world.deliver(late[0]._replace(message=msgspec.structs.replace(offer, waited_s=1.2)))
+    world.run()
+
+    assert failure(d).refusal.code is Code.ABORTED
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e"]
+
+
 # ---- an Offer that comes again -------------------------------------------------------------------
 
 
