@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
+from kvd.core.freeze import freeze
 from kvd.core.report import snapshot
 from kvd.core.rooms import MAX_WAITING
 from kvd.core.tables import Prefill
+from kvd.core.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
@@ -235,6 +237,20 @@ def test_offers_behind_are_drained_with_the_rest_and_shown():
     assert isinstance(told, admin.Report)
     assert told.changed["sends"] == 2
     assert failure(d).refusal.code is failure(e).refusal.code is Code.ABORTED
+
+
+def test_offers_that_wait_are_frozen_and_go_on():
+    world, d, e = three()
+    receive(e, OTHER)
+    receive(d)
+    frozen = freeze(world.p.node)
+
+    world.p.node = thaw(frozen)
+
+    assert freeze(world.p.node) == frozen
+    Sender(world).finish()
+    assert failure(e).refusal.code is Code.PROMPT_MISMATCH
+    assert isinstance(d.take()[-1], client.Received)
 
 
 def test_a_restart_or_the_silence_of_one_leaves_the_offer_of_the_other():
