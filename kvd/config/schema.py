@@ -97,7 +97,11 @@ class LimitsSection(msgspec.Struct, frozen=True):
     ] = 2**20
     max_frame_bytes: Annotated[
         int,
-        Meta(ge=2**16, le=2**31 - 1, description="Longest message frame on any socket."),
+        Meta(
+            ge=2**16,
+            le=2**31 - 1,
+            description="Longest message frame on any socket; 16 MiB between daemons.",
+        ),
     ] = MAX_FRAME_BYTES
     max_aux_bytes: Annotated[
         int,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvd.core.seal import SUM_BYTES, most_chosen
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, count
+from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ def settled_bytes(offer: Offer, n_shards: int, aux_bytes: int) -> int:
     return n_bytes + SUM_BYTES * sum(sums) * n_shards
 
 
+def _or_raise(limit: int) -> str:
+    return ", or raise limits.max_frame_bytes there" if limit < MAX_PEER_BYTES else ""
+
+
 def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal | None:
     """Why ``reader`` could not read an Offer of ours."""
     n_bytes = offer_bytes(offer)
@@ -67,8 +72,8 @@ def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, {reader} "
-        f"reads {limit}: hand over a shorter prompt, make pool.page_size larger, or raise "
-        "limits.max_frame_bytes there",
+        f"reads {limit}: hand over a shorter prompt, or make pool.page_size larger"
+        f"{_or_raise(limit)}",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages},
     )
@@ -87,7 +92,7 @@ def long_settled(
         f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "
         f"({offer.integrity.value}) and an aux make a message of {n_bytes} bytes, {reader} reads "
         f'{limit}: set transfer.integrity = "sampled" or "off" on {reader}, hand over a shorter '
-        "prompt, make pool.page_size larger, or raise limits.max_frame_bytes there",
+        f"prompt, or make pool.page_size larger{_or_raise(limit)}",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages, "shards": n_shards},
     )

@@ -336,7 +336,7 @@ class Node:
                 part.incarnation == incarnation or part.peer == peer.name
                 for part in self.decoder.parts.values()
             )
-            or any(kept.target == incarnation for kept in self.decoder.outcomes.kept.values())
+            or incarnation in self.decoder.outcomes.kept
             or bool(self.prefiller.parts_of(incarnation))
             or any(part.incarnation == incarnation for part in last_word.settled.values())
         )

@@ -83,7 +83,7 @@ class Prefiller:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.by_room.get(message.room)
         if part is not None and part.state is not P.AWAIT_ENGINE:
-            return taken(part, self._settings.name)
+            return taken(part, self._settings.name, f"send {part.id}")
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
         meeting = self.rooms.meet(message.room, destination, engine)
         for turned in meeting.turned:
@@ -137,9 +137,8 @@ class Prefiller:
         if refusal is not None:
             return refusal
         if part.aux is not None:
-            return Refusal(
-                Code.WRONG_STATE, f"send {part.id} is finished already", side=self._settings.name
-            )
+            what = f"send {part.id} is finished already"
+            return Refusal(Code.WRONG_STATE, what, side=self._settings.name)
         if part.engine is not None and part.share.is_authoritative:
             refusal = not_reached(part.engine, self._cargo, self._settings.name)
             if refusal is not None:
@@ -216,12 +215,13 @@ class Prefiller:
         """Why an Offer is not served; ``part`` has its room."""
         refusal = self.drainer.refusal()
         refusal = refusal or unacceptable(offer, peer, self.rooms, self._cargo, self._settings)
-        if refusal is None and part is None:
-            refusal = self.lapsed.refusal(offer.room, self._out.at_s - offer.waited_s)
-        elif refusal is None and part is not None and part.engine is not None:
-            refusal = disagreement(offer, part.engine, self._cargo, self._settings.name)
-            if refusal is not None:
-                self._turned_away(part, peer.name, refusal)
+        if refusal is not None:
+            return refusal
+        if part is None or part.engine is None:
+            return self.lapsed.refusal(offer.room, self._out.at_s - offer.waited_s)
+        refusal = disagreement(offer, part.engine, self._cargo, self._settings.name)
+        if refusal is not None:
+            self._turned_away(part, peer.name, refusal)
         return refusal
 
     def _turned_away(self, part: PrefillPart, peer: str, refusal: Refusal) -> None:

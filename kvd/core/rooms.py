@@ -144,9 +144,9 @@ class Rooms:
         return taken(part, self._side)
 
 
-def taken(part: PrefillPart, side: str) -> Refusal:
-    """The room is another part's."""
-    whose = f"handoff {part.handoff} of {part.peer}" if part.peer else f"send {part.id}"
+def taken(part: PrefillPart, side: str, whose: str = "") -> Refusal:
+    """The room is another part's: in the words of who asks, a handoff or a send."""
+    whose = whose or f"handoff {part.handoff} of {part.peer}"
     return Refusal(
         Code.DUPLICATE_ROOM,
         f"room {part.room} is already open here ({part.state.value}, {whose})",

@@ -51,7 +51,7 @@ def test_sums_that_do_not_fit_are_refused_with_the_numbers_before_anything_begin
     assert refusal.message == (
         "room 7: the sums of 200 pages in 1 shards (full) and an aux make a message of 5696 bytes, "
         'd reads 5695: set transfer.integrity = "sampled" or "off" on d, hand over a shorter '
-        "prompt, make pool.page_size larger, or raise limits.max_frame_bytes there"
+        "prompt, or make pool.page_size larger, or raise limits.max_frame_bytes there"
     )
     assert refusal.numbers == {"bytes": 5696, "limit": 5695, "pages": 200, "shards": 1}
 
@@ -80,7 +80,7 @@ def test_an_offer_that_the_peer_cannot_read_is_refused_at_home():
     refusal = refused(small(P_BYTES - 1))
     assert refusal.message == (
         "room 7: 200 destination pages make an Offer of 5536 bytes, p reads 5535: hand over a "
-        "shorter prompt, make pool.page_size larger, or raise limits.max_frame_bytes there"
+        "shorter prompt, or make pool.page_size larger, or raise limits.max_frame_bytes there"
     )
 
 
@@ -235,6 +235,7 @@ def test_a_million_pages_in_eight_shards_cannot_all_be_summed_and_that_is_said_f
         "pages": MILLION,
         "shards": 8,
     }
+    assert failed.refusal.message.endswith("or make pool.page_size larger")
     assert pair.d.leases.pool.free_pages == MILLION
 
 

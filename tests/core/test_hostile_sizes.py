@@ -11,8 +11,19 @@ from kvd.core.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.codec import PEER_MESSAGES
-from kvd.wire.peer import Abort, Closed, Grant, Hello, Message, Offer, Outcome, Reject, Settled
-from tests.core.engines import PROMPT, totals
+from kvd.wire.peer import (
+    Abort,
+    Closed,
+    Grant,
+    Hello,
+    Message,
+    Offer,
+    Outcome,
+    Ping,
+    Reject,
+    Settled,
+)
+from tests.core.engines import PROMPT, Sender, totals
 from tests.core.side import incarnation
 from tests.core.world import World, spec
 
@@ -174,3 +185,38 @@ def test_settled_that_quotes_the_longest_abort_can_be_read():
     assert isinstance(sent, effects.Send)
     assert isinstance(sent.message, Settled)
     assert PEER_MESSAGES.decode(PEER_MESSAGES.encode(sent.message)) == sent.message
+
+
+def test_outcomes_are_bounded_for_a_writer_that_never_says_that_it_has_heard(monkeypatch):
+    """What was closed first is forgotten first: it is unknown then, which is an answer too."""
+    monkeypatch.setattr("kvd.core.outcomes.MAX_KEPT", 3)
+    world = World()
+    world.lost = {Ping}
+    for room in range(1, 6):
+        Sender(world, room=room).finish()
+        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+    kept = world.d.node.decoder.outcomes.kept[world.p.incarnation]
+    assert list(kept) == [3, 4, 5]
+    world.hold_wire = True
+
+    world.inject(world.d, Settled(world.p.incarnation, world.d.incarnation, 1, Outcome.DELIVERED))
+
+    (closed,) = [one.message for one in world.held(Closed)]
+    assert isinstance(closed, Closed)
+    assert closed.reason is not None
+    assert closed.reason.code is Code.UNKNOWN_OUTCOME
+
+
+def test_a_ping_folds_the_outcomes_below_its_floor_and_no_other():
+    world = World()
+    world.lost = {Ping}
+    for room in range(1, 6):
+        Sender(world, room=room).finish()
+        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+    kept = world.d.node.decoder.outcomes.kept
+
+    world.inject(world.d, Ping(world.p.incarnation, world.d.incarnation, 1, 0, 1, 4))
+    assert list(kept[world.p.incarnation]) == [4, 5]
+
+    world.inject(world.d, Ping(world.p.incarnation, world.d.incarnation, 2, 0, 1, 6))
+    assert kept == {}

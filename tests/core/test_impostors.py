@@ -22,6 +22,7 @@ from kvd.wire.peer import (
     Progress,
     Reject,
     Settled,
+    Withdrawn,
 )
 from tests.core.side import incarnation
 from tests.core.world import World, tokens
@@ -98,6 +99,7 @@ REST = {
     Accept: (1,),
     Progress: (1, 5),
     Settled: (1, Outcome.FAILED),
+    Withdrawn: (7, "why"),
 }
 
 

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
+from kvd.core.freeze import freeze
 from kvd.core.report import snapshot
 from kvd.core.rooms import MAX_WAITING
 from kvd.core.tables import Prefill
+from kvd.core.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
@@ -237,6 +239,20 @@ def test_offers_behind_are_drained_with_the_rest_and_shown():
     assert failure(d).refusal.code is failure(e).refusal.code is Code.ABORTED
 
 
+def test_offers_that_wait_are_frozen_and_go_on():
+    world, d, e = three()
+    receive(e, OTHER)
+    receive(d)
+    frozen = freeze(world.p.node)
+
+    world.p.node = thaw(frozen)
+
+    assert freeze(world.p.node) == frozen
+    Sender(world).finish()
+    assert failure(e).refusal.code is Code.PROMPT_MISMATCH
+    assert isinstance(d.take()[-1], client.Received)
+
+
 def test_a_restart_or_the_silence_of_one_leaves_the_offer_of_the_other():
     world, d, e = three()
     receive(e)
@@ -288,6 +304,28 @@ def test_an_abort_of_a_stranger_for_the_room_leaves_it_as_it_is():
     world.inject(world.p, Abort(e.incarnation, world.p.incarnation, 1, 7, "why"), e)
     sender.finish()
     assert isinstance(d.take()[-1], client.Received)
+
+
+def test_an_offer_hears_that_its_engine_gave_up_though_a_stranger_waits_for_the_next():
+    """Who waits in the room does not stand between the two."""
+    world, d, e = three()
+    sender = Sender(world)
+    world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
+    world.hold_wire = True
+    d.call(client.Receive, PROMPT, room=7, source=("p",))
+    late = world.held(Offer)
+    world.wire.clear()
+    world.hold_wire = False
+    world.pass_time(1.2)
+    receive(e, OTHER)
+
+    offer = late[0].message
+    assert isinstance(offer, Offer)
+    world.deliver(late[0]._replace(message=msgspec.structs.replace(offer, waited_s=1.2)))
+    world.run()
+
+    assert failure(d).refusal.code is Code.ABORTED
+    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e"]
 
 
 # ---- an Offer that comes again -------------------------------------------------------------------

@@ -64,7 +64,7 @@ async def undisturbed(engines):
     lease = await engines.p.lease(tokens)
     write(engines.p, lease, tokens, upto=160)
     receive = await engines.d.receive(room, tokens, "p")
-    send = await engines.p.send(room, tokens, lease=lease)
+    send = await engines.p.send(room, tokens, lease=lease, to="d")
     await send.accepted()
     await send.advance(160)
     pids = [one.pid for one in (engines.pair.prefill, engines.pair.decode)]
