@@ -159,5 +159,7 @@ def sum_check(one: PoolState) -> Text:
     found = 1 + one.free_pages + one.held_pages + one.cached_pages + one.quarantined_pages
     found += one.condemned_pages
     if found == one.total_pages:
+        if one.condemned_pages:
+            return Text(f"ok, {one.condemned_pages} condemned", style="yellow")
         return Text("ok", style="green")
     return Text(f"WRONG: {found} of {one.total_pages}; kvd audit", style="bold red")

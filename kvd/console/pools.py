@@ -46,6 +46,8 @@ def _state(_: Scene, one: Pool) -> str:
     known += pool.condemned_pages
     if known + NULL_PAGES != pool.total_pages:
         return "does not add up"
+    if pool.condemned_pages:
+        return f"{pool.condemned_pages} condemned"
     if one.waiting:
         return "short"
     if not one.headroom:

@@ -7,7 +7,6 @@ the next process, whoever uses it is told, it is counted, and ``kvd why page`` s
                              is found by no prompt any more, and the leases that lock it are lost
     a page free and held     the free copy is taken out of the free list, who has it keeps it
     given back twice, ...    the pages of the whole call are condemned, the same for who has them
-    a page in no place       condemned: it is counted, and cannot turn up again
     a page that is none      the lease that names it is lost, the node that has it is found no more
     row, lock, what is       the lease is lost: its row is not what its engine computes on
       beside it is wrong
@@ -26,6 +25,8 @@ receive have failed, and all that is left to do with it is to release it, which 
 
 Only told of, because to act would be worse:
 
+- a page in no place (``page-lost``): nobody has it, nobody will, and it is to be seen that one is
+  lost for as long as it is;
 - a lease without a holder, of a session or send that is gone (``holder-none``, ``holder-gone``,
   ``deferred``), a quarantine that nothing ends (``nameless``, ``lock-kept``, ``quarantine-leaked``,
   ``settling``), pages too many locked or read: they are out of circulation already, and to free
@@ -97,7 +98,6 @@ class Containment:
         return {
             **dict.fromkeys(("page-double", "page-twice"), self._condemn_shared),
             "misgiven": self._condemn_misgiven,
-            "page-lost": self._condemn_lost,
             **dict.fromkeys(("page-stray", "null-page"), self._distrust),
             **dict.fromkeys(("unlocked", "owned", "row", "standing"), self._lose_named),
             **dict.fromkeys(("null-mapped", "stretch", "beside-row", "state"), self._lose_named),
@@ -146,9 +146,6 @@ class Containment:
         """Whoever gave them is as doubtful as whoever else has them."""
         done = [self._condemn_shared(fault), self._lose_named(fault)]
         return "; ".join([one for one in done if one])
-
-    def _condemn_lost(self, fault: Fault) -> str:
-        return f"{self._condemn(fault.component, fault.pages, fault)} pages condemned"
 
     def _distrust(self, fault: Fault) -> str:
         """The lease or the node that it names."""

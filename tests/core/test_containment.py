@@ -27,7 +27,7 @@ WHOLE = 1_000_000
 LOST = "is lost"
 DONE = {
     "lost_unlock": "",
-    "lost_page": "1 pages condemned",
+    "lost_page": "",
     "page_in_two_leases": LOST,
     "cached_page_in_free_list": "1 pages no longer free",
     "stray_page": LOST,
@@ -52,7 +52,7 @@ DONE = {
     "records_off": "",
     "waiter_of_the_dead": "1 requests left the queue",
     "settling_for_nothing": "",
-    "window_page_lost": "1 pages condemned",
+    "window_page_lost": "",
     "window_page_in_two_places": LOST,
     "window_page_free_and_held": "1 pages no longer free",
     "window_lock_too_many": LOST,
@@ -75,7 +75,7 @@ DONE = {
     "slot_lost": LOST,
     "page_without_slot_copied": LOST,
     "copy_that_never_ends": LOST,
-    "saved_window_lost": "1 pages condemned",
+    "saved_window_lost": "",
     "saved_window_in_two_leases": LOST,
     "saved_state_of_a_running_lease": LOST,
     "companion_out_of_step": "",

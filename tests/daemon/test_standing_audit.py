@@ -122,8 +122,8 @@ def test_audit_verb_prints_what_is_broken_and_fails(breakable):
     )
 
     assert done.returncode == 1
-    assert "I1: page 1 is nowhere" in done.stdout
-    assert "done: 1 pages condemned" in done.stdout
+    assert "broken: I1: page 1 is nowhere" in done.stdout
+    assert "done: 1 pages no longer free" in done.stdout
     assert "which is gone" in done.stdout
     assert "lease-opened lease=" in done.stdout
 

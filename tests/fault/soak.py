@@ -49,6 +49,12 @@ def parts(seed: int) -> list[Part]:
             is_beside=True,
         ),
         Part(
+            "explorer",
+            ("-m", "tests.explore", "--depth", "3", "--faults", "2", "--minutes", "12", *own),
+            840.0,
+            is_beside=True,
+        ),
+        Part(
             "faults",
             ("-m", "tests.fault.campaign", "--faults", "220", "--most-s", "300", *own),
             450.0,

@@ -12,6 +12,16 @@ model explores every order of events (``explore``) and looks for two things:
   every page free or cached, no engine waiting for an answer. The way to the end may use neither a
   fault nor a clock, but for one: a room where engine and Offer wait for each other may time out.
 
+What this is for, and what it is not
+    It shares the two transition tables with ``kvd.core`` and writes every edge again, so it proves
+    the design and not the code: a bug planted in ``kvd.core`` passes here. The code is explored by
+    ``tests/explore``, which drives the real core through every order of a few steps. What only the
+    model can, because its states are small: up to four faults at once and no bound on the steps, so
+    that STUCK means no way out and not none that was tried; two handoffs in one room; two writers
+    of one prompt (``parts_world``); every sentence negated. What it has not, and the explorer has:
+    admission, Withdrawn, lapsed rooms, retries by a clock, sums by value, what is done with pages
+    and leases on the way. Neither has the buffers of a kernel beyond what ``tests/core/side`` has.
+
 How the pages stay safe
     The decode side holds pages before it names them in an Offer, and from that moment somebody may
     write into them. Giving up therefore frees nothing: it quarantines. What ends a quarantine is

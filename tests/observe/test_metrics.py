@@ -159,6 +159,7 @@ def test_page_says_what_the_snapshot_says() -> None:
         f'kvd_pool_pages{{{pool},state="leased"}}': 20,
         f'kvd_pool_pages{{{pool},state="cached"}}': 25,
         f'kvd_pool_pages{{{pool},state="quarantined"}}': 4,
+        f'kvd_pool_pages{{{pool},state="condemned"}}': 0,
         f'kvd_pool_pages{{{pool},state="reserved"}}': 1,
         f'kvd_pool_saved_pages{{{pool},state="used"}}': 9,
         f'kvd_pool_saved_pages{{{pool},state="free"}}': 3,

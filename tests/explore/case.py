@@ -1,0 +1,428 @@
+"""One moment of two real nodes: what can happen next, and what must be true when all is calm.
+
+Two ``kvd.core.node.Node``s with the transfer processes, the wire and the memory of ``tests/core``,
+everything held: a message, a report, a page of a post moves only when it is chosen. ``side`` checks
+I1 to I9 after every step and every page that lands; this file has the choices and the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from types import BuiltinMethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvd.core import graph, inputs
+from kvd.core.freeze import freeze
+from kvd.wire import client
+from kvd.wire.peer import Integrity
+from tests.core.world import PAGE, World, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.core.side import Letter, Side
+
+ROOM = 7
+PROMPT = tokens((1, 2 * PAGE + 5))
+"""Three pages, the last one not whole: enough for two posts, one of them with two pages."""
+
+QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0}
+"""So that what ends by a clock ends while the calm lasts."""
+
+CALM_S = 3.0
+GONE_S = 5.0
+TICK_S = 0.5
+
+
+CONSTANTS = graph.constants()
+
+
+def _copy_bound(method: Any, known: dict[int, object]) -> object:
+    """A bound method of a dict or a deque, which ``copy`` would leave bound to the original."""
+    owner = method.__self__
+    if isinstance(owner, ModuleType):
+        return method
+    return getattr(copy.deepcopy(owner, known), method.__name__)
+
+
+copy._deepcopy_dispatch[BuiltinMethodType] = _copy_bound  # type: ignore[attr-defined]
+
+
+class Choice(NamedTuple):
+    """Something that can happen next."""
+
+    name: str
+    do: Callable[[Case], None]
+    is_fault: bool = False
+    keeps_promise: bool = False
+    """A fault in spite of which the prompt arrives: of the wire alone."""
+
+
+class Case:
+    """A world, and what its engines still mean to do."""
+
+    def __init__(self, **more: object) -> None:
+        self.world = World(p_pages=10, d_pages=10, **{**QUICK, **more})
+        self.script: tuple[str, ...] = ()
+        """What the engines do next, in this order."""
+        self.path: tuple[str, ...] = ()
+        self.faults = 0
+        self.ticks = 0
+        self.is_promised = True
+        """Whether nothing has happened that may cost the prompt."""
+        self.source = 0
+        self.send = 0
+        self.filler = 0
+        self.held: list[tuple[str, bytes, bytes]] = []
+
+    def hold(self) -> None:
+        """From now on nothing moves by itself."""
+        world = self.world
+        world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = True
+        world.hold_verify = world.doubts = True
+
+    def copy(self) -> Case:
+        """Another one just like it; what modules hold for good is shared, as ``freeze`` has it."""
+        known = {number: graph.named(name) for number, name in CONSTANTS.items()}
+        return copy.deepcopy(self, known)
+
+    def digest(self) -> bytes:
+        """Equal where everything goes on equally."""
+        world = self.world
+        parts: list[Any] = [world.now_s, self.script, self.faults, self.ticks, self.is_promised]
+        found = hashlib.sha256()
+        for side in world.sides.values():
+            found.update(freeze(side.node))
+            parts += [sorted(side.memory.items()), list(side.inbox), side.noisy, side.asked]
+            parts += [_flight(one) for one in (*side.flights.values(), *side.late)]
+            parts += [sorted(side.waiting), side.generation, side.life, side.connection]
+        parts += [(one.to.name, one.link, one.message) for one in world.wire]
+        found.update(repr(parts).encode())
+        return found.digest()
+
+    def after(self, choice: Choice) -> Case:
+        """What it is when this has happened."""
+        next_one = self.copy()
+        next_one.path = (*self.path, choice.name)
+        next_one.faults += choice.is_fault
+        next_one.is_promised &= not choice.is_fault or choice.keeps_promise
+        choice.do(next_one)
+        next_one.world.replace_processes()
+        return next_one
+
+    # ---- what engines do ---------------------------------------------------------------------
+
+    def engine(self) -> None:
+        """The next line of the script."""
+        step, *rest = self.script
+        self.script = tuple(rest)
+        p, d = self.world.p, self.world.d
+        match step:
+            case "receive":
+                d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+            case "send":
+                reply = p.call(client.Send, PROMPT, room=ROOM, lease=self.source)
+                self.send = reply.send if isinstance(reply, client.Sending) else 0
+            case "advance":
+                p.call(client.Advance, send=self.send, upto_tokens=2 * PAGE)
+            case "finish":
+                p.call(client.Finish, send=self.send, aux=b"aux")
+            case "make room":
+                d.call(client.ReleaseLease, lease=self.filler)
+
+    def forget_engine(self, side: Side) -> None:
+        """Its engine is gone: it does nothing any more."""
+        mine = {"receive", "make room"} if side is self.world.d else {"send", "advance", "finish"}
+        self.script = tuple(one for one in self.script if one not in mine)
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more: all ends, the prompt is there if it was promised."""
+        world = self.world
+        world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = False
+        world.hold_verify = False
+        self._let_go()
+        while self.script:
+            self.engine()
+            self._let_go()
+        self._pass(CALM_S, TICK_S)
+        if self.is_promised:
+            self._check_promise()
+        for side in world.sides.values():
+            for session in list(side.node.sessions.by_id):
+                side.hang_up(session)
+        self._pass(GONE_S, 2 * TICK_S)
+        for side in world.sides.values():
+            check_nothing_is_left(side)
+
+    def _let_go(self) -> None:
+        """What was held goes on its way."""
+        for side in self.world.sides.values():
+            while side.asked:
+                side.answer_verify()
+            side.be_quiet()
+        self.world.run()
+        self.world.land_posts()
+
+    def _pass(self, seconds: float, tick_s: float) -> None:
+        for _ in range(round(seconds / tick_s)):
+            self.world.pass_time(tick_s, tick_s)
+            self._let_go()
+
+    def _check_promise(self) -> None:
+        d, p = self.world.d, self.world.p
+        (received,) = [one for one in d.answers if isinstance(one, client.Received)]
+        assert d.holds(received.pages, PROMPT), "the prompt is not what was sent"
+        assert received.aux == b"aux"
+        (finished,) = [one for one in p.answers if isinstance(one, client.Finished)]
+        assert finished.failure is None, finished.failure
+
+
+def _flight(one: Any) -> tuple[object, ...]:
+    return one.post, one.grant, tuple(one.pairs), one.is_reported, one.sums
+
+
+def check_nothing_is_left(side: Side) -> None:
+    """No engine, no fault, and time has passed: every page is free or cached, and nobody waits."""
+    node = side.node
+    left = {
+        "leases": list(node.leases.leases.values()),
+        "receives": list(node.decoder.parts),
+        "receptions": list(node.decoder.receptions),
+        "rooms": [part.state.value for part in node.prefiller.by_room.values()],
+        "settled": [part.outcome.value for part in node.prefiller.last_word.settled.values()],
+        "posts": list(node.prefiller.posts.parts),
+        "quiet": list(node.decoder.settling.leases),
+        "queue": node.admission.queue,
+    }
+    stuck = {what: which for what, which in left.items() if which}
+    assert not stuck, f"{side.name} keeps {stuck}"
+    pool = node.leases.pool
+    assert 1 + pool.free_pages + node.leases.tree.evictable_pages == pool.total_pages
+
+
+# ---- choices -------------------------------------------------------------------------------------
+
+
+def choices(case: Case, max_faults: int, max_ticks: int = 1) -> Iterator[Choice]:
+    """Everything that can happen next."""
+    yield from _moves(case, max_ticks)
+    if case.faults < max_faults:
+        yield from _faults(case)
+
+
+def _moves(case: Case, max_ticks: int) -> Iterator[Choice]:
+    if case.script:
+        yield Choice(f"engine: {case.script[0]}", Case.engine)
+    for name in case.world.sides:
+        if _towards(case, name):
+            yield Choice(f"deliver to {name}", lambda one, name=name: _deliver(one, name, 0))
+    yield from _reports(case)
+    if case.ticks < max_ticks:
+        yield Choice("tick", _tick)
+
+
+def _reports(case: Case) -> Iterator[Choice]:
+    """What the transfer processes can say or do next."""
+    for name, side in case.world.sides.items():
+        if side.inbox:
+            yield Choice(f"report of {name}", _on(name, lambda one: one.report_next()))
+        if side.flights:
+            yield Choice(f"page of {name} lands", _on(name, _land))
+        if side.late:
+            yield Choice(f"late page lands at {name}", _on(name, lambda one: one.land_late()))
+        if side.noisy:
+            yield Choice(f"{name} is quiet", _on(name, lambda one: one.be_quiet()))
+        if side.asked:
+            yield Choice(f"{name} has verified", _on(name, lambda one: one.answer_verify()))
+
+
+def _faults(case: Case) -> Iterator[Choice]:
+    yield from _faults_of_the_wire(case)
+    for name, side in case.world.sides.items():
+        yield Choice(f"transfer process of {name} killed", _on(name, _kill), is_fault=True)
+        yield Choice(f"{name} restarts", lambda one, name=name: _restart(one, name), is_fault=True)
+        if side.node.sessions.by_id:
+            yield Choice(
+                f"engine of {name} dies", lambda one, name=name: _die(one, name), is_fault=True
+            )
+        if side.flights:
+            yield Choice(f"post of {name} fails", _on(name, _fail), is_fault=True)
+    d, p = case.world.d.node, case.world.p.node
+    if any(one.ended is None for one in d.decoder.receptions.values()):
+        yield Choice("receive cancelled", _cancel, is_fault=True)
+        yield Choice("deadline at d", _deadline_d, is_fault=True)
+    if p.prefiller.by_send:
+        yield Choice("send aborted", _abort, is_fault=True)
+        yield Choice("deadline at p", _deadline_p, is_fault=True)
+
+
+def _faults_of_the_wire(case: Case) -> Iterator[Choice]:
+    for name in case.world.sides:
+        n_letters = len(_towards(case, name))
+        for at, what in ((0, "next"), (n_letters - 1, "last")):
+            if n_letters > at >= 0 and (not at or what == "last"):
+                lost = Choice(
+                    f"{what} message to {name} lost",
+                    lambda one, name=name, at=at: _lose(one, name, at),
+                    is_fault=True,
+                    keeps_promise=True,
+                )
+                if not (at == 0 and what == "last"):
+                    yield lost
+        if n_letters:
+            yield Choice(
+                f"message to {name} duplicated",
+                lambda one, name=name: _duplicate(one, name),
+                is_fault=True,
+                keeps_promise=True,
+            )
+        if n_letters > 1:
+            yield Choice(
+                f"last message to {name} overtakes",
+                lambda one, name=name: _deliver(one, name, -1),
+                is_fault=True,
+                keeps_promise=True,
+            )
+
+
+def _towards(case: Case, name: str) -> list[Letter]:
+    return [one for one in case.world.wire if one.to.name == name]
+
+
+def _on(name: str, does: Callable[[Side], object]) -> Callable[[Case], None]:
+    def do(case: Case) -> None:
+        does(case.world.sides[name])
+
+    return do
+
+
+def _deliver(case: Case, name: str, at: int) -> None:
+    letter = _towards(case, name)[at]
+    _remove(case, letter)
+    case.world.deliver(letter)
+
+
+def _lose(case: Case, name: str, at: int) -> None:
+    _remove(case, _towards(case, name)[at])
+
+
+def _duplicate(case: Case, name: str) -> None:
+    case.world.deliver(_towards(case, name)[0])
+
+
+def _remove(case: Case, letter: Letter) -> None:
+    wire = case.world.wire
+    del wire[next(at for at, one in enumerate(wire) if one is letter)]
+
+
+def _land(side: Side) -> None:
+    side.land(next(iter(side.flights.values())), 1)
+
+
+def _fail(side: Side) -> None:
+    flight = next(iter(side.flights.values()))
+    side.fail(flight, "failed")
+
+
+def _kill(side: Side) -> None:
+    side.stop_transfer("killed")
+    side.start_transfer("again")
+
+
+def _restart(case: Case, name: str) -> None:
+    side = case.world.sides[name]
+    case.forget_engine(side)
+    case.world.restart(side)
+
+
+def _die(case: Case, name: str) -> None:
+    side = case.world.sides[name]
+    case.forget_engine(side)
+    side.hang_up(max(side.node.sessions.by_id))
+
+
+def _cancel(case: Case) -> None:
+    d = case.world.d
+    reception = next(one for one in d.node.decoder.receptions.values() if one.ended is None)
+    refusing = client.CancelReceive
+    if reception.waiter is None:
+        d.call(refusing, receive=reception.id)
+    else:
+        d.call(client.CancelCall, of=reception.waiter.claim.call)
+
+
+def _abort(case: Case) -> None:
+    case.script = tuple(one for one in case.script if one not in {"advance", "finish"})
+    send = next(iter(case.world.p.node.prefiller.by_send))
+    case.world.p.call(client.AbortSend, send=send, reason="tired")
+
+
+def _deadline_d(case: Case) -> None:
+    """As if it had been asked for a shorter time."""
+    d = case.world.d
+    for reception in d.node.decoder.receptions.values():
+        reception.deadline_s = case.world.now_s
+        if reception.waiter is not None:
+            d.node.admission.withdraw(reception.waiter)
+            reception.waiter.deadline_s = case.world.now_s
+            d.node.admission.submit(reception.waiter)
+    d.feed(inputs.Tick(case.world.now_s))
+
+
+def _deadline_p(case: Case) -> None:
+    p = case.world.p
+    for part in p.node.prefiller.by_send.values():
+        part.deadline_s = case.world.now_s
+    case.script = tuple(one for one in case.script if one not in {"advance", "finish"})
+    p.feed(inputs.Tick(case.world.now_s))
+
+
+def _tick(case: Case) -> None:
+    case.ticks += 1
+    world = case.world
+    world.now_s = round(world.now_s + TICK_S, 6)
+    for side in world.sides.values():
+        side.feed(inputs.Tick(world.now_s))
+
+
+# ---- where it begins -----------------------------------------------------------------------------
+
+
+def start(name: str) -> Case:
+    """A handoff in this state of its decode side, with everything after that still to come."""
+    case = Case(integrity=Integrity.FULL) if name == "verifying" else Case()
+    world = case.world
+    p, d = world.p, world.d
+    leased = p.lease(PROMPT)
+    p.write(leased.pages, PROMPT)
+    case.source = leased.lease
+    if name == "queued":
+        case.filler = d.lease(tokens((9000, 8 * PAGE)), cache=False).lease
+    case.script = ("receive", "send", "advance", "finish")
+    case.hold()
+    if name == "queued":
+        case.engine()
+        case.script = ("make room", *case.script)
+        return case
+    for step in BEFORE[name]:
+        case = case.after(next(one for one in choices(case, 1) if one.name == step))
+    case.path, case.faults, case.ticks = (), 0, 0
+    case.is_promised = name != "draining"
+    return case
+
+
+OPENED = ("engine: receive", "engine: send", "deliver to p", "deliver to d")
+WRITTEN = ("engine: advance", "page of p lands")
+SENT = ("engine: advance", "engine: finish", *("page of p lands",) * 3, *("report of p",) * 2)
+BEFORE = {
+    "offered": ("engine: receive",),
+    "streaming": (*OPENED, "engine: advance"),
+    "flushing": (*OPENED, *WRITTEN, "engine: finish"),
+    "draining": (*OPENED, *WRITTEN, "receive cancelled"),
+    "settled": (*OPENED, *SENT, *("deliver to d",) * 2),
+    "verifying": (*OPENED, *SENT, *("deliver to d",) * 3),
+}
+STARTS = ("queued", *BEFORE)

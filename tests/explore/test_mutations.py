@@ -1,0 +1,87 @@
+"""The explorer catches the bugs that it is there for: each planted in the real core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+
+from kvd.core import prefill
+from kvd.core.last_word import LastWord
+from kvd.core.lease import ARRIVAL
+from kvd.core.lease_table import LeaseTable
+from kvd.core.prefill import Prefiller
+from tests.explore.search import Violated, explore, walks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def frees_when_giving_up(patch: pytest.MonkeyPatch) -> None:
+    """The pages of an attempt that is given up are free at once: no quarantine."""
+    patch.setattr(
+        LeaseTable, "quarantine", lambda self, lease, _: self.release(lease, ARRIVAL, "given up")
+    )
+
+
+def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
+    """A Settled, or the Closed that answers it, is lost for good."""
+    settle = LastWord.settle
+
+    def once(self, part, refusal):
+        settle(self, part, refusal)
+        part.resend_s = float("inf")
+
+    patch.setattr(LastWord, "settle", once)
+
+
+def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
+    """It is answered, and leaves no tombstone for the Offer that comes after it."""
+    aborted = Prefiller.aborted
+
+    def answered(self, peer, message):
+        if (peer.incarnation, message.handoff) in self.last_word.by_handoff:
+            aborted(self, peer, message)
+        else:
+            self.last_word.answer_below_floor(peer, message.handoff)
+
+    patch.setattr(Prefiller, "aborted", answered)
+
+
+def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
+    """An Offer for a transfer process that is gone is taken as one for its successor."""
+    unacceptable = prefill.unacceptable
+
+    def lenient(offer, peer, *rest):
+        return unacceptable(replace(offer, generation=peer.generation), peer, *rest)
+
+    patch.setattr(prefill, "unacceptable", lenient)
+
+
+@pytest.mark.parametrize(
+    ("plant", "start", "depth", "faults"),
+    [
+        (frees_when_giving_up, "streaming", 1, 1),
+        (never_repeats_settled, "settled", 2, 1),
+        (forgets_an_unknown_abort, "offered", 2, 2),
+        (serves_an_older_generation, "offered", 2, 2),
+    ],
+)
+def test_planted_bug_is_found(plant, start, depth, faults, monkeypatch):
+    explore(start, depth=1, faults=1)  # sound as it is
+    plant(monkeypatch)
+
+    with pytest.raises(Violated, match=f"^from {start}: ") as found:
+        explore(start, depth=depth, faults=faults)
+
+    assert " > " in str(found.value)
+
+
+def test_walks_find_a_planted_bug_and_say_their_seed(monkeypatch):
+    frees_when_giving_up(monkeypatch)
+
+    with pytest.raises(Violated, match=r"^from streaming, seed \d+: "):
+        walks("streaming", range(20))
