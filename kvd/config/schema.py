@@ -89,7 +89,11 @@ class LimitsSection(msgspec.Struct, frozen=True):
     ] = 2**20
     max_frame_bytes: Annotated[
         int,
-        Meta(ge=2**16, le=2**31 - 1, description="Longest message frame on any socket."),
+        Meta(
+            ge=2**16,
+            le=2**31 - 1,
+            description="Longest message on any socket, its frames together.",
+        ),
     ] = 16 * 2**20
     max_aux_bytes: Annotated[
         int,
