@@ -41,6 +41,7 @@ from kvd.daemon.doors import Doors
 from kvd.daemon.estate import leave
 from kvd.daemon.figures import bounds_of, peer_keys, settings_of
 from kvd.daemon.handles import device_memory
+from kvd.daemon.heap import give_back
 from kvd.daemon.launch import launch
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -135,7 +136,7 @@ class Daemon:
             self.mover.pool_lost = self._pool_lost
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
-        self._hub = Hub(self._loop)
+        self._hub = Hub(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._open_engines(
