@@ -27,11 +27,8 @@ MAX_FILE_BYTES: Final = 256
 """Of a key file: a key, white space, and nothing else."""
 
 HANDSHAKE_MS: Final = 2000
-"""A handshake that takes longer is given up, and the dialing side begins anew. A refused one ends
-only then: libzmq waits for the rest of a handshake that will not come."""
-
-ZAP_DOMAIN: Final = b"peers"
-"""Without a domain libzmq would let in whoever asks if nobody answered for the keys."""
+"""A handshake that takes longer is given up, and the dialing side begins anew. One with a key that
+is not listed ends only then."""
 
 _ALPHABET: Final = (
     "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -176,19 +173,6 @@ def _create(path: Path, key: str, mode: int) -> None:
         file.write(f"{key}\n")
         file.flush()
         os.fsync(descriptor)
-
-
-def be_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Make a socket take only clients that know our public key; before it is bound.
-
-    Whose keys they are is asked of the ZAP handler of the socket's context; without one nobody
-    gets in.
-    """
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
-    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def be_client(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:

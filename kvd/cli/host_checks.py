@@ -25,7 +25,7 @@ from kvd.text import amount, clean
 from kvd.wire.admin import ShowStatus, Status
 
 PYTHON = (3, 11)
-NEEDED = ("pyzmq", "msgspec", "numpy", "uvloop", "structlog", "h11", "xxhash")
+NEEDED = ("pyzmq", "pynacl", "msgspec", "numpy", "uvloop", "structlog", "h11", "xxhash")
 ENGINE_ONLY = "torch"
 THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 COLLAPSE_SINCE = (6, 1)

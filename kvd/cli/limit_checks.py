@@ -14,7 +14,7 @@ from kvd.core.spec import Buffer, has_bytes, node_page_bytes, shards_of
 from kvd.text import amount
 
 OWN_FILES = 128
-"""Descriptors of a daemon without clients and peers: sockets, libzmq, epoll, regions, recorder."""
+"""Descriptors of a daemon without clients and peers: sockets, epoll, regions, recorder."""
 FILES_OF_CLIENT = 3
 FILES_OF_SHARD = 2
 FILES_OF_PEER = 14

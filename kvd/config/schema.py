@@ -100,7 +100,7 @@ class LimitsSection(msgspec.Struct, frozen=True):
         Meta(
             ge=2**16,
             le=2**31 - 1,
-            description="Longest message frame on any socket; 16 MiB between daemons.",
+            description="Longest message on any socket, all its frames; 16 MiB between daemons.",
         ),
     ] = MAX_FRAME_BYTES
     max_aux_bytes: Annotated[

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec import structs
 
 from kvd import __version__
 from kvd.config.address import IPC, attach_path, host_port
@@ -40,8 +40,9 @@ from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
 from kvd.daemon.doors import Doors
 from kvd.daemon.estate import leave
-from kvd.daemon.figures import peer_keys, settings_of
+from kvd.daemon.figures import bounds_of, peer_keys, settings_of
 from kvd.daemon.handles import device_memory
+from kvd.daemon.heap import give_back
 from kvd.daemon.launch import launch
 from kvd.daemon.mover import Mover
 from kvd.daemon.pages import http_pages
@@ -62,7 +63,6 @@ from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
 from kvd.wire import peer
-from kvd.zmtp.bounds import Bounds
 from kvd.zmtp.hub import Hub
 
 if TYPE_CHECKING:
@@ -138,10 +138,9 @@ class Daemon:
             self.mover.pool_lost = self._pool_lost
         await self._take_over()
         self._doors = Doors(config, self._up, self.supervisor.passed)
-        self._hub = Hub(self._loop)
+        self._hub = Hub(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
-        self._bounds = Bounds(max_message_bytes=config.limits.max_frame_bytes)
         self._open_engines(
             tuple(
                 place.arena.fd
@@ -239,7 +238,8 @@ class Daemon:
             ),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
-        self.clients.start(self._doors.listen(config.sockets.client), self._hub, self._bounds)
+        bounds = bounds_of(config, share=2, at_least=config.limits.max_clients)
+        self.clients.start(self._doors.listen(config.sockets.client), self._hub, bounds)
         self._up.push_async_callback(self.clients.close)
         self.attach.start(self._loop, self._doors.claim_attach())
         self._hang_up.callback(self.attach.close)
@@ -250,7 +250,7 @@ class Daemon:
         self.admins = AdminPort(
             self.reactor, self.bus, self.recording, self.consoles.look, self.reloader.reload
         )
-        bounds = msgspec.structs.replace(self._bounds, backlog_messages=BACKLOG_FRAMES)
+        bounds = structs.replace(bounds_of(self.config, share=16), backlog_messages=BACKLOG_FRAMES)
         self.admins.start(self._doors.listen(self.config.sockets.admin), self._hub, bounds)
         self._up.push_async_callback(self.admins.close)
 
@@ -259,7 +259,7 @@ class Daemon:
             self.reactor,
             self._hub,
             peer_keys(self.config),
-            self._bounds,
+            bounds_of(self.config, share=8),
             count_failed=self.metrics.handshake_failed,
         )
         self._up.push_async_callback(self.links.close)

@@ -19,6 +19,7 @@ from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Sent, Tokens
 from kvd.wire import client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
+from kvd.zmtp.events import Fault
 from kvd.zmtp.listener import Host, Listener
 
 if TYPE_CHECKING:
@@ -137,8 +138,11 @@ class ClientPort(Host):
         if self._by_route.get(connection.routing_id) is connection:
             del self._by_route[connection.routing_id]
         session = self._session_of.pop(connection, None)
-        if session is not None and self._at.get(session) is connection:
-            del self._at[session]
+        if session is None or self._at.get(session) is not connection:
+            return
+        del self._at[session]
+        if closed.fault not in {Fault.HUNG_UP, Fault.ENDED} and connection.unsent_bytes:
+            self._give_up(session)  # we hung up for a fault of it, on answers that it did not read
 
     def _recognise(self, connection: Connection) -> int | None:
         """The session that a connection is of, if there is one; it then stays."""

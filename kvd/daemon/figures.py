@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import TYPE_CHECKING
 
 from kvd.core.eviction import Policy
@@ -11,6 +12,7 @@ from kvd.daemon.passed import Unfit
 from kvd.types import Incarnation, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
+from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -58,3 +60,18 @@ def peer_keys(config: Config) -> PeerKeys | None:
     if isinstance(own, KeyFlaw):
         raise Unfit(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
     return PeerKeys(own, config.peers.keys)
+
+
+def bounds_of(config: Config, *, share: int, at_least: int = 1) -> Bounds:
+    """Of a socket whose connections may take one of ``share`` parts of all descriptors.
+
+    So whoever floods one socket leaves descriptors for the others. ``at_least``: connections that
+    the configuration promises, whatever that leaves.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = BOUNDS.max_connections
+    if files != resource.RLIM_INFINITY:
+        most = min(most, files // share)
+    return Bounds(
+        max_message_bytes=config.limits.max_frame_bytes, max_connections=max(most, at_least)
+    )

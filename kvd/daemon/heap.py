@@ -8,6 +8,7 @@ memory, and saves 10 to 15 % of the CPU of a lease cycle of 13k tokens.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 KEPT_BYTES = 64 * 1024 * 1024
@@ -31,3 +32,9 @@ def keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
     mallopt(_M_TOP_PAD, GROWTH_BYTES)
     mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def give_back() -> None:
+    """Give the kernel what is free now, wherever it lies; takes some milliseconds."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -25,6 +25,12 @@ TURN_MESSAGES: Final = 32
 TURN_S: Final = 0.002
 """What one connection may take before all others have had their turn, whichever is less."""
 
+COMING_S: Final = 0.0005
+"""What all handshakes of a listener may take before everybody else has had a turn."""
+
+RELIEF_BYTES: Final = 16 * 1024 * 1024
+"""Once a listener has kept more than this, and keeps little again, memory is given back."""
+
 PART_BYTES: Final = 16 * 1024
 """A frame from this size on is written from where it lies, and not copied behind its header."""
 
@@ -42,7 +48,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Connections in handshake at once; the oldest makes place for the next."""
     max_connections: int = 4096
     """All of a listener; who has been silent for longest, and is not kept, makes place."""
-    budget_bytes: int = 64 * 1024 * 1024
+    budget_bytes: int = 32 * 1024 * 1024
     """Kept by a listener for all its connections: unfinished messages, and what they do not read.
     Above it the connection that keeps most is hung up on."""
     backlog_messages: int = 4096

@@ -86,7 +86,8 @@ class Connection:
         self._owner = owner
         self._bounds: Bounds = owner.bounds
         self._hub = hub
-        self._rounds = rounds
+        self.rounds = rounds
+        """The line that it stands in."""
         self._unsent: deque[bytes | memoryview] = deque()
         self._unsent_bytes = 0
         self._is_written = False
@@ -192,7 +193,7 @@ class Connection:
     def _readable(self) -> None:
         if self._lingering is not None:
             self._discard()
-        elif self._rounds.is_open():
+        elif self.rounds.is_open():
             self.turn(TURN_MESSAGES)
         else:
             self._stand_in_line()
@@ -274,7 +275,7 @@ class Connection:
     def _stand_in_line(self) -> None:
         self._unwatch()
         if not self.is_over:
-            self._rounds.wait(self)
+            self.rounds.wait(self)
 
     def _watch(self) -> None:
         if not self.is_over and not self.is_ignored:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvd.types import Sent
-from kvd.zmtp.bounds import BOUNDS
+from kvd.zmtp.bounds import BOUNDS, TURN_S
 from kvd.zmtp.connection import Connection
 from kvd.zmtp.events import Closed, Fault
 from kvd.zmtp.protocol import Protocol
@@ -67,7 +67,7 @@ class Dialer:
         self._hub = hub
         self._on_message = on_message
         self._on_failed = on_failed
-        self._rounds = Rounds(hub.loop)
+        self._rounds = Rounds(hub.loop, TURN_S)
         self._waiting: deque[Sequence[bytes]] = deque()
         self._waiting_bytes = 0
         self._connection: Connection | None = None

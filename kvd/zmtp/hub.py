@@ -1,4 +1,4 @@
-"""What all connections of one loop share: memory to read into, and when to write.
+"""What all connections of one loop share: memory to read into, when to write, what is given back.
 
 What is sent while a message is dealt with goes out together when that turn is over, in as few
 system calls as there are connections; what is sent besides, with the next turn of the loop.
@@ -12,6 +12,7 @@ from kvd.zmtp.bounds import READ_BYTES
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 
 class Writer(Protocol):
@@ -22,11 +23,19 @@ class Writer(Protocol):
         ...
 
 
+def keep_memory() -> None:
+    """Leave it to the allocator what is given back."""
+
+
 class Hub:
     """One for each loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, relieve: Callable[[], None] = keep_memory
+    ) -> None:
+        """``relieve`` is called when much that was kept is not needed any more."""
         self.loop = loop
+        self.relieve = relieve
         self.inbox = memoryview(bytearray(READ_BYTES))
         """Every read goes here first, so that a silent connection keeps no memory."""
         self.is_in_turn = False

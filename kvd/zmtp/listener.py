@@ -14,7 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvd.zmtp.bounds import BOUNDS
+from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
 from kvd.zmtp.connection import Connection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import Closed, Fault
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BACKLOG: Final = 1024
 """Connections that the kernel keeps for us."""
 
-_ACCEPTS: Final = 16
+_ACCEPTS: Final = 4
 """In one wake-up."""
 _PAUSE_S: Final = 0.1
 """Without free descriptors ``accept`` fails and the socket stays readable: look away shortly."""
@@ -81,7 +81,10 @@ class Listener:
         self._host = host
         self._hub = hub
         self._ring = ring
-        self._rounds = Rounds(hub.loop)
+        # Strangers cannot make those wait who are here, nor those who are here whoever is kept.
+        self._to_come = Rounds(hub.loop, COMING_S)
+        self._rounds = Rounds(hub.loop, TURN_S)
+        self._to_keep = Rounds(hub.loop, TURN_S)
         self._connections: set[Connection] = set()
         self._coming: dict[Connection, float] = {}
         """In handshake, and until when; oldest first."""
@@ -89,8 +92,10 @@ class Listener:
         """Let in and not kept: who has been silent for longest comes first."""
         self._unfinished: dict[Connection, float] = {}
         """Of whom a message has begun, and until when it must be whole; oldest first."""
-        self._budget = max(bounds.budget_bytes, 4 * bounds.max_message_bytes)
+        self._budget = max(bounds.budget_bytes, 2 * bounds.max_message_bytes)
         self._weight = 0
+        self._heaviest = 0
+        """Of ``_weight`` since memory was given back."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._resume: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -110,6 +115,7 @@ class Listener:
     def keep(self, connection: Connection) -> None:
         """It stays, however silent it is."""
         self._silent.pop(connection, None)
+        connection.rounds = self._to_keep
 
     async def close(self, *, linger_s: float = 0.0) -> None:
         """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
@@ -161,7 +167,7 @@ class Listener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mechanism = Null() if self._ring is None else CurveServer(self._ring)
         machine = Protocol(mechanism, self.bounds.max_message_bytes)
-        connection = Connection(sock, machine, self, self._hub, self._rounds)
+        connection = Connection(sock, machine, self, self._hub, self._to_come)
         connection.peer = address
         self._connections.add(connection)
         self._coming[connection] = time.monotonic() + self.bounds.handshake_s
@@ -181,6 +187,7 @@ class Listener:
         """As ``Owner``."""
         del ready
         self._silent[connection] = None
+        connection.rounds = self._rounds
         if not self._host.welcome(connection):
             return False
         del self._coming[connection]
@@ -196,6 +203,7 @@ class Listener:
     def weighs(self, connection: Connection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: the heaviest goes when all together are too heavy."""
         self._weight += connection.weight - before
+        self._heaviest = max(self._heaviest, self._weight)
         machine = connection.machine
         if machine.state is State.TRAFFIC:
             if is_fresh or not machine.held:
@@ -248,7 +256,10 @@ class Listener:
                 if end_s > now_s:
                     break
                 connection.end(Closed(Fault.TOO_SLOW, f"{what} took too long"))
-        if self._coming or self._unfinished:
+        if self._heaviest > RELIEF_BYTES and self._weight < RELIEF_BYTES // 2:
+            self._heaviest = 0
+            self._hub.relieve()
+        if self._coming or self._unfinished or self._heaviest > RELIEF_BYTES:
             self._sweep_later()
 
 

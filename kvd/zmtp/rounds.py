@@ -1,10 +1,10 @@
-"""Whose turn it is: connections of one listener that have something to be dealt with.
+"""Whose turn it is: connections of one standing that have something to be dealt with.
 
 As long as few have, each is served when it becomes readable, and nothing is spent here. Once they
-have taken ``TURN_S`` since the loop last came round, whoever else becomes readable waits in line,
-unread, and the line is served for ``TURN_S`` in each round of the loop: timers and the other
-sockets come between. Whoever stands in line gets a share of a turn that is smaller the longer the
-line is, so that one message waits for one message of each of the others, not for their floods.
+have taken ``turn_s`` since the loop last came round, whoever else becomes readable waits in line,
+unread, and the line is served for ``turn_s`` in each round of the loop: timers, other lines and
+other sockets come between. Whoever stands in line gets a share of a turn that is smaller the longer
+the line is, so that one message waits for one message of each of the others, not for their floods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvd.zmtp.bounds import TURN_MESSAGES, TURN_S
+from kvd.zmtp.bounds import TURN_MESSAGES
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,10 +31,11 @@ class Waiting(Protocol):
 
 
 class Rounds:
-    """The line of one listener."""
+    """One line, and ``turn_s`` for it in each round of the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, turn_s: float) -> None:
         self._loop = loop
+        self._turn_s = turn_s
         self._line: deque[Waiting] = deque()
         self._pump: asyncio.Handle | None = None
         self._served = 0
@@ -48,7 +49,7 @@ class Rounds:
         if self._served < _UNCOUNTED:
             return True
         if self._served == _UNCOUNTED:
-            self._end_s = time.monotonic() + TURN_S
+            self._end_s = time.monotonic() + self._turn_s
             self._loop.call_soon(self._come_round)
             return True
         return time.monotonic() < self._end_s
@@ -65,7 +66,7 @@ class Rounds:
     def _serve(self) -> None:
         """One round of the line, or as much of it as there is time for."""
         self._pump = None
-        line, end_s = self._line, time.monotonic() + TURN_S
+        line, end_s = self._line, time.monotonic() + self._turn_s
         share = max(1, TURN_MESSAGES // len(line))
         try:
             for _ in range(len(line)):

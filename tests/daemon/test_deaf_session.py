@@ -9,7 +9,7 @@ from kvd.errors import Code
 from kvd.sockets import BACKLOG_MESSAGES, open_dealer
 from kvd.wire import client
 from kvd.wire.attach import Attach
-from kvd.wire.codec import CLIENT_REQUESTS
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.daemon.conftest import until
 from tests.daemon.intruder import RawSession
 from tests.daemon.kv import tokens_of
@@ -67,3 +67,45 @@ def test_session_that_unsubscribed_is_told_no_more(engines):
 
     assert [type(one) for one in heard] == [client.Done, client.Done, client.Snapshotted]
     session.close()
+
+
+def test_session_that_follows_events_and_reads_none_keeps_its_lease_and_its_answers(engines):
+    """Events give way to answers: those that find no place are counted, and cost no session."""
+    daemon = engines.pair.decode
+    attachment = attach(daemon.client, Attach("follower"))
+    context = zmq.Context()
+    socket = open_dealer(context, routing_id=attachment.attached.token)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.connect(daemon.client)
+    tokens = tokens_of(100, seed=3).tobytes()
+    socket.send(CLIENT_REQUESTS.encode(client.Subscribe(1)))
+    socket.send_multipart([CLIENT_REQUESTS.encode(client.OpenLease(2)), tokens])
+    until(lambda: [one.owner for one in daemon.snapshot().leases] == ["follower"])
+
+    other = RawSession(daemon)
+    for call in range(1, 3_000):
+        leased = other.request(client.OpenLease(call), tokens)
+        other.request(client.ReleaseLease(call, leased.lease))
+    other.close()
+    for call in range(10, 210):
+        socket.send(CLIENT_REQUESTS.encode(client.GetSnapshot(call)))
+
+    lost, answered = 0, set()
+    while len(answered) < 200:
+        assert socket.poll(5_000), "every answer comes"
+        message = CLIENT_REPLIES.decode(socket.recv())
+        if isinstance(message, client.Events):
+            lost += message.lost
+        elif isinstance(message, client.Snapshotted):
+            answered.add(message.call)
+    assert [one.owner for one in daemon.snapshot().leases] == ["follower"]
+    other = RawSession(daemon)
+    other.request(client.OpenLease(1), tokens)
+    while not lost:
+        assert socket.poll(5_000), "it is told how many it lost"
+        message = CLIENT_REPLIES.decode(socket.recv())
+        lost += message.lost if isinstance(message, client.Events) else 0
+    other.close()
+    socket.close(linger=0)
+    context.term()
+    attachment.close()

@@ -56,7 +56,8 @@ def keyed(reachable: Path) -> Iterator[Keyed]:
     mallory, eve = curve.new_pair(), curve.new_pair()
     context = zmq.Context()
     with context, open_router(context) as changed, open_router(context) as bare:
-        curve.be_server(changed, curve.new_pair())
+        changed.setsockopt(zmq.CURVE_SERVER, 1)
+        changed.setsockopt(zmq.CURVE_SECRETKEY, curve.new_pair().secret.encode())
         ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (changed, bare)]
         addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
         settings = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvd.zmtp import frames
-from kvd.zmtp.curve import CurveClient
+from kvd.zmtp.curve import CurveClient, CurveServer
 from kvd.zmtp.events import Closed, Fault, Ready
 from kvd.zmtp.frames import MORE
 from kvd.zmtp.protocol import State
-from tests.zmtp.pairs import curve, new_ring
+from tests.zmtp.pairs import Both, curve, new_ring
 
 
 def last_fault(events):
@@ -26,6 +26,12 @@ def test_a_key_that_is_not_listed_is_told_nothing_after_its_proof():
     assert last_fault(pair.said) is Fault.UNKNOWN_KEY
     assert pair.listening.to_send() == []
     assert pair.dialing.state is State.HANDSHAKE
+
+
+def test_a_listener_that_lists_nobody_lets_nobody_in():
+    ring = new_ring()
+    pair = Both(CurveServer(ring), CurveClient(new_ring(), ring.public)).shake()
+    assert last_fault(pair.said) is Fault.UNKNOWN_KEY
 
 
 def test_a_key_that_is_listed_later_is_let_in():
