@@ -292,12 +292,12 @@ class Node:
             self.admission.wake()  # what waits for them lets those behind it pass
         self.admission.expire()
         self.decoder.tick()
+        self.decoder.settling.exempt()
         self.prefiller.tick()
         self.inquiries.tick()
         self.drainer.tick()
         if self.peers.pulse.is_due():
             self.decoder.settling.fence_if_due()
-            self.decoder.settling.exempt()
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()

@@ -49,7 +49,8 @@ class Pulse:
     def __init__(self, settings: Settings, out: Outbox) -> None:
         self.saying = (SERVING, "")
         """The state of this node as every Ping tells it, and why."""
-        self.last_ping = 0
+        self.last_ping = self.claims = 0
+        """Numbers: of the ping that left last, and of the claims that were heard."""
         self._settings = settings
         self._out = out
         self._beat_s = float("-inf")
@@ -79,6 +80,7 @@ class Pulse:
                 peer.round_trip_s = self._out.at_s - peer.ping_sent_s
             if peer.claim.number < message.echo <= peer.ping:  # echoes may overtake each other
                 peer.claim = StreamClaim(message.echo, message.streams)
+                self.claims += 1
         elif message.number > 0:  # an echo of nothing would be echoed for ever
             mine, theirs, streams = self._settings.incarnation, peer.incarnation, peer.streams
             echo = Ping(mine, theirs, 0, message.number, 0, 0, streams=streams[:MAX_STREAMS])

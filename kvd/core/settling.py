@@ -65,7 +65,7 @@ class Settling:
         self._table = leases
         self._peers = peers
         self._out = out
-        self._fenced_generation = 0
+        self._fenced_generation = self._claims = 0
 
     def quarantine(self, lease: Lease, parts: list[DecodePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
@@ -106,7 +106,8 @@ class Settling:
 
     def exempt(self) -> None:
         """Wait no more for what living peers have claimed since."""
-        if not self.awaited:
+        claims, self._claims = self._claims, self._peers.pulse.claims
+        if not self.awaited or claims == self._claims:
             return
         owners = claimed(self._peers.by_name.values())
         groups: dict[tuple[str, ...], list[int]] = {}

@@ -73,7 +73,8 @@ class Host:
             effects.Post: self._post,
             effects.Forget: lambda _: None,  # no engine here names events
             effects.Verify: lambda effect: self.mover.verify(effect),  # noqa: PLW0108 - the mover changes
-            effects.Quiesce: lambda effect: self.mover.quiesce(effect.lease),
+            effects.Quiesce: self._quiesce,
+            effects.Exempt: self._exempt,
             effects.Copy: self._copy,
             effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),
         }
@@ -244,6 +245,12 @@ class Host:
 
     def _post(self, effect: effects.Post) -> None:
         self.mover.post(effect)
+
+    def _quiesce(self, effect: effects.Quiesce) -> None:
+        self.mover.inbound.quiesce(effect)
+
+    def _exempt(self, effect: effects.Exempt) -> None:
+        self.mover.inbound.exempt(effect)
 
     def _copy(self, effect: effects.Copy) -> None:
         self.mover.copy(effect)

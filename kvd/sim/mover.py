@@ -2,8 +2,8 @@
 
 It is one process: what it reports comes in order, and what it has not reported when it dies is
 never said. A post lands in pieces, and may be slow, stall or fail; a failed post goes on landing
-until its agent is destroyed. Then, where the seed says so, the rest sits in the receiver's sockets
-and lands later, until that host is quiet.
+until its agent is destroyed. Then, where the seed says so, the rest is left in the connection of
+that agent (``streams``), and lands later.
 """
 
 from __future__ import annotations
@@ -14,63 +14,23 @@ from kvd.core import inputs
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.spec import page_bytes
 from kvd.sim.contents import TORN
+from kvd.sim.flight import Flight
+from kvd.sim.streams import Inbound
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from kvd.core import effects
-    from kvd.core.lease import Lease
+    from kvd.sim.flight import Lane
     from kvd.sim.host import Host
-
-Lane = tuple[str, int]
-"""The incarnation and generation that a sending agent leads to."""
+    from kvd.sim.streams import Stream
 
 REPORT_S = 0.0003
-LANDING_S = 0.002
 COPY_S = 0.1
 SLOW_S = 0.4
 DAMAGED = 0.03
 """Of the deliveries that are verified in full: one page of it is not what was sent."""
-
-
-class Flight:
-    """Pages on their way from one pool into another."""
-
-    __slots__ = (
-        "component",
-        "contents",
-        "destination",
-        "done",
-        "handoff",
-        "is_reported",
-        "lane",
-        "lease",
-        "pace_s",
-        "post",
-        "source",
-        "sums",
-        "to",
-    )
-
-    def __init__(self, post: effects.Post, to: Host, handoff: int, lease: Lease) -> None:
-        self.post = post.post
-        self.lane = (post.incarnation, post.generation)
-        self.to = to
-        self.handoff = handoff
-        self.lease = lease
-        """The source's: it must live while its pages are read."""
-        self.component = post.component
-        self.source = page_ids(post.source)
-        self.destination = page_ids(post.destination)
-        self.contents: list[int] = []
-        """What the source pages held when they were posted: nobody may write them meanwhile."""
-        self.sums = b""
-        self.done = 0
-        """Pages that have landed."""
-        self.pace_s = LANDING_S
-        self.is_reported = False
-        """Its end, good or bad, is told once."""
 
 
 class Mover:
@@ -81,34 +41,42 @@ class Mover:
         self.generation = generation
         self.is_alive = True
         self.flights: dict[int, Flight] = {}
-        self.late: list[Flight] = []
-        """In our own sockets: their senders are over."""
         self.copies: list[tuple[effects.Copy, list[int]]] = []
         """To the saved area and back, in order; with what the source held when it was ordered."""
-        self.quieting = 0
-        """Orders to say Quiet that are not carried out yet."""
         self._agenda = host.world.agenda
         self._random = host.world.rng.random
         self._told_s = 0.0
         self._loading: dict[Lane, bool] = {}
         """Whether each agent that is being made is still wanted."""
-        self._loaded: set[Lane] = set()
+        self._loaded: dict[Lane, Stream | None] = {}
+        """The connection of each agent; None where it was made to a process that is gone."""
+        self._connections = 0
+        self.inbound = Inbound(
+            self._agenda,
+            self._random,
+            lambda lease: self._tell(REPORT_S, inputs.Quiet, lease),
+            lambda lease, streams: self._tell(REPORT_S, inputs.Awaiting, (lease,), streams),
+        )
 
     def start(self, why: str) -> None:
         """It serves after a while."""
         self._tell(0.01, inputs.TransferReady, self.generation, b"metadata", "simulated", why)
 
     def die(self) -> None:
-        """Killed: what it has sent may be in the receivers' sockets, its own are gone."""
+        """Killed: what it has sent may still come, and its own sockets are gone."""
         self.is_alive = False
         for flight in self.flights.values():
             self._leave_behind(flight)
+        for stream in self._loaded.values():
+            if stream is not None:
+                stream.to.over(stream)
+        self._loaded.clear()
         for copy, _ in self.copies[:1]:
             regions = self.host.memory.regions
             regions[copy.destination_region][page_ids(copy.destination)[0]] = TORN
         self.copies.clear()
         self.flights.clear()
-        self.late.clear()
+        self.inbound.die()
 
     # ---- reports -----------------------------------------------------------------------------
 
@@ -146,10 +114,23 @@ class Mover:
         if self._random() < self.host.world.failing_loads:
             self._tell(REPORT_S, inputs.AgentFailed, *lane, "no route")
         elif is_wanted:
-            self._loaded.add(lane)
-            self._tell(REPORT_S, inputs.AgentLoaded, *lane)
+            stream = self._loaded[lane] = self._connect(lane)
+            streams = (stream.name,) if stream is not None else ()
+            self._tell(REPORT_S, inputs.AgentLoaded, *lane, streams)
         if not is_wanted:
             self._tell(REPORT_S, inputs.AgentDropped, *lane, 0)
+
+    def _connect(self, lane: Lane) -> Stream | None:
+        to = self.host.world.owners[lane[0]]
+        if not to.is_up or not to.mover.is_alive:
+            return None
+        if lane != (to.settings.incarnation, to.mover.generation):
+            return None
+        self._connections += 1
+        host = self.host
+        return to.mover.inbound.connect(
+            f"{host.name}.{host.life}.{self.generation}:{self._connections}>{to.name}"
+        )
 
     def drop(self, incarnation: str, generation: int) -> None:
         """Destroy an agent: its posts fail, nothing more is sent through it."""
@@ -159,12 +140,14 @@ class Mover:
         if lane in self._loading:
             self._loading[lane] = False
             return
-        self._loaded.discard(lane)
         doubtful = 0
         for flight in [one for one in self.flights.values() if one.lane == lane]:
             del self.flights[flight.post]
             self._fail(flight, "agent destroyed")
             doubtful += self._leave_behind(flight)
+        stream = self._loaded.pop(lane, None)
+        if stream is not None:
+            stream.to.over(stream)
         self._tell(REPORT_S, inputs.AgentDropped, *lane, doubtful)
 
     # ---- posts -------------------------------------------------------------------------------
@@ -197,7 +180,7 @@ class Mover:
         """Some more pages arrive; at the last one the end is reported."""
         if self.flights.get(flight.post) is not flight:
             return  # its agent is destroyed, or this process is dead
-        if not _is_reachable(flight):
+        if not flight.is_reachable:
             self._fail(flight, "the receiving process is gone")
             return
         world = self.host.world
@@ -208,9 +191,9 @@ class Mover:
         # Most land at once; some stop in the middle of a page, and go on.
         self._check_source(flight)
         if dice < 0.7:
-            _land_pages(flight, left)
+            flight.land(left)
         else:
-            _land_pages(flight, int(left * self._random()))
+            flight.land(int(left * self._random()))
         if flight.done == len(flight.source):
             del self.flights[flight.post]
             if not flight.is_reported:
@@ -272,23 +255,16 @@ class Mover:
         moved_bytes = len(copy.source) // 4 * self._page_bytes(component)
         self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
 
-    # ---- what is left in sockets ---------------------------------------------------------------
+    # ---- what is left behind -------------------------------------------------------------------
 
     def _leave_behind(self, flight: Flight) -> int:
         """What was sent and not confirmed may land later; returns how many bytes may."""
-        world = self.host.world
-        if not _is_reachable(flight) or self._random() >= world.profile.doubts:
+        stream = self._loaded.get(flight.lane)
+        if stream is None or self._random() >= self.host.world.profile.doubts:
             return 0
-        mover = flight.to.mover
-        mover.late.append(flight)
-        self._agenda.after(0.05 * self._random(), mover.land_late, flight)
+        flight.arrived = flight.done
+        stream.left.append(flight)
         return 1
-
-    def land_late(self, flight: Flight) -> None:
-        """Some pages that waited in a socket of ours land."""
-        if flight in self.late and _is_reachable(flight):
-            _land_pages(flight, int((len(flight.source) - flight.done + 1) * self._random()))
-            self._agenda.after(0.2 * self._random(), self.land_late, flight)
 
     def verify(self, effect: effects.Verify) -> None:
         """Compare what has arrived with what was sent, after a while."""
@@ -313,22 +289,6 @@ class Mover:
         )
         self._tell(REPORT_S, inputs.Verified, effect.ticket, bad)
 
-    def quiesce(self, lease: int) -> None:
-        """Say Quiet when nothing that has reached this host can still land."""
-        if self.is_alive:
-            self.quieting += 1
-            self._agenda.after(0.1 * self._random(), self._quiet, lease)
-
-    def _quiet(self, lease: int) -> None:
-        if not self.is_alive:
-            return
-        self.quieting -= 1
-        for flight in self.late:
-            if _is_reachable(flight):
-                _land_pages(flight, len(flight.source) - flight.done)
-        self.late.clear()
-        self._tell(REPORT_S, inputs.Quiet, lease)
-
 
 def _sums(seal: Seal, first_page: int, contents: list[int]) -> bytes:
     """Of these pages, as a transfer process reports them."""
@@ -341,27 +301,3 @@ def _sums(seal: Seal, first_page: int, contents: list[int]) -> bytes:
         ).to_bytes(SUM_BYTES, "little")
         for page in wanted
     )
-
-
-def _is_reachable(flight: Flight) -> bool:
-    """Whether the process that its pages were granted through still serves."""
-    to = flight.to
-    return (
-        to.is_up
-        and to.mover.is_alive
-        and flight.lane == (to.settings.incarnation, to.mover.generation)
-    )
-
-
-def _land_pages(flight: Flight, n_pages: int) -> None:
-    """So many pages arrive whole, and the next one in part."""
-    first, last = flight.done, flight.done + n_pages
-    to, landing = flight.to, flight.destination[first : last + 1]
-    if not landing:
-        return
-    require(flight.handoff in to.grants, f"{to.name}: handoff {flight.handoff} granted nothing")
-    to.receive(flight.handoff, flight.component, landing)
-    memory = to.memory.regions[flight.component]
-    for k, page in enumerate(landing, start=first):
-        memory[page] = flight.contents[k] if k < last else TORN
-    flight.done = min(last, len(flight.source))

@@ -371,6 +371,7 @@ def _unfinished(host: Host) -> list[str]:
         "fetches": node.fetcher.turns,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
-    if host.mover.quieting:
-        left.append(f"{host.name}: {host.mover.quieting} orders to say quiet")
+    quieting = host.mover.inbound.asked + len(host.mover.inbound.questions)
+    if quieting:
+        left.append(f"{host.name}: {quieting} orders to say quiet")
     return left

@@ -45,6 +45,7 @@ from kvd.types import (
 from kvd.wire import admin, client
 from kvd.wire.peer import Message, Offer
 from tests.core.noted import Noted
+from tests.core.streams import Inflow, Stream
 
 if TYPE_CHECKING:
     from kvd.wire.events import Event
@@ -171,10 +172,12 @@ class Side:
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
         """Pages in our own socket buffers, whose sender is over."""
+        self.inflow = Inflow(self)
+        """The connections into our transfer process."""
+        self.agents: dict[tuple[str, int], Stream] = {}
+        """The connections of our sending agents."""
         self.copies: deque[effects.Copy] = deque()
         """To the saved area and back, under way."""
-        self.noisy: list[int] = []
-        """Leases that wait for Quiet."""
         self.asked: list[effects.Verify] = []
         """What our transfer process has to verify."""
         self.fails_loading = 0
@@ -235,7 +238,11 @@ class Side:
             case effects.Verify() as verify:
                 self.verify(verify)
             case effects.Quiesce() as quiesce:
-                self.quiesce(quiesce)
+                self.inflow.quiesce(quiesce)
+                self.be_quiet_now()
+            case effects.Exempt() as exempt:
+                self.inflow.exempt(exempt)
+                self.be_quiet_now()
             case effects.Copy() as copy:
                 self.begin_copy(copy)
 
@@ -353,16 +360,17 @@ class Side:
         self.feed(inputs.TransferGone(self.world.now_s, why))
 
     def stop_processes(self) -> None:
-        """What was sent may still be in the receivers' sockets; nothing is reported any more."""
+        """What was sent may still be on its way; nothing is reported any more."""
         self.inbox.clear()
-        for flight in self.flights.values():
-            self.world.side_of(flight.grant.incarnation).late.append(flight)
+        for key, stream in self.agents.items():
+            self.end_agent(stream, self.flights_through(*key))
+        self.agents.clear()
         for copy in self.copies:
             self.move_copy(copy, self.world.torn_pages)
         self.copies.clear()
         self.flights.clear()
         self.late.clear()
-        self.noisy.clear()
+        self.inflow = Inflow(self)
         self.asked.clear()
 
     def restart_transfer(self, why: str) -> None:
@@ -377,11 +385,21 @@ class Side:
         return True
 
     def load_agent(self, load: effects.LoadAgent) -> None:
-        report: inputs.Input = inputs.AgentLoaded(0.0, load.incarnation, load.generation)
         if self.fails_loading:
             self.fails_loading -= 1
-            report = inputs.AgentFailed(0.0, load.incarnation, load.generation, "no route")
-        self.inbox.append(report)
+            self.inbox.append(
+                inputs.AgentFailed(0.0, load.incarnation, load.generation, "no route")
+            )
+            return
+        there = self.world.side_of(load.incarnation)
+        self.world.connections += 1
+        stream = Stream(f"{self.name}:{self.world.connections}>{there.name}", there)
+        self.agents[load.incarnation, load.generation] = stream
+        if (there.incarnation, there.generation) == (load.incarnation, load.generation):
+            there.inflow.open[stream.name] = stream
+        self.inbox.append(
+            inputs.AgentLoaded(0.0, load.incarnation, load.generation, (stream.name,))
+        )
 
     def post(self, post: effects.Post) -> None:
         part = self.node.prefiller.posts.parts.get(post.post)
@@ -556,22 +574,46 @@ class Side:
             if (post.incarnation, post.generation) == (drop.incarnation, drop.generation):
                 del self.waiting[post.post]
                 self.inbox.append(inputs.Unposted(0.0, post.post, "agent destroyed"))
-        over = [
-            flight
-            for flight in self.flights.values()
-            if (flight.post.incarnation, flight.post.generation)
-            == (drop.incarnation, drop.generation)
-        ]
+        over = self.flights_through(drop.incarnation, drop.generation)
         for flight in over:
             del self.flights[flight.post.post]
             self.fail(flight, "agent destroyed")
-            if self.world.doubts:
-                self.world.side_of(flight.grant.incarnation).late.append(flight)
-        doubt = len(over) if self.world.doubts else 0
+        left = over if self.world.doubts else []
+        stream = self.agents.pop((drop.incarnation, drop.generation), None)
+        if stream is not None:
+            self.end_agent(stream, left)
+        doubt = len(left)
         self.inbox.append(inputs.AgentDropped(0.0, drop.incarnation, drop.generation, doubt))
 
-    def quiesce(self, quiesce: effects.Quiesce) -> None:
-        self.noisy.append(quiesce.lease)
+    def flights_through(self, incarnation: str, generation: int) -> list[Flight]:
+        """Our posts that are under way through this agent."""
+        return [
+            flight
+            for flight in self.flights.values()
+            if (flight.post.incarnation, flight.post.generation) == (incarnation, generation)
+        ]
+
+    def end_agent(self, stream: Stream, left: list[Flight]) -> None:
+        """It sends no more; what it has sent arrives in its own time."""
+        stream.left.extend(left)
+        stream.is_over = True
+        if not self.world.hold_network:
+            stream.to.arrive(stream)
+
+    def arrive(self, stream: Stream) -> None:
+        """All that was left in a connection reaches our sockets, and then its end."""
+        if self.inflow.open.get(stream.name) is stream:
+            self.late.extend(stream.left)
+            stream.left.clear()
+            self.inflow.ends(stream)
+            self.be_quiet_now()
+
+    def arrive_all(self) -> None:
+        """Of every connection whose sender is over."""
+        for stream in self.inflow.over():
+            self.arrive(stream)
+
+    def be_quiet_now(self) -> None:
         if not self.world.hold_quiet:
             self.be_quiet()
 
@@ -585,8 +627,7 @@ class Side:
             del self.late[0]
 
     def be_quiet(self) -> None:
-        """Whatever had reached this host lands, and then nothing more does."""
+        """Whatever has reached this host lands; who waits for nothing else is told."""
         while self.late:
             self.land_late()
-        self.inbox.extend(inputs.Quiet(0.0, lease) for lease in self.noisy)
-        self.noisy.clear()
+        self.inbox.extend(inputs.Quiet(0.0, lease) for lease in self.inflow.answered())

@@ -210,7 +210,7 @@ def test_the_first_hello_is_answered_and_an_agent_is_made(world):
 
 def test_a_ping_is_echoed_once(world):
     assert from_peer(world.p, "in:d", Ping(D, P, 8, 0, 1, 1)) == [
-        effects.Send("in:d", Ping(P, D, 0, 8, 0, 0))
+        effects.Send("in:d", Ping(P, D, 0, 8, 0, 0, streams=("p:1>d",)))
     ]
     assert from_peer(world.p, "in:d", Ping(D, P, 0, 8, 0, 0)) == []
 

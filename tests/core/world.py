@@ -49,7 +49,10 @@ class World:
         """So many pages of a copy were copied when its transfer process is killed."""
         self.hold_verify = False
         self.doubts = False
-        """A destroyed sending agent leaves bytes in the receiver's sockets."""
+        """A destroyed sending agent leaves bytes behind."""
+        self.hold_network = False
+        """What a sender that is over had sent is still on its way, and the ends behind it."""
+        self.connections = 0
         self.sides: dict[str, Side] = {}
         for name in sources:
             self.sides[name] = self.side(self, settings(name, p_pages, **more))
@@ -140,6 +143,12 @@ class World:
             side.stop_transfer(why)
             side.start_transfer(why)
         return bool(asked)
+
+    def flow(self) -> None:
+        """Everything that is on its way arrives."""
+        for side in self.sides.values():
+            side.arrive_all()
+        self.run()
 
     # ---- posts and time ----------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class DecodePart(NamedTuple):
     """Given up while verifying: applied on READY."""
     asked: bool = False
     """The transfer process that lives now is verifying the pages."""
+    in_doubt: bool = False
+    """Its writer is over, and what it had sent may still come."""
     damaged: bool = False
     """A page is not what was sent."""
     committed: bool = False
@@ -129,8 +131,10 @@ def settled(
         return part, ((unknown,) if rules.answers_settled_when_forgotten else ())
     if part.state is not D.CLOSED:
         before = part.state
-        part = fire(part, T.DELIVERED if message.word else T.SETTLED)
-        took_aux = message.word and part.state in (D.VERIFYING, D.READY)
+        part = fire(part, T.DELIVERED if message.word == 1 else T.SETTLED)
+        if message.word == 2 and part.state is D.CLOSED:
+            part = doubted(part)
+        took_aux = message.word == 1 and part.state in (D.VERIFYING, D.READY)
         if took_aux and (before is not part.state or not rules.takes_aux_once):
             part = part._replace(auxes=min(part.auxes + 1, 2))
         if part.state is D.VERIFYING:
@@ -161,12 +165,28 @@ def writer_gone(part: DecodePart) -> DecodePart:
         return part
     if part.state is not D.CLOSED:
         part = fire(part, T.WRITER_GONE)
+        part = doubted(part) if part.state is D.CLOSED else part
     return forgotten(part) if part.state is D.CLOSED else part
+
+
+def doubted(part: DecodePart) -> DecodePart:
+    """CLOSED, and its pages wait until this host is quiet."""
+    return part._replace(pages=Pages.QUARANTINED, in_doubt=True)
+
+
+def quiet(part: DecodePart) -> DecodePart:
+    """Nothing that was in doubt can land any more."""
+    return part._replace(pages=Pages.FREE, in_doubt=False)
+
+
+def is_quiet(side: DecodeSide, left: int, rules: Rules) -> bool:
+    """Whether nothing is on its way to the receiving process that lives."""
+    return left != side.generation or not rules.waits_for_ends
 
 
 def forgotten(part: DecodePart) -> DecodePart:
     """Nothing is kept of it but where its pages are."""
-    return DecodePart(state=None, pages=part.pages)
+    return DecodePart(state=None, pages=part.pages, in_doubt=part.in_doubt)
 
 
 def forget_below(side: DecodeSide, below: int) -> DecodeSide:
@@ -303,6 +323,8 @@ def fence(side: DecodeSide, rules: Rules) -> DecodeStep:
     sends = []
     parts = list(side.parts)
     for i, part in enumerate(parts):
+        if part.in_doubt:
+            parts[i] = quiet(part)
         if part.state in (None, D.CLOSED, D.QUEUED):
             continue
         parts[i] = fire(part, T.FENCED)._replace(asked=False)
@@ -340,4 +362,4 @@ def restart(side: DecodeSide) -> DecodeStep:
 
 
 def free_grant(part: DecodePart) -> DecodePart:
-    return part if part.pages is Pages.CACHED else part._replace(pages=Pages.FREE)
+    return part if part.pages is Pages.CACHED else quiet(part)

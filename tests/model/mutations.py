@@ -26,6 +26,7 @@ class Mutation(NamedTuple):
         return Scope(faults=frozenset(self.faults), budget=len(self.faults))
 
 
+LATE = "late bytes of handoff 0 may land in pages that are FREE"
 FREE, SOURCE, STUCK = "pages that are FREE", "source pages that are free", "stuck"
 
 MUTATIONS = (
@@ -39,6 +40,9 @@ MUTATIONS = (
     Mutation("asks_the_next_process", STUCK, (C.FENCE,)),
     Mutation("takes_aux_once", "aux of handoff 0 is delivered 2 times"),
     Mutation("answers_settled_when_closed", STUCK, (C.LOSS,)),
+    Mutation("waits_for_ends", LATE),
+    Mutation("waits_for_ends", LATE, (C.PREFILL_CRASH,)),
+    Mutation("tells_doubt", LATE),
     Mutation("fence_starts_new_generation", FREE, (C.FENCE,)),
     Mutation("decode_reaps_before_hello", FREE, (C.DECODE_CRASH,)),
     Mutation("settles_when_drained", SOURCE),

@@ -42,7 +42,7 @@ def in_sides(decode: DecodeSide, prefill: PrefillSide) -> Names:
             {prefill.incarnation, decode.sees} | decode.superseded | {p.peer for p in decode.parts}
         )
         - {NOBODY},
-        frozenset({decode.generation, prefill.sees_generation} | named) - {NOBODY},
+        frozenset({decode.generation, prefill.sees_generation, *prefill.left} | named) - {NOBODY},
     )
 
 
@@ -95,6 +95,7 @@ class Renaming:
             sees=self.decodes[side.sees],
             superseded=frozenset(self.decodes[name] for name in side.superseded),
             sees_generation=self.generations[side.sees_generation],
+            left=tuple(self.generations[left] for left in side.left),
             parts=tuple(
                 part._replace(
                     born=self.decodes[part.born],

@@ -26,7 +26,7 @@ from tests.model.protocol import (
     Side,
 )
 from tests.model.reception import Joint, Reception, ReceptionStep, Sent
-from tests.model.verdict import is_over, reaches, source_is_free
+from tests.model.verdict import KEPT, is_over, reaches, source_is_free
 from tests.model.world import BITS, SIDE, Edge, Numbering, bits
 
 if TYPE_CHECKING:
@@ -300,6 +300,11 @@ class PartsWorld:
         part = writer.parts[0]
         if Post.FLYING in part.posts and not part.is_orphan:
             yield self.landing(whole, writer, link)
+        if writer.left[0] != NOBODY:
+            arrived = prefill_side.left_behind(writer, 0, NOBODY)
+            yield "what was left arrives, and the end behind it", whole, arrived, ()
+        if whole.parts[link].in_doubt and decode_side.is_quiet(decode, writer.left[0], RULES):
+            yield "decode is quiet", reception.quiet(whole, link, self.joint), writer, ()
 
     def pinged(self, sides: int) -> int:
         """The sides when each has heard the other's floor: here a Ping arrives at once."""
@@ -346,11 +351,12 @@ def violation(
     for link, (there, writer) in enumerate(zip(whole.parts, writers, strict=True)):
         part, side = writer.parts[0], whole.links[link]
         if any(post in OUTSTANDING for post in part.posts):
-            held = there.pages in (Pages.HELD, Pages.QUARANTINED)
-            if not held and reaches(side, writer, part, rules):
+            if there.pages not in KEPT and reaches(side, writer, part, rules):
                 return f"a post of writer {link} may land in pages that are {there.pages.name}"
             if source_is_free(writer, part, rules):
                 return f"a post of writer {link} reads source pages that are free"
+        if writer.left[0] == side.generation and there.pages not in KEPT:
+            return f"late bytes of writer {link} may land in pages that are {there.pages.name}"
         if part.heard_committed and there.pages is not Pages.CACHED:
             return f"writer {link} hears that it is committed, and it is not"
         if there.committed and there.landed != writer.posts_per_part:

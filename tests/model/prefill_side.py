@@ -40,6 +40,8 @@ class PrefillPart(NamedTuple):
     """The engine's call it serves."""
     delivered: bool = False
     heard_committed: bool = False
+    in_doubt: bool = False
+    """Its agent was destroyed with posts under way."""
     is_orphan: bool = False
     """The daemon died; its transfer process, not yet reaped, goes on with the posts."""
 
@@ -77,6 +79,9 @@ class PrefillSide(NamedTuple):
     sees_generation: int = 0
     peer_floor: int = 0
     """The decode side has nothing open below it."""
+    left: tuple[int, ...] = (NOBODY,)
+    """Of each handoff: the generation to which bytes of a sender that is over are still on their
+    way. It belongs to the network: no restart here changes it."""
     superseded: frozenset[int] = frozenset()
     """Only for the variant that remembers the superseded instead of ordering incarnations."""
 
@@ -98,9 +103,16 @@ def with_call(side: PrefillSide, index: int, call: Call) -> PrefillSide:
     return side._replace(calls=(*side.calls[:index], call, *side.calls[index + 1 :]))
 
 
+def left_behind(side: PrefillSide, index: int, generation: int) -> PrefillSide:
+    """Bytes of this handoff stay on their way; NOBODY: they have arrived, and the end behind."""
+    return side._replace(left=(*side.left[:index], generation, *side.left[index + 1 :]))
+
+
 def say(side: PrefillSide, index: int, kind: Kind) -> Message:
     part = side.parts[index]
-    word = int(kind is Kind.SETTLED and part.delivered)
+    word = 0
+    if kind is Kind.SETTLED:
+        word = 1 if part.delivered else 2 * int(part.in_doubt)
     return Message(Side.DECODE, kind, index, side.incarnation, part.born, word)
 
 

@@ -18,6 +18,7 @@ from tests.model.prefill_side import (
     conclude,
     fire,
     folded,
+    left_behind,
     meet,
     say,
     stream,
@@ -157,7 +158,8 @@ def destroy_agent(side: PrefillSide, part: PrefillPart, rules: Rules) -> Prefill
         if other.born != born or not any(post in OUTSTANDING for post in other.posts):
             continue
         posts = tuple(Post.DESTROYED if p in OUTSTANDING else p for p in other.posts)
-        side = with_part(side, index, fire(other._replace(posts=posts), T.GIVEN_UP))
+        ended = fire(other._replace(posts=posts, in_doubt=rules.tells_doubt), T.GIVEN_UP)
+        side = with_part(left_behind(side, index, other.generation), index, ended)
         side, said = conclude(side, index, rules)
         sends += said
     words = f"prefill destroys its sending agent to decode incarnation {born}"
@@ -193,6 +195,9 @@ def crash(side: PrefillSide, rules: Rules) -> PrefillStep:
 
 def restart(side: PrefillSide) -> PrefillStep:
     """Reap the old transfer process, then greet."""
+    for index, part in enumerate(side.parts):
+        if any(post in OUTSTANDING for post in part.posts):
+            side = left_behind(side, index, part.generation)
     after = side._replace(
         is_up=True,
         incarnation=side.incarnation + 1,

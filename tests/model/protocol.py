@@ -20,6 +20,11 @@ How the pages stay safe
     is reaped; a fence, which ends the process that its posts are meant for; our own restart, once
     our old receiving process is reaped. A clock or a silence is never a proof.
 
+    What a writer had sent when its agent was destroyed or its process died is still on its way: on
+    a connection of its own, ahead of or behind every message about it, and the end of that
+    connection comes last. So where the last word is in doubt, and always after a newer
+    incarnation, the pages stay in quarantine until the connection has ended.
+
 How the last word gets through
     Whoever still wants something repeats it. The decode side wants Settled and repeats Offer, then
     Abort; the prefill side wants the outcome and repeats Settled until Closed. Whoever is asked
@@ -145,7 +150,7 @@ class Message(NamedTuple):
     """One message in flight.
 
     ``word`` is what it says: the generation in Hello and Offer, the floor in Ping, 1 (delivered,
-    committed) or 0 in Settled and Closed.
+    committed) or 0 in Settled and Closed; 2 in a Settled with bytes in doubt.
     """
 
     to: Side
@@ -167,7 +172,7 @@ class Message(NamedTuple):
             case Kind.OFFER:
                 what = f"Offer({self.part}) naming generation {self.word}"
             case Kind.SETTLED:
-                what = f"Settled({self.part}, {'delivered' if self.word else 'other'})"
+                what = f"Settled({self.part}, {('other', 'delivered', 'in doubt')[self.word]})"
             case Kind.CLOSED:
                 what = f"Closed({self.part}, {'committed' if self.word else 'not committed'})"
             case _:
@@ -217,6 +222,8 @@ class Rules(NamedTuple):
     """Closed is said as often as Settled is heard."""
     answers_settled_when_forgotten: bool = True
     """Closed(not known), too. A courtesy: the floor keeps what is still wanted."""
+    waits_for_ends: bool = True
+    """Bytes in doubt are waited for until their connection has ended, not only its sender."""
     fence_starts_new_generation: bool = True
     """The process after a fence goes by another generation."""
     fence_is_remembered: bool = False
@@ -230,6 +237,8 @@ class Rules(NamedTuple):
     """A failed post is outstanding until its sending agent is destroyed."""
     failed_post_has_not_landed: bool = True
     """A failed post counts as failed, whatever may have landed."""
+    tells_doubt: bool = True
+    """Settled says that posts were under way when their agent was destroyed."""
     flushes_after_last_post: bool = True
     """DELIVERED is said when every post is done."""
     repeats_settled: bool = True

@@ -95,6 +95,8 @@ def leased(whole: Reception, joint: Joint) -> Reception:
         pages = Pages.QUARANTINED
     elif any(state in (*ASKING, D.VERIFYING) for state in states):
         pages = Pages.HELD
+    elif any(part.in_doubt for part in whole.parts):
+        pages = Pages.QUARANTINED
     else:
         pages = Pages.FREE
     ended = any(state in (D.CLOSED, None) for state in states)
@@ -124,6 +126,12 @@ def has_failed(before: DecodePart, after: DecodePart) -> bool:
     """Whether the part was wanted, and is not any more."""
     was_wanted = before.state in (*ASKING, D.VERIFYING)
     return was_wanted and after.state in (D.DRAINING, D.CLOSED, None) and not after.committed
+
+
+def quiet(whole: Reception, link: int, joint: Joint) -> Reception:
+    """Nothing that one writer had sent can land any more."""
+    part = whole.parts[link]
+    return leased(put(whole, link, part._replace(in_doubt=False)), joint)
 
 
 # --- what arrives ---------------------------------------------------------------------------

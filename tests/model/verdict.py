@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from tests.model.prefill_side import PrefillPart, PrefillSide
     from tests.model.protocol import Rules
 
+KEPT = (Pages.HELD, Pages.QUARANTINED)
+"""Where a remote may write."""
+
 
 def violation(decode: DecodeSide, prefill: PrefillSide, rules: Rules) -> str | None:
     """What is unsafe in this state, in words."""
     for index, (there, part) in enumerate(zip(decode.parts, prefill.parts, strict=True)):
         if any(post in OUTSTANDING for post in part.posts):
-            held = there.pages in (Pages.HELD, Pages.QUARANTINED)
-            if not held and reaches(decode, prefill, part, rules):
+            if there.pages not in KEPT and reaches(decode, prefill, part, rules):
                 return f"a post of handoff {index} may land in pages that are {there.pages.name}"
             if source_is_free(prefill, part, rules):
                 return f"a post of handoff {index} reads source pages that are free"
+        if prefill.left[index] == decode.generation and there.pages not in KEPT:
+            return f"late bytes of handoff {index} may land in pages that are {there.pages.name}"
         if part.heard_committed and there.pages is not Pages.CACHED:
             return f"the engine hears that handoff {index} is committed, and it is not"
         if there.committed and there.landed != prefill.posts_per_part:
@@ -59,5 +63,6 @@ def is_over(decode: DecodeSide, prefill: PrefillSide) -> bool:
         and all(part.state is None for part in decode.parts)
         and all(part.pages in (Pages.FREE, Pages.CACHED) for part in decode.parts)
         and all(part.state is None and not part.is_orphan for part in prefill.parts)
+        and all(left == NOBODY for left in prefill.left)
         and all(call.phase in (Phase.NOT_OPENED, Phase.OVER) for call in prefill.calls)
     )

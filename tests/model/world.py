@@ -132,6 +132,7 @@ class World:
             parts=(PrefillPart(),) * scope.handoffs,
             calls=(Call(),) * scope.calls,
             posts_per_part=scope.posts,
+            left=(NOBODY,) * scope.handoffs,
         )
         return self.pair(decode, prefill)
 
@@ -351,6 +352,19 @@ class World:
         for index, part in enumerate(prefill.parts):
             if Post.FLYING in part.posts and not part.is_orphan:
                 yield self.landing(decode, prefill, index)
+        yield from self.late(decode, prefill)
+
+    def late(self, decode: DecodeSide, prefill: PrefillSide) -> Iterator[SharedStep]:
+        """What a sender that is over had sent arrives, and then the decode side is quiet."""
+        for index, part in enumerate(decode.parts):
+            if prefill.left[index] != NOBODY:
+                words = f"what was left of handoff {index} arrives, and the end behind it"
+                arrived = prefill_side.left_behind(prefill, index, NOBODY)
+                yield SharedStep(words, decode, arrived)
+            if part.in_doubt and decode_side.is_quiet(decode, prefill.left[index], self.rules):
+                words = f"decode is quiet for handoff {index}"
+                after = decode_side.with_part(decode, index, decode_side.quiet(part))
+                yield SharedStep(words, after, prefill)
 
     def greetings(self, decode: DecodeSide, prefill: PrefillSide) -> Iterator[SharedStep]:
         """Hello is repeated until the other side knows this incarnation and generation."""

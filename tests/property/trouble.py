@@ -73,7 +73,15 @@ def trouble(storm: Storm, side: Side) -> None:
         die(storm, side)
     elif dice < 0.88:
         held = storm.rng.choice(
-            ("hold_posts", "hold_posts", "hold_copies", "hold_verify", "hold_quiet", "doubts")
+            (
+                "hold_posts",
+                "hold_posts",
+                "hold_copies",
+                "hold_verify",
+                "hold_quiet",
+                "hold_network",
+                "doubts",
+            )
         )
         vars(world)[held] = not vars(world)[held]
     elif dice < 0.91:
@@ -100,6 +108,7 @@ def let_some_go(storm: Storm) -> None:
                 side.land(flight, rng.choice((1, 2, None)))
     if rng.random() < 0.5:
         for side in storm.sides:
+            side.arrive_all()
             side.be_quiet()
     storm.world.run()
     storm.hear()
@@ -124,7 +133,12 @@ def calm(storm: Storm) -> None:
     world = storm.world
     world.hold_posts = world.hold_copies = world.hold_verify = world.hold_quiet = False
     world.lost = set()
-    while any(side.copies or side.asked or side.flights or side.noisy for side in storm.sides):
+    world.hold_network = False
+    world.flow()
+    while any(side.copies or side.asked or side.flights for side in storm.sides):
+        let_all_go(storm)
+    while any(side.inflow.questions for side in storm.sides):
+        world.pass_time(0.5, 0.25)  # until the living have said which connections are theirs
         let_all_go(storm)
     for side in storm.sides:
         side.hang_up(storm.sessions[side.name])

@@ -5,6 +5,10 @@ Each is a real node with one rule of the core left out, as a careless change mig
 
 from __future__ import annotations
 
+import msgspec
+
+from kvd.core import inputs
+from kvd.core.doubt import Doubt
 from kvd.core.node import Node
 from kvd.types import NO_PAGES
 
@@ -59,7 +63,32 @@ def settles_before_its_posts_are_over(settings, at_s):
 def trusts_a_host_that_is_not_quiet(settings, at_s):
     """Bytes in doubt are taken for landed."""
     node = Node(settings, at_s)
-    node.decoder.settling._await_quiet = lambda lease: node.leases.end_quarantine(lease, "hasty")
+    node.decoder.settling._await_quiet = lambda lease, _: node.leases.end_quarantine(lease, "hasty")
+    return node
+
+
+def waits_only_for_what_has_arrived(settings, at_s):
+    """What a writer that is over has sent, and is still on its way, is not waited for."""
+    node = Node(settings, at_s)
+    await_quiet = node.decoder.settling._await_quiet
+    node.decoder.settling._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)
+    return node
+
+
+def believes_any_claim(settings, at_s):
+    """What a peer called its own before it could know of the end is believed."""
+    node = Node(settings, at_s)
+    settling = node.decoder.settling
+    awaiting = settling.awaiting
+
+    def credulous(got):
+        awaiting(got)
+        for lease_id in got.leases:
+            if lease_id in settling.awaited:
+                known = settling.awaited[lease_id]
+                settling.awaited[lease_id] = msgspec.structs.replace(known, last_ping=-1)
+
+    node._handlers[inputs.Awaiting] = credulous
     return node
 
 
@@ -219,6 +248,8 @@ MUTATIONS = (
     drops_an_unlock,
     settles_before_its_posts_are_over,
     trusts_a_host_that_is_not_quiet,
+    waits_only_for_what_has_arrived,
+    believes_any_claim,
     frees_duplicates_under_a_post,
     posts_through_a_newer_generation,
     never_repeats_its_last_word,

@@ -28,6 +28,8 @@ def found(make_node, profile, steps=1500):
         (mutations.drops_an_unlock, "tiny", "lock"),
         (mutations.settles_before_its_posts_are_over, "transfer", "ended"),
         (mutations.trusts_a_host_that_is_not_quiet, "transfer", "ended"),
+        (mutations.waits_only_for_what_has_arrived, "transfer", "ended"),
+        (mutations.believes_any_claim, "transfer", "ended"),
         (mutations.frees_duplicates_under_a_post, "transfer", "was overwritten while post"),
         (mutations.never_repeats_its_last_word, "lossy", "40 s of calm have not ended"),
         (mutations.keeps_a_dead_engines_receives, "storm", ""),
@@ -51,7 +53,7 @@ def test_a_wrong_node_is_found_out(mutation, profile, words):
 def test_an_exception_of_the_core_is_a_finding_with_its_place():
     def broken(settings, at_s):
         node = Node(settings, at_s)
-        node.decoder.quiet = lambda lease_id: 1 // 0
+        node.decoder.settling.quiet = lambda lease_id: 1 // 0
         return node
 
     ending = found(broken, "transfer")

@@ -135,6 +135,8 @@ def input_line(happened: inputs.Input, name: str) -> str | None:
             return f"{name}  a post never began: {happened.why}"
         case inputs.TransferGone():
             return f"{name}  transfer process reaped: {happened.why}"
+        case inputs.Awaiting():
+            return f"{name}  not quiet before {', '.join(happened.streams)} has ended or is claimed"
         case inputs.Quiet():
             return f"{name}  quiet: nothing can land late"
         case _:
