@@ -1,6 +1,6 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
-# make soak   faults for twenty minutes, real daemons       (ARGS="--seed 3 --json DIRECTORY")
+# make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make check  ruff, mypy --strict, make test
 PYTHON ?= python3

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.freeze import state_hash
+from kvd.core.freeze import Unfreezable, state_hash
 from kvd.core.invariants import violations
 from kvd.core.thaw import NotFrozen, thaw
 from kvd.recorder.player import Bug, Player, Strayed
@@ -110,7 +110,7 @@ def replay(
         inputs=inputs,
         steps=node.steps,
         last_event=node.out.seq,
-        state_hash=state_hash(node),
+        state_hash=_hash_of(node),
         recorded_hash=recording.header.state_hash,
         marks=player.marks,
         stopped=stopped,
@@ -118,3 +118,12 @@ def replay(
         bugs=tuple(player.bugs),
         broken=tuple(broken),
     )
+
+
+def _hash_of(node: Node) -> str:
+    """Of the state that was reached; a forged beginning may hold what no node can."""
+    try:
+        return state_hash(node)
+    except Unfreezable as error:
+        msg = f"it ends in a state that no node can have: {error}"
+        raise Damaged(msg) from error

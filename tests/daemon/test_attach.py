@@ -20,6 +20,7 @@ from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.spec import Component, Mha, Nowhere, Order, PoolSpec, Raw
 from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
 from kvd.errors import Code, KvdError, Refusal
+from kvd.journal.engines import Process
 from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attach, Attached, AttachRequest, Join
@@ -424,6 +425,21 @@ async def test_a_process_that_closes_its_socket_without_a_word_is_awaited_until_
         assert (await daemon.refused(Join(token))).code is Code.CLIENT_GONE
         child.kill()
         assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
+
+
+@with_daemon()
+async def test_a_process_that_cannot_be_seen_is_gone_when_it_hangs_up(daemon: Daemon) -> None:
+    """Of another pid namespace: so its connection is kept open when it is hung up on."""
+    attachment = await daemon.attach(Attach("contained"))
+    [connection] = daemon.server._connections
+    connection.process = Process(0)
+    daemon.server.hang_up(1, Refusal(Code.CLIENT_GONE, "it reads nothing"))
+    assert daemon.said[-1] == ("hung up on", 1, Code.CLIENT_GONE, (0,))
+
+    attachment._sock.close()
+
+    await until(lambda: daemon.said[-1] == ("gone", 1))
+    attachment.close()
 
 
 @with_daemon()

@@ -18,6 +18,7 @@ from kvd.wire import admin, client
 from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.daemon.conftest import until
+from tests.daemon.intruder import RawSession, Wire
 from tests.daemon.kv import tokens_of
 
 DEAF = """
@@ -183,6 +184,21 @@ def test_an_engine_that_closes_its_attach_socket_only_keeps_what_it_holds(engine
     [kept] = daemon.snapshot().leases
     assert "closed its attach socket without a word" in kept.waiting_for
     child.kill()
+    until(lambda: daemon.snapshot().leases == ())
+
+
+def test_a_session_whose_client_socket_alone_is_closed_keeps_its_lease(engines):
+    daemon = engines.pair.decode
+    session = RawSession(daemon)
+    leased = session.request(client.OpenLease(1), tokens_of(40, seed=1).tobytes())
+
+    Wire.close(session)
+    asked = RawSession(daemon)  # served after the daemon has seen the end of the other
+    asked.request(client.GetSnapshot(1))
+
+    assert [one.id for one in daemon.snapshot().leases] == [leased.lease]
+    session.attachment.close()
+    asked.close()
     until(lambda: daemon.snapshot().leases == ())
 
 

@@ -102,13 +102,13 @@ def flooder(endpoint: str, mechanism: str) -> None:
 
 def connect_batch(endpoint: str, mechanism: bytes, spent: Spent) -> None:
     """So many connections at once; each says something that is refused, or nothing, and goes."""
-    said = (
-        b"",
-        greeting(mechanism)[:30],
-        b"GET / HTTP/1.1\r\n\r\n",
+    said = (  # the last of a batch are the first of these, and are answered at least a greeting
         greeting(mechanism) + command(b"ERROR", b"\x00"),
         greeting(mechanism) + ready(b"x" * 255) + frame(b"\xc1"),
         greeting(mechanism) + announced(2**63 - 1, COMMAND),
+        greeting(mechanism)[:30],
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
     )
     opened: list[socket.socket] = []
     for number in range(BATCH):
@@ -120,7 +120,7 @@ def connect_batch(endpoint: str, mechanism: bytes, spent: Spent) -> None:
             spent.refused += 1
             continue
         with contextlib.suppress(OSError):
-            raw.send(said[number % len(said)])
+            raw.sendall(said[(BATCH - 1 - number) % len(said)])
         opened.append(raw)
         spent.connections += 1
     wait_for_some(opened)
