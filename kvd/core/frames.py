@@ -9,7 +9,7 @@ decode side that does not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvd.core.seal import SUM_BYTES, most_chosen
 from kvd.errors import Code, Refusal
@@ -18,7 +18,6 @@ from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 
 MESSAGE_BYTES = 4096
@@ -26,6 +25,22 @@ MESSAGE_BYTES = 4096
 
 _GRANT_BYTES = 640
 """Of a grant apart from its page ids: a name of 128 characters, and two numbers."""
+
+
+class Reader(Protocol):
+    """Who is to read a message: a peer, or this node by its settings."""
+
+    @property
+    def name(self) -> str:
+        """Of the node."""
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """The longest message that it reads."""
+
+    @property
+    def max_aux_bytes(self) -> int:
+        """The longest aux that it takes."""
 
 
 def page_bytes(offer: Offer) -> int:
@@ -63,36 +78,34 @@ def _or_raise(limit: int) -> str:
     return ", or raise limits.max_frame_bytes there" if limit < MAX_PEER_BYTES else ""
 
 
-def long_offer(offer: Offer, limit: int, reader: str, mine: Settings) -> Refusal | None:
-    """Why ``reader`` could not read an Offer of ours."""
-    n_bytes = offer_bytes(offer)
+def long_offer(offer: Offer, reader: Reader, side: str) -> Refusal | None:
+    """Why ``reader``, which is the prefill side, could not read an Offer."""
+    n_bytes, limit = offer_bytes(offer), reader.max_frame_bytes
     if n_bytes <= limit:
         return None
     pages = page_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
-        f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, {reader} "
-        f"reads {limit}: hand over a shorter prompt, or make pool.page_size larger"
+        f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, "
+        f"{reader.name} reads {limit}: hand over a shorter prompt, or make pool.page_size larger"
         f"{_or_raise(limit)}",
-        side=mine.name,
+        side=side,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages},
     )
 
 
-def long_settled(
-    offer: Offer, n_shards: int, limit: int, reader: str, mine: Settings
-) -> Refusal | None:
+def long_settled(offer: Offer, n_shards: int, reader: Reader, side: str) -> Refusal | None:
     """Why ``reader``, which is the decode side, could not read what it asks for."""
-    n_bytes = settled_bytes(offer, n_shards, mine.max_aux_bytes)
+    n_bytes, limit = settled_bytes(offer, n_shards, reader.max_aux_bytes), reader.max_frame_bytes
     if n_bytes <= limit:
         return None
     pages = page_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "
-        f"({offer.integrity.value}) and an aux make a message of {n_bytes} bytes, {reader} reads "
-        f'{limit}: set transfer.integrity = "sampled" or "off" on {reader}, hand over a shorter '
-        f"prompt, or make pool.page_size larger{_or_raise(limit)}",
-        side=mine.name,
+        f"({offer.integrity.value}) and an aux make a message of {n_bytes} bytes, {reader.name} "
+        f'reads {limit}: set transfer.integrity = "sampled" or "off" on {reader.name}, hand over '
+        f"a shorter prompt, or make pool.page_size larger{_or_raise(limit)}",
+        side=side,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages, "shards": n_shards},
     )

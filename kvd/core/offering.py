@@ -123,12 +123,11 @@ class Offering:
         for part in reception.parts:
             offer, peer = part.unanswered, self._peers.by_name[part.peer]
             assert isinstance(offer, Offer)
-            n_shards, limit = len(peer.incoming), mine.max_frame_bytes
-            least = min(limit, peer.max_frame_bytes)
+            n_shards, least = len(peer.incoming), min(mine.max_frame_bytes, peer.max_frame_bytes)
             if is_short(offer, n_shards + 1, mine.max_aux_bytes, least):
                 continue
-            refusal = long_offer(offer, peer.max_frame_bytes, peer.name, mine)
-            refusal = refusal or long_settled(offer, n_shards, limit, mine.name, mine)
+            refusal = long_offer(offer, peer, mine.name)
+            refusal = refusal or long_settled(offer, n_shards, mine, mine.name)
             if refusal is not None:
                 return of_source(part, refusal)
         return None
