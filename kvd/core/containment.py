@@ -55,7 +55,7 @@ from kvd.core.places import has_any
 from kvd.core.radix_mend import drop, hide, recount, subtree
 from kvd.core.rules import missing_locks
 from kvd.errors import Code, Refusal
-from kvd.types import NO_PAGES, Pages
+from kvd.types import ID_BYTES, NO_PAGES, Pages
 from kvd.wire import client
 
 if TYPE_CHECKING:
@@ -217,8 +217,10 @@ class Containment:
         n_pages = self._condemn("", lease.held, fault)
         for keeper in table.beside.each:
             n_pages += self._condemn(keeper.component.name, keeper.own(lease), fault)
-        lease.row = Pages(lease.row[: len(lease.row) - len(lease.held) + len(lease.deferred)])
-        lease.deferred = NO_PAGES
+        if ARRIVAL not in lease.holders and lease.quarantine is None:
+            # Nobody has them; but where a remote may write, that it is this lease's has to be seen.
+            lease.row = Pages(lease.row[: lease.owned * ID_BYTES])
+            lease.deferred = NO_PAGES
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
         if lease.quarantine is None:
             self._fail_users(lease, refusal)

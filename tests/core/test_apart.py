@@ -7,6 +7,7 @@ import time
 from operator import add
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kvd.core import inputs
@@ -15,8 +16,11 @@ from kvd.core.admission import Admission
 from kvd.core.lease import Claimed
 from kvd.core.receive_askers import ReceiveAsker
 from kvd.core.report import snapshot
+from kvd.core.shards import Shard
 from kvd.wire import client
+from kvd.wire.peer import Hello
 from tests.core.world import World, tokens
+from tests.property.cells import CellWorld, sharded
 
 if TYPE_CHECKING:
     from kvd.core.admission import Waiter
@@ -245,3 +249,28 @@ def test_the_queue_admits_whom_a_naive_queue_admits_while_peers_come_and_go(seed
 
     assert mine == naive, f"seed {seed}"
     assert any(isinstance(one, client.Receiving) for one in mine)
+
+
+def test_who_waits_for_a_layout_is_asked_again_when_its_peer_has_another():
+    """Its source is up, and what it has of the model is not all: nothing but a Hello can help."""
+    world = CellWorld(spec=sharded(4, 8, (Shard(0, 4, 0, 8),)))
+    p, d = world.p, world.d
+    world.lost = {Hello}
+    p.config = msgspec.structs.replace(p.config, spec=sharded(4, 8, (Shard(0, 2, 0, 8),)))
+    world.restart(p)
+    world.pass_time(3)
+    d.call(client.Receive, tokens((1, 64)), room=7, source=("p",), deadline_s=30.0)
+    call, admission = d.calls, d.node.admission
+
+    world.lost = set()
+    world.pass_time(1)
+    (waiting,) = snapshot(d.node).waiting
+    looks = admission.looks
+    one_cycle(world)
+    assert "lack" in waiting.why or "layers" in waiting.why, waiting.why
+    assert (list(admission.apart.by_name), admission.looks) == (["p"], looks)
+
+    p.config = msgspec.structs.replace(p.config, spec=d.config.spec)
+    world.restart(p)
+    world.pass_time(1)
+    assert isinstance(d.answer(call), client.Receiving)

@@ -10,6 +10,8 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.audit import EVERY_S
+from kvd.core.fault import Fault
+from kvd.core.invariants import violations
 from kvd.core.report import snapshot
 from kvd.core.why import because
 from kvd.errors import Code, Refusal
@@ -240,3 +242,56 @@ def test_admission_knows_that_condemned_pages_are_not_to_be_had():
 
     assert isinstance(reply, client.Failed)
     assert reply.refusal.numbers == {"needed_pages": 8, "pool_pages": 7}
+
+
+@pytest.mark.parametrize("standing", ["saving", "restoring", "resuming", "receiving", "sending"])
+def test_a_lease_that_is_lost_in_the_middle_of_something_ends_all_the_same(standing):
+    """What was under way comes to its end, nothing of it is cached, and all is released."""
+    world = World(p_pages=30, d_pages=30)
+    side = world.p if standing == "sending" else world.d
+    lease = in_the_middle(world, standing)
+    node = side.node
+    fault = Fault("I4", "row", "found wrong by hand", lease=lease)
+
+    node.audit.findings.saw(fault, 1)
+    side.feed(inputs.AuditTurn(world.now_s, 1))
+    world.run()
+    world.hold_copies = world.hold_posts = False
+    while any(one.copies for one in world.sides.values()):
+        next(one for one in world.sides.values() if one.copies).finish_copy()
+        world.run()
+    world.land_posts()
+    world.pass_time(3)
+    for one in world.sides.values():
+        one.hang_up()
+        world.pass_time(7)
+        assert one.node.leases.leases == {}
+        assert not violations(one.node)
+    pool = node.leases.pool
+    assert pool.condemned_pages > 0 or standing == "resuming"
+    assert 1 + pool.free_pages + pool.condemned_pages + node.leases.tree.cached_pages == 30
+
+
+def in_the_middle(world: World, standing: str) -> int:
+    """A lease of which this is going on."""
+    d, p, prompt = world.d, world.p, tokens((1, 100))
+    if standing in {"receiving", "sending"}:
+        world.hold_posts = True
+        d.call(client.Receive, prompt, room=7, source=("p",))
+        source = p.lease(prompt)
+        send = p.call(client.Send, prompt, room=7, lease=source.lease)
+        p.call(client.Advance, send=send.send, upto_tokens=96)
+        return source.lease if standing == "sending" else max(d.node.leases.leases)
+    leased = d.lease(prompt)
+    d.call(client.CommitLease, lease=leased.lease)
+    world.hold_copies = True
+    d.call(client.RetractLease, lease=leased.lease)
+    if standing == "saving":
+        return leased.lease
+    d.finish_copy()
+    world.run()
+    d.ask(admin.Evict(1, pages=6))
+    filler = d.lease(tokens((9000, 29 * 16)), cache=False) if standing == "resuming" else None
+    d.call(client.ResumeLease, lease=leased.lease)
+    assert filler is None or len(d.node.admission) == 1
+    return leased.lease
