@@ -208,7 +208,7 @@ class Connection:
         end_s = time.monotonic() + TURN_S
         try:
             for _ in range(messages):
-                event = machine.next_event()
+                event = self._next_event()
                 if event is None:
                     self._is_left = False
                     break
@@ -230,6 +230,14 @@ class Connection:
                 self._stand_in_line()
             elif not self._is_watched:
                 self._watch()
+
+    def _next_event(self) -> Event | None:
+        """Of a long frame more has come while some was read: sooner than the loop comes round."""
+        machine = self.machine
+        event = machine.next_event()
+        if event is None and machine.lacks and self._read() and not machine.lacks:
+            event = machine.next_event()
+        return event
 
     def _read(self) -> bool:
         """Take what the kernel has; whether there is anything to deal with."""
