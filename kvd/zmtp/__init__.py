@@ -4,7 +4,7 @@ The map of this room, from the wire to the loop::
 
     frames      how ZMTP spells greetings, frames, commands and properties
     events      what a protocol machine says: Ready, a message, Closed with its Fault
-    null, curve the two mechanisms: who is there, and what each frame is wrapped in
+    mechanism   who is there, and what each frame is wrapped in: null, curve
     protocol    the machine of one connection: bytes in, events out; frames in, bytes out
     bounds      every limit, with what it is for
     hub         what all connections of one loop share

@@ -16,10 +16,13 @@ MAX_FRAMES: Final = 4
 """Of one message; those of kvd have one or two, and a REQ puts an empty one before."""
 
 READ_BYTES: Final = 64 * 1024
-"""Read at a time, into memory that all connections of a loop share."""
+"""Read at a time."""
 
-READS: Final = 4
-"""One after another, while a long frame is coming in."""
+LONG_READ_BYTES: Final = 256 * 1024
+"""The same of a frame that is known to be long."""
+
+PIECE_BYTES: Final = 8 * 1024
+"""A frame from this size on is kept in pieces until it is whole, none but the last shorter."""
 
 TURN_MESSAGES: Final = 32
 TURN_S: Final = 0.002

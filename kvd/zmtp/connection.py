@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.types import Sent
-from kvd.zmtp.bounds import HANDSHAKE_BYTES, READ_BYTES, READS, TURN_MESSAGES, TURN_S
+from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES, TURN_S
 from kvd.zmtp.events import ENDED, HUNG_UP, Closed, Fault, Ready
 from kvd.zmtp.protocol import State
 
@@ -208,7 +208,7 @@ class Connection:
         end_s = time.monotonic() + TURN_S
         try:
             for _ in range(messages):
-                event = machine.next_event()
+                event = self._next_event()
                 if event is None:
                     self._is_left = False
                     break
@@ -231,22 +231,33 @@ class Connection:
             elif not self._is_watched:
                 self._watch()
 
+    def _next_event(self) -> Event | None:
+        """Of a long frame more has come while some was read: sooner than the loop comes round."""
+        machine = self.machine
+        event = machine.next_event()
+        if event is None and machine.lacks and self._read() and not machine.lacks:
+            event = machine.next_event()
+        return event
+
     def _read(self) -> bool:
         """Take what the kernel has; whether there is anything to deal with."""
-        machine, inbox = self.machine, self._hub.inbox
-        most = READ_BYTES if machine.state is State.TRAFFIC else HANDSHAKE_BYTES
-        for _ in range(READS if machine.lacks > READ_BYTES else 1):
-            try:
-                size = self._sock.recv_into(inbox, most)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                self.end(Closed(Fault.HUNG_UP, str(error)))
-                return False
-            if not size:
-                self.end(HUNG_UP)
-                return False
-            machine.receive(inbox[:size])
+        machine = self.machine
+        most = READ_BYTES
+        if machine.lacks:
+            most = min(machine.lacks, LONG_READ_BYTES)
+        elif machine.state is not State.TRAFFIC:
+            most = HANDSHAKE_BYTES
+        try:
+            came = self._sock.recv(most)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError as error:
+            self.end(Closed(Fault.HUNG_UP, str(error)))
+            return False
+        if not came:
+            self.end(HUNG_UP)
+            return False
+        machine.receive(came)
         return True
 
     def _deal(self, event: Event) -> None:
@@ -306,7 +317,7 @@ class Connection:
     def _discard(self) -> None:
         """Wait until the other side hangs up: bytes of it left unread would void our last words."""
         try:
-            is_over = not self._sock.recv_into(self._hub.inbox)
+            is_over = not self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:

@@ -1,4 +1,4 @@
-"""What all connections of one loop share: memory to read into, when to write, what is given back.
+"""What all connections of one loop share: when to write, and what is given back.
 
 What is sent while a message is dealt with goes out together when that turn is over, in as few
 system calls as there are connections; what is sent besides, with the next turn of the loop.
@@ -7,8 +7,6 @@ system calls as there are connections; what is sent besides, with the next turn 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
-
-from kvd.zmtp.bounds import READ_BYTES
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,8 +34,6 @@ class Hub:
         """``relieve`` is called when much that was kept is not needed any more."""
         self.loop = loop
         self.relieve = relieve
-        self.inbox = memoryview(bytearray(READ_BYTES))
-        """Every read goes here first, so that a silent connection keeps no memory."""
         self.is_in_turn = False
         self._written: list[Writer] = []
         self._wake: asyncio.Handle | None = None

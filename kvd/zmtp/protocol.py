@@ -19,7 +19,7 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 from kvd.zmtp import frames
-from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES
+from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
 from kvd.zmtp.events import Closed, Fault, Frames, Ready
 from kvd.zmtp.frames import BOXED_COMMAND, COMMAND, FLAGS, LONG, LONG_HEADER, MORE, SHORT_HEADER
 from kvd.zmtp.mechanism import malformed
@@ -55,6 +55,8 @@ class Protocol:
 
     __slots__ = (
         "_at",
+        "_body",
+        "_body_bytes",
         "_buffer",
         "_bytes",
         "_flags",
@@ -82,8 +84,11 @@ class Protocol:
         self._bytes = 0
         self._flags = 0
         self._handshake_left = HANDSHAKE_BYTES
+        self._body: list[bytes] = []
+        """Of a long frame that is not whole, in pieces, with ``_body_bytes`` in all."""
+        self._body_bytes = 0
         self.lacks = 0
-        """Bytes that are known to be missing of a frame."""
+        """Bytes that are known to be missing of it."""
         as_server = self._is_wrapped and mechanism.is_listening
         whole = frames.greeting(mechanism.name, as_server=as_server)
         self._out, self._rest = [whole[:_FIRST]], whole[_FIRST:]
@@ -91,12 +96,14 @@ class Protocol:
     @property
     def held(self) -> int:
         """Bytes kept of what is not a whole message yet, or was not asked for."""
-        return len(self._buffer) - self._at + self._bytes
+        return len(self._buffer) - self._at + self._body_bytes + self._bytes
 
-    def receive(self, came: bytes | memoryview) -> None:
+    def receive(self, came: bytes) -> None:
         """Take what came in."""
+        if self.lacks:
+            came = self._continue(came)
         if self._at == len(self._buffer):
-            self._buffer, self._at = bytes(came), 0
+            self._buffer, self._at = came, 0
             return
         if isinstance(self._buffer, bytes):
             self._buffer = bytearray(self._buffer)
@@ -105,6 +112,17 @@ class Protocol:
             self._at = 0
         self._buffer += came
 
+    def _continue(self, came: bytes) -> bytes:
+        """Take what is of a long frame, in few pieces however small they come; returns the rest."""
+        mine = came[: self.lacks]
+        if self._body and len(self._body[-1]) < PIECE_BYTES:
+            self._body[-1] += mine
+        else:
+            self._body.append(mine)
+        self._body_bytes += len(mine)
+        self.lacks -= len(mine)
+        return came[len(mine) :]
+
     def next_event(self) -> Event | None:
         """What has happened; None when it takes more bytes to say.
 
@@ -112,8 +130,7 @@ class Protocol:
         """
         event: Event | None
         if self.state is State.TRAFFIC:
-            self.lacks = 0
-            event = self._next_message()
+            event = None if self.lacks else self._next_message()
         else:
             event = self._next_step()
         if event is None:
@@ -145,6 +162,7 @@ class Protocol:
         self.state = State.OVER
         self._buffer, self._at = b"", 0
         self._frames, self._bytes = [], 0
+        self._body, self._body_bytes, self.lacks = [], 0, 0
 
     # ---- handshake -------------------------------------------------------------------------------
 
@@ -237,6 +255,9 @@ class Protocol:
 
     def _next_frame(self) -> bytes | Closed | None:
         """What a whole frame holds; how it is flagged is in ``_flags``."""
+        if self._body:
+            whole, self._body, self._body_bytes = b"".join(self._body), [], 0
+            return whole
         buffer, at = self._buffer, self._at
         came = len(buffer) - at
         flags = buffer[at] if came else 0
@@ -253,10 +274,13 @@ class Protocol:
             if flaw is not None:
                 return flaw
         end = body + size
-        if len(buffer) < end:
-            self.lacks = end - len(buffer)
-            return None
         self._flags = flags
+        if len(buffer) < end:
+            if size >= PIECE_BYTES:
+                self._buffer, self._at = b"", 0
+                self.lacks = size
+                self._continue(bytes(memoryview(buffer)[body:]))
+            return None
         if end == len(buffer):
             self._buffer, self._at = b"", 0
         else:
