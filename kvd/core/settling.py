@@ -175,8 +175,8 @@ class Settling:
         waited_s = self._out.at_s - awaited.since_s
         return (
             f"the end of what may still bring bytes of a writer that is over: {', '.join(names)}, "
-            f"for {waited_s:.1f} s now (a silent host is given up after about 5 s where TCP sees "
-            "it), the claim of a living peer"
+            f"for {waited_s:.1f} s now (a silent host is given up after about 10 s), "
+            "the claim of a living peer"
         )
 
     def _await_quiet(self, lease: Lease, doubt: Doubt) -> None:

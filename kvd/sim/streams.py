@@ -22,7 +22,7 @@ PIECE_S = 0.3
 """At most, between two pieces of what was left behind."""
 SILENT = 0.03
 """Of the ends: the network or the sender's host is silent, and keepalive finds out."""
-KEEPALIVE_S = 5.0
+KEEPALIVE_S = 10.0
 LOOK_S = 0.05
 READ_S = 0.2
 

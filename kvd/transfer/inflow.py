@@ -9,11 +9,11 @@ end follows the data. What the peer says of itself comes another way, and may co
 So a question that reaches to what was ``SENT`` waits for the end of every connection that there was
 when it was asked: a writer that was over by then has none but these, for UCX answers a connection
 before anything is written through it. The end is an end of stream or a reset that has arrived, with
-nothing unread; or that the socket is closed. TCP keepalive ends one whose far end is silent (about
-5 s), a reset one that the far end does not know any more. Not waited for are connections of this
-process with itself and those of its own sending agents, through which nobody writes to us; and
-what the daemon exempts, if that connection still stands: a connection of the same name would have
-ended it.
+nothing unread; or that the socket is closed. A far end that does not know the connection any more
+resets it; one that is silent is given up by our kernel after 10 s, for which we have it ask. Not
+waited for are connections of this process with itself and those of its own sending agents, through
+which nobody writes to us; and what the daemon exempts, if that connection still stands: a
+connection of the same name would have ended it.
 
 What has arrived must then be read, and the thread must have got past storing it: it went to sleep,
 or computed for longer than storing one read can take.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.core.doubt import Doubt
 from kvd.transfer.orders import Awaiting, Quiet
-from kvd.transfer.streams import inward, marks, rdma_devices
+from kvd.transfer.streams import ask_alive, inward, marks, rdma_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +143,10 @@ class Inflow:
 
     def _begin(self, seen: dict[str, Mark]) -> None:
         """What is asked is about what there is now."""
-        self._open += [Question(order, seen) for order in self._asked]
+        begun = [Question(order, seen) for order in self._asked]
+        if ends := {name for one in begun for name in one.ends}:
+            ask_alive(ends)
+        self._open += begun
         self._asked.clear()
 
     def _look(self) -> dict[str, Mark]:

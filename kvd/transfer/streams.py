@@ -26,6 +26,14 @@ _ESTABLISHED: Final = 1  # of include/net/tcp_states.h
 _NOT_CONNECTED: Final = {2, 10}  # SYN_SENT, LISTEN
 _ENDED: Final = {6, 7, 8, 9, 11}  # TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING
 _RDMA: Final = "/dev/infiniband/"
+SILENT_S: Final = 10
+"""A far end that answers nothing for so long is given up, where we ask."""
+_ASKING: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+)
 
 
 class Mark(NamedTuple):
@@ -77,6 +85,19 @@ def outward(polls: Iterable[int]) -> tuple[str, ...]:
         with contextlib.suppress(OSError), _held(descriptor) as tcp:
             found.add((_address(tcp.getsockname()), _address(tcp.getpeername())))
     return tuple(sorted(f"{near}>{far}" for near, far in found if (far, near) not in found))
+
+
+def ask_alive(wanted: set[str]) -> None:
+    """Have the kernel ask whether the far ends of these sockets live, and end those that do not.
+
+    UCX asks on connections that it dialed, and on none that it accepted. The time limit covers what
+    we have sent and is not acknowledged, too, for which TCP alone would try for a quarter hour.
+    """
+    for descriptor, kind in descriptors():
+        if kind in wanted:
+            with contextlib.suppress(OSError), _held(descriptor) as tcp:
+                for level, option, value in _ASKING:
+                    tcp.setsockopt(level, option, value)
 
 
 def inward(of_process: dict[str, Mark]) -> dict[str, Mark]:

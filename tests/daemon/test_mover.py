@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kvd.core import effects
+from kvd.core.doubt import Doubt
 from kvd.core.node import Node
 from kvd.core.seal import Seal
 from kvd.daemon.mover import Mover
@@ -110,7 +111,7 @@ async def test_mover_goes_on_to_the_next_generation_when_a_restarted_one_ends_at
 
     first.die()
     await site.until_announced(3)
-    site.mover.quiesce(effects.Quiesce(1))
+    site.mover.quiesce(effects.Quiesce(1, Doubt.SENT))
 
     assert site.generations == [1, 3]
     assert (len(second.orders), len(third.orders)) == (0, 1)

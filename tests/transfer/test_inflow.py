@@ -204,6 +204,16 @@ def test_a_claim_of_a_name_that_has_ended_here_exempts_nothing(far, asleep):
     assert asked.until_quiet()
 
 
+def test_the_kernel_is_to_ask_whether_the_far_end_lives(far, asleep):
+    before = far.ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    Asked(asleep)
+
+    assert not before
+    assert far.ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    limit_ms = far.ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit_ms == 1000 * streams.SILENT_S
+
+
 def test_where_rdma_is_open_nothing_is_ever_quiet(monkeypatch, asleep):
     monkeypatch.setattr(inflow, "rdma_devices", lambda: ("/dev/infiniband/uverbs0",))
     asked = Asked(asleep)
