@@ -43,7 +43,7 @@ LOST_S = 4.0
 LINKED_S = 40.0
 LOOK_S = 0.002
 CUTS = 12
-"""A cut lasts so many pauses: up to 6 s, after which UCX's keepalive has given a connection up."""
+"""A cut lasts so many pauses, up to 6 s: TCP then tries again after seconds, at each try later."""
 
 _SETTINGS = {
     "pool.layers": "4",
