@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.core.side import Letter, Side
+    from tests.core.streams import Stream
 
 ROOM = 7
 PROMPT = tokens((1, 2 * PAGE + 5))
@@ -80,7 +81,7 @@ class Case:
         """From now on nothing moves by itself."""
         world = self.world
         world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = True
-        world.hold_verify = world.doubts = True
+        world.hold_verify = world.hold_network = world.doubts = True
 
     def copy(self) -> Case:
         """Another one just like it; what modules hold for good is shared, as ``freeze`` has it."""
@@ -94,8 +95,10 @@ class Case:
         found = hashlib.sha256()
         for side in world.sides.values():
             found.update(freeze(side.node))
-            parts += [sorted(side.memory.items()), list(side.inbox), side.noisy, side.asked]
+            parts += [sorted(side.memory.items()), list(side.inbox), side.asked]
             parts += [_flight(one) for one in (*side.flights.values(), *side.late)]
+            parts += [(lease, sorted(ends)) for lease, ends in side.inflow.questions.items()]
+            parts += [_stream(one) for one in side.inflow.open.values()]
             parts += [sorted(side.waiting), side.generation, side.life, side.connection]
         parts += [(one.to.name, one.link, one.message) for one in world.wire]
         found.update(repr(parts).encode())
@@ -142,7 +145,7 @@ class Case:
         """Nothing goes wrong any more: all ends, the prompt is there if it was promised."""
         world = self.world
         world.hold_wire = world.hold_posts = world.hold_quiet = world.hold_shells = False
-        world.hold_verify = False
+        world.hold_verify = world.hold_network = False
         self._let_go()
         while self.script:
             self.engine()
@@ -162,6 +165,7 @@ class Case:
         for side in self.world.sides.values():
             while side.asked:
                 side.answer_verify()
+            side.arrive_all()
             side.be_quiet()
         self.world.run()
         self.world.land_posts()
@@ -178,6 +182,10 @@ class Case:
         assert received.aux == b"aux"
         (finished,) = [one for one in p.answers if isinstance(one, client.Finished)]
         assert finished.failure is None, finished.failure
+
+
+def _stream(one: Stream) -> tuple[object, ...]:
+    return one.name, one.is_over, [_flight(flight) for flight in one.left]
 
 
 def _flight(one: Any) -> tuple[object, ...]:
@@ -233,7 +241,9 @@ def _reports(case: Case) -> Iterator[Choice]:
             yield Choice(f"page of {name} lands", _on(name, _land))
         if side.late:
             yield Choice(f"late page lands at {name}", _on(name, lambda one: one.land_late()))
-        if side.noisy:
+        if side.inflow.over():
+            yield Choice(f"a dead connection to {name} ends", _on(name, _end_connection))
+        if not all(side.inflow.questions.values()):
             yield Choice(f"{name} is quiet", _on(name, lambda one: one.be_quiet()))
         if side.asked:
             yield Choice(f"{name} has verified", _on(name, lambda one: one.answer_verify()))
@@ -316,6 +326,11 @@ def _duplicate(case: Case, name: str) -> None:
 def _remove(case: Case, letter: Letter) -> None:
     wire = case.world.wire
     del wire[next(at for at, one in enumerate(wire) if one is letter)]
+
+
+def _end_connection(side: Side) -> None:
+    """The oldest whose sender is over: what it had sent is in our sockets now, and its end."""
+    side.arrive(side.inflow.over()[0])
 
 
 def _land(side: Side) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from kvd.core import prefill
 from kvd.core.last_word import LastWord
 from kvd.core.lease import ARRIVAL
 from kvd.core.lease_table import LeaseTable
+from kvd.core.posts import Posts
 from kvd.core.prefill import Prefiller
 from tests.explore.search import Violated, explore, walks
 
@@ -43,7 +45,7 @@ def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
     aborted = Prefiller.aborted
 
     def answered(self, peer, message):
-        if (peer.incarnation, message.handoff) in self.last_word.by_handoff:
+        if self.last_word.find(peer.incarnation, message.handoff) is not None:
             aborted(self, peer, message)
         else:
             self.last_word.answer_below_floor(peer, message.handoff)
@@ -52,13 +54,20 @@ def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
 
 
 def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
-    """An Offer for a transfer process that is gone is taken as one for its successor."""
-    unacceptable = prefill.unacceptable
+    """An Offer for a transfer process that is gone is taken, and posted by what agent there is."""
+    unacceptable, push = prefill.unacceptable, Posts.push
 
     def lenient(offer, peer, *rest):
         return unacceptable(replace(offer, generation=peer.generation), peer, *rest)
 
+    def by_any(self, part):
+        peers = self._peers
+        self._peers = SimpleNamespace(current=lambda owner, _: peers.by_incarnation.get(owner))
+        push(self, part)
+        self._peers = peers
+
     patch.setattr(prefill, "unacceptable", lenient)
+    patch.setattr(Posts, "push", by_any)
 
 
 @pytest.mark.parametrize(

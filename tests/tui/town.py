@@ -100,8 +100,9 @@ class Town(World):
         self.now_s = 86_400.0
         self.wire, self.restarts, self.lost, self.cut = [], [], set(), set()
         self.hold_wire = self.hold_posts = self.hold_quiet = self.hold_shells = False
-        self.hold_copies = self.hold_verify = self.doubts = False
+        self.hold_copies = self.hold_verify = self.doubts = self.hold_network = False
         self.torn_pages = 1
+        self.connections = 0
         self.sides = {
             name: Resident(self, settings(name, pages, **{"spec": spec(pages), **more}))
             for name in (*PREFILLS, *DECODES)
