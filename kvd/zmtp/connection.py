@@ -273,6 +273,7 @@ class Connection:
             if not self._owner.met(self, event):
                 self.end(Closed(Fault.REFUSED, "its routing id is in use"))
         elif self._owner.ends(self, event):
+            self.flush()  # what it said before its fault was answered, in this turn as well
             self.end(event)
         else:
             self.is_ignored = True

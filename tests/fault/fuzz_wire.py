@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -25,8 +26,12 @@ from kvd.wire.codec import (
     CLIENT_REQUESTS,
     NO_CALL,
 )
+from kvd.zmtp.bounds import MAX_FRAMES
 from tests.fault.fuzz_target import POOL_PAGES, Target
 from tests.fault.fuzz_values import Maker, kinds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MOST_UNANSWERED = 256
 """Frames sent ahead of their answers."""
@@ -63,7 +68,9 @@ class Wire:
     def __init__(self, endpoint, *, routing_id=None):
         self._context = zmq.Context()
         self._socket = open_dealer(self._context, routing_id=routing_id, max_frame_bytes=64 * 2**20)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
+        self.endpoint = endpoint
         self.owed: Counter[int] = Counter()
 
     def say(self, *frames):
@@ -78,7 +85,13 @@ class Wire:
         except zmq.Again:
             return None
 
+    def is_hung_up_on(self, within_s):
+        """Whether the other side ends the connection, or has; what it said before can be heard."""
+        return bool(self._ends.poll(1e3 * within_s))
+
     def close(self):
+        self._socket.disable_monitor()
+        self._ends.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
@@ -108,6 +121,24 @@ class Asking:
         while self._n_owed > MOST_UNANSWERED and time.monotonic() < deadline_s:
             self.drain(0.05)
 
+    def overstep(self, wire: Wire, *frames: bytes) -> None:
+        """Send one message of more frames than any may have: it is hung up on, and nothing else is.
+
+        Half of the time everything is answered before. Otherwise answers that take the daemon more
+        than one turn have nobody to go to: what is owed on this connection then need not come.
+        """
+        if self.make.rng.random() < 0.5:
+            self._wait_for(lambda: not wire.owed.total(), ANSWER_S)
+            self._judge(wire)
+        self.tally.frames += 1
+        wire.say(*frames)
+        if not wire.is_hung_up_on(ANSWER_S):
+            self.tally.trouble(f"{len(frames)} frames were not hung up on")
+        self.drain(0.0)
+        self._n_owed -= wire.owed.total()
+        wire.close()
+        self.wires[self.wires.index(wire)] = Wire(wire.endpoint)
+
     def drain(self, wait_s: float) -> None:
         """Take the answers that are there; wait for the first of each wire."""
         for wire in self.wires:
@@ -118,18 +149,21 @@ class Asking:
 
     def finish(self, within_s: float = ANSWER_S) -> None:
         """Wait for what is owed still, and report what never came."""
-        self._wait_for_all(within_s)
+        self._wait_for(lambda: not self._n_owed, within_s)
         for wire in self.wires:
-            if wire.owed.total():
-                self.tally.trouble(f"never answered: {dict(wire.owed.most_common(5))}")
+            self._judge(wire)
             wire.close()
         self.wires.clear()
         self._n_owed = 0
 
-    def _wait_for_all(self, within_s: float) -> None:
+    def _wait_for(self, condition: Callable[[], bool], within_s: float) -> None:
         deadline_s = time.monotonic() + within_s
-        while self._n_owed and time.monotonic() < deadline_s:
+        while not condition() and time.monotonic() < deadline_s:
             self.drain(0.05)
+
+    def _judge(self, wire: Wire) -> None:
+        if wire.owed.total():
+            self.tally.trouble(f"never answered: {dict(wire.owed.most_common(5))}")
 
     def next_call(self) -> int:
         """A fresh number, now and then one that was used before."""
@@ -208,7 +242,7 @@ class Clients(Asking):
         for wire in self.wires:  # one by one: how many wait in libzmq is what the heap then keeps
             call = self.next_call()
             self.ask(wire, call, CLIENT_REQUESTS.encode(client.MatchPrefix(call)), TOO_MANY_TOKENS)
-            self._wait_for_all(ANSWER_S)
+            self._wait_for(lambda: not self._n_owed, ANSWER_S)
 
     def _one(self) -> None:
         rng = self.make.rng
@@ -334,8 +368,12 @@ class Operators(Asking):
             if isinstance(message, admin.Look):
                 self._further[message.call] += 50 * (message.frames - 1)  # it may be said 50 times
             frames = [frame] if rng.random() > 0.02 else [frame] * rng.choice((2, 3, 50))
+            wire = rng.choice(self.wires)
+            if len(frames) > MAX_FRAMES:
+                self.overstep(wire, *frames)
+                continue
             call = ADMIN_REQUESTS.call_of(frame) if len(frames) == 1 else NO_CALL
-            self.ask(rng.choice(self.wires), call, *frames)
+            self.ask(wire, call, *frames)
 
     def is_further(self, wire: Wire, message) -> bool:
         if not isinstance(message, admin.Frame) or wire.owed[message.call]:

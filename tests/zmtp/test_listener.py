@@ -117,6 +117,22 @@ async def test_a_message_without_an_end_ends_its_connection():
 
 
 @on_uvloop
+async def test_what_was_answered_before_a_fault_is_heard_before_the_hang_up():
+    """However both came in one read."""
+    inn = Inn()
+    inn.host.answer = lambda connection, _: connection.send([b"answer"])
+    guest = await inn.guest()
+
+    await guest.say(b"\0\1a" * 3 + b"\1\0" * 5)
+
+    heard = b""
+    while chunk := await guest.hears():
+        heard += chunk
+    assert heard.endswith(b"\0\6answer" * 3)
+    assert inn.host.went == [Fault.TOO_MANY_FRAMES]
+
+
+@on_uvloop
 async def test_whoever_makes_us_keep_most_goes_when_it_is_too_much_for_all():
     inn = Inn(bounds(max_message_bytes=100_000, budget_bytes=300_000))
     guests = [await inn.guest() for _ in range(8)]
