@@ -33,15 +33,19 @@ FEW_PAGES = 8
 """So many pages, the tail of a prompt say, are looked at faster one by one than by numpy."""
 
 NEVER, OUT, CONDEMNED, FREE = 0, 1, 2, 3
-"""What the byte of a page says: the null page, somebody's, nobody's for good; else it is free."""
+"""What the byte of a page says: the null page, somebody's, nobody's for good, free."""
 
 RAMP = bytes(range(FREE, 256))
-"""All bytes that say free: written side by side, a page that is named twice keeps one of them."""
+"""Written side by side for a moment: a page that is named twice keeps one of these bytes."""
 
 _RAMP = np.frombuffer(RAMP, dtype=np.uint8)
 
 _ascending = b""
-"""The ids of all pages in order, up to the largest pool of this process: no pool keeps its own."""
+"""The ids of all pages in order, up to the largest pool of this process: no pool keeps its own.
+
+A process that has built no pool, because it thawed one, has fewer: what a pool knows afterwards
+must not depend on it.
+"""
 
 
 def _have_ascending(total_pages: int) -> None:
@@ -186,22 +190,20 @@ class PagePool:
         ids = np.frombuffer(pages, "<u4")
         state = np.frombuffer(self._state, np.uint8)
         try:
-            were = state[ids]
+            were = state.take(ids)  # take and put: half the time of an index
         except IndexError:
             return False
         if were.tobytes() != b"\1" * n_pages:
             return False
         if n_pages <= len(RAMP):
-            state[ids] = _RAMP[:n_pages]
-            if state[ids].tobytes() == RAMP[:n_pages]:
-                return True
-            state[ids] = OUT
-            return False
-        in_order = np.sort(ids)
-        if (in_order[1:] == in_order[:-1]).any():
-            return False
-        state[ids] = FREE
-        return True
+            state.put(ids, _RAMP[:n_pages])
+            is_good = state.take(ids).tobytes() == RAMP[:n_pages]
+        else:
+            in_order = np.sort(ids)
+            is_good = not (in_order[1:] == in_order[:-1]).any()
+        # One byte says free, however that was found out: a replay may have found it another way.
+        state.put(ids, FREE if is_good else OUT)
+        return is_good
 
     def _refuse(self, pages: Pages, giver: object) -> None:
         """Some were not out, or twice among them: tell, unless they are only condemned."""

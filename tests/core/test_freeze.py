@@ -111,6 +111,32 @@ def test_the_hash_is_the_same_in_another_process():
     assert done.stdout.strip() == state_hash(a_node())
 
 
+def worked_on(node: Node) -> Node:
+    """A lease of a dozen pages in one run comes and goes: more than are looked at one by one."""
+    opened = inputs.FromClient(9.0, 1, client.OpenLease(10, ""), tokens((5000, 12 * 16)))
+    leased: Any = node.step(opened).effects[0]
+    node.step(inputs.FromClient(9.0, 1, client.ReleaseLease(11, leased.message.lease)))
+    return node
+
+
+def test_a_process_that_has_only_thawed_a_node_goes_on_to_the_same_state():
+    """As a replay does: what the process has seen before must not be part of what a node knows."""
+    script = (
+        "import sys\n"
+        "from tests.core.test_freeze import state_hash, thaw, worked_on\n"
+        "print(state_hash(worked_on(thaw(sys.stdin.buffer.read()))))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    node = a_node()
+    base = freeze(node)
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=base, capture_output=True, env=environment, check=True
+    )
+
+    assert done.stdout.decode().strip() == state_hash(worked_on(node))
+
+
 @pytest.mark.parametrize(
     "change",
     [
