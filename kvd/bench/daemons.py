@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -311,18 +312,23 @@ def _is_linked(daemon: Daemon, peers: int = 1) -> bool:
     return len(linked) >= peers
 
 
+OWN_PORTS: Final = (20_000, 32_768)
+"""Below the ports of outgoing connections."""
+
 _given_ports: set[int] = set()
 
 
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on now, another one at each call.
 
-    The kernel may name the same port again before a daemon has taken it.
+    None of those that the kernel gives to outgoing connections: any of them could take it before a
+    daemon has.
     """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port not in _given_ports:
+        port = random.randrange(*OWN_PORTS)
+        if port in _given_ports:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             _given_ports.add(port)
             return port
