@@ -14,28 +14,28 @@ from kvd.wire.events import Event
 from kvd.wire.peer import Message
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, tag="Answer"):
     """Send ``message`` to the engine of ``session``."""
 
     session: int
     message: Reply
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class Report(msgspec.Struct, frozen=True, tag="Report"):
     """Send ``message`` to the operator."""
 
     operator: bytes
     message: AdminReply
 
 
-class Send(msgspec.Struct, frozen=True, tag=True):
+class Send(msgspec.Struct, frozen=True, tag="Send"):
     """Send ``message`` on ``link``."""
 
     link: str
     message: Message
 
 
-class LoadAgent(msgspec.Struct, frozen=True, tag=True):
+class LoadAgent(msgspec.Struct, frozen=True, tag="LoadAgent"):
     """Make a sending agent towards this incarnation and generation."""
 
     incarnation: str
@@ -43,14 +43,14 @@ class LoadAgent(msgspec.Struct, frozen=True, tag=True):
     metadata: bytes
 
 
-class DropAgent(msgspec.Struct, frozen=True, tag=True):
+class DropAgent(msgspec.Struct, frozen=True, tag="DropAgent"):
     """Destroy the sending agent: the only true abort."""
 
     incarnation: str
     generation: int
 
 
-class Post(msgspec.Struct, frozen=True, tag=True):
+class Post(msgspec.Struct, frozen=True, tag="Post"):
     """Write our pages ``source[i]`` over the peer's pages ``destination[i]``.
 
     ``source[i]`` is logical page ``first_page + i`` of the prompt, summed as ``seal`` says.
@@ -74,13 +74,13 @@ class Post(msgspec.Struct, frozen=True, tag=True):
     after: bytes = b""
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class Forget(msgspec.Struct, frozen=True, tag="Forget"):
     """Nobody wants this post any more: if its event has not come yet, it is not to be posted."""
 
     post: int
 
 
-class Verify(msgspec.Struct, frozen=True, tag=True):
+class Verify(msgspec.Struct, frozen=True, tag="Verify"):
     """Sum what arrived in our ``pages``, logical page ``seal.first`` first, and say ``Verified``.
 
     ``sums``: what the writer says they must be, for the pages that the seal chooses. Only
@@ -96,7 +96,7 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
     window: Window | None = None
 
 
-class Quiesce(msgspec.Struct, frozen=True, tag=True):
+class Quiesce(msgspec.Struct, frozen=True, tag="Quiesce"):
     """Say ``Quiet`` when nothing of what is in doubt can still land in the lease's pages.
 
     ``ARRIVED``: what has reached this host has come to rest. ``SENT``: and every connection on
@@ -107,14 +107,14 @@ class Quiesce(msgspec.Struct, frozen=True, tag=True):
     doubt: Doubt
 
 
-class Exempt(msgspec.Struct, frozen=True, tag=True):
+class Exempt(msgspec.Struct, frozen=True, tag="Exempt"):
     """These connections are of living writers: not to be waited for any more for these leases."""
 
     leases: tuple[int, ...]
     streams: tuple[str, ...]
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
+class Copy(msgspec.Struct, frozen=True, tag="Copy"):
     """Copy pages ``source[i]`` of one of our regions over pages ``destination[i]`` of another."""
 
     ticket: int
@@ -124,17 +124,17 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     destination: Pages
 
 
-class RestartTransfer(msgspec.Struct, frozen=True, tag=True):
+class RestartTransfer(msgspec.Struct, frozen=True, tag="RestartTransfer"):
     """Kill and reap the transfer process, then start the next generation: a fence."""
 
     why: str
 
 
-class ReadyToStop(msgspec.Struct, frozen=True, tag=True):
+class ReadyToStop(msgspec.Struct, frozen=True, tag="ReadyToStop"):
     """The stop that was asked for goes on: nothing is under way, or nothing is waited for."""
 
 
-class Recall(msgspec.Struct, frozen=True, tag=True):
+class Recall(msgspec.Struct, frozen=True, tag="Recall"):
     """Say ``Recalled`` with the last events about what the audit has found; 0: about nothing."""
 
     finding: int
@@ -143,7 +143,7 @@ class Recall(msgspec.Struct, frozen=True, tag=True):
     room: int
 
 
-class NoteHeld(msgspec.Struct, frozen=True, tag=True):
+class NoteHeld(msgspec.Struct, frozen=True, tag="NoteHeld"):
     """Journal: from now on these pages are the lease's own, beside those that were before.
 
     ``anchor`` is the last page of the cached path that it keeps from eviction, 0 for none. Only
@@ -156,7 +156,7 @@ class NoteHeld(msgspec.Struct, frozen=True, tag=True):
     pages: Pages
 
 
-class NoteCached(msgspec.Struct, frozen=True, tag=True):
+class NoteCached(msgspec.Struct, frozen=True, tag="NoteCached"):
     """Journal: ``pages`` joined the tree with these tokens, and the lease keeps up to ``anchor``.
 
     They follow page ``before``, 0 at the beginning of a sequence; the first of them is the
@@ -173,7 +173,7 @@ class NoteCached(msgspec.Struct, frozen=True, tag=True):
     tokens: Tokens
 
 
-class NoteFreed(msgspec.Struct, frozen=True, tag=True):
+class NoteFreed(msgspec.Struct, frozen=True, tag="NoteFreed"):
     """Journal: these pages are nobody's now, and may be written by whoever gets them next.
 
     Some may have been noted so before, or never as anybody's.
@@ -182,7 +182,7 @@ class NoteFreed(msgspec.Struct, frozen=True, tag=True):
     pages: Pages
 
 
-class NoteEnded(msgspec.Struct, frozen=True, tag=True):
+class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
     """Journal: the lease keeps nothing any more, neither pages of its own nor a path."""
 
     lease: int

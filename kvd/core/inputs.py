@@ -12,7 +12,7 @@ from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
 
 
-class ClientJoined(msgspec.Struct, frozen=True, tag=True):
+class ClientJoined(msgspec.Struct, frozen=True, tag="ClientJoined"):
     """A process opened the session, or joined it."""
 
     at_s: float
@@ -21,14 +21,14 @@ class ClientJoined(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class ClientHungUp(msgspec.Struct, frozen=True, tag=True):
+class ClientHungUp(msgspec.Struct, frozen=True, tag="ClientHungUp"):
     """The last process of the session is dead or has closed its attach socket."""
 
     at_s: float
     session: int
 
 
-class HungUpOn(msgspec.Struct, frozen=True, tag=True):
+class HungUpOn(msgspec.Struct, frozen=True, tag="HungUpOn"):
     """The daemon hung up on a session whose processes live: it is served no more.
 
     They may go on writing the pages of its leases, so those stay held until ``ClientHungUp``.
@@ -41,7 +41,7 @@ class HungUpOn(msgspec.Struct, frozen=True, tag=True):
     pids: tuple[int, ...]
 
 
-class ClientReturned(msgspec.Struct, frozen=True, tag=True):
+class ClientReturned(msgspec.Struct, frozen=True, tag="ClientReturned"):
     """A session of before the restart is back, by the process that had opened it.
 
     Its engine still uses the pages of ``leases``; those of its other former leases are free.
@@ -88,7 +88,7 @@ class FormerSession(msgspec.Struct, frozen=True):
     leases: tuple[FormerLease, ...]
 
 
-class Adopted(msgspec.Struct, frozen=True, tag=True):
+class Adopted(msgspec.Struct, frozen=True, tag="Adopted"):
     """What the pool held before the restart, and was proven; the first input, or none.
 
     ``branches``: parents first, otherwise the least recently used first; a parent was used when the
@@ -105,7 +105,7 @@ class Adopted(msgspec.Struct, frozen=True, tag=True):
     """The highest number that a lease has had; the next one is above."""
 
 
-class FromClient(msgspec.Struct, frozen=True, tag=True):
+class FromClient(msgspec.Struct, frozen=True, tag="FromClient"):
     """A request of an engine; ``tokens`` is its second frame."""
 
     at_s: float
@@ -114,7 +114,7 @@ class FromClient(msgspec.Struct, frozen=True, tag=True):
     tokens: Tokens = NO_TOKENS
 
 
-class FromOperator(msgspec.Struct, frozen=True, tag=True):
+class FromOperator(msgspec.Struct, frozen=True, tag="FromOperator"):
     """A request on the admin socket; the answer goes to ``operator``."""
 
     at_s: float
@@ -122,7 +122,7 @@ class FromOperator(msgspec.Struct, frozen=True, tag=True):
     message: AdminRequest
 
 
-class StopAsked(msgspec.Struct, frozen=True, tag=True):
+class StopAsked(msgspec.Struct, frozen=True, tag="StopAsked"):
     """The process was asked to end: drain for ``drain_s`` at most, then say ``ReadyToStop``."""
 
     at_s: float
@@ -130,7 +130,7 @@ class StopAsked(msgspec.Struct, frozen=True, tag=True):
     drain_s: float
 
 
-class Unreadable(msgspec.Struct, frozen=True, tag=True):
+class Unreadable(msgspec.Struct, frozen=True, tag="Unreadable"):
     """Something came in on a socket that is no message of it; its sender was told."""
 
     at_s: float
@@ -139,7 +139,7 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
     refusal: Refusal
 
 
-class LinkDialed(msgspec.Struct, frozen=True, tag=True):
+class LinkDialed(msgspec.Struct, frozen=True, tag="LinkDialed"):
     """A configured peer: Hello goes out on ``link`` until it answers by this name."""
 
     at_s: float
@@ -148,7 +148,7 @@ class LinkDialed(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
-class FromPeer(msgspec.Struct, frozen=True, tag=True):
+class FromPeer(msgspec.Struct, frozen=True, tag="FromPeer"):
     """A message that came in on ``link``.
 
     ``proven`` is the node whose key its sender has shown; empty where links need no keys.
@@ -160,7 +160,7 @@ class FromPeer(msgspec.Struct, frozen=True, tag=True):
     proven: str = ""
 
 
-class HandshakeFailed(msgspec.Struct, frozen=True, tag=True):
+class HandshakeFailed(msgspec.Struct, frozen=True, tag="HandshakeFailed"):
     """A connection with a peer ended before its first message; ``times`` since the last such input.
 
     ``link`` is empty where somebody dialed us: then nobody knows yet who it was.
@@ -174,7 +174,7 @@ class HandshakeFailed(msgspec.Struct, frozen=True, tag=True):
     times: int
 
 
-class TransferReady(msgspec.Struct, frozen=True, tag=True):
+class TransferReady(msgspec.Struct, frozen=True, tag="TransferReady"):
     """A transfer process serves; every older one has been reaped."""
 
     at_s: float
@@ -184,14 +184,14 @@ class TransferReady(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class TransferGone(msgspec.Struct, frozen=True, tag=True):
+class TransferGone(msgspec.Struct, frozen=True, tag="TransferGone"):
     """The transfer process is dead and reaped: nothing writes through it, or from it, any more."""
 
     at_s: float
     why: str
 
 
-class AgentLoaded(msgspec.Struct, frozen=True, tag=True):
+class AgentLoaded(msgspec.Struct, frozen=True, tag="AgentLoaded"):
     """The sending agent towards this incarnation and generation can post, over ``streams``."""
 
     at_s: float
@@ -200,7 +200,7 @@ class AgentLoaded(msgspec.Struct, frozen=True, tag=True):
     streams: tuple[str, ...] = ()
 
 
-class AgentFailed(msgspec.Struct, frozen=True, tag=True):
+class AgentFailed(msgspec.Struct, frozen=True, tag="AgentFailed"):
     """The sending agent could not be made."""
 
     at_s: float
@@ -209,7 +209,7 @@ class AgentFailed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class AgentDropped(msgspec.Struct, frozen=True, tag=True):
+class AgentDropped(msgspec.Struct, frozen=True, tag="AgentDropped"):
     """The sending agent is destroyed: we send nothing more through it.
 
     ``unconfirmed_bytes`` of it may still land: they are in the network, or at the peer's host.
@@ -221,7 +221,7 @@ class AgentDropped(msgspec.Struct, frozen=True, tag=True):
     unconfirmed_bytes: int = 0
 
 
-class PostMoved(msgspec.Struct, frozen=True, tag=True):
+class PostMoved(msgspec.Struct, frozen=True, tag="PostMoved"):
     """Progress of a running post."""
 
     at_s: float
@@ -229,7 +229,7 @@ class PostMoved(msgspec.Struct, frozen=True, tag=True):
     moved_bytes: int
 
 
-class PostDone(msgspec.Struct, frozen=True, tag=True):
+class PostDone(msgspec.Struct, frozen=True, tag="PostDone"):
     """Every byte of the post has landed; ``sums`` of the pages that its seal chose."""
 
     at_s: float
@@ -238,7 +238,7 @@ class PostDone(msgspec.Struct, frozen=True, tag=True):
     sums: bytes = b""
 
 
-class PostFailed(msgspec.Struct, frozen=True, tag=True):
+class PostFailed(msgspec.Struct, frozen=True, tag="PostFailed"):
     """The post failed; its bytes are in doubt until the sending agent is destroyed."""
 
     at_s: float
@@ -246,7 +246,7 @@ class PostFailed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Unposted(msgspec.Struct, frozen=True, tag=True):
+class Unposted(msgspec.Struct, frozen=True, tag="Unposted"):
     """Nothing of the post was written, and nothing will be: its event did not come."""
 
     at_s: float
@@ -254,7 +254,7 @@ class Unposted(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Verified(msgspec.Struct, frozen=True, tag=True):
+class Verified(msgspec.Struct, frozen=True, tag="Verified"):
     """What ``Verify`` of that ticket found: the logical pages that are not what was sent.
 
     ``why`` is given where the pages could not be summed at all.
@@ -266,14 +266,14 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
 
 
-class Quiet(msgspec.Struct, frozen=True, tag=True):
+class Quiet(msgspec.Struct, frozen=True, tag="Quiet"):
     """What was in doubt when ``Quiesce`` was ordered for the lease is over."""
 
     at_s: float
     lease: int
 
 
-class Awaiting(msgspec.Struct, frozen=True, tag=True):
+class Awaiting(msgspec.Struct, frozen=True, tag="Awaiting"):
     """These leases are not quiet before each of ``streams`` has ended or is exempt.
 
     What follows was known after the transfer process had looked which connections there are.
@@ -284,7 +284,7 @@ class Awaiting(msgspec.Struct, frozen=True, tag=True):
     streams: tuple[str, ...]
 
 
-class Copied(msgspec.Struct, frozen=True, tag=True):
+class Copied(msgspec.Struct, frozen=True, tag="Copied"):
     """Every byte of the copy is in its place."""
 
     at_s: float
@@ -292,7 +292,7 @@ class Copied(msgspec.Struct, frozen=True, tag=True):
     n_bytes: int
 
 
-class CopyFailed(msgspec.Struct, frozen=True, tag=True):
+class CopyFailed(msgspec.Struct, frozen=True, tag="CopyFailed"):
     """The copy was refused and wrote nothing."""
 
     at_s: float
@@ -300,13 +300,13 @@ class CopyFailed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Tick(msgspec.Struct, frozen=True, tag=True):
+class Tick(msgspec.Struct, frozen=True, tag="Tick"):
     """Time passed: repetitions, deadlines, heartbeats."""
 
     at_s: float
 
 
-class AuditTurn(msgspec.Struct, frozen=True, tag=True):
+class AuditTurn(msgspec.Struct, frozen=True, tag="AuditTurn"):
     """The standing audit may look at so much: ``work`` units, about a microsecond each.
 
     ``spent_s`` is what its turns have cost since the last one that said so.
@@ -317,13 +317,13 @@ class AuditTurn(msgspec.Struct, frozen=True, tag=True):
     spent_s: float = 0.0
 
 
-class CheckedAll(msgspec.Struct, frozen=True, tag=True):
+class CheckedAll(msgspec.Struct, frozen=True, tag="CheckedAll"):
     """Ask every rule now: whoever asks has seen that one of them does not hold, or holds again."""
 
     at_s: float
 
 
-class Recalled(msgspec.Struct, frozen=True, tag=True):
+class Recalled(msgspec.Struct, frozen=True, tag="Recalled"):
     """The last events about a finding of the audit, as ``Recall`` asked."""
 
     at_s: float
@@ -331,14 +331,14 @@ class Recalled(msgspec.Struct, frozen=True, tag=True):
     lines: tuple[str, ...]
 
 
-class RecorderSaid(msgspec.Struct, frozen=True, tag=True):
+class RecorderSaid(msgspec.Struct, frozen=True, tag="RecorderSaid"):
     """How the flight recorder does; ``since_s`` in it is not used."""
 
     at_s: float
     recorder: RecorderState
 
 
-class RecordingSaved(msgspec.Struct, frozen=True, tag=True):
+class RecordingSaved(msgspec.Struct, frozen=True, tag="RecordingSaved"):
     """The flight recorder wrote a file."""
 
     at_s: float
@@ -346,7 +346,7 @@ class RecordingSaved(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+class Reconfigured(msgspec.Struct, frozen=True, tag="Reconfigured"):
     """The configuration was read again. The figures hold from here on; the texts are for events.
 
     ``allow``, ``max_queue`` and ``overtakers`` are as in ``Settings``.
@@ -360,7 +360,7 @@ class Reconfigured(msgspec.Struct, frozen=True, tag=True):
     needs_restart: tuple[str, ...]
 
 
-class ConfigRefused(msgspec.Struct, frozen=True, tag=True):
+class ConfigRefused(msgspec.Struct, frozen=True, tag="ConfigRefused"):
     """The configuration was read again and is invalid."""
 
     at_s: float
