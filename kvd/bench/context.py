@@ -32,7 +32,7 @@ from kvd.bench.daemons import Daemon, DaemonFailed, star_of_daemons
 from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.bench.token_memory import TokenMemory, Written
 from kvd.client import connect_sync
-from kvd.core.shards import page_share
+from kvd.core.layout.shards import page_share
 from kvd.demo.processes import ENGINE_VARIABLES
 from kvd.errors import KvdError
 from kvd.types import Tokens

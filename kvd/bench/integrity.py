@@ -29,7 +29,7 @@ from kvd.bench.memory import busy_s, when_collapsed
 from kvd.bench.sites import HUGE, SMALL, shared_host
 from kvd.bench.stream import json_option
 from kvd.bench.table import Goal, bar, show_notes, show_table, write_json
-from kvd.core.seal import Seal, page_sum
+from kvd.core.layout.seal import Seal, page_sum
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:

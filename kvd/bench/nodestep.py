@@ -12,9 +12,9 @@ import time
 from kvd.bench.replay import NAMESPACE, Cost
 from kvd.core.effects import Answer, Step
 from kvd.core.inputs import ClientJoined, FromClient
+from kvd.core.layout.spec import Component, Order, PoolSpec, Raw
 from kvd.core.node import Node
 from kvd.core.settings import Settings
-from kvd.core.spec import Component, Order, PoolSpec, Raw
 from kvd.types import Incarnation, NodeName, Tokens, count
 from kvd.wire import client
 

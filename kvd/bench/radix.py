@@ -20,9 +20,9 @@ import msgspec
 from kvd.bench.nodestep import NodeColumn
 from kvd.bench.replay import NAMESPACE, Column, ColumnResult, Cost, replay
 from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
-from kvd.core.eviction import Policy, eviction_order
-from kvd.core.pages import PagePool
-from kvd.core.radix import RadixTree
+from kvd.core.cache.eviction import Policy, eviction_order
+from kvd.core.cache.pages import PagePool
+from kvd.core.cache.radix import RadixTree
 from kvd.trace import BadTrace, TraceRequest, read_trace
 from kvd.types import Tokens, count
 

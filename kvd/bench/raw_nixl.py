@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 import msgspec
 import numpy as np
 
-from kvd.core.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch

@@ -24,10 +24,10 @@ import numpy as np
 
 from kvd.bench.memory import busy_s
 from kvd.bench.table import Goal, at_least
-from kvd.core.geometry import Geometry, geometry
-from kvd.core.seal import Seal
-from kvd.core.shards import Lane, Shard, Straight, lanes, tp_shards
-from kvd.core.spec import Component, Mha, Order, shard_region
+from kvd.core.layout.geometry import Geometry, geometry
+from kvd.core.layout.seal import Seal
+from kvd.core.layout.shards import Lane, Shard, Straight, lanes, tp_shards
+from kvd.core.layout.spec import Component, Mha, Order, shard_region
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.config import Config, ConfigError
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
 
 
 def _sources(verb: Callable[..., None]) -> Callable[..., None]:
@@ -124,8 +124,8 @@ def _no_devices(config: Config) -> list[ConfigError]:
 
 def _pool_in_words(spec: PoolSpec) -> str:
     """Its pages by budget; where nothing is held, the tokens that are counted."""
-    from kvd.core.shards import listed  # noqa: PLC0415 - as above
-    from kvd.core.spec import budgets, has_bytes, page_bytes  # noqa: PLC0415 - as above
+    from kvd.core.layout.shards import listed  # noqa: PLC0415 - as above
+    from kvd.core.layout.spec import budgets, has_bytes, page_bytes  # noqa: PLC0415 - as above
 
     if not any(has_bytes(one) for one in spec.components):
         kv = spec.components[0]

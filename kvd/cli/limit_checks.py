@@ -10,7 +10,7 @@ import resource
 from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.running import Judged, judged
 from kvd.config.pool import pool_spec
-from kvd.core.spec import Buffer, has_bytes, node_page_bytes, shards_of
+from kvd.core.layout.spec import Buffer, has_bytes, node_page_bytes, shards_of
 from kvd.text import amount
 
 OWN_FILES = 128

@@ -23,7 +23,7 @@ from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import ipc_path, tcp_address
 from kvd.config.pool import pool_spec
-from kvd.core.layouts import layout_match
+from kvd.core.peers.compatibility import layout_match
 from kvd.curve import HANDSHAKE_MS, KeyFlaw, KeyPair, be_client, read_pair
 from kvd.errors import Refusal
 from kvd.sockets import is_ipv6, open_dealer

@@ -23,7 +23,7 @@ from kvd.pools.place import Backing, Place
 from kvd.text import amount
 
 if TYPE_CHECKING:
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
 
 _CHECK = "pool memory"
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvd.cli.sheet import Sheet, nothing
-from kvd.core.shards import span
+from kvd.core.layout.shards import span
 from kvd.text import amount, bar, clean, counted
 
 if TYPE_CHECKING:

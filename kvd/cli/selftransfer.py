@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvd.core.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.orders import Load, Loaded, LoadFailed, Post, Posted, PostFailed, Report
 from kvd.transfer.orders import Path as Route

@@ -21,12 +21,12 @@ from kvd.config.pool_pages import (
     second_budget,
 )
 from kvd.config.sharding import KEYS, shard_count
-from kvd.core.geometry import misplaced
-from kvd.core.spec import Buffer, PerRequest, page_bytes
+from kvd.core.layout.geometry import misplaced
+from kvd.core.layout.spec import Buffer, PerRequest, page_bytes
 
 if TYPE_CHECKING:
     from kvd.config.schema import Config
-    from kvd.core.spec import Component
+    from kvd.core.layout.spec import Component
 
 _EXAMPLES = {
     "latent_dim": "the model's kv_lora_rank, like 512",

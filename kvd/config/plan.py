@@ -21,7 +21,7 @@ from kvd.config.pool import PREFILL_ONLY, components, pool_spec
 from kvd.config.pool_pages import MAX_PAGES, block_bytes, pages_of_request, size_bytes
 from kvd.config.render import toml_value
 from kvd.config.schema import Config
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     PerRequest,

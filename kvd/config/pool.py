@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvd.config.families import counts_tokens, keeps_latents
 from kvd.config.pool_pages import page_counts, saved_counts
 from kvd.config.sharding import held
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     DTYPE_BYTES,
     Buffer,
     Component,

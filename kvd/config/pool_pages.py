@@ -15,8 +15,8 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.sharding import shard_count
-from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
-from kvd.core.tail import most_pages
+from kvd.core.components.tail import most_pages
+from kvd.core.layout.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection

@@ -11,7 +11,7 @@ from kvd.config.families import is_given, is_kept
 from kvd.config.finding import Finding, Rule
 from kvd.config.pool import PREFILL_ONLY
 from kvd.config.sharding import KEYS, held, layers_here, model_heads, ranks_here
-from kvd.core.shards import MAX_SHARDS
+from kvd.core.layout.shards import MAX_SHARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

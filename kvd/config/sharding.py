@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.families import keeps_latents
-from kvd.core.shards import MAX_SHARDS, Shard, tp_shards
-from kvd.core.spec import Held
+from kvd.core.layout.shards import MAX_SHARDS, Shard, tp_shards
+from kvd.core.layout.spec import Held
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvd.console.named import owner
 from kvd.console.view import Field, View
-from kvd.core.sessions import Session
+from kvd.core.leases.sessions import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
     from kvd.wire.console import Query
 
 

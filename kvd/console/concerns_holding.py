@@ -12,16 +12,16 @@ from kvd.console.clients import sessions_held
 from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, amount, first_seen, kept_by
 from kvd.console.named import owner
 from kvd.console.waiting import turns
-from kvd.core.lease import ENGINE
-from kvd.core.standing import Standing
-from kvd.core.waiting import kind_of, lacks_pages, why_waits
+from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
     from kvd.console.waiting import Turn
-    from kvd.core.lease import Lease, Writer
+    from kvd.core.cache.lease import Lease, Writer
 
 WAITS_S = 1.0
 LATE = 0.2

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, amount, first_seen
-from kvd.core.agents import Agent
-from kvd.core.life import Life
-from kvd.core.tables import Decode, Prefill
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.peers.agents import Agent
+from kvd.core.peers.life import Life
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
 
 STUCK_S = 2.0
 """A handoff under way moves at least this often."""

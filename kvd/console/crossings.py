@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from kvd.console.scene import Scene
-    from kvd.core.lease import Lease
-    from kvd.core.radix_node import Node as TreeNode
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.radix_node import Node as TreeNode
     from kvd.wire.console import Holder
 
 HOLDERS = 8

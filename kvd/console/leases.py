@@ -8,9 +8,9 @@ from typing_extensions import override
 
 from kvd.console.named import client_ref, owner
 from kvd.console.view import Field, View
-from kvd.core.lease import Lease
-from kvd.core.standing import Standing
-from kvd.core.words import lease_waits_for, lease_word
+from kvd.core.cache.lease import Lease
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.words import lease_waits_for, lease_word
 from kvd.types import count
 
 if TYPE_CHECKING:

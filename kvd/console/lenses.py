@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.console.plane import Is, Shown
-from kvd.core.owners import owner_of
+from kvd.core.leases.owners import owner_of
 from kvd.wire.console import Level
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from kvd.wire.admin import Because, Mark
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kvd.core.cache.radix_node import Node as TreeNode
     from kvd.core.node import Node
-    from kvd.core.radix_node import Node as TreeNode
     from kvd.wire.events import Event
 
 MARKS = 32

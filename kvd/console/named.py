@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.words import lease_word
+from kvd.core.inspect.words import lease_word
 from kvd.wire.console import Holder
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
-    from kvd.core.lease import Lease
-    from kvd.core.owners import Kept
+    from kvd.core.cache.lease import Lease
+    from kvd.core.leases.owners import Kept
 
 
 def owner(scene: Scene, session: int) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvd.console.lenses import LENSES
 from kvd.console.plane import FIRST_NODE
-from kvd.core.beside_rules import needed_nodes
-from kvd.core.spec import companion_factor, is_companion
+from kvd.core.audit.beside_rules import needed_nodes
+from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.wire.console import PageMap
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.console.plane import Plane
     from kvd.console.scene import Scene
     from kvd.console.survey import Survey
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
     from kvd.core.node import Node
     from kvd.wire.console import MapQuery
 

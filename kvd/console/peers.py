@@ -6,14 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.console.view import Field, View
-from kvd.core.words import agent_words, layout_words
+from kvd.core.inspect.words import agent_words, layout_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.recent import Traffic
     from kvd.console.scene import Scene
-    from kvd.core.peer import Peer
+    from kvd.core.peers.peer import Peer
     from kvd.wire.console import Query
 
 

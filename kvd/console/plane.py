@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvd.core.buffers import Buffers
-from kvd.core.spec import has_bytes, kind, node_page_bytes
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.layout.spec import has_bytes, kind, node_page_bytes
 from kvd.types import NO_PAGES, Pages
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.core.beside import Keeper
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.components.component_pages import Keeper
+    from kvd.core.layout.spec import Component
     from kvd.core.node import Node
-    from kvd.core.pages import PagePool
-    from kvd.core.radix_node import Node as TreeNode
-    from kvd.core.spec import Component
     from kvd.wire.console import Level
 
     Ints = npt.NDArray[np.int64]

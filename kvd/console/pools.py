@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.console.view import Field, View
-from kvd.core.pool_report import pool_states
+from kvd.core.inspect.pool_snapshot import pool_states
 from kvd.types import NULL_PAGE
 
 if TYPE_CHECKING:

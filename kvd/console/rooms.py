@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from kvd.console.named import client_ref, lease_ref, owner, peer_ref
 from kvd.console.recent import DELIVERED
 from kvd.console.view import Field, View
-from kvd.core.parts import DecodePart
-from kvd.core.words import receive_share, receive_waits_for, send_share, send_waits_for
+from kvd.core.handoff.parts import DecodePart
+from kvd.core.inspect.words import receive_share, receive_waits_for, send_share, send_waits_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.lease import Lease
-    from kvd.core.parts import PrefillPart
+    from kvd.core.cache.lease import Lease
+    from kvd.core.handoff.parts import PrefillPart
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
 

@@ -11,7 +11,7 @@ from kvd.console.named import kept_holder
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
-    from kvd.core.parts import PrefillPart
+    from kvd.core.handoff.parts import PrefillPart
     from kvd.wire.console import Holder
 
 LOOK_EVERY_S = 0.2

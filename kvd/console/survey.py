@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.console.plane import FIRST_NODE, FREE, Is, Plane, Things, planes_of
-from kvd.core.lease import ARRIVAL, ENGINE
-from kvd.core.radix_node import Node as TreeNode
-from kvd.core.standing import Standing
+from kvd.core.cache.lease import ARRIVAL, ENGINE
+from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.radix_node import Node as TreeNode
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
     from kvd.core.node import Node
 
 SLICE_S = 0.001

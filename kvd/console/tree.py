@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvd.console.crossings import Crossings, holder_counts, locks_of
 from kvd.console.named import state_of
 from kvd.console.view import Field, View
-from kvd.core.why_beside import beside
+from kvd.core.inspect.why_beside import beside
 from kvd.types import count
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.console.scene import Scene
     from kvd.console.survey import Survey
-    from kvd.core.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import Node as TreeNode
     from kvd.wire.console import Holder, Query
 
 NAMED_TOKENS = 6

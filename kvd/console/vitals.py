@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd import __version__
-from kvd.core.life import Life
-from kvd.core.report import totals
-from kvd.core.words import node_word
+from kvd.core.inspect.snapshot import totals
+from kvd.core.inspect.words import node_word
+from kvd.core.peers.life import Life
 from kvd.wire.console import Latency, Vitals
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from kvd.console.named import client_ref, owner
 from kvd.console.view import Field, View
-from kvd.core.waiting import kind_of, lacks_pages, why_waits
+from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.admission import Waiter
+    from kvd.core.leases.admission import Waiter
     from kvd.wire.console import Cell, Query
 
 

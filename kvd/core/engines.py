@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvd.core.admission import Waiter
-from kvd.core.cache_mode import gate_of
-from kvd.core.holding import former_lease_of, lease_of, running_lease_of
-from kvd.core.lease import Claim, Lease, Shortage
-from kvd.core.parts import Engine, PrefillPart
-from kvd.core.prompt import prompt_digest
-from kvd.core.report import snapshot
-from kvd.core.tiers import bad_tier
+from kvd.core.cache.lease import Claim, Lease, Shortage
+from kvd.core.handoff.parts import Engine, PrefillPart
+from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.leases.admission import Waiter
+from kvd.core.leases.cache_mode import gate_of
+from kvd.core.leases.holding import former_lease_of, lease_of, running_lease_of
+from kvd.core.leases.tiers import bad_tier
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
 from kvd.wire import client
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
-    from kvd.core.lease_table import LeaseTable
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import Node
 
 

@@ -11,31 +11,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs as i
-from kvd.core.admission import Admission
-from kvd.core.adopt import Former
-from kvd.core.apart import OWN_TRANSFER
-from kvd.core.audit import Audit
-from kvd.core.containment import one_list
-from kvd.core.copies import Copies
-from kvd.core.decode import Decoder
-from kvd.core.drain import Drainer
+from kvd.core.audit.audit import Audit
+from kvd.core.audit.containment import one_list
+from kvd.core.audit.invariants import faults
 from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
-from kvd.core.fetch import Fetcher
-from kvd.core.hello import impostor
-from kvd.core.inquiries import Inquiries
-from kvd.core.invariants import faults
-from kvd.core.lease_table import LeaseTable
-from kvd.core.life import Life
+from kvd.core.handoff.drain import Drainer
+from kvd.core.handoff.receive import Decoder
+from kvd.core.handoff.send import Prefiller
+from kvd.core.handoff.transfers import Transfers
+from kvd.core.inspect.inquiries import Inquiries
+from kvd.core.leases.admission import OWN_TRANSFER, Admission
+from kvd.core.leases.adopt import Former
+from kvd.core.leases.copies import Copies
+from kvd.core.leases.fetch import Fetcher
+from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.leases.owners import Owners
+from kvd.core.leases.retraction import Retractor
+from kvd.core.leases.sessions import Sessions
 from kvd.core.operators import Operators
-from kvd.core.owners import Owners
-from kvd.core.peer import Peers
-from kvd.core.prefill import Prefiller
+from kvd.core.peers.hello import impostor
+from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Peers
 from kvd.core.recorded import Recorded
-from kvd.core.retract import Retractor
 from kvd.core.retuned import Retuned
-from kvd.core.sessions import Sessions
-from kvd.core.transfers import Transfers
 from kvd.errors import Code
 from kvd.types import short
 from kvd.wire import events
@@ -57,7 +56,7 @@ from kvd.wire.peer import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.peer import Peer
+    from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
     from kvd.wire.peer import Message
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvd.core import effects, rehearse, why
-from kvd.core.invariants import faults
-from kvd.core.report import snapshot
-from kvd.core.sweep import pools
+from kvd.core import effects
+from kvd.core.audit.invariants import faults
+from kvd.core.audit.sweep import pools
+from kvd.core.inspect import rehearse, why
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 

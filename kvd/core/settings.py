@@ -6,8 +6,8 @@ import enum
 
 import msgspec
 
-from kvd.core.eviction import Policy
-from kvd.core.spec import PoolSpec
+from kvd.core.cache.eviction import Policy
+from kvd.core.layout.spec import PoolSpec
 from kvd.types import Incarnation, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity

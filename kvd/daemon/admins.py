@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 from typing_extensions import override
 
 from kvd.console.lockhistory import with_lock_history
-from kvd.core.freeze import TooManyObjects, state_hash
 from kvd.core.inputs import FromOperator, Unreadable
+from kvd.core.replay.freeze import TooManyObjects, state_hash
 from kvd.errors import Code, Refusal
 from kvd.recorder.orders import NotSaved, Saved
 from kvd.types import Sent

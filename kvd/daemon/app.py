@@ -18,8 +18,7 @@ from msgspec import structs
 from kvd import __version__
 from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
-from kvd.core.adopt import why_not
-from kvd.core.drain import SETTLE_S
+from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inputs import (
     ClientHungUp,
     ClientJoined,
@@ -29,9 +28,10 @@ from kvd.core.inputs import (
     Tick,
     Unreadable,
 )
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.words import node_word
+from kvd.core.leases.adopt import why_not
 from kvd.core.node import Node
-from kvd.core.report import snapshot
-from kvd.core.words import node_word
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachServer
 from kvd.daemon.attach_limits import AttachLimits

@@ -5,7 +5,7 @@ buys, by what a unit of work has cost lately; what a slice took more is paid bac
 turn. Processor time is counted, not the clock: being preempted is not work. What is earned while
 there is nothing to do is kept up to ``MAX_SLICE_S``, the longest that the loop should wait for it.
 
-What must not live here: what is looked at, and what is found (``kvd.core.audit``).
+What must not live here: what is looked at, and what is found (``kvd.core.audit.audit``).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
-    from kvd.core.radix import RadixTree
-    from kvd.core.spec import PoolSpec
+    from kvd.core.cache.radix import RadixTree
+    from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.mover import Mover
     from kvd.daemon.supervisor import Supervisor
     from kvd.journal.layout import Journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING
 
-from kvd.core.eviction import Policy
+from kvd.core.cache.eviction import Policy
 from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon.passed import Unfit
@@ -16,7 +16,7 @@ from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
 
 
 def settings_of(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import region_names
+from kvd.core.layout.spec import region_names
 from kvd.wire.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
     from kvd.transfer.orders import Shared
 
 

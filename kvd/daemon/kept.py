@@ -18,7 +18,7 @@ from kvd.pools.place import Backing, Place
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.supervisor import Supervisor
 
 

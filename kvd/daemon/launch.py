@@ -26,7 +26,7 @@ from kvd.types import Incarnation
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.estate import Estate
     from kvd.daemon.supervisor import Supervisor
     from kvd.pools.build import Placed

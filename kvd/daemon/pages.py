@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvd import __version__
-from kvd.core.report import snapshot
-from kvd.core.spec import PoolSpec
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import PoolSpec
 from kvd.observe.exposition import CONTENT_TYPE
 from kvd.observe.http import PLAIN, Pages, Response
 from kvd.wire import peer

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.seal import SUM_BYTES
+from kvd.core.layout.seal import SUM_BYTES
 from kvd.transfer.orders import Sum, Summed
 from kvd.types import ID_BYTES, Pages
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from kvd.core import effects
+from kvd.core.audit.invariants import violations
 from kvd.core.inputs import CheckedAll, FromClient, FromOperator, Tick
-from kvd.core.invariants import violations
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
 from kvd.wire.client import Failed, Push

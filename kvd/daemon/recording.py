@@ -22,9 +22,9 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd import __version__
-from kvd.core.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.core.inputs import Input, RecorderSaid, RecordingSaved, Tick
 from kvd.core.recorded import RECORDING
+from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.daemon.reactor import untaped
 from kvd.recorder import orders, ring
 from kvd.recorder.orders import DEAF_TO

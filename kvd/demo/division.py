@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.shards import page_share, tp_shards
+from kvd.core.layout.shards import page_share, tp_shards
 from kvd.demo.layout import Part
 
 if TYPE_CHECKING:

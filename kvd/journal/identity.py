@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import xxhash
 
-from kvd.core.spec import Whole, fingerprint
+from kvd.core.layout.spec import Whole, fingerprint
 
 if TYPE_CHECKING:
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
 
 MAGIC: Final = b"kvd-jrnl"
 VERSION: Final = 2

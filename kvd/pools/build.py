@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.geometry import Geometry, geometry, shard_places
-from kvd.core.spec import (
+from kvd.core.layout.geometry import Geometry, geometry, shard_places
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     PoolSpec,

@@ -34,7 +34,7 @@ from kvd.pools.store import Store, Unkept
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
     from kvd.pools.place import Place
 
 

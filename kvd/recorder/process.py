@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.thaw import thaw
+from kvd.core.replay.thaw import thaw
 from kvd.recorder import orders, player, tape
 from kvd.recorder.ring import Ring
 from kvd.recorder.twin import Twin

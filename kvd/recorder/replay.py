@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.freeze import Unfreezable, state_hash
-from kvd.core.invariants import violations
-from kvd.core.thaw import NotFrozen, thaw
+from kvd.core.audit.invariants import violations
+from kvd.core.replay.freeze import Unfreezable, state_hash
+from kvd.core.replay.thaw import NotFrozen, thaw
 from kvd.recorder.player import Bug, Player, Strayed
 from kvd.recorder.recording import Damaged, records_in
 from kvd.recorder.tape import Unknown

@@ -10,7 +10,7 @@ import datetime
 import gc
 from typing import TYPE_CHECKING
 
-from kvd.core.freeze import freeze
+from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording
 from kvd.recorder.orders import Covered
 from kvd.recorder.player import Player

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core import effects, inputs
+from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
 from kvd.core.node import Node
 from kvd.core.settings import Settings
-from kvd.core.spec import Component, Mha, Order, PoolSpec
 from kvd.types import NO_TOKENS, Incarnation, NodeName, Tokens, count
 from kvd.wire import client
 

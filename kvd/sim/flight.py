@@ -10,7 +10,7 @@ from kvd.types import page_ids
 
 if TYPE_CHECKING:
     from kvd.core import effects
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
     from kvd.sim.host import Host
 
 LANDING_S = 0.002

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvd.core import beside_rules, effects, inputs
-from kvd.core.invariants import violations
-from kvd.core.spec import companion_pages
+from kvd.core import effects, inputs
+from kvd.core.audit import beside_rules
+from kvd.core.audit.invariants import violations
+from kvd.core.layout.spec import companion_pages
 from kvd.sim.memory import Memory
 from kvd.sim.mover import Mover
 from kvd.sim.session import Session
@@ -25,8 +26,8 @@ from kvd.wire.peer import Offer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.cache.lease import Lease
     from kvd.core.inputs import Input
-    from kvd.core.lease import Lease
     from kvd.core.node import Node
     from kvd.core.settings import Settings
     from kvd.sim.world import World

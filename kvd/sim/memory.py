@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import Whole, saved_region
+from kvd.core.layout.spec import Whole, saved_region
 from kvd.sim.contents import PAGE_TOKENS, UNWRITTEN
 from kvd.sim.pool import kinds_of
 
 if TYPE_CHECKING:
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
     from kvd.sim.contents import Contents
 
 

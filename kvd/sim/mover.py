@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import inputs
-from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
-from kvd.core.spec import page_bytes
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.layout.spec import page_bytes
 from kvd.sim.contents import TORN
 from kvd.sim.flight import Flight
 from kvd.sim.streams import Inbound

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Host,

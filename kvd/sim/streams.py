@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

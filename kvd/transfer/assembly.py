@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvd.core.geometry import Row
-from kvd.core.shards import Window
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.shards import Window
 from kvd.transfer.metadata import RegionNote
 from kvd.transfer.pieces import tensors, window_strips
 from kvd.transfer.strips import strips
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.shards import Piece
+    from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Area, Bytes
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvd.core.geometry import Geometry
+from kvd.core.layout.geometry import Geometry
 from kvd.transfer.orders import Order, Ready, RegionPlan, Report
 
 OnReports = Callable[[list[Report]], None]

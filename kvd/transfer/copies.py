@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.geometry import Row
-    from kvd.core.shards import Window
+    from kvd.core.layout.geometry import Row
+    from kvd.core.layout.shards import Window
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Copy
 

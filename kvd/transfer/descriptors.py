@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.shards import Window
+    from kvd.core.layout.shards import Window
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.pieces import Source
     from kvd.types import Pages

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.geometry import Row
+from kvd.core.layout.geometry import Row
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.copies import Area
 from kvd.transfer.metadata import RegionNote
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.shards import Piece, Window
+    from kvd.core.layout.shards import Piece, Window
     from kvd.transfer.copies import Bytes
 
     Ids = NDArray[np.int32]

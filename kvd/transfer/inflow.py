@@ -29,7 +29,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 from kvd.transfer.orders import Awaiting, Quiet
 from kvd.transfer.streams import ask_alive, inward, marks, rdma_devices
 

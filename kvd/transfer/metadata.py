@@ -17,7 +17,7 @@ import struct
 import msgspec
 import xxhash
 
-from kvd.core.geometry import Row
+from kvd.core.layout.geometry import Row
 from kvd.transfer.strips import strips
 
 VERSION = 1

@@ -19,10 +19,10 @@ import enum
 
 import msgspec
 
-from kvd.core.doubt import Doubt
-from kvd.core.geometry import Row
-from kvd.core.seal import UNSEALED, Seal
-from kvd.core.shards import Making, Straight, Window
+from kvd.core.effects import Doubt
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.seal import UNSEALED, Seal
+from kvd.core.layout.shards import Making, Straight, Window
 from kvd.types import Pages
 
 

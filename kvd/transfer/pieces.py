@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from kvd.core.geometry import Row
-from kvd.core.shards import Piece, Pieced, Window
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.shards import Piece, Pieced, Window
 from kvd.transfer.strips import matched, strips
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
 
-from kvd.core.shards import Pieced, Straight
-from kvd.core.spec import shard_region
+from kvd.core.layout.shards import Pieced, Straight
+from kvd.core.layout.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import (
     Writes,
@@ -38,7 +38,7 @@ from kvd.transfer.staging import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvd.core.shards import Piece
+    from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Words
     from kvd.transfer.metadata import RegionNote

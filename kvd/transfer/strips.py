@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.geometry import Row
+from kvd.core.layout.geometry import Row
 
 if TYPE_CHECKING:
     from kvd.transfer.metadata import RegionNote

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
-from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
-from kvd.core.shards import Piece, Pieced, Straight
-from kvd.core.spec import shard_region
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.layout.shards import Piece, Pieced, Straight
+from kvd.core.layout.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import strays
 from kvd.transfer.fetched import Fetched
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.shards import Window
+    from kvd.core.layout.shards import Window
     from kvd.transfer.copies import Area
     from kvd.transfer.orders import Post, Report, Sum, Verify
     from kvd.transfer.reading import Reading

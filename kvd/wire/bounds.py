@@ -58,7 +58,8 @@ EventHandle = Annotated[bytes, Meta(max_length=64)]
 MAX_PEER_BYTES = MAX_FRAME_BYTES
 """The longest message between daemons that is read, whatever the socket lets through.
 
-The core refuses a handoff that would need a longer one, before it begins (``kvd.core.frames``).
+The core refuses a handoff that would need a longer one before it begins: see
+``kvd.core.handoff.frames``.
 """
 
 OLD_PEER_BYTES = 4 * 1024 * 1024

@@ -129,7 +129,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """What one source of a handoff sends: source ``part`` of ``parts``, as the engine listed them.
 
     The pages of the delta are cut among the ``ranks`` sources that have the same, of which it is
-    number ``rank`` (``kvd.core.shards.page_share``). One of all sources is ``authoritative``: it
+    number ``rank`` (``kvd.core.layout.shards.page_share``). One of all sources is ``authoritative``: it
     sends the aux, and what does not belong to single tokens (windows, states).
     """
 
@@ -217,7 +217,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     may still come, after this message too, so the decode side frees the pages only when every
     connection has ended on which they can.
     ``checksums``: of a delivered prompt, what the Offer asked for: a sum of 8 bytes for each page
-    that ``kvd.core.seal.chosen`` names, ascending.
+    that ``kvd.core.layout.seal.chosen`` names, ascending.
     """
 
     source: Name

@@ -211,7 +211,7 @@ def test_what_need_not_be_installed_is_imported_when_it_is_called(sources):
     ("name", "text"),
     [
         ("kvd/core/planted.py", "import kvd.daemon"),
-        ("kvd/client/planted.py", "def f():\n    from kvd.core.pages import PagePool"),
+        ("kvd/client/planted.py", "def f():\n    from kvd.core.cache.pages import PagePool"),
         ("kvd/wire/planted.py", "from kvd import core"),
     ],
 )

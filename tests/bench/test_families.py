@@ -31,7 +31,7 @@ from kvd.bench.family_runs import FetchSeen, PartSeen, Seen
 from kvd.config.load import load
 from kvd.config.pool import pool_spec
 from kvd.config.schema import Config
-from kvd.core.spec import Buffer, Device, page_bytes
+from kvd.core.layout.spec import Buffer, Device, page_bytes
 
 WORK = Workload()
 FAMILIES = families_of(WORK)

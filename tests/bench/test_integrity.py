@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.bench.integrity import PAGE_TOKENS, SHAPES, sum_rate
-from kvd.core.spec import Component, Mha, page_bytes
+from kvd.core.layout.spec import Component, Mha, page_bytes
 
 
 @pytest.mark.parametrize("size", SHAPES)

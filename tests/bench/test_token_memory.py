@@ -16,7 +16,7 @@ from kvd.client.lease import Lease
 from kvd.client.pool import Pools
 from kvd.client.port import Port
 from kvd.client.state import LeaseState
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Mha,

@@ -18,7 +18,7 @@ from kvd.cli import host_checks, kvd, neighbour_checks
 from kvd.cli.finding import Severity
 from kvd.cli.neighbour_checks import neighbours
 from kvd.config import pool_spec
-from kvd.core.spec import fingerprint
+from kvd.core.layout.spec import fingerprint
 from kvd.wire import admin
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Ping

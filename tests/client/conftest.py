@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import FormerEngine, Past, Process
 from kvd.pools.build import Placed, build_pool, pool_memory

@@ -10,7 +10,7 @@ import torch
 
 import kvd.client
 from kvd.client import KvdError
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Host,

@@ -15,7 +15,7 @@ from tests.config.pools import POOLS, config_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.spec import PoolSpec
+    from kvd.core.layout.spec import PoolSpec
 
     Serve = Callable[[PoolSpec], Any]
 

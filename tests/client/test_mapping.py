@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvd.client.mapping import ALIGNMENT_BYTES, Mapping
-from kvd.core.geometry import geometry
-from kvd.core.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, Raw
+from kvd.core.layout.geometry import geometry
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, Raw
 from kvd.errors import KvdError
 from kvd.pools.arena import Arena, reserve
 from kvd.wire.memory import TensorPlace

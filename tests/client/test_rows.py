@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvd.client.rows import along, page_frame
-from kvd.core.spec import companion_pages
+from kvd.core.layout.spec import companion_pages
 from kvd.errors import KvdError
 from kvd.types import Pages, pack_ids
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.config import Config, ConfigError, Origin, Source, load, pool_spec
 from kvd.config.host import Host, this_host
-from kvd.core.spec import Component, Device, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Device, Mha, Order, PoolSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from kvd.config import Config, load, pool_spec
 from kvd.config.facts import NotPlanned
 from kvd.config.model import Model, model_of
 from kvd.config.plan import Plan, Unsuited, Wanted, plans
-from kvd.core.spec import page_bytes
+from kvd.core.layout.spec import page_bytes
 from tests.config.pools import HOST
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from kvd.config import load, pool_spec
 from kvd.config.pool import components
 from kvd.config.pool_pages import beside, block_bytes, pages_of_request
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,

@@ -8,7 +8,7 @@ import pytest
 from kvd.console.concerns import concerns, worry
 from kvd.console.vitals import Worry
 from kvd.core import inputs
-from kvd.core.audit import EVERY_S
+from kvd.core.audit.audit import EVERY_S
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client
 from kvd.wire.peer import Closed

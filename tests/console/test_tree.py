@@ -11,8 +11,8 @@ from kvd.console.survey import Survey, Surveyor
 from kvd.console.tree import beside_of
 from kvd.console.view import Window
 from kvd.console.views import VIEWS
-from kvd.core.invariants import violations
-from kvd.core.why import holders
+from kvd.core.audit.invariants import violations
+from kvd.core.inspect.why import holders
 from kvd.types import pack_ids
 from kvd.wire import client
 from kvd.wire.console import Holder, Query

@@ -7,7 +7,7 @@ import pytest
 from kvd.console.view import Flaw
 from kvd.console.views import VIEWS
 from kvd.core import inputs
-from kvd.core.audit import EVERY_S
+from kvd.core.audit.audit import EVERY_S
 from kvd.wire import admin, client
 from kvd.wire.console import Filter, Holder, Query
 from tests.console.looked import in_one

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.core.lease import ENGINE
-from kvd.core.tables import Decode
+from kvd.core.cache.lease import ENGINE
+from kvd.core.handoff.protocol import Decode
 from kvd.types import ID_BYTES, Pages
 from kvd.wire import client
 from tests.core.world import World, tokens
@@ -19,9 +19,9 @@ from tests.core.world import World, tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.lease import Lease
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.radix_node import Node as TreeNode
     from kvd.core.node import Node
-    from kvd.core.radix_node import Node as TreeNode
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 32)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core import effects, inputs
-from kvd.core.buffers import Buffers
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.state import States
+from kvd.core.components.windows import Windows
 from kvd.core.node import Node
-from kvd.core.states import States
-from kvd.core.windows import Windows
 from kvd.types import ID_BYTES, NO_PAGES, Pages, page_ids
 from kvd.wire import client
 from tests.core.breakage import Breakage
@@ -21,8 +21,8 @@ from tests.core.families import Engine, settings_of
 from tests.core.side import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.lease import Lease, SavedPart
-    from kvd.core.radix_node import Node as TreeNode
+    from kvd.core.cache.lease import Lease, SavedPart
+    from kvd.core.cache.radix_node import Node as TreeNode
     from kvd.types import Tokens
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 48)

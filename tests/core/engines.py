@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.wire import client
 from kvd.wire.peer import Offer
 from tests.core.world import Side, World, tokens

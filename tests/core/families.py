@@ -10,9 +10,7 @@ import random
 from typing import TYPE_CHECKING
 
 from kvd.core import effects, inputs
-from kvd.core.node import Node
-from kvd.core.settings import Settings
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Host,
@@ -24,6 +22,8 @@ from kvd.core.spec import (
     StateTensor,
     Tail,
 )
+from kvd.core.node import Node
+from kvd.core.settings import Settings
 from kvd.types import ID_BYTES, NO_TOKENS, Incarnation, NodeName, Tokens
 from kvd.wire import admin, client
 from tests.core.side import PAGE, tokens

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.cache.eviction import Policy
+from kvd.core.cache.lease import ARRIVAL, Claim, Lease
+from kvd.core.cache.lease_state import Standing
+from kvd.core.components.state import States
+from kvd.core.components.windows import Windows
 from kvd.core.effects import Outbox
-from kvd.core.eviction import Policy
-from kvd.core.lease import ARRIVAL, Claim, Lease
-from kvd.core.lease_table import LeaseTable
-from kvd.core.radix_audit import tree_faults
-from kvd.core.spec import Buffer, Component, Order, PerRequest, PoolSpec, Raw, Tail
-from kvd.core.standing import Standing
-from kvd.core.states import States
-from kvd.core.windows import Windows
+from kvd.core.layout.spec import Buffer, Component, Order, PerRequest, PoolSpec, Raw, Tail
+from kvd.core.leases.lease_table import LeaseTable
 from kvd.types import NO_TOKENS, Pages, Tokens, count, page_ids
 
 if TYPE_CHECKING:
-    from kvd.core.pages import PagePool
-    from kvd.core.radix_node import Node
+    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.radix_node import Node
 
 AWAY = {Standing.RETRACTED, Standing.RESUMING}
 

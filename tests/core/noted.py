@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core import effects
-from kvd.core.lease import ENGINE
+from kvd.core.cache.lease import ENGINE
 from kvd.types import ID_BYTES, Tokens, count, page_ids
 from kvd.wire import client
 from kvd.wire.peer import Offer

@@ -17,11 +17,9 @@ import msgspec
 import xxhash
 
 from kvd.core import effects, inputs
-from kvd.core.invariants import violations
-from kvd.core.node import Node
-from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
-from kvd.core.settings import Settings
-from kvd.core.spec import (
+from kvd.core.audit.invariants import violations
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.layout.spec import (
     Component,
     Mha,
     Order,
@@ -30,6 +28,8 @@ from kvd.core.spec import (
     companion_pages,
     page_bytes,
 )
+from kvd.core.node import Node
+from kvd.core.settings import Settings
 from kvd.types import (
     ID_BYTES,
     NO_PAGES,

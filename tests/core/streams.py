@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvd.core import effects, inputs
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 
 if TYPE_CHECKING:
     from tests.core.side import Flight, Side

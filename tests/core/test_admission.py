@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events

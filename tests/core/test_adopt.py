@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.adopt import NotAdopted
+from kvd.core.audit.invariants import violations
+from kvd.core.cache.eviction import Policy
 from kvd.core.effects import Answer, NoteEnded, NoteFreed, NoteHeld
-from kvd.core.eviction import Policy
-from kvd.core.freeze import freeze, state_hash
 from kvd.core.inputs import Branch, FormerLease, FormerSession
-from kvd.core.invariants import violations
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.leases.adopt import NotAdopted
 from kvd.core.node import Node
-from kvd.core.report import snapshot
-from kvd.core.thaw import thaw
+from kvd.core.replay.freeze import freeze, state_hash
+from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
 from kvd.wire import admin, client, events, restart_events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects
-from kvd.core.agents import Agent
+from kvd.core.peers.agents import Agent
 from tests.core.world import World
 
 

@@ -12,18 +12,18 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core import node as node_module
-from kvd.core.admission import Admission
-from kvd.core.lease import Claimed
-from kvd.core.receive_askers import ReceiveAsker
-from kvd.core.report import snapshot
-from kvd.core.shards import Shard
+from kvd.core.cache.lease import Claimed
+from kvd.core.handoff.receive_askers import ReceiveAsker
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.shards import Shard
+from kvd.core.leases.admission import Admission
 from kvd.wire import client
 from kvd.wire.peer import Hello
 from tests.core.world import World, tokens
 from tests.property.cells import CellWorld, sharded
 
 if TYPE_CHECKING:
-    from kvd.core.admission import Waiter
+    from kvd.core.leases.admission import Waiter
 
 MANY = 1000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.audit import EVERY_S
-from kvd.core.invariants import faults
+from kvd.core.audit.audit import EVERY_S
+from kvd.core.audit.invariants import faults
 from kvd.core.node import Node
 from kvd.wire import admin, client, events
 from tests.core.breakage import BREAKAGES, busy, engine_lease, lost_page, lost_unlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM
 from kvd.wire import admin, client

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.wire import admin, client
 from tests.core.keeping import check, pool_spec

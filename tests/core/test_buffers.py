@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage, Writer
+from kvd.core.cache.lease import Quarantine, Shortage, Writer
 from tests.core.keeping import (
     arrival,
     cached,
@@ -21,7 +21,7 @@ from tests.core.keeping import (
 from tests.core.world import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.lease_table import LeaseTable
+    from kvd.core.leases.lease_table import LeaseTable
 
 PAGE = 4
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.report import snapshot
-from kvd.core.settings import CacheMode
-from kvd.core.spec import (
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import (
     Component,
     Mha,
     Nowhere,
@@ -18,6 +17,7 @@ from kvd.core.spec import (
     StateTensor,
     Tail,
 )
+from kvd.core.settings import CacheMode
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import client

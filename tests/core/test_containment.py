@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.audit import EVERY_S
-from kvd.core.fault import Fault
-from kvd.core.invariants import violations
-from kvd.core.report import snapshot
-from kvd.core.why import because
+from kvd.core.audit.audit import EVERY_S
+from kvd.core.audit.fault import Fault
+from kvd.core.audit.invariants import violations
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.why import because
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, page_ids
 from kvd.wire import admin, client, events

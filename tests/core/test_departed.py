@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.core import inputs
-from kvd.core.freeze import freeze
-from kvd.core.thaw import thaw
+from kvd.core.replay.freeze import freeze
+from kvd.core.replay.thaw import thaw
 from kvd.wire import admin, client, events
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.families import SPECS

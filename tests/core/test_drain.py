@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.drain import SETTLE_S
-from kvd.core.life import Life
-from kvd.core.report import snapshot
+from kvd.core.handoff.drain import SETTLE_S
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.peers.life import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, drain_events
 from kvd.wire.peer import Offer, Outcome, Ping, Settled, Withdrawn

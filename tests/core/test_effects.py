@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.doubt import Doubt
-from kvd.core.prompt import prompt_digest
-from kvd.core.spec import fingerprint
+from kvd.core.effects import Doubt
+from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.types import Pages, pack_ids
 from kvd.wire import client

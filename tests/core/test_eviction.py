@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvd.core.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
-from kvd.core.radix import Node, RadixTree
+from kvd.core.cache.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
+from kvd.core.cache.radix import Node, RadixTree
 from kvd.types import Pages, Tokens, pack_ids
 
 PAGE = 4

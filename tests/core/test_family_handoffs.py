@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.spec import (
+from kvd.core.components.tail import tail_start
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,
@@ -24,7 +25,6 @@ from kvd.core.spec import (
     StateTensor,
     Tail,
 )
-from kvd.core.tail import tail_start
 from kvd.errors import Code
 from kvd.types import NULL_PAGE, page_ids
 from kvd.wire import client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.types import short
 from kvd.wire import admin, client
 from tests.core.engines import PROMPT, totals

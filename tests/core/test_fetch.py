@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.buffers import Buffers
-from kvd.core.freeze import freeze, state_hash
-from kvd.core.report import snapshot
-from kvd.core.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, page_bytes
-from kvd.core.thaw import thaw
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, page_bytes
+from kvd.core.replay.freeze import freeze, state_hash
+from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.types import pack_ids, page_ids
 from kvd.wire import client
@@ -21,7 +21,7 @@ from tests.core.engines import cached
 from tests.core.world import PAGE, World, content, tokens
 
 if TYPE_CHECKING:
-    from kvd.core.residency import Residency
+    from kvd.core.components.residency import Residency
 
 SLOTS = 4
 LONG = tokens((1, 100))

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.frames import MESSAGE_BYTES, offer_bytes, settled_bytes
+from kvd.core.handoff.frames import MESSAGE_BYTES, offer_bytes, settled_bytes
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, most_chosen
+from kvd.core.layout.shards import tp_shards
 from kvd.core.node import Node
-from kvd.core.seal import SUM_BYTES, Seal, chosen, most_chosen
-from kvd.core.shards import tp_shards
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire import client

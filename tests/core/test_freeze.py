@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.core import graph, inputs
-from kvd.core.eviction import Policy
-from kvd.core.freeze import TooManyObjects, Unfreezable, freeze, state_hash
-from kvd.core.invariants import violations
+from kvd.core import inputs
+from kvd.core.audit.invariants import violations
+from kvd.core.cache.eviction import Policy
+from kvd.core.cache.radix_node import NO_CHILDREN
 from kvd.core.node import Node
-from kvd.core.radix_node import NO_CHILDREN
-from kvd.core.thaw import NotFrozen, thaw
+from kvd.core.replay import graph
+from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze, state_hash
+from kvd.core.replay.thaw import NotFrozen, thaw
 from kvd.sim.profile import PROFILES
 from kvd.sim.world import World
 from kvd.wire import client
@@ -99,7 +100,7 @@ def test_the_hash_is_the_same_in_another_process():
     """Sets of texts have another order there."""
     script = (
         "from tests.core.test_freeze import a_node\n"
-        "from kvd.core.freeze import state_hash\n"
+        "from kvd.core.replay.freeze import state_hash\n"
         "print(state_hash(a_node()))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -203,9 +204,9 @@ def frozen_with(**changed: Any) -> bytes:
     [
         "os:system",
         "builtins:eval",
-        "kvd.core.graph:sys",
+        "kvd.core.replay.graph:sys",
         "kvd.daemon.app:Daemon",
-        "kvd.core.thaw:NotFrozen",
+        "kvd.core.replay.thaw:NotFrozen",
         "kvd.core.nothing:Thing",
         "kvd.core.node:Nothing",
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.lapsed import LATE_S, MAX_LAPSED
+from kvd.core.handoff.rooms import LATE_S, MAX_LAPSED
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Withdrawn

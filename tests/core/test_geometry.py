@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from kvd.core.geometry import Geometry, Row, geometry, misplaced
-from kvd.core.spec import (
+from kvd.core.layout.geometry import Geometry, Row, geometry, misplaced
+from kvd.core.layout.spec import (
     DTYPE_BYTES,
     Component,
     Mha,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.types import count, page_ids
 from kvd.wire import client, events
 from kvd.wire.sent_share import SentShare

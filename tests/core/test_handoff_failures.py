@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.core.agents import Agent
-from kvd.core.report import snapshot
-from kvd.core.tables import Decode, Prefill
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.peers.agents import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.peer import Outcome, Settled

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.report import snapshot
-from kvd.core.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, companion_pages
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, companion_pages
 from kvd.errors import Code
 from kvd.types import Pages, count, pack_ids, page_ids
 from kvd.wire import client

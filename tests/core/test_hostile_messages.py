@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.report import snapshot
-from kvd.core.tables import Decode, Prefill
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.codec import PEER_MESSAGES

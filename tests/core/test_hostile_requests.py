@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.types import Tokens
 from kvd.wire import admin, client
 from tests.core.engines import PROMPT, Sender

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
+from kvd.core.layout.spec import MAX_DIFFERENCE_CHARS, fingerprint, layout_difference
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.codec import PEER_MESSAGES
@@ -35,7 +35,7 @@ def abort(world: World, handoff: int) -> list[effects.Effect]:
 
 
 def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
-    monkeypatch.setattr("kvd.core.last_word.MAX_OPEN", 3)
+    monkeypatch.setattr("kvd.core.handoff.settled.MAX_OPEN", 3)
     world = World()
     world.lost = {Closed, Settled}
     for handoff in (1, 2, 3):
@@ -61,7 +61,7 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
 
 
 def test_tombstones_are_bounded_too(monkeypatch):
-    monkeypatch.setattr("kvd.core.last_word.MAX_RECORDS", 3)
+    monkeypatch.setattr("kvd.core.handoff.settled.MAX_RECORDS", 3)
     world = World()
     for handoff in (1, 2, 3):
         abort(world, handoff)
@@ -88,7 +88,7 @@ def waiting_offer(world: World, handoff: int, room: int, n_pages: int) -> Messag
 
 def test_the_page_ids_that_are_kept_of_a_peer_are_bounded(monkeypatch):
     """An Offer waits with its pages until its deadline: their number says nothing of their size."""
-    monkeypatch.setattr("kvd.core.last_word.MIN_KEPT_BYTES", 1000)
+    monkeypatch.setattr("kvd.core.handoff.settled.MIN_KEPT_BYTES", 1000)
     world = World(max_prompt_tokens=60 * 16)
     last_word = world.p.node.prefiller.last_word
     assert last_word.max_kept_bytes == 4 * 4 * 60 * 16
@@ -189,7 +189,7 @@ def test_settled_that_quotes_the_longest_abort_can_be_read():
 
 def test_outcomes_are_bounded_for_a_writer_that_never_says_that_it_has_heard(monkeypatch):
     """What was closed first is forgotten first: it is unknown then, which is an answer too."""
-    monkeypatch.setattr("kvd.core.outcomes.MAX_KEPT", 3)
+    monkeypatch.setattr("kvd.core.handoff.outcomes.MAX_KEPT", 3)
     world = World()
     world.lost = {Ping}
     for room in range(1, 6):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
-from kvd.core.report import snapshot
-from kvd.core.spec import fingerprint
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 from kvd.wire.client import Receive

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.inquiries import MAX_INQUIRIES, MAX_STORIES
-from kvd.core.story import STORY_LENGTH
+from kvd.core.handoff.parts import STORY_LENGTH
+from kvd.core.inspect.inquiries import MAX_INQUIRIES, MAX_STORIES
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.codec import PEER_MESSAGES

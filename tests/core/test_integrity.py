@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.report import snapshot
-from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum, seal_of
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum, seal_of
 from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events

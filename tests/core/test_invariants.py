@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.invariants import faults
+from kvd.core.audit.invariants import faults
 from tests.core.breakage import BREAKAGES, busy
 from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside
 

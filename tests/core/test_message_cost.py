@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvd.core import inputs
-from kvd.core.last_word import MAX_RECORDS
+from kvd.core.handoff.settled import MAX_RECORDS
+from kvd.core.layout.shards import MAX_SHARDS
+from kvd.core.layout.spec import fingerprint
 from kvd.core.node import Node
-from kvd.core.shards import MAX_SHARDS
-from kvd.core.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.bounds import MAX_METADATA_BYTES, MAX_PEER_BYTES

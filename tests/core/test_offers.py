@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.tables import Prefill
+from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Closed, Hello, Offer, Outcome, Settled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.why import holders
+from kvd.core.inspect.why import holders
 from kvd.wire import admin
 from tests.core.engines import cached
 from tests.core.world import World, tokens

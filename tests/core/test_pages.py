@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvd.core.pages import OutOfPages, PagePool
+from kvd.core.cache.pages import OutOfPages, PagePool
 from kvd.types import NO_PAGES, PageRun, Pages, pack_ids, page_ids, runs_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.report import snapshot
-from kvd.core.tables import Decode
+from kvd.core.handoff.protocol import Decode
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import count
 from kvd.wire import admin, client, events

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.agents import Agent
-from kvd.core.report import snapshot
-from kvd.core.spec import Host, Order, fingerprint
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import Host, Order, fingerprint
+from kvd.core.peers.agents import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
 from kvd.wire.peer import (

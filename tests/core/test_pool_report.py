@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.report import snapshot
-from kvd.core.spec import (
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Host,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects
-from kvd.core.report import snapshot
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import pack_ids, page_ids
 from kvd.wire import client

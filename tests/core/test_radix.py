@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core.eviction import Policy, eviction_order
-from kvd.core.radix import Extension, LockUnderflow, Node, RadixTree
+from kvd.core.cache.eviction import Policy, eviction_order
+from kvd.core.cache.radix import Extension, LockUnderflow, Node, RadixTree
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
 
 PAGE = 16

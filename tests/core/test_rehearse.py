@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.freeze import freeze
-from kvd.core.rehearse import rehearse
+from kvd.core.inspect.rehearse import rehearse
+from kvd.core.replay.freeze import freeze
 from kvd.errors import Code
 from kvd.wire import admin, client
 from tests.core.engines import Sender, cached

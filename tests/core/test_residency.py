@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd.core.residency import Residency
+from kvd.core.components.residency import Residency
 
 WHOLE = 1000
 """So many pages are whole where a test does not say otherwise."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.report import snapshot
-from kvd.core.standing import Standing
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, pack_ids
 from kvd.wire import admin, client, events

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.report import snapshot
-from kvd.core.spec import (
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Host,
@@ -25,7 +26,6 @@ from kvd.core.spec import (
     Tail,
     companion_pages,
 )
-from kvd.core.standing import Standing
 from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, page_ids
 from kvd.wire import admin, client, events

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
-from kvd.core.freeze import state_hash
-from kvd.core.hello import unwelcome
+from kvd.core.inspect.snapshot import snapshot
 from kvd.core.node import Node
-from kvd.core.report import snapshot
+from kvd.core.peers.hello import unwelcome
+from kvd.core.replay.freeze import state_hash
 from kvd.recorder.tape import input_of, record_of
 from kvd.wire import client
 from kvd.wire.config_events import ConfigRefused, ConfigReloaded

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.freeze import freeze
-from kvd.core.report import snapshot
-from kvd.core.rooms import MAX_WAITING
-from kvd.core.tables import Prefill
-from kvd.core.thaw import thaw
+from kvd.core.handoff.protocol import Prefill
+from kvd.core.handoff.rooms import MAX_WAITING
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.replay.freeze import freeze
+from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
@@ -220,7 +220,7 @@ def test_a_node_has_one_offer_for_a_room_at_a_time():
 
 
 def test_offers_that_wait_for_one_room_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvd.core.rooms.MAX_WAITING", 2)
+    monkeypatch.setattr("kvd.core.handoff.rooms.MAX_WAITING", 2)
     assert MAX_WAITING > 2
     world = World(names=("d", "e", "f"))
     for name in ("e", "f", "d"):
@@ -415,7 +415,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
 
 def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
     """Its agent is destroyed already: a post through that would never be over."""
-    monkeypatch.setattr("kvd.core.prefill.unacceptable", lambda *_: None)
+    monkeypatch.setattr("kvd.core.handoff.send.unacceptable", lambda *_: None)
     world = World()
 
     delayed_offer(world)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.agents import Agent
-from kvd.core.lease import ENGINE
+from kvd.core.cache.lease import ENGINE
+from kvd.core.peers.agents import Agent
 from kvd.errors import Code
 from kvd.wire import client, events
 from kvd.wire.peer import Closed, Outcome, Settled
@@ -95,7 +95,7 @@ def test_an_engine_that_is_gone_leaves_no_failed_send():
 
 
 def test_failed_sends_that_no_engine_ends_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvd.core.prefill.MAX_FAILED_SENDS", 2)
+    monkeypatch.setattr("kvd.core.handoff.send.MAX_FAILED_SENDS", 2)
     world = World()
     sends = [opened(world, room)[1].send for room in (1, 2, 3)]
     world.pass_time(31)

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvd.core import effects
-from kvd.core.cargo import Cargo, legs_of
-from kvd.core.report import snapshot
-from kvd.core.shards import Pieced, Shard, Straight, Window, tp_shards
+from kvd.core.handoff.payload import Cargo, legs_of
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.shards import Pieced, Shard, Straight, Window, tp_shards
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client, events

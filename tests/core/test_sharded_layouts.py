@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.layouts import WHOLE, LayoutMatch, layout_match
-from kvd.core.shards import MAX_SHARDS, Shard, lanes, tp_shards
-from kvd.core.spec import (
+from kvd.core.layout.shards import MAX_SHARDS, Shard, lanes, tp_shards
+from kvd.core.layout.spec import (
     Component,
     Held,
     Mha,
@@ -17,6 +16,7 @@ from kvd.core.spec import (
     read_shards,
     shard_of,
 )
+from kvd.core.peers.compatibility import WHOLE, LayoutMatch, layout_match
 from kvd.errors import Code
 
 LAYERS, HEADS = 4, 8

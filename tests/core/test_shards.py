@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvd.core.shards import (
+from kvd.core.layout.shards import (
     Lane,
     Pieced,
     Shard,

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvd.core.shards import Shard, tp_shards
-from kvd.core.sources import Source, Span, bad_share, shares, span_of
+from kvd.core.handoff.sources import Source, Span, bad_share, shares, span_of
+from kvd.core.layout.shards import Shard, tp_shards
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import ALL, Role, Share
 

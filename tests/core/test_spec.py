@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.page_split import PageSplit, page_split
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,
@@ -31,6 +30,7 @@ from kvd.core.spec import (
     layout_difference,
     page_bytes,
 )
+from kvd.core.peers.compatibility import PageSplit, page_split
 from kvd.types import Pages, pack_ids, page_ids
 
 KV = Component("kv", 2, Mla(8, 4, "bfloat16"), 16)

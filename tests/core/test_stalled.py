@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import inputs
-from kvd.core.tables import Prefill
+from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.wire import client
 from tests.core.engines import PROMPT, Sender, totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.standing import STANDINGS, IllegalTurn, Standing, Turn, standing_next
+from kvd.core.cache.lease_state import STANDINGS, IllegalTurn, Standing, Turn, standing_next
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage, Writer
+from kvd.core.cache.lease import Quarantine, Shortage, Writer
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import events
 from tests.core.keeping import (
@@ -24,7 +24,7 @@ from tests.core.keeping import (
 from tests.core.world import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.lease_table import LeaseTable
+    from kvd.core.leases.lease_table import LeaseTable
 
 PAGE = 4
 

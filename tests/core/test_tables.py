@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.tables import (
+from kvd.core.handoff.protocol import (
     DECODE,
     PREFILL,
     Decode,

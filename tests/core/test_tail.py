@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.tail import most_pages, slid_start, span, tail_start
+from kvd.core.components.tail import most_pages, slid_start, span, tail_start
 
 TAILS = [
     # prompt, window, page, tail without a cache, tail with one, longest reusable prefix with one

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core import why
-from kvd.core.answer import has_page
-from kvd.core.radix import RadixTree
+from kvd.core.cache.radix import RadixTree
+from kvd.core.inspect import why
+from kvd.core.inspect.answer import has_page
 from kvd.types import pack_ids, page_ids
 from kvd.wire import admin, client
 from tests.core.engines import PROMPT, Sender, cached

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.lease import Quarantine, Writer
+from kvd.core.cache.lease import Quarantine, Writer
 from kvd.types import page_ids
 from kvd.wire import admin
 from tests.core.breakage_beside import (

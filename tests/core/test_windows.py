@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.lease import Quarantine, Shortage, Writer
+from kvd.core.cache.lease import Quarantine, Shortage, Writer
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import events
@@ -29,7 +29,7 @@ from tests.core.keeping import (
 from tests.core.world import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.lease_table import LeaseTable
+    from kvd.core.leases.lease_table import LeaseTable
 
 PAGE = 4
 WINDOW = 8

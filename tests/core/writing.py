@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     PerRequest,

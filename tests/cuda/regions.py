@@ -15,7 +15,7 @@ from tests.transfer.conftest import SHAPES, Memory, Node
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvd.core.geometry import Geometry, Row
+    from kvd.core.layout.geometry import Geometry, Row
     from tests.cuda.double import Double
 
 ON_DEVICE = {"kv": 0, "layered": 1}

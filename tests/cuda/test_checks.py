@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvd.cli import device_checks
 from kvd.cli.finding import Severity
-from kvd.core.spec import Device
+from kvd.core.layout.spec import Device
 from kvd.wire import admin
 from tests.cli.inchild import subject
 from tests.core.side import spec

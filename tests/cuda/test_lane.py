@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.core.spec import Mla
+from kvd.core.layout.spec import Mla
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
 from kvd.transfer.metadata import Kind, Place

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvd.core.seal import Seal
-from kvd.core.shards import lanes, tp_shards
-from kvd.core.spec import Mla, Order
+from kvd.core.layout.seal import Seal
+from kvd.core.layout.shards import lanes, tp_shards
+from kvd.core.layout.spec import Mla, Order
 from kvd.device.cuda import CudaError
 from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Copied, Posted, Sum, Summed, Verified, Verify

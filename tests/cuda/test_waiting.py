@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from kvd.core.seal import Seal
+from kvd.core.layout.seal import Seal
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import Alive, Drop, Dropped, Forget, Posted, Probe, Unposted
 from kvd.wire.peer import Integrity

@@ -11,8 +11,8 @@ import numpy as np
 import zmq
 
 from kvd.client.blocking import attach
-from kvd.core.prompt import prompt_digest
-from kvd.core.spec import PoolSpec, fingerprint
+from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.sockets import open_dealer
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client, peer

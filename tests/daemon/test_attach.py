@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
-from kvd.core.spec import Component, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.core.layout.spec import Component, Mha, Nowhere, Order, PoolSpec, Raw
 from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process

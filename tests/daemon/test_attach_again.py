@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
-from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import FormerEngine, Past
 from kvd.daemon.vigil import is_alive, started_ticks

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvd.core import effects
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
+from kvd.core.layout.seal import Seal
 from kvd.core.node import Node
-from kvd.core.seal import Seal
 from kvd.daemon.mover import Mover
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus

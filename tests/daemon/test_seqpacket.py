@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.client.attachment import dial, take_answer
-from kvd.core.spec import Component, Order, PoolSpec, Raw
+from kvd.core.layout.spec import Component, Order, PoolSpec, Raw
 from kvd.daemon.seqpacket import AddressInUse, listen
 from kvd.errors import KvdError
 from kvd.pools.build import pool_memory

@@ -10,8 +10,8 @@ import torch
 
 from kvd.config.pool import components
 from kvd.config.pool_sections import PoolSection
-from kvd.core.geometry import geometry
-from kvd.core.spec import Order
+from kvd.core.layout.geometry import geometry
+from kvd.core.layout.spec import Order
 from kvd.demo.cache import BlockTable
 from kvd.demo.layout import PageCounts, Part
 from kvd.demo.leased import Lengths, PoolViews, leased_cache

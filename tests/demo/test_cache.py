@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvd.core.spec import Order
+from kvd.core.layout.spec import Order
 from kvd.demo.layout import Part, places
 from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
 from tests.demo.memory import JUNK, PAGE, cache_over, pool, rows_for, scattered

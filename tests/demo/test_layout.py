@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvd.config import Config, load, pool_spec
-from kvd.core.spec import page_bytes
-from kvd.core.tail import most_pages, tail_start
+from kvd.core.components.tail import most_pages, tail_start
+from kvd.core.layout.spec import page_bytes
 from kvd.demo.layout import PageCounts, Part, Place, places
 from kvd.demo.models import ARCHITECTURES, DTYPES
 from kvd.demo.processes import DaemonPlan, configuration

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from kvd.core.shards import page_share
+from kvd.core.layout.shards import page_share
 from kvd.device.arena import Arena
 from kvd.device.collectives import Disagreement, Gather, agree
 from kvd.device.ring import aligned

@@ -12,8 +12,9 @@ import hashlib
 from types import BuiltinMethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvd.core import graph, inputs
-from kvd.core.freeze import freeze
+from kvd.core import inputs
+from kvd.core.replay import graph
+from kvd.core.replay.freeze import freeze
 from kvd.wire import client
 from kvd.wire.peer import Integrity
 from tests.core.world import PAGE, World, tokens

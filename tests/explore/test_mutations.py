@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from kvd.core import prefill
-from kvd.core.last_word import LastWord
-from kvd.core.lease import ARRIVAL
-from kvd.core.lease_table import LeaseTable
-from kvd.core.posts import Posts
-from kvd.core.prefill import Prefiller
+from kvd.core.cache.lease import ARRIVAL
+from kvd.core.handoff import send as prefill
+from kvd.core.handoff.posts import Posts
+from kvd.core.handoff.send import Prefiller
+from kvd.core.handoff.settled import LastWord
+from kvd.core.leases.lease_table import LeaseTable
 from tests.explore.search import Violated, explore, walks
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from collections import Counter
 import msgspec
 
 from kvd.core import effects, inputs
-from kvd.core.geometry import Row
-from kvd.core.invariants import violations
+from kvd.core.audit.invariants import violations
+from kvd.core.cache.lease_state import Standing
+from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.core.node import Node
-from kvd.core.prompt import prompt_digest
-from kvd.core.report import snapshot
-from kvd.core.spec import PoolSpec, fingerprint
-from kvd.core.standing import Standing
 from kvd.errors import Code, Refusal
 from kvd.transfer.frames import BadStream, Frames, order_of, reports_of
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack

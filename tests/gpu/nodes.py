@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.geometry import Geometry
+    from kvd.core.layout.geometry import Geometry
     from kvd.device.cuda import Runtime
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core.seal import Seal
+from kvd.core.layout.seal import Seal
 from kvd.transfer.metadata import Kind, unpack
 from kvd.transfer.orders import Copied, Posted, Verified, Verify
 from kvd.types import Pages, pack_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvd.core.tables import Decode, DecodeTrigger, decode_next
+from kvd.core.handoff.protocol import Decode, DecodeTrigger, decode_next
 from tests.model.protocol import NOBODY, Cause, Kind, Message, Pages, Rules, Side, Step
 
 D, T = Decode, DecodeTrigger

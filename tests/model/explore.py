@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 
-from kvd.core.tables import IllegalTransition
+from kvd.core.handoff.protocol import IllegalTransition
 from tests.model.protocol import Cause, Rules
 from tests.model.world import Edge, Scope, World
 

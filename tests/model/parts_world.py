@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
-from kvd.core.tables import Decode
+from kvd.core.handoff.protocol import Decode
 from tests.model import decode_side, prefill_side, prefill_steps, reception
 from tests.model.decode_side import DecodePart, DecodeSide
 from tests.model.prefill_side import Call, Phase, PrefillPart, PrefillSide, PrefillStep

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from kvd.core.tables import Prefill, PrefillTrigger, prefill_next
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger, prefill_next
 from tests.model.protocol import (
     NOBODY,
     OUTSTANDING,

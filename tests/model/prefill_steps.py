@@ -5,7 +5,7 @@ The companion of ``prefill_side``, which holds the side's state and what it answ
 
 from __future__ import annotations
 
-from kvd.core.tables import Prefill, PrefillTrigger, prefill_next
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger, prefill_next
 from tests.model.prefill_side import (
     ACTIVE,
     Call,

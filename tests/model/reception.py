@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.core.tables import Decode, DecodeTrigger
+from kvd.core.handoff.protocol import Decode, DecodeTrigger
 from tests.model import decode_side
 from tests.model.decode_side import DecodePart, DecodeSide, fire, forgotten, say, with_part
 from tests.model.protocol import NOBODY, Cause, Kind, Message, Pages, Rules

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from typing_extensions import override
 
-from kvd.core import tables
-from kvd.core.tables import Decode, DecodeTrigger
+from kvd.core.handoff import protocol as tables
+from kvd.core.handoff.protocol import Decode, DecodeTrigger
 from tests.model.explore import explore, explored
 from tests.model.mutations import COURTESIES, MUTATIONS, Mutation
 from tests.model.parts_world import PartsScope, PartsWorld

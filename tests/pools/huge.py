@@ -12,8 +12,8 @@ import os
 import sys
 
 from kvd.client.mapping import Mapping
-from kvd.core.geometry import geometry
-from kvd.core.spec import Order
+from kvd.core.layout.geometry import geometry
+from kvd.core.layout.spec import Order
 from kvd.pools.arena import NotReserved
 from kvd.pools.memory import open_memory
 from kvd.pools.mounts import free_huge_bytes

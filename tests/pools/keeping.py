@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.core.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
 from kvd.pools.memory import Memory, open_memory
 from kvd.pools.place import Backing, Place
 

@@ -7,9 +7,20 @@ import os
 import msgspec
 import pytest
 
-from kvd.core.geometry import geometry
-from kvd.core.shards import tp_shards
-from kvd.core.spec import Buffer, Component, Device, Held, Host, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.core.layout.geometry import geometry
+from kvd.core.layout.shards import tp_shards
+from kvd.core.layout.spec import (
+    Buffer,
+    Component,
+    Device,
+    Held,
+    Host,
+    Mha,
+    Nowhere,
+    Order,
+    PoolSpec,
+    Raw,
+)
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
 from kvd.pools.build import OnDevice, build_pool, device_bytes, pool_memory, reserved_bytes
 from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from kvd.core.geometry import geometry
-from kvd.core.spec import Order
+from kvd.core.layout.geometry import geometry
+from kvd.core.layout.spec import Order
 from kvd.pools import memory as memory_of_pools
 from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, NotReserved
 from kvd.pools.memory import Memory, Origin, open_memory

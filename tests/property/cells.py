@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import xxhash
 from typing_extensions import override
 
-from kvd.core.shards import Shard, Straight, Window
-from kvd.core.spec import (
+from kvd.core.layout.shards import Shard, Straight, Window
+from kvd.core.layout.spec import (
     Component,
     Held,
     Mha,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.settings import CacheMode
-from kvd.core.shards import tp_shards
-from kvd.core.spec import (
+from kvd.core.layout.shards import tp_shards
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,
@@ -24,6 +23,7 @@ from kvd.core.spec import (
     Tail,
     shard_of,
 )
+from kvd.core.settings import CacheMode
 from kvd.wire.peer import Integrity
 from tests.property.cells import CellWorld
 from tests.property.slots import SlotWorld

@@ -19,7 +19,7 @@ from tests.core.world import PAGE
 from tests.property.restarts import PAGE_BYTES, POOL, Engine, Pool
 
 if TYPE_CHECKING:
-    from kvd.core.eviction import Policy
+    from kvd.core.cache.eviction import Policy
 
 IDENTITY = Identity(b"l" * 32, POOL + 1, PAGE, "d")
 TICKS = 7

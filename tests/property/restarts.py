@@ -13,8 +13,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core import effects, inputs
+from kvd.core.audit.invariants import violations
 from kvd.core.inputs import Adopted, Branch, FormerLease, FormerSession
-from kvd.core.invariants import violations
 from kvd.core.node import Node
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Pages, Tokens, count, pack_ids, page_ids
@@ -24,7 +24,7 @@ from tests.core.side import content
 from tests.core.world import PAGE, settings
 
 if TYPE_CHECKING:
-    from kvd.core.eviction import Policy
+    from kvd.core.cache.eviction import Policy
 
 POOL = 30
 PAGE_BYTES = PAGE * 4

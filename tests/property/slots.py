@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, has_bytes
+from kvd.core.layout.spec import Buffer, Component, PerRequest, Tail, Whole, has_bytes
 from kvd.types import Pages, Tokens, pack_ids, page_ids
 from tests.core.side import Side
 from tests.core.world import World

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core import inputs
-from kvd.core.spec import Buffer, PerRequest, Tail
+from kvd.core.layout.spec import Buffer, PerRequest, Tail
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Pages, Tokens, count, pack_ids, page_ids
 from kvd.wire import client

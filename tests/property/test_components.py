@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.core.eviction import Policy
-from kvd.core.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
-from kvd.core.standing import Standing, Turn
+from kvd.core.cache.eviction import Policy
+from kvd.core.cache.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
+from kvd.core.cache.lease_state import Standing, Turn
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
 from tests.core.keeping import arrival, check, claim, table_of
 
 if TYPE_CHECKING:
-    from kvd.core.saved import Moved
+    from kvd.core.leases.saved_area import Moved
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
 STEPS = int(os.environ.get("KVD_COMPONENT_STEPS", "130"))

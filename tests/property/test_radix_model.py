@@ -17,9 +17,9 @@ from collections import Counter
 
 import pytest
 
-from kvd.core.eviction import Policy, eviction_order
-from kvd.core.pages import PagePool
-from kvd.core.radix import LockUnderflow, Node, RadixTree
+from kvd.core.cache.eviction import Policy, eviction_order
+from kvd.core.cache.pages import PagePool
+from kvd.core.cache.radix import LockUnderflow, Node, RadixTree
 from kvd.types import NO_PAGES, Pages, Tokens, count, pack_ids, page_ids
 
 STEPS = int(os.environ.get("KVD_RADIX_STEPS", "300"))

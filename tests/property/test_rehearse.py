@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core import inputs
-from kvd.core.freeze import state_hash
-from kvd.core.rehearse import rehearse
+from kvd.core.inspect.rehearse import rehearse
+from kvd.core.replay.freeze import state_hash
 from kvd.errors import Refusal
 from kvd.wire import admin, events
 from tests.property.drawn import FAMILIES

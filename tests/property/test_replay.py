@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.core.freeze import freeze, state_hash
 from kvd.core.inputs import Input
 from kvd.core.node import Node
-from kvd.core.thaw import thaw
+from kvd.core.replay.freeze import freeze, state_hash
+from kvd.core.replay.thaw import thaw
 from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
 

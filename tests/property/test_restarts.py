@@ -16,8 +16,8 @@ from collections import Counter
 
 import pytest
 
-from kvd.core.eviction import Policy
-from kvd.core.freeze import state_hash
+from kvd.core.cache.eviction import Policy
+from kvd.core.replay.freeze import state_hash
 from tests.property.journaled import JournaledPool
 from tests.property.restarts import Pool, calm, step
 

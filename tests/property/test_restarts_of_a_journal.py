@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvd.core import effects
-from kvd.core.eviction import Policy
+from kvd.core.cache.eviction import Policy
 from kvd.core.inputs import Adopted
 from kvd.journal.engines import Process
 from kvd.journal.identity import Identity

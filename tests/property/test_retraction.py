@@ -17,8 +17,9 @@ import pytest
 from typing_extensions import override
 
 from kvd.core import inputs
-from kvd.core.report import snapshot
-from kvd.core.spec import (
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import (
     Buffer,
     Component,
     Mha,
@@ -30,15 +31,14 @@ from kvd.core.spec import (
     StateTensor,
     Tail,
 )
-from kvd.core.standing import Standing
 from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client
 from tests.core.world import PAGE, World, tokens
 from tests.core.writing import lost, rows_of, what, write
 
 if TYPE_CHECKING:
+    from kvd.core.cache.radix_node import Node
     from kvd.core.effects import Step
-    from kvd.core.radix_node import Node
     from tests.core.side import Side
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))

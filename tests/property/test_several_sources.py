@@ -18,8 +18,8 @@ import random
 import msgspec
 import pytest
 
-from kvd.core.report import snapshot
-from kvd.core.shards import Shard, tp_shards
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.shards import Shard, tp_shards
 from kvd.wire import client
 from kvd.wire.peer import Integrity
 from tests.core.world import tokens

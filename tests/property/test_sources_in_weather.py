@@ -11,9 +11,9 @@ import random
 
 import pytest
 
-from kvd.core.freeze import freeze, state_hash
 from kvd.core.node import Node
-from kvd.core.thaw import thaw
+from kvd.core.replay.freeze import freeze, state_hash
+from kvd.core.replay.thaw import thaw
 from kvd.wire import admin, client
 from kvd.wire.peer import Abort, Accept, Closed, Integrity, Offer, Settled
 from tests.core.engines import totals

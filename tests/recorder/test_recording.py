@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.freeze import freeze
+from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording, replay
 from kvd.recorder.tape import HEADER, record_of
 from tests.core.test_freeze import a_node

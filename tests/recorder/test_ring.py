@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvd.core import inputs
-from kvd.core.spec import budgets
+from kvd.core.layout.spec import budgets
 from kvd.recorder import ring
 from kvd.recorder.ring import Ring
 from kvd.recorder.tape import (

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.freeze import freeze, state_hash
 from kvd.core.node import Node
-from kvd.core.thaw import thaw
+from kvd.core.replay.freeze import freeze, state_hash
+from kvd.core.replay.thaw import thaw
 from kvd.recorder import recording, replay, ring
 from kvd.recorder.orders import Begin
 from kvd.recorder.player import Strayed

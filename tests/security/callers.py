@@ -12,7 +12,7 @@ import zmq
 
 from kvd import curve
 from kvd.client.admin import AdminClient
-from kvd.core.spec import PoolSpec, fingerprint
+from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.sockets import open_dealer
 from kvd.wire import admin, peer
 from kvd.wire.codec import PEER_MESSAGES

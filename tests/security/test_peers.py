@@ -14,7 +14,7 @@ from kvd import curve
 from kvd.bench.daemons import Daemon, two_daemons
 from kvd.client.admin import AdminClient
 from kvd.core.inputs import FromPeer
-from kvd.core.spec import fingerprint
+from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code
 from kvd.wire import admin, events, peer
 from kvd.wire.peer import Hello

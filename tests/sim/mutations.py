@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core import inputs
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 from kvd.core.node import Node
 from kvd.types import NO_PAGES
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvd.core.layouts import layout_match
-from kvd.core.spec import fingerprint
+from kvd.core.layout.spec import fingerprint
+from kvd.core.peers.compatibility import layout_match
 from kvd.sim.agenda import START_S, Agenda
 from kvd.sim.contents import Contents, Prompt
 from kvd.sim.host import Host

@@ -14,7 +14,7 @@ import sys
 import msgspec
 import pytest
 
-from kvd.core.tables import DECODE, PREFILL
+from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import Plan, again, run_seed
 

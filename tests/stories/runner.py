@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.report import room_states, snapshot
+from kvd.core.inspect.snapshot import room_states, snapshot
 from kvd.wire import admin, client
 from kvd.wire.peer import Abort, Accept, Closed, Offer, Settled
 from tests.core.world import Side, World, tokens

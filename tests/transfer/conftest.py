@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, Row
 from kvd.transfer.base import RegionFd
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import (

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.geometry import Geometry, geometry
-from kvd.core.spec import DTYPE_BYTES, Component, Layout, Order
+from kvd.core.layout.geometry import Geometry, geometry
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Order
 from kvd.transfer.metadata import RegionNote
 from kvd.types import Pages, pack_ids
 

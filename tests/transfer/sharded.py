@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from kvd.core.geometry import Geometry, geometry
-from kvd.core.shards import Shard, tp_shards
-from kvd.core.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, shard_region
+from kvd.core.layout.geometry import Geometry, geometry
+from kvd.core.layout.shards import Shard, tp_shards
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, shard_region
 from kvd.transfer.copies import Area
 from kvd.transfer.orders import Post
 from tests.transfer.layouts import ids, note

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import (
     Drop,

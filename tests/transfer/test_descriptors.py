@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.geometry import Row
+from kvd.core.layout.geometry import Row
 from kvd.transfer.descriptors import CUT_BYTES, writes
 from kvd.transfer.metadata import RegionNote
 from kvd.types import Pages, pack_ids

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.seal import Seal, page_sum
-from kvd.core.spec import Layout, Mha, Mla, Order, Raw, State, StateTensor, companion_pages
+from kvd.core.layout.seal import Seal, page_sum
+from kvd.core.layout.spec import Layout, Mha, Mla, Order, Raw, State, StateTensor, companion_pages
 from kvd.transfer.copies import Area, begin
 from kvd.transfer.orders import Copied, Copy, Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
@@ -25,7 +25,7 @@ from tests.transfer.test_contract import numbers
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from kvd.core.geometry import Geometry
+    from kvd.core.layout.geometry import Geometry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 from kvd.transfer import inflow, streams
 from kvd.transfer.inflow import Inflow
 from kvd.transfer.orders import Awaiting, Exempt, Quiesce, Quiet

@@ -18,7 +18,7 @@ import termios
 
 import numpy as np
 
-from kvd.core.doubt import Doubt
+from kvd.core.effects import Doubt
 from kvd.transfer.orders import Awaiting, Drop, Dropped, Exempt, Loaded, Quiesce, Quiet
 from tests.transfer.conftest import PAGES
 

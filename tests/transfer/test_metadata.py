@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.geometry import Row
+from kvd.core.layout.geometry import Row
 from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import (
     VERSION,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.doubt import Doubt
-from kvd.core.geometry import Row
+from kvd.core.effects import Doubt
+from kvd.core.layout.geometry import Row
 from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
 from kvd.transfer.orders import (
     Begin,

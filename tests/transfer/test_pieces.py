@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.core.geometry import Row
-from kvd.core.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
-from kvd.core.spec import Mha, Order
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
+from kvd.core.layout.spec import Mha, Order
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.descriptors import packed_writes
 from kvd.transfer.metadata import Kind, Place, RegionNote

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from kvd.core.doubt import Doubt
-from kvd.core.geometry import Geometry, Row
-from kvd.core.seal import Seal
+from kvd.core.effects import Doubt
+from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.seal import Seal
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import (

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.seal import Seal
-from kvd.core.shards import Shard, Straight, lanes, page_share, tp_shards
-from kvd.core.spec import Mha, Order, shard_region
+from kvd.core.layout.seal import Seal
+from kvd.core.layout.shards import Shard, Straight, lanes, page_share, tp_shards
+from kvd.core.layout.spec import Mha, Order, shard_region
 from kvd.transfer.orders import Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Rig
@@ -25,7 +25,7 @@ from tests.transfer.test_contract import numbers
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from kvd.core.geometry import Geometry
+    from kvd.core.layout.geometry import Geometry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

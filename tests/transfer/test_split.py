@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.geometry import Row
-from kvd.core.spec import (
+from kvd.core.layout.geometry import Row
+from kvd.core.layout.spec import (
     Mha,
     Mla,
     Order,

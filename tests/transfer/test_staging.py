@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvd.core.spec import Mha, Mla, Order, companion_pages
+from kvd.core.layout.spec import Mha, Mla, Order, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
 from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane

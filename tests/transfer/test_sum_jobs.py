@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvd.core.seal import Seal
-from kvd.core.shards import lanes
-from kvd.core.spec import Order
+from kvd.core.layout.seal import Seal
+from kvd.core.layout.shards import lanes
+from kvd.core.layout.spec import Order
 from kvd.transfer.orders import Posted
 from kvd.transfer.sums import Summers, Sums
 from kvd.wire.peer import Integrity

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.transfer.orders import Posted, PostFailed, Sum, Summed, Verified, Verify
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity

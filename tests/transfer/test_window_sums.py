@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.core.seal import Seal, page_sum
-from kvd.core.shards import Piece, Pieced, Straight, Window, lanes
-from kvd.core.spec import Order
+from kvd.core.layout.seal import Seal, page_sum
+from kvd.core.layout.shards import Piece, Pieced, Straight, Window, lanes
+from kvd.core.layout.spec import Order
 from kvd.transfer.copies import Area
 from kvd.transfer.orders import Verified, Verify
 from kvd.transfer.sums import post_job, verdict, verify_job

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from kvd.core.lease import ENGINE
+from kvd.core.cache.lease import ENGINE
 from kvd.wire import client
 from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS

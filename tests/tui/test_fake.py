@@ -12,8 +12,8 @@ import time
 import msgspec
 import pytest
 
-from kvd.core.invariants import violations
-from kvd.core.report import snapshot
+from kvd.core.audit.invariants import violations
+from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 from kvd.wire.console import EventQuery, Filter, MapQuery, PageMap, Query, Table

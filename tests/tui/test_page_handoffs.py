@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.report import room_states
+from kvd.core.inspect.snapshot import room_states
 from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged

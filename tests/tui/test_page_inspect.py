@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
-from kvd.core.audit import EVERY_S
+from kvd.core.audit.audit import EVERY_S
 from kvd.wire.admin import Audit, Rehearse
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged

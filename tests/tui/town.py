@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvd.console.recent import Recent
 from kvd.core import inputs
-from kvd.core.spec import (
+from kvd.core.layout.spec import (
     Component,
     Mha,
     Order,

@@ -1,0 +1,83 @@
+"""Who refers to whom, turned round: made when a rule first asks for it, thrown away after a look.
+
+Between two steps everything here is exact. It must not outlive the step in which it was made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvd.core.audit.beside_rules import needs
+from kvd.core.handoff.protocol import Decode
+
+if TYPE_CHECKING:
+    from kvd.core.audit.beside_rules import Needs
+    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.node import Node
+
+
+class Cross:
+    """The cross-references of one node at one moment. Each costs one pass, once."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @cached_property
+    def anchored(self) -> Counter[TreeNode | None]:
+        """By tree node, the leases whose lock ends there."""
+        return Counter([lease.anchor for lease in self._node.leases.leases.values()])
+
+    @cached_property
+    def needs(self) -> Needs:
+        """For each component beside the first, by tree node, the leases that need what is there."""
+        return needs(self._node)
+
+    @cached_property
+    def receives(self) -> dict[int, DecodePart]:
+        """By lease id, the part whose pages it holds until the writer is over."""
+        parts = self._node.decoder.parts.values()
+        return {part.lease.id: part for part in parts if part.lease is not None}
+
+    @cached_property
+    def sends(self) -> dict[int, PrefillPart]:
+        """By send id, the parts that may still read their lease."""
+        return {part.id: part for part in self._node.prefiller.rooms.live()}
+
+    @cached_property
+    def reads(self) -> Counter[int]:
+        """By lease id, the posts and the fetches under way that read its pages."""
+        found = Counter([one.lease.id for one in self._node.fetcher.copies.values()])
+        for part in self._node.prefiller.posts.parts.values():
+            if part.engine is not None:
+                found[part.engine.lease.id] += 1
+        return found
+
+    @cached_property
+    def copies(self) -> Counter[int]:
+        """By lease id, the copies to the saved area and back that are under way or still to be."""
+        retractor = self._node.retractor
+        waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
+        return Counter([lease.id for lease in waiting])
+
+    @cached_property
+    def may_read_former(self) -> bool:
+        """Whether an engine may still read what it had before the restart."""
+        return self._node.former.may_read()
+
+    @cached_property
+    def queued(self) -> set[int]:
+        """The waiters in the admission queue, by identity."""
+        return {id(waiter) for waiter in self._node.admission.queue}
+
+    def is_alive(self, session: int) -> bool:
+        """Whether that session is open."""
+        return session in self._node.sessions.by_id
+
+    def is_draining(self, lease_id: int) -> bool:
+        """Whether something will end this lease's quarantine: its part, or this host's quiet."""
+        part = self.receives.get(lease_id)
+        is_drained = part is not None and part.state is Decode.DRAINING
+        return is_drained or lease_id in self._node.decoder.settling.leases

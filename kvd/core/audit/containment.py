@@ -1,0 +1,366 @@
+"""What is done where a rule does not hold, so that a bug of ours costs what it touched and no more.
+
+The rule: nothing is freed on a violation. What cannot be trusted is kept out of circulation until
+the next process, whoever uses it is told, it is counted, and ``kvd why page`` says so.
+
+    a page in two places     it is condemned; leases that have it are lost; a tree node that has it
+                             is found by no prompt any more, and the leases that lock it are lost
+    a page free and held     the free copy is taken out of the free list, who has it keeps it
+    given back twice, ...    the pages of the whole call are condemned, the same for who has them
+    a page that is none      the lease that names it is lost, the node that has it is found no more
+    row, lock, what is       the lease is lost: its row is not what its engine computes on
+      beside it is wrong
+    too few locks on a node  raised to the leases that end there; too many are left as they are
+    a node that does not fit found by no prompt any more, dropped when nobody locks it; who locks
+      its tokens             it is lost
+    wrong sums of the tree   counted again, or more would be promised than there is
+    a leaf nobody evicts     put in the order of eviction again
+    too few reads counted    raised to the posts and copies under way
+    a receive, a send that   its engine is told that it failed; a post that its send does not know
+      cannot go on             makes its last word say that bytes are in doubt
+    a waiter of nobody       leaves the queue; one that is forgotten is asked again
+
+*Lost* is a lease whose engine hears ``condemned``: its own pages are condemned, its sends and its
+receive have failed, and all that is left to do with it is to release it, which frees nothing.
+
+Only told of, because to act would be worse:
+
+- a page in no place (``page-lost``): nobody has it, nobody will, and it is to be seen that one is
+  lost for as long as it is;
+- a lease without a holder, of a session or send that is gone (``holder-none``, ``holder-gone``,
+  ``deferred``), a quarantine that nothing ends (``nameless``, ``lock-kept``, ``quarantine-leaked``,
+  ``settling``), pages too many locked or read: they are out of circulation already, and to free
+  them would be to believe the very register that is wrong;
+- a post that is counted and not under way (``post-lost``) and handoffs that registers do not know
+  of (``records``, ``by-handoff``, ``by-send``, ``failed``, ``former``, ``unproven``): to end them
+  would need the register that lacks them; their deadlines and their peers' fences end them;
+- what lies beside a node, where it is the node's and no lease's (``beside-order``,
+  ``beside-evictable``, ``beside-gone``), a pool out of step (``lockstep``), and counts of the saved
+  area (``saved-count``): nobody is given anything by them that is somebody else's.
+
+It writes leases, which otherwise only the lease table does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvd.core.audit.backrefs import Cross
+from kvd.core.audit.fault import Fault
+from kvd.core.audit.rules import missing_locks
+from kvd.core.cache.lease import ARRIVAL, ENGINE, Lease
+from kvd.core.cache.radix import drop, hide, recount, subtree
+from kvd.core.inspect.page_states import has_any
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_PAGES, Pages
+from kvd.wire import client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvd.core.cache.pages import Misgiven, PagePool
+    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.node import Node
+
+MAX_REASONS = 256
+"""Kept: one bug breaks many things, and the first ones say which."""
+
+TOLD = ""
+"""Nothing is done but to tell."""
+
+
+class Condemned(msgspec.Struct, frozen=True):
+    """Pages that were condemned together; ``component`` is empty for the first one."""
+
+    component: str
+    pages: Pages
+    why: str
+
+
+class Containment:
+    """What to do about each check; ``contain`` says what was done."""
+
+    def __init__(self, node: Node) -> None:
+        self.condemned: list[Condemned] = []
+        """Why, for whoever asks about a page; the first of them."""
+        self._node = node
+
+    def contain(self, fault: Fault) -> str:
+        """Keep what is broken from everybody; in words what was done, empty if nothing was."""
+        does = self._deeds().get(fault.check.rstrip("0123456789-"))
+        return TOLD if does is None else does(fault)
+
+    def _deeds(self) -> dict[str, Callable[[Fault], str]]:
+        return {
+            **dict.fromkeys(("page-double", "page-twice"), self._condemn_shared),
+            "misgiven": self._condemn_misgiven,
+            **dict.fromkeys(("page-stray", "null-page"), self._distrust),
+            **dict.fromkeys(("unlocked", "owned", "row", "standing"), self._lose_named),
+            **dict.fromkeys(("null-mapped", "stretch", "beside-row", "state"), self._lose_named),
+            **dict.fromkeys(("buffer", "slots", "filling", "beside-record"), self._lose_named),
+            **dict.fromkeys(("beside-locks", "beside-length"), self._distrust),
+            **dict.fromkeys(("child-key", "end", "edge", "edge-pages"), self._distrust),
+            "lock-count": self._raise_locks,
+            **dict.fromkeys(("locks-grow", "lock-below-zero"), self._raise_locks),
+            "totals": self._count_again,
+            "not-in-order": self._put_in_order,
+            "reads": self._raise_reads,
+            **dict.fromkeys(("receive", "verify", "prefix", "ready"), self._fail_receive),
+            **dict.fromkeys(("send", "cursor", "late-post", "post"), self._fail_send),
+            "waiter": self._strike_waiters,
+            "forgotten": self._ask_again,
+            "queue-order": self._sort_queue,
+        }
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def _condemn_shared(self, fault: Fault) -> str:
+        """Whoever has one of these pages beside somebody else cannot trust it."""
+        ids = np.frombuffer(fault.pages, "<u4")
+        leases = [lease for lease, own in self._owns(fault.component) if has_any(own, ids)]
+        nodes = [edge for edge, own in self._caches(fault.component) if has_any(own, ids)]
+        if fault.check == "page-double" and self._is_sole(leases, nodes, fault):
+            return f"{self._pool(fault.component).withdraw(fault.pages)} pages no longer free"
+        done = [f"{self._condemn(fault.component, fault.pages, fault)} pages condemned"]
+        doomed = [own for _, own in self._caches(fault.component) if has_any(own, ids)]
+        in_tree = np.isin(np.frombuffer(b"".join(doomed), "<u4"), ids).sum()
+        self._pool(fault.component).doomed_pages += int(in_tree)
+        done += [self._lose(lease, fault) for lease in leases]
+        done += [self._hide(edge, fault) for edge in nodes]
+        return "; ".join([one for one in done if one])
+
+    def _is_sole(self, leases: list[Lease], nodes: list[TreeNode], fault: Fault) -> bool:
+        """Whether they are in the free list too, and otherwise once in one place."""
+        if len(leases) + len(nodes) != 1:
+            return False
+        ids = np.frombuffer(fault.pages, "<u4")
+        places = [*self._owns(fault.component), *self._caches(fault.component)]
+        named = np.frombuffer(b"".join([own for _, own in places]), "<u4")
+        return int(np.isin(named, ids).sum()) == ids.size
+
+    def _condemn_misgiven(self, fault: Fault) -> str:
+        """Whoever gave them is as doubtful as whoever else has them."""
+        done = [self._condemn_shared(fault), self._lose_named(fault)]
+        return "; ".join([one for one in done if one])
+
+    def _distrust(self, fault: Fault) -> str:
+        """The lease or the node that it names."""
+        lease = self._node.leases.leases.get(fault.lease)
+        edge = self._edge(fault.node) if lease is None else None
+        if lease is not None:
+            return self._lose(lease, fault)
+        return self._hide(edge, fault) if edge is not None else TOLD
+
+    def _condemn(self, component: str, pages: Pages, fault: Fault) -> int:
+        if pages and len(self.condemned) < MAX_REASONS:
+            self.condemned.append(Condemned(component, pages, fault.sentence))
+        return self._pool(component).condemn(pages)
+
+    def why(self, component: str, page: int) -> str:
+        """Why nobody gets this page, as far as it is still known."""
+        wanted = np.array([page], "<u4")
+        for one in self.condemned:
+            if one.component == component and has_any(one.pages, wanted):
+                return one.why
+        return "one of many violations; the log has them all"
+
+    def _pool(self, component: str) -> PagePool:
+        table = self._node.leases
+        name = component.removesuffix(".saved")
+        if name != component:
+            return table.saved.pools[name]
+        keeper = table.beside.named(component)
+        return table.pool if keeper is None else keeper.pool
+
+    def _owns(self, component: str) -> Iterable[tuple[Lease, Pages]]:
+        """Each lease, and its own pages of that component."""
+        table, leases = self._node.leases, list(self._node.leases.leases.values())
+        name = component.removesuffix(".saved")
+        if name != component:
+            parts = [(one, part) for one in leases if one.saved for part in one.saved.parts]
+            return [(one, part.slots) for one, part in parts if part.component == name]
+        keeper = table.beside.named(component)
+        return [(one, one.held if keeper is None else keeper.own(one)) for one in leases]
+
+    def _caches(self, component: str) -> Iterable[tuple[TreeNode, Pages]]:
+        if component.endswith(".saved"):
+            return []
+        keeper = self._node.leases.beside.named(component)
+        if keeper is None:
+            return [(edge, edge.pages) for edge in self._node.leases.tree.nodes()]
+        return [(edge, keeper.pages_at(edge)) for edge in list(keeper.nodes)]
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def _lose_named(self, fault: Fault) -> str:
+        lease = self._node.leases.leases.get(fault.lease)
+        return self._lose(lease, fault) if lease is not None else TOLD
+
+    def _lose(self, lease: Lease, fault: Fault) -> str:
+        """Nobody uses what it has any more, and nobody else ever gets it."""
+        if lease.lost is not None:
+            return TOLD
+        node = self._node
+        table = node.leases
+        lease.lost = refusal = Refusal(
+            Code.CONDEMNED,
+            f"lease {lease.id} was found broken ({fault.sentence}): a bug of the daemon, its log "
+            "has more, please report it. What its pages hold may be somebody else's; nobody gets "
+            "them again; release it and open a new one",
+            side=node.settings.name,
+            numbers={"lease": lease.id},
+        )
+        n_pages = self._condemn("", lease.held, fault)
+        for keeper in table.beside.each:
+            n_pages += self._condemn(keeper.component.name, keeper.own(lease), fault)
+        if ARRIVAL not in lease.holders and lease.quarantine is None:
+            # Nobody has them; but where a remote may write, that it is this lease's has to be seen.
+            lease.row = Pages(lease.row[: lease.owned * ID_BYTES])
+            lease.deferred = NO_PAGES
+        lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
+        if lease.quarantine is None:
+            self._fail_users(lease, refusal)
+        return f"lease {lease.id} is lost, {n_pages} pages condemned"
+
+    def _fail_users(self, lease: Lease, refusal: Refusal) -> None:
+        """Its engine, its sends, its receive and its place in the queue."""
+        node = self._node
+        if ENGINE in lease.holders and lease.session in node.sessions.by_id:
+            node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
+        sends = [one for one in node.prefiller.by_room.values() if one.engine is not None]
+        for send in [one for one in sends if one.engine and one.engine.lease is lease]:
+            node.prefiller.give_up(send, refusal)
+        if ARRIVAL in lease.holders:
+            for reception in list(node.decoder.receptions.values()):
+                if reception.lease is lease:
+                    node.decoder.cancel(reception, refusal)
+        queue = node.admission.queue
+        resumes = [one for one in queue if one.claim.resumes == lease.id]
+        node.admission.turn_away(resumes, refusal)
+
+    def _raise_reads(self, fault: Fault) -> str:
+        lease = self._node.leases.leases.get(fault.lease)
+        under_way = Cross(self._node).reads[fault.lease]
+        if lease is None or lease.reads >= under_way:
+            return TOLD
+        lease.reads = under_way
+        return f"lease {lease.id} counts {under_way} reads now"
+
+    # ---- the tree ----------------------------------------------------------------------------
+
+    def _edge(self, number: int) -> TreeNode | None:
+        tree = self._node.leases.tree
+        known = [*tree.roots.values(), *tree.nodes()]
+        return next((edge for edge in known if edge.id == number), None)
+
+    def _hide(self, edge: TreeNode, fault: Fault) -> str:
+        """No prompt finds it or what is below; whoever goes on from there is lost."""
+        table = self._node.leases
+        below = set(subtree(edge))
+        leases = [one for one in table.leases.values() if one.anchor in below]
+        done = [self._lose(lease, fault) for lease in leases]
+        if edge.parent is None:
+            return "; ".join(one for one in done if one)
+        hide(table.tree, edge)
+        if not any(one.lock_ref for one in below):
+            pages = drop(table.tree, edge)
+            table.give(pages)
+            done.append(f"{len(below)} nodes dropped")
+        else:
+            done.append(f"node {edge.id} is found by no prompt any more")
+        table.growth += 1
+        return "; ".join(one for one in done if one)
+
+    def _raise_locks(self, fault: Fault) -> str:
+        tree, cross = self._node.leases.tree, Cross(self._node)
+        raised = 0
+        edge = self._edge(fault.node)
+        while edge is not None:
+            missing = missing_locks(edge, cross.anchored)
+            if missing > 0:
+                edge.lock_ref += missing
+                raised += missing
+            edge = edge.parent
+        if not raised:
+            return TOLD
+        recount(tree)
+        return f"{raised} locks added"
+
+    def _count_again(self, _: Fault) -> str:
+        recount(self._node.leases.tree)
+        return "counted again"
+
+    def _put_in_order(self, fault: Fault) -> str:
+        edge = self._edge(fault.node)
+        if edge is None or edge.children or edge.lock_ref:
+            return TOLD
+        self._node.leases.tree.order.add(edge)
+        return "in the order of eviction again"
+
+    # ---- handoffs and the queue --------------------------------------------------------------
+
+    def _fail_receive(self, fault: Fault) -> str:
+        decoder = self._node.decoder
+        part = next((one for one in decoder.known() if one.id == fault.part), None)
+        if part is None or part.ended is not None or part.waiter is not None:
+            return TOLD
+        decoder.endings.fail(part.reception, self._failed(fault))
+        return f"receive {part.id} has failed for its engine"
+
+    def _fail_send(self, fault: Fault) -> str:
+        prefiller = self._node.prefiller
+        part = next((one for one in prefiller.by_room.values() if one.id == fault.part), None)
+        if part is None:
+            return TOLD
+        part.in_doubt = True
+        prefiller.give_up(part, self._failed(fault))
+        return f"send {part.id} is given up, its bytes are in doubt"
+
+    def _failed(self, fault: Fault) -> Refusal:
+        what = f"a bug of the daemon broke this handoff ({fault.sentence}); please report it"
+        return Refusal(Code.CONDEMNED, what, side=self._node.settings.name)
+
+    def _strike_waiters(self, _: Fault) -> str:
+        node = self._node
+        gone = [one for one in node.admission.queue if not Cross(node).is_alive(one.claim.session)]
+        refusal = Refusal(Code.CLIENT_GONE, "its session is gone", side=node.settings.name)
+        node.admission.turn_away(gone, refusal)
+        return f"{len(gone)} requests left the queue"
+
+    def _ask_again(self, _: Fault) -> str:
+        admission = self._node.admission
+        for name in list(admission.apart.by_name):
+            admission.changed(name)
+        return "asked again"
+
+    def _sort_queue(self, _: Fault) -> str:
+        self._node.admission.sort()
+        return "sorted again"
+
+
+def all_pools(table: LeaseTable) -> list[PagePool]:
+    """Of every component, and of the saved area."""
+    return [table.pool, *[one.pool for one in table.beside.each], *table.saved.pools.values()]
+
+
+def one_list(table: LeaseTable) -> list[Misgiven]:
+    """Where all pools say from now on what was given back wrongly."""
+    for pool in all_pools(table):
+        pool.misgiven = table.pool.misgiven
+    return table.pool.misgiven
+
+
+def misgiven_fault(table: LeaseTable, one: Misgiven) -> Fault:
+    """I1 at the moment when it would have been broken."""
+    giver = one.giver
+    number, session = (giver.id, giver.session) if isinstance(giver, Lease) else (0, 0)
+    who = f"lease {number}" if number else "a lease or the tree"
+    component = "" if one.pool == table.pool.name else one.pool
+    what = f"{who} gave back {one.why}{f' of {component}' if component else ''}"
+    return Fault(
+        "I1", "misgiven", what, number, pages=one.pages, component=component, session=session
+    )

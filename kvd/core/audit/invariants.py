@@ -1,0 +1,71 @@
+"""What must be true between two steps, in words for every violation: I1 to I8 of the design, I9.
+
+Everything at once: run after every step in tests and by ``kvd audit``. The cost grows with the
+pool, so the hot path never calls it; the standing audit (``audit``) asks the same rules piece by
+piece.
+
+- I1 null + free + held + cached + quarantined = total; each page in exactly one of them
+- I1 of the saved area: null + free + saved = total; each page in exactly one of them
+- I2 ``lock_ref`` of a node = leases anchored in its subtree; parent >= child; never below zero
+- I3 evictable pages = the pages of the nodes with ``lock_ref`` 0
+- I4 every edge and every ``decode_prefix_len`` is whole pages
+- I5 the prefill cursor never shrinks past what was posted; posts stay inside the delta
+- I6 nothing is outstanding for a part that is settled; no quarantined page in another lease
+- I7 every quarantined lease names the incarnation that may still write
+- I8 event numbers are contiguous (the outbox numbers them; the shell checks on the way out)
+- I9 what is held is held for somebody: see ``rules``
+
+I1 to I4 and I9 hold of every component with pages of its own: see ``beside_rules``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.audit.backrefs import Cross
+from kvd.core.audit.beside_rules import beside_faults
+from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.audit.rules import (
+    lease_faults,
+    lock_faults,
+    post_faults,
+    queue_faults,
+    ready_faults,
+    receive_faults,
+    register_faults,
+    send_faults,
+)
+from kvd.core.audit.saved_rules import saved_faults
+from kvd.core.inspect.page_states import page_faults
+
+if TYPE_CHECKING:
+    from kvd.core.audit.fault import Fault
+    from kvd.core.node import Node
+
+
+def violations(node: Node) -> list[str]:
+    """Every violation found, one sentence each; empty when all is well."""
+    return [fault.sentence for fault in faults(node)]
+
+
+def faults(node: Node) -> list[Fault]:
+    """Every rule that does not hold now."""
+    cross = Cross(node)
+    tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
+    found = page_faults(node) + saved_faults(node) + tree_faults(tree)
+    for edge in (*tree.roots.values(), *tree.nodes()):
+        found += lock_faults(edge, cross)
+    for lease in node.leases.leases.values():
+        found += lease_faults(node, lease, cross)
+    for receive in decoder.parts.values():
+        found += receive_faults(node, receive, cross)
+    for lease_id, reception in decoder.ready.items():
+        found += ready_faults(node, lease_id, reception)
+    for send in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
+        found += send_faults(node, send, cross)
+    for post, send in prefiller.posts.parts.items():
+        found += post_faults(node, post, send)
+    found += queue_faults(node, cross)
+    found += register_faults(node)
+    found += beside_faults(node, cross)
+    return found

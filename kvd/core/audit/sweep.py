@@ -1,0 +1,400 @@
+"""One look at everything a node has, in slices, while the node goes on living between them.
+
+Rules about one thing (``rules``, ``radix_audit``) are exact whenever they are asked. What is true
+only of everything together, that each page is in exactly one place, is made exact by ``moves``: a
+sweep counts how often it sees each page, learns at each turn which pages have moved meanwhile, and
+at the end judges those that have not. They were where they are all the time, so they must have been
+seen exactly once. What has moved is judged by the next sweep; a lost page never moves again.
+
+    FREE    the free lists, from the bottom of each stack: what lies still keeps its index
+    TREE    from the roots down; what is split meanwhile keeps its lower half on our stack
+    LEASES  those that were there when the phase began: a later one has only pages that moved
+    PARTS   receives, sends, posts
+    TOTALS  the counters, the queue, the registers: sums, in one piece
+    PAGES   the judgement; only a suspicion costs a look at all places at once, which names them
+
+All of it is done for the first component and, where there are any, for those with pages beside it.
+
+Plain data between two turns: no iterator, nothing that a copy of the node could not carry.
+
+How often a sweep has seen each page of one pool, and what it makes of that at the end.
+
+Pages move while a sweep goes on. What has moved is not judged; what lay still all the time must
+have been seen exactly once. See ``sweep`` for the whole argument.
+
+Plain data: two bytes for each page of the pool.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.audit import beside_rules
+from kvd.core.audit.radix_rules import is_linked, is_sound, node_faults, total_faults
+from kvd.core.audit.rules import (
+    lease_faults,
+    lock_faults,
+    missing_locks,
+    post_faults,
+    queue_faults,
+    ready_faults,
+    receive_faults,
+    register_faults,
+    send_faults,
+)
+from kvd.core.audit.saved_rules import saved_faults
+from kvd.core.inspect.page_states import count_faults, page_faults
+from kvd.types import ID_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvd.core.audit.backrefs import Cross
+    from kvd.core.audit.fault import Fault
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.components.component_pages import Keeper
+    from kvd.core.node import Node
+    from kvd.types import Pages
+
+
+class PageTally:
+    """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
+
+    __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
+
+    def __init__(self, total_pages: int) -> None:
+        self.total_pages = total_pages
+        self.is_suspicious = False
+        """Something does not add up: only a look at all places at once can tell what."""
+        self._seen = bytearray(total_pages)
+        self._seen[0] = 1  # the null page is nowhere
+        self._uncounted = 1
+        """Pages looked at, less those that ``_seen`` tells of; 0 at the end."""
+        self._touched = bytearray(total_pages)
+        self._is_blind = False
+
+    def learn(self, moved: bytes | None) -> None:
+        """These pages have changed their place since the last turn; None: too many to tell."""
+        if moved is None:
+            self._is_blind = True
+        elif moved:
+            ids = np.frombuffer(moved, dtype="<i4")
+            touched = np.frombuffer(self._touched, dtype=np.uint8)
+            touched[ids[(ids >= 0) & (ids < touched.size)]] = 1
+
+    def see(self, pieces: Sequence[bytes]) -> int:
+        """See these pages once more; returns how many they are."""
+        ids = np.frombuffer(b"".join(pieces), dtype="<i4")
+        seen = np.frombuffer(self._seen, dtype=np.uint8)
+        n_pages = ids.size
+        if n_pages and (ids.min() < 0 or ids.max() >= seen.size):
+            self.is_suspicious = True
+            ids = ids[(ids >= 0) & (ids < seen.size)]
+        seen[ids] += 1  # a page that is among them twice is counted once: see judge
+        self._uncounted += ids.size
+        return n_pages
+
+    def has_moved(self, pages: Pages) -> bool:
+        """Whether the first of these was given back since the sweep began."""
+        page = int.from_bytes(pages[:ID_BYTES], "little", signed=True)
+        return self._is_blind or (0 <= page < len(self._touched) and self._touched[page] == 1)
+
+    def judge(self, first: int, last: int) -> bool:
+        """Whether a page of this range lay still, and was not seen exactly once."""
+        seen = np.frombuffer(self._seen, dtype=np.uint8)[first:last]
+        self._uncounted -= int(seen.sum())
+        if self._uncounted and last == self.total_pages:
+            self.is_suspicious = True  # at one moment in two places
+        if self._is_blind:
+            return False
+        touched = np.frombuffer(self._touched, dtype=np.uint8)[first:last]
+        return bool(((seen != 1) & (touched == 0)).any())
+
+
+FREE_SLICE_PAGES = 65_536
+JUDGED_SLICE_PAGES = 262_144
+SAVED_AT_ONCE_PAGES = 16_384
+"""A saved area of so many pages is checked whole, in 0.2 ms; of a larger one the numbers are."""
+
+# What things cost in units of work, about a microsecond each; the shell learns how much really.
+PAGES_SEEN_PER_UNIT = 128
+PAGES_JUDGED_PER_UNIT = 1024
+NODE_UNITS = 2
+BESIDE_UNITS = 1
+LEASE_UNITS = 8
+PART_UNITS = 8
+
+
+class Phase(enum.Enum):
+    """What a sweep looks at now."""
+
+    FREE = "free"
+    TREE = "tree"
+    LEASES = "leases"
+    PARTS = "parts"
+    TOTALS = "totals"
+    PAGES = "pages"
+    OVER = "over"
+
+
+class Sweep:
+    """One sweep. ``learn`` what moved, then ``look`` until it is OVER; take ``faults`` any time."""
+
+    __slots__ = (
+        "_anchored",
+        "_needs",
+        "_next",
+        "_parts",
+        "_pool",
+        "_stack",
+        "_tallies",
+        "began_s",
+        "faults",
+        "objects",
+        "phase",
+        "was_refuted",
+    )
+
+    def __init__(self, node: Node, at_s: float) -> None:
+        self.began_s = at_s
+        self.phase = Phase.FREE
+        self.objects = 0
+        """Nodes, leases and parts looked at."""
+        self.faults: list[Fault] = []
+        self.was_refuted = False
+        """A suspicion about pages came to nothing: somebody moves pages without saying so."""
+        self._tallies = [PageTally(pool.total_pages) for pool in pools(node)]
+        for tally, pool in zip(self._tallies, pools(node), strict=True):
+            tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
+        self._anchored: Counter[TreeNode | None] = Counter()
+        self._needs: beside_rules.Needs = ()
+        self._pool = 0
+        """Index of the pool whose free list is looked at, or that is judged."""
+        self._next = 0
+        """Index of the next page of that pool, or of the next lease or part of the phase."""
+        self._stack: list[TreeNode] = []
+        self._parts: list[tuple[str, int]] = []
+
+    def learn(self, node: Node) -> None:
+        """Which pages have changed their place since the last turn."""
+        for tally, pool in zip(self._tallies, pools(node), strict=True):
+            tally.learn(pool.moves.drain())
+
+    def look(self, node: Node, cross: Cross, work: int) -> int:
+        """One slice of at most about ``work`` units; returns how many it took."""
+        used = work
+        match self.phase:
+            case Phase.FREE:
+                used = self._look_at_free(node, cross, work)
+            case Phase.TREE:
+                used = self._look_at_tree(node, cross, work)
+            case Phase.LEASES:
+                used = self._look_at_leases(node, cross, work)
+            case Phase.PARTS:
+                used = self._look_at_parts(node, cross, work)
+            case Phase.TOTALS:
+                used = self._look_at_totals(node, cross)
+            case Phase.PAGES:
+                used = self._judge(node, work)
+            case Phase.OVER:
+                pass
+        return used
+
+    # ---- phases ------------------------------------------------------------------------------
+
+    def _look_at_free(self, node: Node, cross: Cross, work: int) -> int:
+        pool = pools(node)[self._pool]
+        wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
+        pages = pool.free_slice(self._next, wanted)
+        self._tallies[self._pool].see([pages])
+        self._next += wanted
+        if self._next >= pool.free_pages and self._is_last_pool():
+            self._begin(Phase.TREE)
+            self._stack = list(node.leases.tree.roots.values())
+            self._anchored = cross.anchored
+            self._needs = cross.needs
+        return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
+
+    def _look_at_tree(self, node: Node, cross: Cross, work: int) -> int:
+        stack = self._stack
+        tree = node.leases.tree
+        order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
+        edges: list[TreeNode] = []
+        used = 0
+        while stack and used < work:
+            edge = stack.pop()
+            if edge.parent is None:
+                if tree.roots.get(edge.namespace) is not edge:
+                    continue  # an empty one that was swept away
+            elif not is_sound(edge, order, page_bytes):
+                if not is_linked(edge) and self._tallies[0].has_moved(edge.pages):
+                    continue  # evicted or flushed since its parent was looked at
+                self.faults += node_faults(edge, order, page_bytes)
+            stack.extend(edge.children.values())
+            if edge.lock_ref:
+                self._look_at_locks(edge, cross)
+            edges.append(edge)
+            used += NODE_UNITS
+        self.objects += len(edges)
+        n_pages = self._tallies[0].see([edge.pages for edge in edges])
+        for index, keeper in enumerate(node.leases.beside.each):
+            n_pages += self._look_beside(index, keeper, edges, cross)
+            used += len(edges) * BESIDE_UNITS
+        if not stack:
+            self._begin(Phase.LEASES)
+            self._anchored = Counter()
+            self._needs = ()
+            self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
+        return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
+
+    def _look_at_locks(self, edge: TreeNode, cross: Cross) -> None:
+        """Counting who is anchored where takes one look at all leases: an old count does, mostly.
+
+        Where it does not fit, the present one decides, and is the old one from then on.
+        """
+        if missing_locks(edge, self._anchored):
+            self._anchored = cross.anchored
+            self.faults += lock_faults(edge, cross)
+
+    def _look_beside(
+        self, index: int, keeper: Keeper, edges: Sequence[TreeNode], cross: Cross
+    ) -> int:
+        """What a component has at these nodes; returns how many pages.
+
+        What each node is needed for is counted as seldom as who is anchored there.
+        """
+        pieces = []
+        for edge in edges:
+            if edge.parent is None:
+                continue
+            if keeper.locks_at(edge) != self._needs[index][edge]:
+                self._needs = cross.needs
+            self.faults += beside_rules.node_faults(keeper, edge, self._needs[index])
+            pieces.append(keeper.pages_at(edge))
+        return self._tallies[1 + index].see(pieces)
+
+    def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
+        leases: list[Lease] = []
+        used = 0
+        keepers = node.leases.beside.each
+        while self._next < len(self._parts) and used < work:
+            lease = node.leases.leases.get(self._parts[self._next][1])
+            self._next += 1
+            if lease is not None:
+                self.faults += lease_faults(node, lease, cross)
+                leases.append(lease)
+                used += LEASE_UNITS + len(lease.row) // ID_BYTES // PAGES_SEEN_PER_UNIT
+                if keepers:
+                    self.faults += beside_rules.lease_faults(node, lease)
+                    used += LEASE_UNITS * len(keepers)
+        self.objects += len(leases)
+        self._tallies[0].see([lease.held for lease in leases])
+        for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
+            tally.see([keeper.own(lease) for lease in leases])
+        if self._next >= len(self._parts):
+            self._begin(Phase.PARTS)
+            self._parts = list(_all_parts(node))
+        return 1 + used
+
+    def _look_at_parts(self, node: Node, cross: Cross, work: int) -> int:
+        last = min(len(self._parts), self._next + max(1, work // PART_UNITS))
+        for kind, number in self._parts[self._next : last]:
+            self.faults += _part_faults(node, cross, kind, number)
+        used = last - self._next
+        self.objects += used
+        self._next = last
+        if last >= len(self._parts):
+            self._begin(Phase.TOTALS)
+        return 1 + used * PART_UNITS
+
+    def _look_at_totals(self, node: Node, cross: Cross) -> int:
+        self.faults += total_faults(node.leases.tree)
+        self.faults += queue_faults(node, cross)
+        self.faults += register_faults(node)
+        area = node.leases.saved
+        if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
+            self.faults += saved_faults(node)
+        self._tallies[0].is_suspicious |= bool(count_faults(node))
+        self.faults += beside_rules.register_faults(node)
+        things = len(node.leases.tree.order) + node.prefiller.last_word.n_records
+        for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
+            tally.is_suspicious |= beside_rules.is_uncounted(keeper)
+            things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
+        self._begin(Phase.PAGES)
+        return 1 + things // 16
+
+    def _judge(self, node: Node, work: int) -> int:
+        """Pages that lay still and were not seen exactly once; who has them, if there are any."""
+        tally = self._tallies[self._pool]
+        first = self._next
+        slice_pages = min(JUDGED_SLICE_PAGES, max(1, work) * PAGES_JUDGED_PER_UNIT)
+        self._next = last = min(tally.total_pages, first + slice_pages)
+        has_doubt = tally.judge(first, last)
+        if has_doubt or (tally.is_suspicious and last == tally.total_pages):
+            found = _page_faults(node, self._pool)
+            self.was_refuted |= has_doubt and not found
+            self.faults += found
+            last = tally.total_pages
+        if last == tally.total_pages and self._is_last_pool():
+            self._begin(Phase.OVER)
+        return 1 + slice_pages // PAGES_JUDGED_PER_UNIT
+
+    # ---- small things ------------------------------------------------------------------------
+
+    def _begin(self, phase: Phase) -> None:
+        self.phase = phase
+        self._pool = self._next = 0
+        self._parts = []
+
+    def _is_last_pool(self) -> bool:
+        """Goes on to the next pool, if there is one."""
+        self._pool += 1
+        self._next = 0
+        return self._pool == len(self._tallies)
+
+
+def pools(node: Node) -> tuple[PagePool, ...]:
+    """The pool of each component with pages of its own, the first one first."""
+    table = node.leases
+    return (table.pool, *[keeper.pool for keeper in table.beside.each])
+
+
+def _page_faults(node: Node, pool: int) -> list[Fault]:
+    """All pages of one pool at once."""
+    if pool:
+        return beside_rules.page_faults(node, node.leases.beside.each[pool - 1])
+    return page_faults(node)
+
+
+def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
+    """What is under way now, by kind and number."""
+    decoder, prefiller = node.decoder, node.prefiller
+    yield from (("receive", one) for one in decoder.parts)
+    yield from (("ready", one) for one in decoder.ready)
+    yield from (("send", one.id) for one in prefiller.rooms.live())
+    yield from (("settled", one) for one in prefiller.last_word.settled)
+    yield from (("post", one) for one in prefiller.posts.parts)
+
+
+def _part_faults(node: Node, cross: Cross, kind: str, number: int) -> Iterable[Fault]:
+    """What is wrong with one of them, if it is still there."""
+    decoder, prefiller = node.decoder, node.prefiller
+    match kind:
+        case "receive" if number in decoder.parts:
+            return receive_faults(node, decoder.parts[number], cross)
+        case "ready" if number in decoder.ready:
+            return ready_faults(node, number, decoder.ready[number])
+        case "send" if number in cross.sends:
+            return send_faults(node, cross.sends[number], cross)
+        case "settled" if number in prefiller.last_word.settled:
+            return send_faults(node, prefiller.last_word.settled[number], cross)
+        case "post" if number in prefiller.posts.parts:
+            return post_faults(node, number, prefiller.posts.parts[number])
+        case _:
+            return ()

@@ -1,0 +1,328 @@
+"""Which unlocked node of the tree goes first: lru, lfu, fifo, priority.
+
+An order holds the nodes of all namespaces, roots excepted. Where a locked node stands in it means
+nothing: the node gets its place when its last lock goes. So locking costs the order nothing, being
+unlocked counts as use (except for fifo), and a locked node that comes up is passed once, not every
+time one more request asks for room.
+
+Every order keeps one promise, from which the rest follows:
+
+    an unlocked node comes before its parent, or its parent is locked.
+
+Together with "a locked node's ancestors are all locked" it means that the first unlocked node of
+an order never has children: an unlocked child would come earlier, a locked child would have locked
+it. So the first n unlocked nodes are n victims as they are, children always before their parent.
+
+LRU keeps the promise by moving a used path to the end deepest first, in one ordered dict.
+The others have a key per node that grows towards the root, in one heap that lives as long as the
+tree. Keys never shrink, so an entry that is out of date comes up too early, never too late: then it
+is put back in its place, and nothing is ever searched or rebuilt for an eviction.
+
+What must not live here: pages, tokens, locks, the shape of the tree.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvd.core.cache.radix_node import Node
+
+Key = tuple[int, ...]
+"""Compares with the other keys of the same policy; the smallest is evicted first."""
+
+HEAP_SLACK = 64
+"""Out-of-date heap entries allowed beside one per live node before the heap is made anew."""
+
+PEEK_STALE = 2048
+"""Out-of-date heap entries that a peek passes at most: some 2 us each, between two steps."""
+
+
+class Policy(enum.Enum):
+    """What is evicted first among the nodes nobody holds."""
+
+    LRU = "lru"  # least recently used
+    LFU = "lfu"  # fewest matches, then least recently used
+    FIFO = "fifo"  # inserted longest ago, whatever was read since
+    PRIORITY = "priority"  # lowest priority, then least recently used
+
+
+class EvictionOrder(Protocol):
+    """The nodes of a tree, the next victim first."""
+
+    def add(self, node: Node) -> None:
+        """Takes in ``node``, which is new and unlocked; touch its parent next, if unlocked."""
+
+    def release(self, node: Node) -> None:
+        """Gives ``node`` its place: its last lock is gone; of a path, the deepest node first."""
+
+    def remove(self, node: Node) -> None:
+        """Lets go of ``node``, which leaves the tree."""
+
+    def touch(self, node: Node) -> None:
+        """``node`` and its path were used: matched, or continued by a new leaf."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """``upper`` is the new upper half of ``lower``, which is touched next."""
+
+    def prefer(self, node: Node, priority: int) -> None:
+        """Gives the path of ``node`` at least this ``priority``."""
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
+
+    def ahead(self) -> Iterator[Node | None]:
+        """All that ``take`` would come upon, in its order; changes nothing.
+
+        The unlocked ones are its next victims. A locked one, which it would pass, is named where
+        it stands, unless it was passed before. None is a step that found nobody. The order must
+        not change meanwhile.
+        """
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first ``limit`` nodes of ``ahead``: fewer where they are not found soon."""
+
+    def __contains__(self, node: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[Node]:
+        """All nodes, in no order that means anything."""
+
+    def __len__(self) -> int: ...
+
+
+class LruOrder:
+    """Least recently used first: one ordered dict, a used path moves to its end deepest first."""
+
+    __slots__ = ("_nodes", "add", "release")
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        # The dict's own methods, because these two run for the nodes of every path.
+        self.add: Callable[[Node], None] = self._nodes.setdefault
+        self.release: Callable[[Node], None] = self._nodes.move_to_end
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._nodes
+
+    def __iter__(self) -> Iterator[Node]:
+        return dict.__iter__(self._nodes)  # unordered, and so three times as fast
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def remove(self, node: Node) -> None:
+        """Takes ``node`` out, wherever it is."""
+        del self._nodes[node]
+
+    def touch(self, node: Node) -> None:
+        """Moves the unlocked part of the path to the recent end; above it everything is locked."""
+        to_end = self._nodes.move_to_end
+        step: Node | None = node
+        while step is not None and not step.lock_ref:
+            to_end(step)
+            step = step.parent
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Puts ``upper`` at the recent end; the touch that follows puts ``lower`` before it."""
+        del lower
+        self._nodes[upper] = None
+
+    def prefer(self, node: Node, priority: int) -> None:
+        """Nothing: priorities are not recency."""
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out the nodes used longest ago."""
+        nodes = self._nodes
+        out = []
+        while n_bytes > 0:
+            node, _ = nodes.popitem(False)  # noqa: FBT003 - by keyword it takes twice as long
+            if node.lock_ref:
+                nodes[node] = None
+            else:
+                n_bytes -= len(node.pages)
+                out.append(node)
+        return out
+
+    def ahead(self) -> Iterator[Node | None]:
+        """The nodes as they stand."""
+        return iter(self._nodes)
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first nodes as they stand."""
+        return list(islice(self._nodes, limit))
+
+
+class Rank:
+    """What a ranked order remembers of a node beside what the tree does."""
+
+    __slots__ = ("grown", "priority", "used")
+
+    def __init__(self, used: int, grown: int, priority: int) -> None:
+        self.used = used
+        self.grown = grown
+        self.priority = priority
+
+
+class RankedOrder:
+    """Lowest key first: one heap of lower bounds, corrected when they come up.
+
+    ``key`` must never shrink for a node and must be larger for its parent.
+    """
+
+    __slots__ = ("_clock", "_heap", "_key", "_ranks")
+
+    def __init__(self, key: Callable[[Node, Rank], Key]) -> None:
+        self._key = key
+        self._clock = 0
+        self._ranks: dict[Node, Rank] = {}
+        self._heap: list[tuple[Key, int, Node]] = []
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._ranks
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, node: Node) -> None:
+        """Takes in ``node`` as used now, and makes its path as young as it is."""
+        self._ranks[node] = Rank(0, 0, 0)
+        for step in _path(node):
+            self._ranks[step].grown = self._clock + 1
+        self.release(node)
+
+    def release(self, node: Node) -> None:
+        """Ranks ``node`` as used now."""
+        self._clock = self._ranks[node].used = self._clock + 1
+        if len(self._heap) > 2 * len(self._ranks) + HEAP_SLACK:
+            # Paid for by the entries pushed since the last time; dropped nodes must not pile up.
+            self._heap = [self._entry(one) for one in self._ranks if not one.lock_ref]
+            heapify(self._heap)
+        else:
+            heappush(self._heap, self._entry(node))
+
+    def remove(self, node: Node) -> None:
+        """Forgets ``node``; its entry goes when it comes up."""
+        del self._ranks[node]
+
+    def touch(self, node: Node) -> None:
+        """Stamps the path as used now."""
+        self._clock += 1
+        for step in _path(node):
+            self._ranks[step].used = self._clock
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Ranks ``upper`` like ``lower``, after it because it ends earlier."""
+        rank = self._ranks[lower]
+        self._ranks[upper] = Rank(rank.used, rank.grown, rank.priority)
+        if not upper.lock_ref:
+            self.release(upper)
+
+    def prefer(self, node: Node, priority: int) -> None:
+        """Raises the priority along the path, as far as it is lower."""
+        for step in _path(node):
+            rank = self._ranks[step]
+            rank.priority = max(rank.priority, priority)
+
+    def take(self, n_bytes: int) -> list[Node]:
+        """Takes out the nodes of the lowest keys."""
+        heap = self._heap
+        out: list[Node] = []
+        while n_bytes > 0:
+            node = heap[0][2]
+            if node.lock_ref or node not in self._ranks:
+                heappop(heap)  # a release brings a locked one back
+            elif (entry := self._entry(node)) != heap[0]:
+                heapreplace(heap, entry)
+            else:
+                heappop(heap)
+                del self._ranks[node]
+                n_bytes -= len(node.pages)
+                out.append(node)
+        return out
+
+    def ahead(self) -> Iterator[Node | None]:
+        """The nodes by their keys: what ``take`` does to the heap is done to what comes up of it.
+
+        Whatever of the heap may be next is in ``front``, with its place there; an entry that was
+        out of date is there once more, corrected, without a place.
+        """
+        heap = self._heap
+        front = [(entry, 0) for entry in heap[:1]]
+        passed: set[Node] = set()
+        while front:
+            entry, place = heappop(front)
+            if place >= 0:
+                for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+                    heappush(front, (heap[below], below))
+            node = entry[2]
+            if node in passed or node not in self._ranks:
+                yield None
+            elif not node.lock_ref and (corrected := self._entry(node)) != entry:
+                heappush(front, (corrected, -1))
+                yield None
+            else:
+                passed.add(node)
+                yield node
+
+    def peek(self, limit: int) -> list[Node]:
+        """The first nodes by their keys, at most ``PEEK_STALE`` entries passed on the way."""
+        found = (node for node in islice(self.ahead(), limit + PEEK_STALE) if node is not None)
+        return list(islice(found, limit))
+
+    def _entry(self, node: Node) -> tuple[Key, int, Node]:
+        return self._key(node, self._ranks[node]), node.id, node
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """``node`` and what is above it, without the root, which is never evicted."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _by_hits(node: Node, rank: Rank) -> Key:
+    return node.hits, rank.used, -node.end_tokens
+
+
+def _by_age(node: Node, rank: Rank) -> Key:
+    return rank.grown, -node.end_tokens
+
+
+def _by_priority(node: Node, rank: Rank) -> Key:
+    return rank.priority, rank.used, -node.end_tokens
+
+
+def victims(order: EvictionOrder, n_bytes: int) -> list[Node]:
+    """What ``order.take(n_bytes)`` would take now; that much must be unlocked."""
+    out: list[Node] = []
+    ahead = order.ahead()
+    while n_bytes > 0:
+        node = next(ahead)
+        if node is not None and not node.lock_ref:
+            n_bytes -= len(node.pages)
+            out.append(node)
+    return out
+
+
+def eviction_order(policy: Policy) -> EvictionOrder:
+    """An empty order for ``policy``."""
+    match policy:
+        case Policy.LRU:
+            return LruOrder()
+        case Policy.LFU:
+            return RankedOrder(_by_hits)
+        case Policy.FIFO:
+            return RankedOrder(_by_age)
+        case Policy.PRIORITY:
+            return RankedOrder(_by_priority)
+        case _:
+            assert_never(policy)

@@ -1,0 +1,251 @@
+"""One owner's claim on one sequence: a lock on its cached prefix, and held pages for the rest.
+
+A lease's row is the page of every ``page_size`` tokens, in order::
+
+    row   | cached: pages of the path to `anchor` | held: this lease's own pages      |
+          0                                       owned                     len(row)
+    tokens  0 .. anchor.end_tokens                  known tokens .. room_tokens
+
+A retracted lease has neither lock nor row; ``saved`` are the bytes that it will want back.
+
+Plain records: read them; only the lease table and its saved area write them.
+
+Invariants: anchor.end_tokens == owned * page_size; owned <= len(row) in pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.cache.lease_state import Standing
+from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
+
+if TYPE_CHECKING:
+    from kvd.core.cache.radix_node import Node
+    from kvd.errors import Refusal
+
+ENGINE = "engine"
+"""The holder that is the session itself; a send is held by ``send N``."""
+
+ARRIVAL = "arrival"
+"""The holder while a remote writes the pages: no request of an engine may touch them."""
+
+
+SAVE = "save"
+"""The holder while its pages are copied out: the copy reads them and writes the saved area."""
+
+RESTORE = "restore"
+"""The holder while its saved pages are copied back: the copy writes its pages."""
+
+FETCH = "fetch"
+"""The holder while pages are copied to its device buffer: a copy reads its row, writes those."""
+
+
+UNPROVEN = "unproven"
+"""The holder of pages that only leases of before a restart may still read."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What a lease is asked for, and for whom.
+
+    ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
+    ``resumes`` is the retracted lease that takes pages again, 0 for a new one; ``match_tokens`` is
+    the longest prefix that it may take from the tree. ``fresh_tokens``: what lies beside the first
+    component is written from this token on by somebody else, a remote or a restore; None: the
+    engine computes it, and goes on from what the tree has. ``step_tokens``: so many at a time.
+    """
+
+    session: int
+    call: int
+    """The request of that session which it answers."""
+    reason: str
+    room: int
+    namespace: str
+    tokens: Tokens
+    reserve_tokens: int
+    priority: int
+    cache: bool
+    holder: str = ENGINE
+    resumes: int = 0
+    match_tokens: int | None = None
+    fresh_tokens: int | None = None
+    step_tokens: int = 0
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that must have a slot."""
+        return len(self.tokens) // ID_BYTES + self.reserve_tokens
+
+
+Demand = tuple[int, ...]
+"""Pages of each component that has pages of its own, the first one first."""
+
+
+class Claimed:
+    """A claim whose prefix is locked and whose pages are promised, but not taken yet."""
+
+    __slots__ = ("anchor", "claim", "demand")
+
+    def __init__(self, claim: Claim, anchor: Node, demand: Demand) -> None:
+        self.claim = claim
+        self.anchor = anchor
+        self.demand = demand
+
+
+class Shortage(msgspec.Struct, frozen=True):
+    """Not enough pages of the component ``budget``, and nothing was changed."""
+
+    needed_pages: int
+    headroom_pages: int
+    budget: str
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """A remote that may write: one process lifetime of a peer."""
+
+    peer: str
+    incarnation: str
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    """Which remotes may still write the pages (I7), since when, and why it is so."""
+
+    writers: tuple[Writer, ...]
+    since_s: float
+    why: str
+
+    @property
+    def peers(self) -> str:
+        """Their names."""
+        return ", ".join([writer.peer for writer in self.writers])
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Pages of one component from row index ``first`` on."""
+
+    first: int
+    pages: Pages
+
+
+class SavedPart(msgspec.Struct, frozen=True):
+    """One component of what is saved: ``slots[i]`` of the area is row index ``first + i`` of it."""
+
+    component: str
+    first: int
+    slots: Pages
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The bytes of a lease outside the pool; ``tokens`` are those whose KV is there.
+
+    ``fresh_tokens``: from this token on something beside the first component is saved. The amounts
+    count all components, those in lockstep with another too.
+    """
+
+    tokens: Tokens
+    parts: tuple[SavedPart, ...]
+    fresh_tokens: int
+    n_pages: int
+    n_bytes: int
+
+
+class Lease:
+    """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
+
+    __slots__ = (
+        "anchor",
+        "cache",
+        "deferred",
+        "holders",
+        "id",
+        "is_whole",
+        "lost",
+        "namespace",
+        "owned",
+        "prefix_tokens",
+        "priority",
+        "quarantine",
+        "reads",
+        "reason",
+        "retracted_s",
+        "room",
+        "room_tokens",
+        "row",
+        "saved",
+        "sent_from",
+        "session",
+        "since_s",
+        "standing",
+        "step_tokens",
+        "tokens",
+        "touched_s",
+        "written_tokens",
+    )
+
+    def __init__(self, lease_id: int, claim: Claim, anchor: Node, row: Pages) -> None:
+        self.id = lease_id
+        self.session = claim.session
+        self.reason = claim.reason
+        self.room = claim.room
+        self.namespace = claim.namespace
+        self.priority = claim.priority
+        self.cache = claim.cache
+        self.step_tokens = claim.step_tokens
+        self.tokens = claim.tokens
+        self.room_tokens = claim.room_tokens
+        self.anchor: Node | None = anchor
+        self.row = row
+        self.owned = 0
+        self.prefix_tokens = anchor.end_tokens
+        self.written_tokens = anchor.end_tokens
+        """So many tokens' KV is in its pages, as far as its engine has said so."""
+        self.since_s = 0.0
+        self.touched_s = 0.0
+        """When it was opened, extended or committed last."""
+        self.holders = {claim.holder}
+        self.reads = 0
+        self.deferred = NO_PAGES
+        self.is_whole = False
+        """Whether nothing was computed beyond what is committed; said with the last commit."""
+        self.sent_from: int | None = None
+        """First token whose window pages a send of its prompt may still need."""
+        self.quarantine: Quarantine | None = None
+        self.lost: Refusal | None = None
+        """Why it can only be released: it was found broken (``containment``)."""
+        self.standing = Standing.RUNNING
+        self.saved: Saved | None = None
+        self.retracted_s = 0.0
+        """When it was last retracted."""
+
+    @property
+    def held(self) -> Pages:
+        """The pages that are this lease's own, duplicates not yet given back included."""
+        own = self.row[self.owned * ID_BYTES :]
+        return Pages(own + self.deferred if self.deferred else own)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens whose KV is in the saved area."""
+        return count(self.saved.tokens) if self.saved is not None else 0
+
+    @property
+    def saved_pages(self) -> int:
+        """Pages of the saved area that it has, of all components."""
+        return self.saved.n_pages if self.saved is not None else 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """What they hold."""
+        return self.saved.n_bytes if self.saved is not None else 0
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether its own pages do not hold yet what they stand for: it is still to be restored."""
+        return self.standing is Standing.RESUMING or self.standing is Standing.RESTORING
+
+    @property
+    def held_pages(self) -> int:
+        """How many they are."""
+        return (len(self.row) + len(self.deferred)) // ID_BYTES - self.owned

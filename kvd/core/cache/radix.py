@@ -1,0 +1,522 @@
+"""The prefix index: which tokens are cached, on which pages, and who keeps them there.
+
+A radix tree over whole pages, one root per namespace. An edge is one ``bytes`` of int32 tokens,
+beside it one page id per page; children are found by the bytes of their first page. A whole edge
+is tested by one ``startswith``, which is a memcmp; only a mismatch is looked at more closely.
+
+    root ── edge: 4 pages ── node ┬─ edge: 2 pages ── node      end_tokens counts from the root
+                                  └─ edge: 9 pages ── node      to the end of a node's edge
+
+A match or an insertion that ends inside an edge splits it at a page boundary: the upper half is a
+new node, the lower half stays the same object. So a node that a lease is anchored to keeps its id
+and its ``end_tokens`` for as long as the lease lives.
+
+How to use it: ``match``, ``lock`` the node at once, *then* read ``evictable_pages``, ``evict`` if
+needed, and later ``extend`` from the locked node and ``relock`` to the new one. A node that nobody
+locked may be gone after the next ``evict``.
+
+What must not live here: owners and free pages (the lease table and the pools), clocks, I/O.
+
+Invariants, checked by ``check``:
+    I2  parent.lock_ref >= child.lock_ref >= 0; a root carries one lock of its own for good
+    I3  evictable_pages = pages of the nodes with lock_ref 0
+    I4  every edge is a positive number of pages, one page id each; no page id occurs twice
+
+Comparisons of token and page sequences, where one memcmp does not say enough.
+
+What must not live here: nodes. These are the only places of the index that need numpy.
+
+What is done to a tree that is broken: hide what no prompt may find, drop it, count again.
+
+What must not live here: what is broken (``radix_audit``), and what follows for leases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.cache.moves import Moves
+from kvd.core.cache.radix_node import (
+    NO_CHILDREN,
+    Evicted,
+    Extension,
+    Flushed,
+    LockUnderflow,
+    Node,
+    path_between,
+    too_few,
+)
+from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.cache.eviction import EvictionOrder
+    from kvd.core.components.component_pages import Keeper
+
+
+FIRST_SPAN_BYTES = 2048
+"""How far the search for a divergence looks at first; doubled while it finds none."""
+
+
+def shared_bytes(edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
+    """How much of ``edge`` equals ``tokens[pos:end]`` from its start, in bytes of whole tokens."""
+    limit = min(len(edge), end - pos)
+    low, span = 0, FIRST_SPAN_BYTES
+    while low < limit:
+        high = min(low + span, limit)
+        if not tokens.startswith(edge[low:high], pos + low):
+            size = (high - low) // ID_BYTES
+            ours = np.frombuffer(edge, "<i4", size, low)
+            theirs = np.frombuffer(tokens, "<i4", size, pos + low)
+            return low + int((ours != theirs).argmax()) * ID_BYTES
+        low, span = high, 2 * span
+    return limit
+
+
+def outdone_pages(mine: Pages, tree: Pages) -> tuple[Pages, Pages]:
+    """The pages of ``mine`` that lose to the tree's, and the stretch as the tree has it.
+
+    A page that is the same on both sides (its owner repeats what it gave before) is not among the
+    losers: freeing it would free a cached page.
+
+    Args:
+        mine: The caller's pages for the whole stretch.
+        tree: The tree's pages for the first part of it.
+    """
+    first = np.frombuffer(mine[: len(tree)], "<i4")
+    losers = first[first != np.frombuffer(tree, "<i4")]
+    return Pages(losers.tobytes()), Pages(tree + mine[len(tree) :])
+
+
+__all__ = ["Evicted", "Extension", "Flushed", "LockUnderflow", "Node", "RadixTree"]
+
+BARE_ROOTS = 64
+"""Empty namespaces allowed beside the used ones before they are swept."""
+
+
+class RadixTree:
+    """The cached prefixes of all namespaces. Theory of operation and invariants: see the module.
+
+    Attributes:
+        at: The time of the input being applied, in seconds. The tree has no clock; whoever drives
+            it sets this once per input, and it is stamped on the nodes that are made or matched.
+        roots: By namespace, those that were matched or filled lately; empty ones included.
+        order: Who is evicted first. Read these two; only the tree writes them.
+        beside: Who keeps something beside the nodes, told when one is split or leaves.
+    """
+
+    __slots__ = (
+        "_add",
+        "_last_id",
+        "_moves",
+        "_page_bytes",
+        "_release",
+        "_sweep_above",
+        "_take",
+        "_touch",
+        "at",
+        "beside",
+        "evictable_bytes",
+        "match_page_tokens",
+        "order",
+        "protected_bytes",
+        "roots",
+    )
+
+    def __init__(
+        self, match_page_tokens: int, order: EvictionOrder, moves: Moves | None = None
+    ) -> None:
+        if match_page_tokens < 1:
+            raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
+        self.match_page_tokens = match_page_tokens
+        self.at = 0.0
+        self.beside: tuple[Keeper, ...] = ()
+        # In bytes of page ids: what a node has is len(node.pages), without a division.
+        self.evictable_bytes = 0
+        self.protected_bytes = 0
+        self._page_bytes = match_page_tokens * ID_BYTES
+        self.order = order
+        self._moves = moves or Moves()
+        self._add = order.add
+        self._take = order.take
+        self._release = order.release
+        self._touch = order.touch
+        self.roots: dict[str, Node] = {}
+        self._sweep_above = BARE_ROOTS
+        self._last_id = 0
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that ``evict`` can give back now."""
+        return self.evictable_bytes // ID_BYTES
+
+    @property
+    def protected_pages(self) -> int:
+        """Pages under a lock."""
+        return self.protected_bytes // ID_BYTES
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages the tree holds."""
+        return (self.evictable_bytes + self.protected_bytes) // ID_BYTES
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def match(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
+        """Finds the longest cached prefix in whole pages; its length is the node's ``end_tokens``.
+
+        Splits an edge when the match ends inside it, and counts as a use of the path.
+
+        Args:
+            tokens: The sequence from its start; a last partial page is ignored.
+            namespace: Equal tokens of another namespace never match.
+            limit_tokens: Match at most this much, floored to a page.
+
+        Returns:
+            The node where the match ends: the namespace's root when nothing matches.
+        """
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        root = self.roots.get(namespace) or self._add_root(namespace)
+        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
+        node.touched_at = self.at
+        self._touch(node)
+        return node
+
+    def probe(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> int:
+        """The length in tokens that ``match`` would find. Changes nothing at all."""
+        node = self.roots.get(namespace)
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        pos, end = 0, size - size % self._page_bytes
+        while node is not None and pos < end:
+            node = node.children.get(tokens[pos : pos + self._page_bytes])
+            if node is None:
+                break
+            edge = node.edge
+            stop = pos + len(edge)
+            if stop <= end and tokens.startswith(edge, pos):
+                pos = stop
+                continue
+            shared = shared_bytes(edge, tokens, pos, end)
+            pos += shared - shared % self._page_bytes
+            break
+        return pos // ID_BYTES
+
+    def path_pages(self, node: Node) -> Pages:
+        """The pages from the root to the end of ``node``, in token order."""
+        return Pages(b"".join([step.pages for step in reversed(path_between(None, node))]))
+
+    def path_tokens(self, node: Node) -> Tokens:
+        """The tokens from the root to the end of ``node``."""
+        return Tokens(b"".join([step.edge for step in reversed(path_between(None, node))]))
+
+    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+        """Every node but the roots, parents first; of one namespace, or of all."""
+        stack = [root for name, root in self.roots.items() if namespace in {None, name}]
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # --- locks ---------------------------------------------------------------------------------
+
+    def hold(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
+        """Does ``match`` and ``lock`` in one: the shorter way to the same state.
+
+        Its use of the path counts when the lock goes, which is later than now.
+        """
+        size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
+        root = self.roots.get(namespace) or self._add_root(namespace)
+        node = self._walk(root, tokens, 0, size - size % self._page_bytes)
+        node.touched_at = self.at
+        self.lock(node)
+        return node
+
+    def lock(self, node: Node) -> None:
+        """Keeps ``node`` and its path from eviction until ``unlock``; locks nest."""
+        kept = 0
+        step: Node | None = node
+        while step is not None:
+            locks = step.lock_ref
+            if not locks:
+                kept += len(step.pages)
+            step.lock_ref = locks + 1
+            step.hits += 1
+            step = step.parent
+        if kept:
+            self.evictable_bytes -= kept
+            self.protected_bytes += kept
+
+    def relock(self, old: Node, new: Node) -> None:
+        """Moves one lock from ``old`` down to ``new``; only the nodes between them change.
+
+        Raises:
+            ValueError: ``new`` is not in the subtree of ``old``; nothing was changed.
+        """
+        path = path_between(old, new)
+        if not path and new is not old:
+            raise ValueError(
+                f"a lock only moves down: {new.describe()} is not below {old.describe()}"
+            )
+        kept = 0
+        for step in path:
+            if not step.lock_ref:
+                kept += len(step.pages)
+            step.lock_ref += 1
+            step.hits += 1
+        self.evictable_bytes -= kept
+        self.protected_bytes += kept
+
+    def unlock(self, node: Node) -> None:
+        """Takes one lock off ``node`` and its path.
+
+        Raises:
+            LockUnderflow: no lock is left to take off; nothing was changed.
+        """
+        if node.lock_ref < (1 if node.parent is not None else 2):
+            raise LockUnderflow(f"{node.describe()} was unlocked more often than it was locked")
+        freed = 0
+        step: Node | None = node
+        while step is not None:
+            step.lock_ref = locks = step.lock_ref - 1
+            if not locks:
+                freed += len(step.pages)
+                self._release(step)
+            step = step.parent
+        if freed:
+            self.evictable_bytes += freed
+            self.protected_bytes -= freed
+
+    # --- growing -------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        anchor: Node,
+        tokens: Tokens,
+        pages: Pages,
+        *,
+        start_tokens: int = 0,
+        priority: int = 0,
+    ) -> Extension:
+        """Continues the sequence that ends at ``anchor`` by one page of tokens per page id.
+
+        ``tokens`` may be the whole sequence with ``start_tokens = anchor.end_tokens``: then nothing
+        but what is new is ever copied, and a buffer that is new from end to end is kept as it is.
+
+            tokens  | before start |  in the tree already  |  new: joins the tree  | rest, ignored
+            pages                  |  duplicates           |  taken                |
+                                   ^ anchor.end_tokens     ^ page boundary         ^ new end
+
+        Args:
+            anchor: A root or a node that the caller has locked.
+            tokens: From ``start_tokens`` on, what follows the anchor.
+            pages: The caller's for those tokens; how many says how far: no partial page is named.
+            start_tokens: Where in ``tokens`` the continuation begins.
+            priority: For that order; a node has the highest of what passes through it.
+
+        Raises:
+            ValueError: ``tokens`` is too short for that many pages; nothing was changed.
+        """
+        start = start_tokens * ID_BYTES
+        end = start + len(pages) * self.match_page_tokens
+        if end > len(tokens):
+            raise too_few(tokens, start_tokens, end // ID_BYTES)
+        node, duplicates, tree_pages = anchor, NO_PAGES, pages
+        first_page = tokens[start : start + self._page_bytes]
+        if first_page in anchor.children:
+            node = self._walk(anchor, tokens, start, end)
+            known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
+            there = [step.pages for step in reversed(path_between(anchor, node))]
+            duplicates, tree_pages = outdone_pages(pages, Pages(b"".join(there)))
+            start += known * self.match_page_tokens
+            pages = Pages(pages[known:])
+            first_page = tokens[start : start + self._page_bytes]
+        if start < end:
+            self._last_id = node_id = self._last_id + 1
+            leaf = Node(node_id, node, first_page, tokens[start:end], pages)
+            leaf.touched_at = self.at
+            if node.children is NO_CHILDREN:
+                node.children = {first_page: leaf}
+            else:
+                node.children[first_page] = leaf
+            self.evictable_bytes += len(pages)
+            self._add(leaf)
+        else:
+            leaf, pages = node, NO_PAGES
+        if not node.lock_ref:
+            self._touch(node)
+        if priority:
+            self.order.prefer(leaf, priority)
+        return Extension(leaf, duplicates, tree_pages, pages)
+
+    def _add_root(self, namespace: str) -> Node:
+        if len(self.roots) >= self._sweep_above:
+            self._sweep_roots()
+        self._last_id += 1
+        root = Node(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
+        root.lock_ref = 1
+        self.roots[namespace] = root
+        return root
+
+    def _sweep_roots(self) -> None:
+        self.roots = {
+            name: root for name, root in self.roots.items() if root.children or root.lock_ref > 1
+        }
+        self._sweep_above = 2 * len(self.roots) + BARE_ROOTS
+
+    def _walk(self, node: Node, tokens: Tokens, pos: int, end: int) -> Node:
+        """Follows ``tokens[pos:end]`` (bytes) down from ``node``, splitting where it must end."""
+        page_bytes = self._page_bytes
+        while pos < end:
+            child = node.children.get(tokens[pos : pos + page_bytes])
+            if child is None:
+                break
+            edge = child.edge
+            stop = pos + len(edge)
+            if stop <= end and tokens.startswith(edge, pos):
+                node, pos = child, stop
+                continue
+            shared = shared_bytes(edge, tokens, pos, end)
+            node = self._split(child, shared - shared % page_bytes)
+            # Both halves were used, the upper one last; it also puts the upper one in its place.
+            self._touch(child)
+            break
+        return node
+
+    def _split(self, lower: Node, at_bytes: int) -> Node:
+        edge, pages, parent = lower.edge, lower.pages, lower.parent
+        self._moves.log.append(pages)
+        at_pages = at_bytes // self.match_page_tokens
+        self._last_id += 1
+        upper = Node(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
+        upper.touched_at = lower.touched_at
+        if parent is not None:
+            parent.children[upper.key] = upper
+        lower.parent = upper
+        lower.edge, lower.pages = Tokens(edge[at_bytes:]), Pages(pages[at_pages:])
+        lower.key = lower.edge[: self._page_bytes]
+        upper.children = {lower.key: lower}
+        self.order.split(upper, lower)
+        for keeper in self.beside:
+            keeper.split(upper, lower)
+        return upper
+
+    def cut(self, node: Node, at_tokens: int) -> None:
+        """Splits ``node``, so that the half above it ends at that token, inside its edge."""
+        self._split(node, (at_tokens - node.end_tokens) * ID_BYTES + len(node.edge))
+        self._touch(node)
+
+    # --- shrinking -----------------------------------------------------------------------------
+
+    def evict(self, n_pages: int) -> Evicted:
+        """Drops whole unlocked leaves in the policy's order until ``n_pages`` or more are out.
+
+        Fewer come back only when nothing unlocked is left.
+        """
+        wanted = n_pages * ID_BYTES
+        if wanted > self.evictable_bytes:  # noqa: PLR1730 - calling min() costs more
+            wanted = self.evictable_bytes
+        victims = self._take(wanted)
+        pieces = []
+        for node in victims:
+            if node.parent is not None:
+                del node.parent.children[node.key]
+            pieces.append(node.pages)
+        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
+        self.evictable_bytes -= len(pages)
+        for keeper in self.beside:
+            keeper.dropped(victims)
+        return Evicted(pages, victims)
+
+    def flush(self, namespace: str | None = None) -> Flushed:
+        """Drops every unlocked node, of one namespace or of all; what is locked stays."""
+        pieces, gone, kept = [], [], 0
+        for node in list(self.nodes(namespace)):
+            if node.lock_ref:
+                kept += len(node.pages)
+            else:
+                self.order.remove(node)
+                gone.append(node)
+                pieces.append(node.pages)
+                node.children = NO_CHILDREN  # no cycle is left for the collector to find
+                if node.parent is not None and node.parent.lock_ref:
+                    del node.parent.children[node.key]
+        pages = Pages(b"".join(pieces))
+        self.evictable_bytes -= len(pages)
+        for keeper in self.beside:
+            keeper.dropped(gone)
+        self._sweep_roots()
+        return Flushed(pages, kept // ID_BYTES, gone)
+
+    # --- audit ---------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Every violation of I2, I3 and I4, in words; empty when the tree is sound."""
+        return [fault.sentence for fault in tree_faults(self)]
+
+
+def subtree(node: Node) -> list[Node]:
+    """``node`` and all below, parents first."""
+    found = [node]
+    for one in found:  # grows while it is walked
+        found.extend(one.children.values())
+    return found
+
+
+def hide(tree: RadixTree, node: Node) -> None:
+    """No prompt finds ``node`` or what is below it any more; whoever locks it keeps it.
+
+    Its first page of tokens becomes one that no engine has: negative, and nobody can guess it.
+    """
+    parent = node.parent
+    assert parent is not None
+    page_bytes = tree.match_page_tokens * ID_BYTES
+    _unlink(node, parent)
+    digest = hashlib.shake_256(b"%d %b" % (node.id, bytes(node.edge[:page_bytes])))
+    key = bytearray(digest.digest(page_bytes))
+    for last in range(ID_BYTES - 1, page_bytes, ID_BYTES):
+        key[last] |= 0x80
+    node.key = bytes(key)
+    node.edge = Tokens(node.key + node.edge[page_bytes:])
+    if parent.children is NO_CHILDREN:
+        parent.children = {}
+    parent.children[node.key] = node
+
+
+def drop(tree: RadixTree, node: Node) -> Pages:
+    """Takes ``node`` and all below, which nobody locks, out of the tree; returns their pages."""
+    gone = subtree(node)
+    for one in gone:
+        if one in tree.order:
+            tree.order.remove(one)
+    if node.parent is not None:
+        _unlink(node, node.parent)
+    for one in gone:
+        one.children = NO_CHILDREN
+    for keeper in tree.beside:
+        keeper.dropped(gone)
+    recount(tree)
+    return Pages(b"".join([one.pages for one in gone]))
+
+
+def recount(tree: RadixTree) -> None:
+    """The sums over the nodes, as they are."""
+    evictable = protected = 0
+    for node in tree.nodes():
+        if node.lock_ref:
+            protected += len(node.pages)
+        else:
+            evictable += len(node.pages)
+    tree.evictable_bytes, tree.protected_bytes = evictable, protected
+
+
+def _unlink(node: Node, parent: Node) -> None:
+    """Under whatever key its parent knows it."""
+    for key in [key for key, child in parent.children.items() if child is node]:
+        del parent.children[key]

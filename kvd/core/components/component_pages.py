@@ -1,0 +1,274 @@
+"""The keepers of a pool together: all its components beside the first that have their own pages.
+
+Components in lockstep with the first have no keeper: their pages follow from its.
+
+Components beside the first: pages of their own, in leases and at the nodes of the tree.
+
+A pool's first component has one page for each page of tokens, and the tree is made of those. What
+else a sequence owns is kept beside it, one keeper per component and one class per extent:
+``windows`` (the tail), ``states`` (one per request), ``buffers`` (copies on a device). A keeper has
+its page pool, knows what each lease has of it, and what lies at which node. Nodes without are
+tombstones: their tokens are cached, and this component of them is not.
+
+    node     | 4 pages of kv | 4 pages of kv | 4 pages of kv |      the path of a lease
+    windows  |      -        |   4 pages     |   4 pages     |      live for one window back
+
+The lease table calls every keeper at the same moments as its own pool and tree, so that all
+components move together or not at all; see ``lease_table``.
+
+Invariant, for each keeper: null + free + held + cached + quarantined = total.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.state import States
+from kvd.core.components.windows import Windows
+from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, KeysView
+
+    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Rows
+    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.radix import RadixTree
+    from kvd.core.cache.radix_node import Node
+    from kvd.core.effects import Outbox
+    from kvd.core.layout.spec import Component, PoolSpec
+    from kvd.errors import Refusal
+    from kvd.types import Pages
+
+
+class Keeper(Protocol):
+    """One component beside the first."""
+
+    component: Component
+    pool: PagePool
+
+    @property
+    def evictable_pages(self) -> int:
+        """Cached pages that can be had now."""
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages at nodes of the tree."""
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that are some lease's own, in quarantine or not."""
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages obtainable now."""
+
+    # ---- what there is, for reports and audits ----
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """Nodes that have something of it."""
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """Those whose pages can be had now."""
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for, by number."""
+
+    def pages_at(self, node: Node) -> Pages:
+        """Its pages beside that node; none at a tombstone."""
+
+    def locks_at(self, node: Node) -> int:
+        """How many leases need what is beside that node."""
+
+    # ---- a claim: match, lock, count, then take ----
+
+    def limit_tokens(self, claim: Claim) -> int | None:
+        """The longest prefix that the claim may take from the tree; None where any is right."""
+
+    def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
+        """The token of a received prompt from which on this component of it is always sent."""
+
+    def usable(self, node: Node, claim: Claim) -> Node:
+        """``node``, or the nearest above it, from where the sequence can go on."""
+
+    def lock(self, anchor: Node, claim: Claim) -> None:
+        """Keep what the claim needs of the path; undone by ``unlock`` or when the lease ends."""
+
+    def unlock(self, anchor: Node, claim: Claim) -> None:
+        """The claim came to nothing."""
+
+    def demand(self, claim: Claim, prefix_tokens: int) -> int:
+        """Pages of its own that it takes behind that prefix."""
+
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """Pages of the tree that it keeps locked while it goes on from there."""
+
+    def make_room(self, n_pages: int) -> None:
+        """Have so many free pages; there is headroom for them."""
+
+    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+        """Take the pages: the lease begins, or has pages again."""
+
+    # ---- a lease that lives ----
+
+    def growth(self, lease: Lease, room_tokens: int) -> int:
+        """Further pages that the lease takes when it is extended to so many tokens."""
+
+    def extend(self, lease: Lease, room_tokens: int) -> None:
+        """Take them."""
+
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """The engine computes from there on: give back what is behind, have what is ahead."""
+
+    def row(self, lease: Lease) -> Pages:
+        """What the engine is told; the null page stands for none."""
+
+    def own(self, lease: Lease) -> Pages:
+        """The pages that are this lease's own."""
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """The rows that the sequence needs to go on behind ``n_tokens``; or why they are not there.
+
+        These are what is saved of a lease that is retracted, and what it must have back.
+        """
+
+    # ---- and one that ends ----
+
+    def end(self, lease: Lease) -> None:
+        """Give to the tree what may be kept, free the rest; nothing where it has none."""
+
+    def quarantine(self, lease: Lease) -> None:
+        """A remote may still write them: keep them from everybody, unlock the rest."""
+
+    # ---- the tree moves ----
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """``upper`` is the new upper half of ``lower``."""
+
+    def dropped(self, nodes: Iterable[Node]) -> None:
+        """``nodes`` left the tree: what was beside them is free."""
+
+
+class Keepers:
+    """Each keeper in the order of the specification; what is asked of one is asked of all."""
+
+    __slots__ = ("_tree", "each")
+
+    def __init__(self, spec: PoolSpec, tree: RadixTree, out: Outbox) -> None:
+        self.each = _made(spec, tree, out)
+        self._tree = tree
+        tree.beside = self.each
+
+    def named(self, component: str) -> Keeper | None:
+        """The keeper of that component; None for the first, and for those in lockstep."""
+        return next((one for one in self.each if one.component.name == component), None)
+
+    # ---- a claim -----------------------------------------------------------------------------
+
+    def lock_prefix(self, claim: Claim) -> Node:
+        """Lock the longest cached prefix from which every component can go on."""
+        limits = [claim.match_tokens, *(keeper.limit_tokens(claim) for keeper in self.each)]
+        limit = min((one for one in limits if one is not None), default=None)
+        found = self._tree.match(claim.tokens, claim.namespace, limit)
+        node = None
+        while found is not node:
+            node = found
+            for keeper in self.each:
+                found = keeper.usable(found, claim)
+        if not self._may_fit(found, claim):
+            found = self._tree.match(claim.tokens, claim.namespace, 0)
+        self._tree.lock(found)
+        for keeper in self.each:
+            keeper.lock(found, claim)
+        return found
+
+    def _may_fit(self, anchor: Node, claim: Claim) -> bool:
+        """False where what it would keep and what it takes are more pages than there are.
+
+        It would wait for ever, and everybody behind it: with nothing cached it may fit.
+        """
+        return all(
+            one.kept(anchor, claim) + one.demand(claim, anchor.end_tokens) < one.pool.total_pages
+            for one in self.each
+        )
+
+    def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int | None:
+        """From where on a remote writes what lies beside the first component; None: nothing does.
+
+        What it writes has only to be whole where all of it is sent, as a state is.
+        """
+        if not self.each:
+            return None
+        return min([one.fresh_tokens(prompt_tokens, cached=cached) for one in self.each])
+
+    def unlock(self, anchor: Node, claim: Claim) -> None:
+        """The claim came to nothing."""
+        for keeper in self.each:
+            keeper.unlock(anchor, claim)
+
+    def demand(self, claim: Claim, prefix_tokens: int) -> Demand:
+        """Pages of each that the claim takes behind that prefix."""
+        return tuple([keeper.demand(claim, prefix_tokens) for keeper in self.each])
+
+    def make_room(self, demand: Demand) -> None:
+        """Have so many free pages of each."""
+        for keeper, n_pages in zip(self.each, demand, strict=True):
+            keeper.make_room(n_pages)
+
+    def grant(self, lease: Lease, claimed: Claimed) -> None:
+        """Take the promised pages."""
+        for keeper, n_pages in zip(self.each, claimed.demand[1:], strict=True):
+            keeper.grant(lease, claimed.claim, claimed.anchor, n_pages)
+
+    # ---- a lease that lives, and one that ends -----------------------------------------------
+
+    def growth(self, lease: Lease, room_tokens: int) -> Demand:
+        """Further pages of each that an extension takes."""
+        return tuple([keeper.growth(lease, room_tokens) for keeper in self.each])
+
+    def extend(self, lease: Lease, room_tokens: int) -> None:
+        """Take them."""
+        for keeper in self.each:
+            keeper.extend(lease, room_tokens)
+
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
+        for keeper in self.each:
+            refusal = keeper.slide(lease, upto_tokens)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def rows(self, lease: Lease) -> tuple[Pages, ...]:
+        """What the engine is told of each."""
+        return tuple([keeper.row(lease) for keeper in self.each]) if self.each else ()
+
+    def quarantine(self, lease: Lease) -> None:
+        """A remote may still write its pages."""
+        for keeper in self.each:
+            keeper.quarantine(lease)
+
+    def end(self, lease: Lease) -> None:
+        """Give to the tree what may be kept, free the rest."""
+        for keeper in self.each:
+            keeper.end(lease)
+
+
+def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[Keeper, ...]:
+    made: list[Keeper] = []
+    for component, pages in zip(spec.components[1:], spec.pages[1:], strict=True):
+        match component.extent:
+            case Whole():
+                continue
+            case Tail():
+                made.append(Windows(component, pages, tree, out))
+            case PerRequest():
+                made.append(States(component, pages, out))
+            case Buffer():
+                made.append(Buffers(component, pages))
+            case _:
+                assert_never(component.extent)
+    return tuple(made)

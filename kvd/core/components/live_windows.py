@@ -1,0 +1,162 @@
+"""Window pages beside the nodes of the tree: which are live, who needs them, which give way first.
+
+A node either has a window page for each of its pages, or none: then it is a tombstone, cached for
+whoever has the window sent. A lease that computes locks one window behind its prefix, exactly: the
+node in which that begins is cut there, so that a lock is undone at the same place whatever was
+split since.
+
+Invariants: a lock crosses live nodes only; a node has as many window pages as pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvd.core.components.window_pages import Window
+from kvd.types import ID_BYTES, Pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.cache.moves import Moves
+    from kvd.core.cache.radix import RadixTree
+    from kvd.core.cache.radix_node import Node
+
+
+class LiveWindows:
+    """The live nodes of one windowed component. Where pages come from and go is the caller's."""
+
+    __slots__ = ("_moves", "_page", "_tree", "at", "evictable_bytes", "unlocked")
+
+    def __init__(self, page_tokens: int, tree: RadixTree, moves: Moves) -> None:
+        self.at: dict[Node, Window] = {}
+        self.unlocked: OrderedDict[Node, None] = OrderedDict()
+        """Live nodes without a lock, used longest ago first."""
+        self.evictable_bytes = 0
+        """Of the ids of their pages."""
+        self._page = page_tokens
+        self._tree = tree
+        self._moves = moves
+
+    @property
+    def cached_pages(self) -> int:
+        """All of them."""
+        return sum([len(window.pages) for window in self.at.values()]) // ID_BYTES
+
+    def nearest(self, node: Node, span_tokens: int) -> Node:
+        """``node``, or the nearest above it, with so much of its path live before it, or all."""
+        best = node
+        start = node.end_tokens
+        """Everything from here to the end of ``best`` is live."""
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            parent = step.parent
+            if step in self.at:
+                start = parent.end_tokens
+                if best.end_tokens - start >= span_tokens:
+                    return best
+            else:
+                best, start = parent, parent.end_tokens
+            step = parent
+        return best
+
+    def behind(self, anchor: Node, fence_tokens: int) -> bytes:
+        """The window pages of the path from ``fence_tokens`` to the end of ``anchor``."""
+        pieces: list[Pages] = []
+        step: Node | None = anchor
+        while step is not None and step.end_tokens > fence_tokens:
+            pieces.append(self.at[step].pages)
+            step = step.parent
+        return b"".join(reversed(pieces))
+
+    # ---- locks -------------------------------------------------------------------------------
+
+    def lock(self, anchor: Node, fence_tokens: int) -> None:
+        """Keep what is between ``fence_tokens`` and the end of ``anchor``."""
+        step = anchor
+        while step.parent is not None and step.end_tokens > fence_tokens:
+            if step.parent.end_tokens < fence_tokens:
+                self._tree.cut(step, fence_tokens)
+            window = self.at[step]
+            if not window.locks:
+                self.evictable_bytes -= len(window.pages)
+                del self.unlocked[step]
+            window.locks += 1
+            step = step.parent
+
+    def unlock(self, below: Node, end_tokens: int, fence_tokens: int) -> None:
+        """Undo one lock of ``[fence, end)``; ``below`` is on the path, at its end or deeper."""
+        step: Node | None = below
+        while step is not None and step.end_tokens > fence_tokens:
+            if step.end_tokens <= end_tokens:
+                window = self.at[step]
+                window.locks -= 1
+                if not window.locks:
+                    self._let_go(step, window)
+            step = step.parent
+
+    def _let_go(self, node: Node, window: Window) -> None:
+        self.unlocked[node] = None
+        self.evictable_bytes += len(window.pages)
+
+    # ---- coming and going --------------------------------------------------------------------
+
+    def adopt(self, anchor: Node, first: int, own: Pages) -> Pages:
+        """Pages of the row from ``first`` to ``anchor`` go to tombstones; returns the others."""
+        others: list[Pages] = []
+        step = anchor
+        while step.parent is not None and step.end_tokens > first * self._page:
+            begin = step.parent.end_tokens // self._page
+            if begin < first:
+                if step in self.at:
+                    others.append(Pages(own[: (step.end_tokens // self._page - first) * ID_BYTES]))
+                    break
+                self._tree.cut(step, first * self._page)
+                begin = first
+            end = step.end_tokens // self._page
+            pages = Pages(own[(begin - first) * ID_BYTES : (end - first) * ID_BYTES])
+            if step in self.at:
+                others.append(pages)
+            else:
+                self._moves.log.append(pages)
+                window = self.at[step] = Window(pages, 0)
+                self._let_go(step, window)
+            step = step.parent
+        return Pages(b"".join(others))
+
+    def drop_oldest(self, n_bytes: int) -> tuple[Pages, int]:
+        """Make tombstones until so many bytes of ids are out; the pages, and of how many nodes."""
+        pieces: list[Pages] = []
+        while n_bytes > 0:
+            node, _ = self.unlocked.popitem(last=False)
+            pages = self.at.pop(node).pages
+            n_bytes -= len(pages)
+            pieces.append(pages)
+        freed = Pages(b"".join(pieces))
+        self.evictable_bytes -= len(freed)
+        return freed, len(pieces)
+
+    def forget(self, nodes: Iterable[Node]) -> Pages:
+        """``nodes``, which nobody locks, left the tree; returns their pages."""
+        pieces: list[Pages] = []
+        for node in nodes:
+            window = self.at.pop(node, None)
+            if window is not None:
+                del self.unlocked[node]
+                pieces.append(window.pages)
+        freed = Pages(b"".join(pieces))
+        self.evictable_bytes -= len(freed)
+        return freed
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Both halves are as live and as locked as the whole was."""
+        window = self.at.get(lower)
+        if window is None:
+            return
+        self._moves.log.append(window.pages)
+        size = len(upper.pages)
+        self.at[upper] = Window(Pages(window.pages[:size]), window.locks)
+        window.pages = Pages(window.pages[size:])
+        if not window.locks:
+            self.unlocked[upper] = None

@@ -1,0 +1,323 @@
+"""Window pages: the component of layers that look back only so far.
+
+A lease has window pages for one stretch of its row (``stretch``); they are its own while it lives.
+As it slides, what falls behind the window is used again further on: a fixed number of pages,
+admitted once, turns along the sequence, so that a slide never waits. Who computes everything at
+once has all of them mapped, and gives them back as it slides.
+
+When a lease ends, its window pages of cached tokens join the tree at their nodes; that is how a
+tombstone comes to life again. Room is made by dropping the windows used longest ago, whose nodes
+stay: the tokens are cached for whoever has the window sent anyway.
+
+A sequence goes on from a page boundary when one ``span`` before it is live, or all of it. What lies
+beside the nodes, and its locks, is ``live_windows``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.cache.lease import Rows
+from kvd.core.cache.pages import PagePool
+from kvd.core.components.live_windows import LiveWindows
+from kvd.core.components.tail import most_pages, slid_start, span, tail_start
+from kvd.core.components.window_pages import Stretch
+from kvd.core.layout.spec import Tail
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_PAGES, Pages, count
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, KeysView
+
+    from kvd.core.cache.lease import Claim, Lease
+    from kvd.core.cache.radix import RadixTree
+    from kvd.core.cache.radix_node import Node
+    from kvd.core.effects import Outbox
+    from kvd.core.layout.spec import Component
+
+
+class Windows:
+    """The keeper of one windowed component."""
+
+    def __init__(
+        self, component: Component, total_pages: int, tree: RadixTree, out: Outbox
+    ) -> None:
+        assert isinstance(component.extent, Tail)
+        self.component = component
+        self.pool = PagePool(component.name, total_pages)
+        self.live = LiveWindows(component.page_size, tree, self.pool.moves)
+        self.held: dict[int, Stretch] = {}
+        """By lease."""
+        self.slides = 0
+        self._window = component.extent.window_tokens
+        self._page = component.page_size
+        self._span = span(self._window, self._page)
+        self._out = out
+
+    @property
+    def evictable_pages(self) -> int:
+        """Window pages at nodes that no lease needs."""
+        return self.live.evictable_bytes // ID_BYTES
+
+    @property
+    def cached_pages(self) -> int:
+        """Window pages at nodes."""
+        return self.live.cached_pages
+
+    @property
+    def held_pages(self) -> int:
+        """Window pages that are some lease's own."""
+        return sum([held.own_pages for held in self.held.values()])
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages obtainable now."""
+        return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
+
+    # ---- what there is -----------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> KeysView[Node]:
+        """Nodes with a live window."""
+        return self.live.at.keys()
+
+    @property
+    def unlocked(self) -> KeysView[Node]:
+        """Live nodes that no lease needs."""
+        return self.live.unlocked.keys()
+
+    @property
+    def leases(self) -> KeysView[int]:
+        """Leases that it has something for."""
+        return self.held.keys()
+
+    def pages_at(self, node: Node) -> Pages:
+        """The window pages of that node."""
+        return self.live.at[node].pages if node in self.live.at else NO_PAGES
+
+    def locks_at(self, node: Node) -> int:
+        """Leases whose window crosses that node."""
+        return self.live.at[node].locks if node in self.live.at else 0
+
+    # ---- a claim -----------------------------------------------------------------------------
+
+    def limit_tokens(self, claim: Claim) -> int | None:
+        """A receive's window is always sent; who computes needs one more token to compute."""
+        if claim.resumes:
+            return None
+        if claim.fresh_tokens is not None:
+            return claim.fresh_tokens
+        return max(0, count(claim.tokens) - 1)
+
+    def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
+        """Where the tail begins."""
+        return tail_start(prompt_tokens, self._window, self._page, cached=cached)
+
+    def usable(self, node: Node, claim: Claim) -> Node:
+        """The nearest node with a live window behind it."""
+        if claim.fresh_tokens is not None:
+            return node
+        return self.live.nearest(node, self._span)
+
+    def lock(self, anchor: Node, claim: Claim) -> None:
+        """Keep the window behind ``anchor``, exactly: the node that it begins in is cut there."""
+        self.live.lock(anchor, self._fence_tokens(anchor, claim))
+
+    def unlock(self, anchor: Node, claim: Claim) -> None:
+        """The claim came to nothing."""
+        self.live.unlock(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
+
+    def demand(self, claim: Claim, prefix_tokens: int) -> int:
+        """What is computed or received, or as much of it as is ever mapped at once."""
+        start = prefix_tokens if claim.fresh_tokens is None else claim.fresh_tokens
+        room = self._pages(claim.room_tokens)
+        return self._budget(max(0, room - start // self._page), claim.step_tokens)
+
+    def kept(self, anchor: Node, claim: Claim) -> int:
+        """The window behind ``anchor``."""
+        return (anchor.end_tokens - self._fence_tokens(anchor, claim)) // self._page
+
+    def make_room(self, n_pages: int) -> None:
+        """Drop the windows used longest ago; their nodes stay, as tombstones."""
+        # Once, unless what it drops is condemned.
+        while n_pages > self.pool.free_pages and self.live.unlocked:
+            short = (n_pages - self.pool.free_pages) * ID_BYTES
+            freed, n_nodes = self.live.drop_oldest(short)
+            self.pool.give(freed)
+            out, name = self._out, self.component.name
+            out.emit(events.Evicted(out.next_seq(), out.at_s, count(freed), n_nodes, "room", name))
+
+    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+        """Take the pages and map as many as the lease computes next."""
+        fresh = claim.fresh_tokens
+        start = (anchor.end_tokens if fresh is None else fresh) // self._page
+        fence = self._fence_tokens(anchor, claim) // self._page
+        first_tokens = anchor.end_tokens if fresh is None else count(claim.tokens)
+        room = self._pages(claim.room_tokens)
+        if fresh is not None:
+            fence = start
+        held = Stretch(start, fence, room, claim.step_tokens, first_tokens)
+        if fence < start:
+            held.pages += self.live.behind(anchor, fence * self._page)
+        held.spare = self.pool.take(n_pages)
+        held.map_up_to(self._top(held, first_tokens))
+        self.held[lease.id] = held
+
+    # ---- a lease that lives ------------------------------------------------------------------
+
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
+        held = self.held[lease.id]
+        behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
+        if lease.sent_from is not None:
+            behind = min(behind, lease.sent_from)
+        floor = min(max(held.floor, behind // self._page), held.top)
+        top = max(held.top, self._top(held, max(held.upto, upto_tokens)))
+        given = max(0, floor - max(held.floor, held.start))
+        if top - held.top > given + count(held.spare):
+            return Refusal(
+                Code.WRONG_STATE,
+                f"slide of lease {lease.id} to {upto_tokens}: its window pages are still needed "
+                f"from token {floor * self._page} on, for a send or for a step longer than its "
+                f"step_tokens={held.step}; it has {held.own_pages} pages of {self.component.name}",
+                numbers={"upto_tokens": upto_tokens, "pages": held.own_pages},
+            )
+        self.slides += 1
+        held.unmap_below(floor)
+        if floor >= held.start:
+            self._release_fence(held, lease)
+        held.upto = max(held.upto, upto_tokens)
+        held.map_up_to(top)
+        self._trim(held)
+        return None
+
+    def _trim(self, held: Stretch) -> None:
+        """Give back what the rest of the sequence can never need at once."""
+        needed = self._budget(held.room - max(held.floor, held.start), held.step)
+        kept = len(held.spare) - min(len(held.spare), (held.own_pages - needed) * ID_BYTES)
+        if kept < len(held.spare):
+            self.pool.give(Pages(held.spare[kept:]))
+            held.spare = Pages(held.spare[:kept])
+
+    def growth(self, lease: Lease, room_tokens: int) -> int:
+        """Pages beyond those it has."""
+        held = self.held[lease.id]
+        rest = self._pages(room_tokens) - max(held.floor, held.start)
+        return max(0, self._budget(rest, held.step) - held.own_pages)
+
+    def extend(self, lease: Lease, room_tokens: int) -> None:
+        """More room: more of it is mapped, as far as the step goes."""
+        held = self.held[lease.id]
+        held.spare = Pages(held.spare + self.pool.take(self.growth(lease, room_tokens)))
+        held.room = max(held.room, self._pages(room_tokens))
+        top = min(self._top(held, held.upto), held.top + count(held.spare))
+        held.map_up_to(max(held.top, top))
+
+    def row(self, lease: Lease) -> Pages:
+        """One id per page of the lease's row, the null page where there is none."""
+        held = self.held.get(lease.id)
+        return NO_PAGES if held is None else held.row()
+
+    def start_tokens(self, lease: Lease) -> int:
+        """The first token that has a window page of the lease's own."""
+        held = self.held[lease.id]
+        return max(held.floor, held.start) * self._page
+
+    def mapped_tokens(self, lease: Lease) -> tuple[int, int]:
+        """The tokens ``[first, end)`` that have a window page."""
+        held = self.held[lease.id]
+        return held.floor * self._page, held.top * self._page
+
+    def own(self, lease: Lease) -> Pages:
+        """Mapped or spare, not the tree's."""
+        held = self.held.get(lease.id)
+        return NO_PAGES if held is None else Pages(held.own() + held.spare)
+
+    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+        """What a slide to ``n_tokens`` leaves, as far as these go."""
+        held, last = self.held[lease.id], self._pages(n_tokens)
+        behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
+        first = max(held.floor, behind // self._page)
+        needed = slid_start(n_tokens, self._window, self._page, cached=False)
+        begin, end = self.mapped_tokens(lease)
+        if begin > needed or end < n_tokens:
+            return Refusal(
+                Code.WRONG_STATE,
+                f"lease {lease.id} has {self.component.name} pages of tokens [{begin}, {end}), to "
+                f"go on behind {n_tokens} it needs those of [{needed}, {n_tokens}): slide it to "
+                "the token that it computes next, and name all before that",
+                numbers={"tokens": n_tokens, "mapped_tokens": end, "mapped_from_tokens": begin},
+            )
+        return Rows(first, held.mapped(first, last))
+
+    # ---- and one that ends -------------------------------------------------------------------
+
+    def end(self, lease: Lease) -> None:
+        """Window pages of cached tokens join the tree where it has none, the rest is free."""
+        held = self.held.pop(lease.id, None)
+        if held is None:
+            return
+        self._release_fence(held, lease)
+        first, own = max(held.floor, held.start), held.own()
+        kept = 0
+        freed = [held.spare]
+        may_keep = lease.anchor is not None and lease.cache and not lease.is_blank
+        if lease.anchor is not None and may_keep and lease.owned > first:
+            kept = min(lease.owned, held.top) - first
+            if kept == lease.owned - first:
+                freed.append(self.live.adopt(lease.anchor, first, own))
+            else:
+                kept = 0
+        freed.append(Pages(own[kept * ID_BYTES :]))
+        pages = Pages(b"".join(freed))
+        if pages:
+            self.pool.give(pages)
+
+    def quarantine(self, lease: Lease) -> None:
+        """Keep its own pages, unlock the tree's."""
+        held = self.held[lease.id]
+        self._release_fence(held, lease)
+        own = self.own(lease)
+        held.pages, held.spare = bytearray(), own
+        held.floor = held.top = held.start = held.fence = held.room = 0
+
+    def _release_fence(self, held: Stretch, lease: Lease) -> None:
+        if held.fence < held.start and lease.anchor is not None:
+            self.live.unlock(lease.anchor, held.start * self._page, held.fence * self._page)
+            held.fence = held.start
+
+    # ---- the tree moves ----------------------------------------------------------------------
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Both halves are as live and as locked as the whole was."""
+        self.live.split(upper, lower)
+
+    def dropped(self, nodes: Iterable[Node]) -> None:
+        """Their tokens are no longer cached, so their windows are free."""
+        freed = self.live.forget(nodes)
+        if freed:
+            self.pool.give(freed)
+
+    # ---- arithmetic --------------------------------------------------------------------------
+
+    def _pages(self, n_tokens: int) -> int:
+        return -(-n_tokens // self._page)
+
+    def _fence_tokens(self, anchor: Node, claim: Claim) -> int:
+        """Where the window behind ``anchor`` begins; at ``anchor`` where none is needed."""
+        if claim.fresh_tokens is not None:
+            return anchor.end_tokens
+        return max(0, anchor.end_tokens - self._span)
+
+    def _budget(self, rest: int, step: int) -> int:
+        """Pages of its own for ``rest`` pages of tokens still to come."""
+        if not step:
+            return max(0, rest)
+        return max(0, min(rest, most_pages(self._window, step, self._page)))
+
+    def _top(self, held: Stretch, upto_tokens: int) -> int:
+        """End of what must be mapped to compute from ``upto_tokens``."""
+        if not held.step or self._page == 1:
+            return held.room
+        return min(held.room, self._pages(upto_tokens + held.step))

@@ -1,0 +1,309 @@
+"""Draining: nothing new is begun, what both sides have joined ends, and everybody is told.
+
+``Drainer.drain`` is a value, or None while the node serves. From the step that sets it
+
+- engines are refused new leases, receives and sends, peers new Offers; those who wait, for room,
+  for a peer or for an engine, are told so in that step (``draining``, there ``peer-draining``);
+- handoffs under way go on, leases may commit, extend, retract, resume and be released;
+- peers hear it with a Ping at once, and with every heartbeat until it is over;
+- at its deadline what is still under way is given up.
+
+Two ways to end. An operator drains for maintenance: engines keep their leases for as long as they
+like, the deadline is for handoffs alone, and ``undrain`` serves again. A stop is a drain whose end
+is the end of the process: leases do not delay it. They are released (``drained``), unless the pool
+outlives the process: then they stay noted, because their engines may still write there, and the
+next daemon waits for those. The last word to every peer is that this node leaves.
+
+What only a lost peer could end is not waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core import effects
+from kvd.core.cache.lease import ENGINE
+from kvd.core.handoff.protocol import Prefill
+from kvd.core.peers.life import Life
+from kvd.core.peers.peer_drain import DRAINING, LEAVING, SERVING, PeerDrain, peer_drains
+from kvd.errors import Code, Refusal
+from kvd.wire import drain_events
+from kvd.wire.bounds import MAX_REASON
+from kvd.wire.peer import Outcome
+from kvd.wire.snapshot import DrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.inputs import StopAsked
+    from kvd.core.leases.admission import Waiter
+    from kvd.core.node import Node
+    from kvd.core.peers.peer import Peer
+    from kvd.wire.peer import Ping
+
+FOREVER = float("inf")
+
+SETTLE_S = 2.0
+"""After its deadline a stop waits so long for the last words about what it has given up."""
+
+WAITING = {Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER}
+"""A send of which one side is here: it has not begun."""
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Who wants it and why, since when, until when what is under way may take (FOREVER: always)."""
+
+    who: str
+    why: str
+    since_s: float
+    until_s: float = FOREVER
+    is_stop: bool = False
+    is_cut: bool = False
+    """Its deadline has passed: what was under way was given up."""
+
+
+class Drainer:
+    """Whether this node begins anything new, and which peers do."""
+
+    def __init__(self, node: Node) -> None:
+        self.drain: Drain | None = None
+        self.is_drained = False
+        self.has_left = False
+        """The process ends: nothing is said to peers any more, and nothing heard."""
+        self.cut = 0
+        """Handoffs given up at the deadline."""
+        self._node = node
+        self._out = node.out
+        self._name = node.settings.name
+
+    # ---- what is asked -----------------------------------------------------------------------
+
+    def begin(self, who: str, why: str, deadline_s: float) -> None:
+        """An operator drains this node; 0: what is under way has all the time that it takes."""
+        until_s = self._out.at_s + deadline_s if deadline_s > 0 else FOREVER
+        since_s = self._out.at_s if self.drain is None else self.drain.since_s
+        self._begin(Drain(who, why, since_s, until_s))
+
+    def stop(self, got: StopAsked) -> None:
+        """The process ends as soon as it is drained, and soon after the deadline in any case."""
+        if self.drain is None or not self.drain.is_stop:
+            until_s = self._out.at_s + max(0.0, got.drain_s)
+            self._begin(Drain("", got.why, self._out.at_s, until_s, is_stop=True))
+
+    def end(self) -> None:
+        """Serve again."""
+        drain, out = self.drain, self._out
+        if drain is not None:
+            self.drain, self.is_drained, self.cut = None, False, 0
+            self._tell_peers(SERVING, "")
+            out.emit(drain_events.DrainEnded(out.next_seq(), out.at_s, out.at_s - drain.since_s))
+
+    def _begin(self, drain: Drain) -> None:
+        told = self.would_refuse()
+        receives, sends = self.under_way()
+        self.drain, self.is_drained, self.cut = drain, False, 0
+        out = self._out
+        out.emit(
+            drain_events.DrainBegan(
+                out.next_seq(),
+                out.at_s,
+                drain.who,
+                drain.why,
+                len(receives),
+                len(sends),
+                self._leases(),
+                sum(len(one) for one in told),
+                drain.until_s - out.at_s if drain.until_s < FOREVER else 0.0,
+                drain.is_stop,
+            )
+        )
+        self._refuse(*told)
+        self._tell_peers(DRAINING, drain.why)
+        self.tick()
+
+    def _refuse(self, waiters: list[Waiter], sends: list[PrefillPart]) -> None:
+        refusal = self.refusal()
+        assert refusal is not None
+        self._node.admission.turn_away(waiters, refusal)
+        for send in sends:
+            send.outcome = Outcome.REFUSED
+            self._node.prefiller.give_up(send, refusal)
+
+    # ---- what becomes of it ------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Deadlines."""
+        drain = self.drain
+        if drain is None or self.is_drained:
+            return
+        if not drain.is_cut and drain.until_s <= self._out.at_s:
+            self.drain = msgspec.structs.replace(drain, is_cut=True)
+            self._cut()
+        if drain.is_stop and drain.until_s + SETTLE_S <= self._out.at_s:
+            self._drained()
+
+    def look(self) -> None:
+        """After every step: whether it is drained by now."""
+        if self.drain is not None and not self.is_drained and self._is_over():
+            self._drained()
+
+    def _is_over(self) -> bool:
+        return not (self._node.admission.queue or any(self._receives()) or any(self._sends()))
+
+    def _cut(self) -> None:
+        receives, sends = self.under_way()
+        receives = [part for part in receives if part.ended is None]
+        sends = [part for part in sends if self._node.prefiller.rooms.has(part)]
+        sends = [part for part in sends if part.state is not Prefill.DRAINING]
+        self.cut += len(receives) + len(sends)
+        refusal = self._too_late()
+        for receive in receives:
+            self._node.decoder.cancel(receive.reception, refusal)
+        for send in sends:
+            send.outcome = Outcome.ABORTED
+            self._node.prefiller.give_up(send, refusal)
+
+    def _drained(self) -> None:
+        drain, out = self.drain, self._out
+        assert drain is not None
+        self.is_drained = True
+        lasted_s = out.at_s - drain.since_s
+        out.emit(drain_events.Drained(out.next_seq(), out.at_s, lasted_s, self.cut, self._leases()))
+        if drain.is_stop:
+            self._leave(drain)
+
+    def _leave(self, drain: Drain) -> None:
+        node = self._node
+        if not node.settings.is_journaled:
+            for lease in [one for one in node.leases.leases.values() if ENGINE in one.holders]:
+                node.sessions.end_lease(lease, "drained")
+        self._tell_peers(LEAVING, drain.why)
+        self.has_left = True
+        self._out.effects.append(effects.ReadyToStop())
+
+    # ---- what is said ------------------------------------------------------------------------
+
+    def refusal(self) -> Refusal | None:
+        """Why nothing new is begun; None while the node serves."""
+        drain = self.drain
+        if drain is None:
+            return None
+        then = "ask again when it is back" if drain.is_stop else "ask again after kvd undrain"
+        return self._refusal(f"{self.words()} and begins nothing new: ask another node, or {then}")
+
+    def words(self) -> str:
+        """Who drains, since when, by whom and why; empty while it serves."""
+        drain = self.drain
+        if drain is None:
+            return ""
+        for_s = self._out.at_s - drain.since_s
+        if drain.is_stop:
+            return f"{self._name} has been stopping for {for_s:.1f} s ({drain.why})"
+        by = f" by {drain.who}" if drain.who else ""
+        why = f" ({drain.why})" if drain.why else ""
+        return f"{self._name} has been drained for {for_s:.1f} s{by}{why}"
+
+    def _too_late(self) -> Refusal:
+        return self._refusal(
+            f"{self.words()}, and the time for what was under way is over: hand it over again, "
+            "through another node"
+        )
+
+    def _refusal(self, message: str) -> Refusal:
+        assert self.drain is not None
+        since_s = round(self._out.at_s - self.drain.since_s, 3)
+        return Refusal(Code.DRAINING, message, side=self._name, numbers={"since_s": since_s})
+
+    def state(self) -> DrainState | None:
+        """For the snapshot."""
+        drain = self.drain
+        if drain is None:
+            return None
+        receives, sends = self.under_way()
+        at_s = self._out.at_s
+        return DrainState(
+            who=drain.who,
+            why=drain.why,
+            since_s=at_s - drain.since_s,
+            deadline_in_s=drain.until_s - at_s if drain.until_s < FOREVER else None,
+            is_stop=drain.is_stop,
+            is_drained=self.is_drained,
+            receives=len(receives),
+            sends=len(sends),
+            waiting=len(self._node.admission),
+            leases=self._leases(),
+        )
+
+    # ---- what is under way -------------------------------------------------------------------
+
+    def would_refuse(self) -> tuple[list[Waiter], list[PrefillPart]]:
+        """Who waits in the queue for something new, and the sends that wait for a side.
+
+        A lease that resumes is nothing new.
+        """
+        waiters = [one for one in self._node.admission.queue if not one.claim.resumes]
+        sends = [one for one in self._node.prefiller.rooms.live() if one.state in WAITING]
+        return waiters, sends
+
+    def under_way(self) -> tuple[list[DecodePart], list[PrefillPart]]:
+        """Receives and sends that end by themselves, if everybody goes on."""
+        return list(self._receives()), list(self._sends())
+
+    def _receives(self) -> Iterator[DecodePart]:
+        is_lost = self._node.peers.is_lost
+        for part in self._node.decoder.parts.values():
+            if part.waiter is None and not is_lost(part.incarnation):
+                yield part
+
+    def _sends(self) -> Iterator[PrefillPart]:
+        prefiller, is_lost = self._node.prefiller, self._node.peers.is_lost
+        for part in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
+            if part.state not in WAITING and not is_lost(part.incarnation):
+                yield part
+
+    def _leases(self) -> int:
+        return sum(ENGINE in one.holders for one in self._node.leases.leases.values())
+
+    # ---- peers -------------------------------------------------------------------------------
+
+    def greet(self, peer: Peer) -> None:
+        """It has just said Hello, and may not know."""
+        if self.drain is not None:
+            self._beat(peer)
+
+    def _tell_peers(self, state: str, why: str) -> None:
+        self._node.peers.pulse.saying = (state, why)
+        for peer in self._node.peers.by_name.values():
+            if peer.life is not Life.LOST:
+                self._beat(peer)
+
+    def _beat(self, peer: Peer) -> None:
+        node = self._node
+        offer_floor = node.decoder.offer_floor(peer.incarnation)
+        node.peers.pulse.beat(peer, offer_floor, node.prefiller.last_word.floor(peer))
+
+    def heard(self, peer: Peer, message: Ping) -> None:
+        """What a peer says of itself: whoever waits to receive from one that drains is told."""
+        state, why, before = message.state, message.why[:MAX_REASON], peer.drain
+        if not state or (state, why) == (before.state, before.why):
+            return
+        now_s, node, out = self._out.at_s, self._node, self._out
+        peer.drain = PeerDrain(state, why, now_s)
+        refusal = peer_drains(peer, now_s, self._name)
+        if refusal is None:
+            if not before.is_serving:
+                out.emit(drain_events.PeerDraining(out.next_seq(), now_s, peer.name, state, why, 0))
+            return
+        queued = [part for part in node.decoder.parts.values() if part.peer == peer.name]
+        waiters = [part.waiter for part in queued if part.waiter is not None]
+        n_refused = len(waiters)
+        out.emit(drain_events.PeerDraining(out.next_seq(), now_s, peer.name, state, why, n_refused))
+        node.admission.turn_away(waiters, refusal)
+        if state == LEAVING and peer.life is not Life.LOST:
+            node.peers.lose(peer)
+            node.decoder.peer_lost(peer)
+            node.prefiller.peer_lost(peer)
+            node.admission.wake()

@@ -1,0 +1,84 @@
+"""What the decode side answers to every repeated Settled: Closed, for ever.
+
+An outcome is kept until the prefill side's floor has passed its id, or that incarnation is gone, or
+``MAX_KEPT`` later ones are. After that a late Settled is still answered: unknown, which ends its
+repetition just as well.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from kvd.core.peers.peer_drain import as_told
+from kvd.errors import Code, Refusal
+from kvd.wire.peer import Closed, Outcome
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.handoff.parts import DecodePart
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
+
+
+MAX_KEPT = 16_384
+"""Of one writer, which may never raise its floor: half a minute of 500 handoffs a second."""
+
+
+class Outcomes:
+    """Closed messages by writer and handoff id."""
+
+    def __init__(self, settings: Settings, out: Outbox) -> None:
+        self.kept: dict[str, dict[int, Closed]] = {}
+        """By the writer's incarnation, in the order in which they were closed."""
+        self._settings = settings
+        self._out = out
+
+    def keep(
+        self, peer: Peer | None, part: DecodePart, outcome: Outcome, reason: Refusal | None
+    ) -> None:
+        """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
+        if peer is not None:
+            reason = as_told(reason, peer)
+            closed = Closed(
+                self._settings.incarnation, part.incarnation, part.handoff, outcome, reason
+            )
+            kept = self.kept.setdefault(part.incarnation, {})
+            kept[part.handoff] = closed
+            if len(kept) > MAX_KEPT:
+                del kept[next(iter(kept))]
+            self._out.send(peer.link, closed)
+
+    def answer(self, peer: Peer, handoff: int) -> None:
+        """A Settled for a part that is over here."""
+        kept = self.kept.get(peer.incarnation, {}).get(handoff)
+        if kept is None:
+            kept = Closed(
+                self._settings.incarnation,
+                peer.incarnation,
+                handoff,
+                Outcome.FAILED,
+                Refusal(
+                    Code.UNKNOWN_OUTCOME,
+                    f"handoff {handoff} ended here before; its outcome was folded away",
+                    side=self._settings.name,
+                ),
+            )
+        self._out.send(peer.link, kept)
+
+    def fold(self, peer: Peer) -> None:
+        """Forget what the prefill side no longer asks about: a Ping costs what it folds.
+
+        One that was closed after a later one goes with that.
+        """
+        kept = self.kept.get(peer.incarnation)
+        if kept is None:
+            return
+        for handoff in list(takewhile(lambda one: one < peer.settled_floor, kept)):
+            del kept[handoff]
+        if not kept:
+            del self.kept[peer.incarnation]
+
+    def forget(self, incarnation: str) -> None:
+        """That writer is gone: nobody asks."""
+        self.kept.pop(incarnation, None)

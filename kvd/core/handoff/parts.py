@@ -1,0 +1,410 @@
+"""The two kinds of parts: one attempt to move one room's KV, as either side remembers it.
+
+Plain records. Only the machine of the side (``decode``, ``prefill`` with ``posts`` and
+``last_word``) writes them.
+
+The last transitions of one handoff, so that a bug report and ``kvd why`` carry its history.
+
+Whether the posts of a part move: bytes since a window began, against a floor.
+
+What is reported is whole handles of the transfer process (16 MiB at most), so a window must be long
+enough for one of them at the slowest rate that is still progress.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.cache.lease import Lease
+from kvd.core.effects import Doubt
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.errors import Code, Refusal
+from kvd.types import Tokens, count
+from kvd.wire.admin import Mark
+from kvd.wire.peer import ALL, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.handoff.payload import Leg
+    from kvd.core.layout.seal import Seal
+    from kvd.core.leases.admission import Waiter
+    from kvd.core.settings import Settings
+    from kvd.wire.peer import Abort, Offer
+
+
+STORY_LENGTH = 16
+"""Transitions kept per part: twice the longest path through either table."""
+
+
+class Story:
+    """A bounded list of (time, sentence)."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, str]] = deque(maxlen=STORY_LENGTH)
+
+    def tell(self, at_s: float, line: str) -> None:
+        """Append what happened."""
+        self._lines.append((at_s, line))
+
+    def lines(self, now_s: float) -> tuple[str, ...]:
+        """Oldest first, each with its age."""
+        return tuple(f"{now_s - at_s:.3f} s ago: {line}" for at_s, line in self._lines)
+
+    def marks(self, now_s: float) -> tuple[Mark, ...]:
+        """The same as data."""
+        return tuple(Mark(now_s - at_s, line) for at_s, line in self._lines)
+
+    @property
+    def last_s(self) -> float:
+        """When the last transition was; 0 where there was none."""
+        return self._lines[-1][0] if self._lines else 0.0
+
+
+class Flow:
+    """Bytes moved in the window that runs; it runs only while a post is under way."""
+
+    __slots__ = ("moved_bytes", "since_s")
+
+    def __init__(self) -> None:
+        self.since_s = 0.0
+        self.moved_bytes = 0
+
+    def restart(self, at_s: float) -> None:
+        """A new window."""
+        self.since_s = at_s
+        self.moved_bytes = 0
+
+
+def stalled(part: PrefillPart, at_s: float, mine: Settings) -> Refusal | None:
+    """Why the part is given up; None while it moves. Begins the next window when one is over."""
+    flow = part.flow
+    window_s = at_s - flow.since_s
+    if not part.outstanding or window_s < mine.stall_s:
+        return None
+    moved, floor = flow.moved_bytes, int(mine.min_bytes_per_s * window_s)
+    if moved >= floor:
+        flow.restart(at_s)
+        return None
+    event = " and at the event that the engine named" if part.after else ""
+    return Refusal(
+        Code.STALLED,
+        f"room {part.room} to {part.peer}: {moved} bytes moved in {window_s:.1f} s with "
+        f"{len(part.outstanding)} posts under way, the least is {mine.min_bytes_per_s} bytes a "
+        f"second: look at the network between the two{event}, or lower transfer.min_bytes_per_s",
+        side=mine.name,
+        numbers={"moved_bytes": moved, "floor_bytes": floor, "window_s": round(window_s, 3)},
+    )
+
+
+class Reception:
+    """What an engine asked for with one ``receive``: one lease, filled by one part per source.
+
+    Its number is that of its first part. It ends as a whole: every part is delivered and verified,
+    or the engine hears why not, once, and what is left of it is drained.
+    """
+
+    __slots__ = (
+        "aux",
+        "deadline_s",
+        "doubt",
+        "ended",
+        "id",
+        "is_preloaded",
+        "lease",
+        "parts",
+        "prefix_tokens",
+        "prompt_tokens",
+        "room",
+        "session",
+        "since_s",
+        "waiter",
+    )
+
+    def __init__(self, number: int, room: int, session: int, at_s: float) -> None:
+        self.id = number
+        self.room = room
+        self.session = session
+        self.since_s = at_s
+        self.deadline_s = at_s
+        self.prompt_tokens = 0
+        self.prefix_tokens = 0
+        self.parts: tuple[DecodePart, ...] = ()
+        """In the order in which the engine named the sources; none when it is over."""
+        self.aux = b""
+        self.is_preloaded = False
+        """Whether its pages are to be in the device buffer too when the engine hears of it."""
+        self.lease: Lease | None = None
+        self.waiter: Waiter | None = None
+        self.ended: Refusal | None = None
+        """Why the engine no longer wants it, or why it failed."""
+        self.doubt = Doubt.NONE
+        """What the writers that are over have left that may still land."""
+
+    @property
+    def sources(self) -> str:
+        """Their names."""
+        return ", ".join([part.peer for part in self.parts])
+
+    def in_state(self, *states: Decode) -> list[DecodePart]:
+        """Its parts that are in one of these states."""
+        return [part for part in self.parts if part.state in states]
+
+
+class DecodePart:
+    """One attempt to receive one prompt, or what one of several sources sends of it."""
+
+    __slots__ = (
+        "handoff",
+        "id",
+        "incarnation",
+        "is_verified",
+        "legs",
+        "moved_bytes",
+        "peer",
+        "reception",
+        "resend_gap_s",
+        "resend_s",
+        "seals",
+        "share",
+        "state",
+        "story",
+        "sums",
+        "total_bytes",
+        "unanswered",
+    )
+
+    def __init__(self, part_id: int, peer: str, reception: Reception) -> None:
+        self.id = part_id
+        self.peer = peer
+        self.reception = reception
+        self.share = ALL
+        self.incarnation = ""
+        self.handoff = 0
+        self.state = Decode.QUEUED
+        self.resend_s = reception.since_s
+        self.resend_gap_s = 0.0
+        self.moved_bytes = 0
+        self.total_bytes = 0
+        """Of the pages that it was granted."""
+        self.legs: tuple[Leg, ...] = ()
+        """What it was granted, for each of our shards."""
+        self.seals: tuple[Seal, ...] = ()
+        """One per leg; none where nothing is summed."""
+        self.sums: dict[int, bytes] = {}
+        """What the writer says of the pages of each leg, while they are verified."""
+        self.is_verified = False
+        """What it sent is good; it waits for the other sources, if there are any."""
+        self.unanswered: Offer | Abort | None = None
+        """What is repeated until the prefill side answers."""
+        self.story = Story()
+
+    @property
+    def room(self) -> int:
+        """The rendezvous number."""
+        return self.reception.room
+
+    @property
+    def session(self) -> int:
+        """Of the engine."""
+        return self.reception.session
+
+    @property
+    def since_s(self) -> float:
+        """When the engine asked for it."""
+        return self.reception.since_s
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up."""
+        return self.reception.deadline_s
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.reception.prompt_tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of these, cached here."""
+        return self.reception.prefix_tokens
+
+    @property
+    def lease(self) -> Lease | None:
+        """Whose pages it fills, with the other sources."""
+        return self.reception.lease
+
+    @property
+    def waiter(self) -> Waiter | None:
+        """While it is queued."""
+        return self.reception.waiter
+
+    @property
+    def ended(self) -> Refusal | None:
+        """Why the engine no longer wants it, or why it failed."""
+        return self.reception.ended
+
+
+def waits_for_others(part: DecodePart) -> bool:
+    """Whether what it sent is good, and that of another source is not known to be."""
+    return part.is_verified and not all(one.is_verified for one in part.reception.parts)
+
+
+def is_wanted(room: int, peer: str, parts: Iterable[DecodePart]) -> bool:
+    """Whether a receive waits for that room of that peer, as where two attempts overlap."""
+    same = [one for one in parts if one.room == room]  # a thousand may expire at once
+    return any(one.peer == peer for one in same)
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The engine's half of a send: who, which pages, and the prompt it has."""
+
+    session: int
+    lease: Lease
+    tokens: Tokens
+    digest: bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return count(self.tokens)
+
+
+class FailedSend(msgspec.Struct, frozen=True):
+    """What is left of a send whose engine knows that it failed, until that engine ends it."""
+
+    session: int
+    refusal: Refusal
+
+
+class Awaited:
+    """Whose Offer an engine waits for, and what has become of others'."""
+
+    __slots__ = ("destination", "turned_away", "withdrawn")
+
+    def __init__(self) -> None:
+        self.destination = ""
+        """The node that the engine names; empty: any whose prompt is the same."""
+        self.turned_away = ""
+        """The last Offer that was refused, and why."""
+        self.withdrawn: dict[str, str] = {}
+        """By peer, why it does not offer pages after all."""
+
+    def is_by(self, peer: str) -> bool:
+        """Whether an Offer of this node may have the room."""
+        return self.destination in {"", peer}
+
+
+class PrefillPart:
+    """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
+
+    __slots__ = (
+        "after",
+        "answer_s",
+        "aux",
+        "awaited",
+        "cursor_tokens",
+        "deadline_s",
+        "decode_prefix_len",
+        "drain_s",
+        "end_tokens",
+        "ended",
+        "engine",
+        "finish_call",
+        "flow",
+        "generation",
+        "handoff",
+        "id",
+        "in_doubt",
+        "incarnation",
+        "legs",
+        "linger_s",
+        "moved_bytes",
+        "offer",
+        "outcome",
+        "outstanding",
+        "peer",
+        "posted_last",
+        "posted_pages",
+        "posted_tokens",
+        "prompt_tokens",
+        "resend_gap_s",
+        "resend_s",
+        "room",
+        "seals",
+        "session",
+        "share",
+        "since_s",
+        "split",
+        "start_tokens",
+        "state",
+        "story",
+        "sums",
+        "total_bytes",
+    )
+
+    def __init__(self, part_id: int, room: int, state: Prefill, at_s: float) -> None:
+        self.id = part_id
+        self.room = room
+        self.state = state
+        self.since_s = at_s
+        self.deadline_s = self.drain_s = self.linger_s = at_s
+        self.answer_s = at_s
+        """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
+        self.resend_s = at_s
+        self.resend_gap_s = 0.0
+        self.session = 0
+        """Of the engine; 0 while there is none."""
+        self.engine: Engine | None = None
+        self.offer: Offer | None = None
+        self.awaited = Awaited()
+        self.peer = ""
+        self.incarnation = ""
+        self.handoff = 0
+        self.generation = 0
+        self.prompt_tokens = 0
+        self.decode_prefix_len = 0
+        self.share = ALL
+        self.start_tokens = self.end_tokens = 0
+        """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
+        self.cursor_tokens = 0
+        self.after = b""
+        """The event behind which all tokens below the cursor are written; none: they are."""
+        self.posted_tokens = self.posted_pages = self.moved_bytes = 0
+        self.outstanding: set[int] = set()
+        self.flow = Flow()
+        self.legs: tuple[Leg, ...] = ()
+        """What was granted, for each shard of the decode side."""
+        self.seals: tuple[Seal, ...] = ()
+        """One per leg; none where nothing is summed."""
+        self.split: tuple[int, ...] = ()
+        """How many of the decode side's pages each of ours is, for each component compared."""
+        self.posted_last = True
+        """Whether what goes with the last chunk is posted; true where there is nothing."""
+        self.total_bytes = 0
+        """Of the pages that were granted."""
+        self.sums: dict[tuple[int, int], bytes] = {}
+        """By leg and post, of the pages of each post that is done; ids of posts grow."""
+        self.aux: bytes | None = None
+        """Given with ``finish``; None: the engine has not finished."""
+        self.finish_call: int | None = None
+        self.outcome = Outcome.FAILED
+        self.in_doubt = False
+        """A post ended with bytes sent and not confirmed."""
+        self.ended: Refusal | None = None
+        self.story = Story()
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether nothing is left to be posted."""
+        return self.posted_last and self.posted_tokens >= self.end_tokens
+
+    @property
+    def checksums(self) -> bytes:
+        """The sums of all its posts, leg by leg in the order of the pages."""
+        return b"".join(sums for _, sums in sorted(self.sums.items()))

@@ -1,0 +1,219 @@
+"""Posts of the prefill side: which pages of a part go out now, and which are still under way.
+
+A page is posted once, when it is whole and lies beyond ``decode_prefix_len``; the last page goes
+when the engine has finished, whole or not, and with it the windows and the state. Work is per call,
+not per page: one ``advance`` makes at most one post per leg, and the transfer process cuts it as
+the hardware likes. Where we have equal copies of what is sent, it is one for each copy: they cut
+the pages among them, and an empty share has no post.
+
+    tokens   0 ... decode_prefix_len ... posted ... cursor ... prompt_tokens
+             | the decode side has it | posted | written | not yet computed |
+
+One of several sources posts its share of that, ``[start_tokens, end_tokens)``, and nothing else.
+
+Invariant: decode_prefix_len <= start_tokens <= posted <= end_tokens <= prompt_tokens, and posted
+never shrinks (I5).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core import effects
+from kvd.core.handoff.payload import legs_of, parts_of
+from kvd.core.handoff.protocol import Prefill
+from kvd.core.handoff.sources import span_of
+from kvd.core.layout.seal import UNSEALED
+from kvd.core.layout.shards import page_share
+from kvd.core.peers.agents import Agent
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, Pages
+from kvd.wire.peer import Integrity
+
+if TYPE_CHECKING:
+    from kvd.core.handoff.parts import Engine, PrefillPart
+    from kvd.core.handoff.payload import Cargo
+    from kvd.core.layout.shards import Making
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.peers.peer import Peer, Peers
+    from kvd.wire.peer import Offer
+
+
+EVENT_BYTES = 64
+"""Of the IPC handle of a CUDA event."""
+
+
+def no_event(after: bytes, side: str) -> Refusal | None:
+    """Why this cannot be the event that a post waits for; nothing is none, which is right."""
+    if len(after) in {0, EVENT_BYTES}:
+        return None
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"an event of {len(after)} bytes: the IPC handle of a CUDA event has {EVENT_BYTES}",
+        side=side,
+        numbers={"bytes": len(after)},
+    )
+
+
+class Posts:
+    """The posts that are under way, by id."""
+
+    def __init__(self, cargo: Cargo, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+        self._cargo = cargo
+        self.parts: dict[int, PrefillPart] = {}
+        self.sent_bytes = 0
+        self._legs: dict[int, int] = {}
+        """Of each post under way: which leg of its part it goes along."""
+        self._moved: dict[int, int] = {}
+        """Of each post under way, as last reported."""
+        self._leases = leases
+        self._peers = peers
+        self._out = out
+        self._last = 0
+
+    def plan(self, part: PrefillPart, offer: Offer, peer: Peer) -> None:
+        """What of the prompt is to be posted for an Offer, and along which legs."""
+        part.generation = offer.generation
+        part.prompt_tokens = offer.prompt_tokens
+        part.decode_prefix_len = prefix = offer.decode_prefix_len
+        part.share = offer.share
+        part.split = peer.split
+        part.start_tokens, part.end_tokens = span_of(
+            offer.share, prefix, offer.prompt_tokens, self.page_tokens(part)
+        )
+        part.posted_tokens = part.start_tokens
+        part.legs = legs_of(offer, peer.lanes)
+        part.seals = self._cargo.seals(offer, part.legs, peer.split)
+        part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
+        part.posted_last = self._cargo.is_streamed or not offer.share.is_authoritative
+
+    def push(self, part: PrefillPart) -> None:
+        """Post what has become whole, if there is an agent to post through.
+
+        An agent of another generation than the Offer's is none: nobody would end a post to it, and
+        what is outstanding keeps the part from ever being settled.
+        """
+        peer = self._peers.current(part.incarnation, part.generation)
+        if peer is None or peer.agent is not Agent.LOADED:
+            return
+        engine, offer = part.engine, part.offer
+        if engine is None or offer is None:
+            return
+        is_last = part.state is not Prefill.STREAMING
+        upto = part.end_tokens
+        if not is_last:
+            size = self.page_tokens(part)
+            upto = min(upto, part.cursor_tokens // size * size)
+        for index, leg in enumerate(part.legs):
+            freight = self._cargo.freights[leg.grant]
+            unit = self._cargo.unit_tokens(freight, part.split)
+            first, end = freight.units(offer.grants[leg.grant], unit)
+            if freight.streams:
+                now = part.posted_tokens // unit, -(-upto // unit)
+            elif is_last and not part.posted_last:
+                now = first, end
+            else:
+                continue
+            if now[0] < now[1]:
+                self._post_copies(part, engine, index, (first, *now))
+        if upto > part.posted_tokens:
+            size = self.page_tokens(part)
+            if self._cargo.has_kv:
+                part.posted_pages += -(-upto // size) - part.posted_tokens // size
+            part.posted_tokens = upto
+        part.posted_last = part.posted_last or is_last
+
+    def page_tokens(self, part: PrefillPart) -> int:
+        """The decode side's page size, which is what it can be given piece by piece."""
+        return self._leases.page_size // parts_of(part.split)
+
+    def _post_copies(
+        self, part: PrefillPart, engine: Engine, index: int, units: tuple[int, int, int]
+    ) -> None:
+        """Units ``[start, end)`` of a leg whose first is ``base``, each from one of our copies."""
+        base, start, end = units
+        copies = part.legs[index].lane.copies
+        for number, making in enumerate(copies):
+            share = page_share(start, end, number, len(copies))
+            if share[0] < share[1]:
+                self._post(part, engine, (index, making), (base, *share))
+
+    def _post(
+        self,
+        part: PrefillPart,
+        engine: Engine,
+        way: tuple[int, Making],
+        units: tuple[int, int, int],
+    ) -> None:
+        """Units ``[start, end)``, by one way to make them, of a leg whose first is ``base``."""
+        (index, making), (base, start, end) = way, units
+        offer, leg = part.offer, part.legs[index]
+        assert offer is not None
+        freight, grant = self._cargo.freights[leg.grant], offer.grants[leg.grant]
+        parts = parts_of(part.split, freight.place)
+        self._last += 1
+        if not part.outstanding:
+            part.flow.restart(self._out.at_s)
+        part.outstanding.add(self._last)
+        self.parts[self._last] = part
+        self._legs[self._last] = index
+        self._leases.begin_read(engine.lease)
+        is_open = offer.integrity is Integrity.OFF
+        self._out.effects.append(
+            effects.Post(
+                self._last,
+                part.incarnation,
+                part.generation,
+                grant.component,
+                self._cargo.source(freight, engine.lease, (start, end), parts),
+                Pages(grant.pages[(start - base) * ID_BYTES : (end - base) * ID_BYTES]),
+                UNSEALED if is_open else part.seals[index],
+                0 if is_open else start,
+                parts,
+                leg.lane.peer_shard,
+                making,
+                part.after,
+            )
+        )
+
+    def forget(self, part: PrefillPart) -> None:
+        """Those of the part whose event has not come are not to begin any more."""
+        if part.after:
+            self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
+
+    def moved(self, post: int, moved_bytes: int) -> PrefillPart | None:
+        """A running post has moved so much."""
+        part = self.parts.get(post)
+        if part is not None:
+            part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
+            self._moved[post] = moved_bytes
+        return part
+
+    def live_bytes(self, part: PrefillPart) -> int:
+        """What has left for the part, of posts that are under way too."""
+        moved = self._moved
+        return part.moved_bytes + sum(moved.get(post, 0) for post in part.outstanding)
+
+    def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> PrefillPart | None:
+        """The post can write no more: it is done, or its agent is destroyed."""
+        part = self.moved(post, moved_bytes)
+        if part is None:
+            return None
+        del self.parts[post], self._moved[post]
+        index = self._legs.pop(post)
+        part.outstanding.discard(post)
+        part.moved_bytes += moved_bytes
+        if sums:
+            part.sums[index, post] = sums
+        self.sent_bytes += moved_bytes
+        if part.engine is not None:
+            self._leases.end_read(part.engine.lease)
+        return part
+
+    def through(self, incarnation: str, generation: int) -> list[int]:
+        """The posts that went through this agent."""
+        return [
+            post
+            for post, part in self.parts.items()
+            if part.incarnation == incarnation and part.generation == generation
+        ]

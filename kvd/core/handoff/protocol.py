@@ -1,0 +1,273 @@
+"""The handoff protocol as data: which trigger leads from which state to which.
+
+Two machines, one per side of a part. Everything that changes a handoff's state is a row here; a
+pair without a row is illegal and raises ``IllegalTransition`` with the story of the handoff. What
+happens on the edge (messages, pages, locks) is ``decode`` and ``prefill``; the exhaustive model in
+``tests/model`` explores exactly these rows over a link that loses, repeats and reorders.
+
+Theory of operation. The decode side owns the pages and repeats its last message until the writer
+has said ``Settled``: *I will never again write for this handoff*. A handoff that may have been
+accepted is never freed, only drained: ``DRAINING`` ends by ``Settled``, by a fence, or by proof
+that the writer is gone, and by nothing else. The prefill side repeats ``Settled`` until ``Closed``.
+
+A receive from several sources has a part for each, and one lease for all of them. Each part has a
+state of its own and is drained alone; what they have in common happens on the edges. They become
+READY together, when the last one is verified. Where one fails or the receive is given up, those
+that are asked for are given up too, and those that are verified, or about to be, are dropped. The
+lease's pages come back when no part of it is OFFERED, RECEIVING or DRAINING.
+
+Handoff ids are assigned when the Offer is sent and grow within an incarnation. Each side tells the
+other the lowest id it still cares about; below that floor everything is refused or ignored, so that
+tombstones stay bounded.
+
+One transition, and the end: the table decides, the story remembers, the event tells.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvd.wire.events import HandoffEnded, Moved
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.errors import Refusal
+    from kvd.wire.peer import Outcome
+
+
+class Decode(enum.Enum):
+    """States of one part on the side that receives the KV."""
+
+    QUEUED = "queued"
+    OFFERED = "offered"
+    RECEIVING = "receiving"
+    VERIFYING = "verifying"
+    READY = "ready"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class DecodeTrigger(enum.Enum):
+    """What can happen to a part on the decode side."""
+
+    ADMITTED = "admitted"
+    """Peer ready, prefix locked, delta pages held."""
+    GIVEN_UP = "given-up"
+    """Cancelled, deadline, stalled, client gone, peer lost, or it can never fit."""
+    ACCEPTED = "accepted"
+    DELIVERED = "delivered"
+    """Settled(DELIVERED): every byte has landed."""
+    SETTLED = "settled"
+    """Settled with any other outcome."""
+    VERIFIED = "verified"
+    CORRUPTED = "corrupted"
+    DROPPED = "dropped"
+    """Another source of the same receive failed: what this one has delivered is of no use."""
+    WRITER_GONE = "writer-gone"
+    """Proof, never a guess: new incarnation, or our own restart after reaping."""
+    FENCED = "fenced"
+    """Our receiving transfer process was reaped and its successor is another generation."""
+    RELEASED = "released"
+    """The lease that came out of it was released, or its client is gone."""
+
+
+class Prefill(enum.Enum):
+    """States of one part on the side that sends the KV."""
+
+    AWAIT_ENGINE = "await-engine"
+    AWAIT_OFFER = "await-offer"
+    STREAMING = "streaming"
+    FLUSHING = "flushing"
+    DRAINING = "draining"
+    SETTLED = "settled"
+    CLOSED = "closed"
+    FORGOTTEN = "forgotten"
+
+
+class PrefillTrigger(enum.Enum):
+    """What can happen to a part on the prefill side."""
+
+    ENGINE_OPENED = "engine-opened"
+    OFFERED = "offered"
+    ADVANCED = "advanced"
+    FINISHED = "finished"
+    """The engine said that the last token's KV is written, and gave the aux."""
+    FLUSHED = "flushed"
+    """The last post is done, or there was nothing to post."""
+    ABORTED = "aborted"
+    """The decode side said Abort."""
+    GIVEN_UP = "given-up"
+    """Engine failed, client gone, post failed, peer lost, deadline."""
+    REFUSED = "refused"
+    """The two sides' prompts, pages or generations do not agree."""
+    DRAINED = "drained"
+    """No post is outstanding: each is done, or its sending agent is destroyed."""
+    CLOSED = "closed"
+    """The decode side told its outcome."""
+    OUTLIVED = "outlived"
+    """A newer decode incarnation, or nobody said Closed before the deadline."""
+
+
+D, DT, P, PT = Decode, DecodeTrigger, Prefill, PrefillTrigger
+
+DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
+    (D.QUEUED, DT.ADMITTED): D.OFFERED,
+    (D.QUEUED, DT.GIVEN_UP): D.CLOSED,
+    (D.OFFERED, DT.ACCEPTED): D.RECEIVING,
+    (D.OFFERED, DT.DELIVERED): D.VERIFYING,
+    (D.OFFERED, DT.SETTLED): D.CLOSED,
+    (D.OFFERED, DT.GIVEN_UP): D.DRAINING,
+    (D.OFFERED, DT.WRITER_GONE): D.CLOSED,
+    (D.OFFERED, DT.FENCED): D.OFFERED,
+    (D.RECEIVING, DT.ACCEPTED): D.RECEIVING,
+    (D.RECEIVING, DT.DELIVERED): D.VERIFYING,
+    (D.RECEIVING, DT.SETTLED): D.CLOSED,
+    (D.RECEIVING, DT.GIVEN_UP): D.DRAINING,
+    (D.RECEIVING, DT.WRITER_GONE): D.CLOSED,
+    (D.RECEIVING, DT.FENCED): D.RECEIVING,
+    (D.VERIFYING, DT.VERIFIED): D.READY,
+    (D.VERIFYING, DT.CORRUPTED): D.CLOSED,
+    (D.VERIFYING, DT.DROPPED): D.CLOSED,
+    (D.VERIFYING, DT.GIVEN_UP): D.VERIFYING,
+    (D.VERIFYING, DT.ACCEPTED): D.VERIFYING,
+    (D.VERIFYING, DT.DELIVERED): D.VERIFYING,
+    (D.VERIFYING, DT.WRITER_GONE): D.VERIFYING,
+    (D.VERIFYING, DT.FENCED): D.VERIFYING,
+    (D.DRAINING, DT.ACCEPTED): D.DRAINING,
+    (D.DRAINING, DT.GIVEN_UP): D.DRAINING,
+    (D.DRAINING, DT.DELIVERED): D.CLOSED,
+    (D.DRAINING, DT.SETTLED): D.CLOSED,
+    (D.DRAINING, DT.WRITER_GONE): D.CLOSED,
+    (D.DRAINING, DT.FENCED): D.CLOSED,
+    (D.READY, DT.RELEASED): D.CLOSED,
+    (D.READY, DT.ACCEPTED): D.READY,
+    (D.READY, DT.DELIVERED): D.READY,
+    (D.READY, DT.WRITER_GONE): D.READY,
+    (D.READY, DT.FENCED): D.READY,
+}
+"""Decode side. ``CLOSED`` has no rows: a closed part is a tombstone that answers Closed again."""
+
+PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
+    (P.AWAIT_ENGINE, PT.ENGINE_OPENED): P.STREAMING,
+    (P.AWAIT_ENGINE, PT.OFFERED): P.AWAIT_ENGINE,
+    (P.AWAIT_ENGINE, PT.ABORTED): P.SETTLED,
+    (P.AWAIT_ENGINE, PT.GIVEN_UP): P.SETTLED,
+    (P.AWAIT_ENGINE, PT.REFUSED): P.SETTLED,
+    (P.AWAIT_OFFER, PT.OFFERED): P.STREAMING,
+    (P.AWAIT_OFFER, PT.ADVANCED): P.AWAIT_OFFER,
+    (P.AWAIT_OFFER, PT.FINISHED): P.AWAIT_OFFER,
+    (P.AWAIT_OFFER, PT.GIVEN_UP): P.FORGOTTEN,
+    (P.STREAMING, PT.OFFERED): P.STREAMING,
+    (P.STREAMING, PT.ADVANCED): P.STREAMING,
+    (P.STREAMING, PT.FINISHED): P.FLUSHING,
+    (P.STREAMING, PT.ABORTED): P.DRAINING,
+    (P.STREAMING, PT.GIVEN_UP): P.DRAINING,
+    (P.FLUSHING, PT.OFFERED): P.FLUSHING,
+    (P.FLUSHING, PT.FLUSHED): P.SETTLED,
+    (P.FLUSHING, PT.ABORTED): P.DRAINING,
+    (P.FLUSHING, PT.GIVEN_UP): P.DRAINING,
+    (P.DRAINING, PT.OFFERED): P.DRAINING,
+    (P.DRAINING, PT.ABORTED): P.DRAINING,
+    (P.DRAINING, PT.GIVEN_UP): P.DRAINING,
+    (P.DRAINING, PT.DRAINED): P.SETTLED,
+    (P.SETTLED, PT.OFFERED): P.SETTLED,
+    (P.SETTLED, PT.ABORTED): P.SETTLED,
+    (P.SETTLED, PT.GIVEN_UP): P.SETTLED,
+    (P.SETTLED, PT.CLOSED): P.CLOSED,
+    (P.SETTLED, PT.OUTLIVED): P.CLOSED,
+}
+"""Prefill side. ``CLOSED`` is a tombstone; ``FORGOTTEN`` never had an id and leaves nothing.
+
+No rows by intent: the engine outruns its part, so ``advance`` and ``finish`` for one that is past
+``FLUSHING`` are answered and fire nothing; an Offer that is refused in a room that awaits one
+settles its own id, as a record apart (``AWAIT_ENGINE``, ``REFUSED``), and the room awaits on.
+"""
+
+
+class IllegalTransition(Exception):
+    """A trigger without a row: a bug in the daemon, reported with the handoff's story."""
+
+
+def decode_next(state: Decode, trigger: DecodeTrigger) -> Decode:
+    """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
+    try:
+        return DECODE[state, trigger]
+    except KeyError:
+        raise IllegalTransition(
+            f"decode side: no row for {trigger.value} in {state.value}"
+        ) from None
+
+
+def prefill_next(state: Prefill, trigger: PrefillTrigger) -> Prefill:
+    """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
+    try:
+        return PREFILL[state, trigger]
+    except KeyError:
+        raise IllegalTransition(
+            f"prefill side: no row for {trigger.value} in {state.value}"
+        ) from None
+
+
+def move_decode(part: DecodePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
+    """Apply ``trigger`` to a part of the decode side."""
+    before = part.state
+    part.state = decode_next(before, trigger)
+    if part.state is not before:
+        _tell(part, ("decode", before.value, part.state.value, trigger.value), why, out)
+
+
+def move_prefill(part: PrefillPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
+    """Apply ``trigger`` to a part of the prefill side."""
+    before = part.state
+    part.state = prefill_next(before, trigger)
+    if part.state is not before:
+        _tell(part, ("prefill", before.value, part.state.value, trigger.value), why, out)
+
+
+def tell_ended(
+    part: DecodePart, outcome: Outcome, reason: Refusal | None, saved_bytes: int, out: Outbox
+) -> None:
+    """A part of the decode side is over."""
+    out.emit(
+        HandoffEnded(
+            out.next_seq(),
+            out.at_s,
+            "decode",
+            part.id,
+            part.room,
+            part.peer,
+            outcome.value,
+            reason.code.value if reason else "",
+            reason.message if reason else "",
+            part.prompt_tokens,
+            part.prefix_tokens,
+            part.moved_bytes,
+            saved_bytes,
+            out.at_s - part.since_s,
+            part.lease.id if part.lease is not None else 0,
+        )
+    )
+
+
+def _tell(
+    part: DecodePart | PrefillPart, edge: tuple[str, str, str, str], why: str, out: Outbox
+) -> None:
+    side, before, after, trigger = edge
+    reason = f"{trigger}: {why}" if why else trigger
+    part.story.tell(out.at_s, f"{before} -> {after} ({reason})")
+    out.emit(
+        Moved(
+            out.next_seq(),
+            out.at_s,
+            side,
+            part.id,
+            part.room,
+            part.peer,
+            before,
+            after,
+            trigger,
+            why,
+        )
+    )

@@ -1,0 +1,188 @@
+"""Pages that a remote may still write: who may, and what gives them back.
+
+A part that ends gives its delta back at once where nothing can land any more. Otherwise the pages
+go into quarantine, and come back when the writer has settled, is proven gone, or was fenced. No
+timer gives a page back.
+
+A writer that is over may have left bytes behind. The system of a dead process goes on sending what
+its sockets hold, and a reset may be late; what the writer says itself, or who comes after it, does
+not travel behind them. So the pages come back when our transfer process says Quiet: every
+connection there was when we heard of the end has ended too, which on TCP follows the data, and
+what was read has come to rest. Only connections that a living peer claims (``pulse``), in an echo
+of a ping that left later, are not waited for: they are of no writer whose end was known then.
+
+What must not live here: transitions (``decode``), and whose turn it is then (``admission``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core import effects
+from kvd.core.cache.lease import ARRIVAL, Quarantine, Writer
+from kvd.core.effects import Doubt
+from kvd.core.peers.pulse import claimed
+from kvd.types import short
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.handoff.parts import DecodePart
+    from kvd.core.inputs import Awaiting
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.settings import Settings
+
+MAX_NAMED = 3
+"""Connections that a sentence names."""
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """Connections that a lease waits for, since when, and the last ping that left before."""
+
+    streams: tuple[str, ...]
+    since_s: float
+    last_ping: int
+
+    def is_of_living(self, stream: str, owners: dict[str, Peer]) -> bool:
+        """Whether its owner said so when it knew of every end that this lease waits for."""
+        owner = owners.get(stream)
+        return owner is not None and owner.claim.number > self.last_ping
+
+
+class Settling:
+    """Quarantined leases whose writers are over, until this host is quiet; and the way there."""
+
+    def __init__(
+        self, settings: Settings, leases: LeaseTable, peers: Peers, out: effects.Outbox
+    ) -> None:
+        self.leases: dict[int, Lease] = {}
+        """By lease id."""
+        self.awaited: dict[int, Awaited] = {}
+        """Of these leases: which connections they wait for, where it is not done at once."""
+        self._settings = settings
+        self._table = leases
+        self._peers = peers
+        self._out = out
+        self._fenced_generation = self._claims = 0
+
+    def quarantine(self, lease: Lease, parts: list[DecodePart], why: str) -> None:
+        """The writers of these parts may still write its pages: keep them from everybody."""
+        writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
+        self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
+
+    def narrow(self, lease: Lease, parts: list[DecodePart]) -> None:
+        """Of the writers of a quarantined lease, those of these parts are left."""
+        self._table.narrow_quarantine(
+            lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
+        )
+
+    def free(self, part: DecodePart, lease: Lease, cause: str, doubt: Doubt) -> None:
+        """Give the delta back, at once or when the bytes in doubt have come to rest."""
+        if doubt is Doubt.NONE:
+            self._table.release(lease, ARRIVAL, cause)
+        else:
+            self.quarantine(lease, [part], cause)
+            self._await_quiet(lease, doubt)
+
+    def end(self, lease: Lease, proof: str, doubt: Doubt) -> None:
+        """The last writer of a quarantined lease is over."""
+        if doubt is Doubt.NONE:
+            self._table.end_quarantine(lease, proof)
+        else:
+            self._await_quiet(lease, doubt)
+
+    def awaiting(self, got: Awaiting) -> None:
+        """Our transfer process has looked, and waits for these connections."""
+        for lease_id in got.leases:
+            if not got.streams:
+                self.awaited.pop(lease_id, None)
+            elif lease_id in self.leases:
+                known = self.awaited.get(lease_id)
+                since_s = known.since_s if known else got.at_s
+                last_ping = known.last_ping if known else self._peers.pulse.last_ping
+                self.awaited[lease_id] = Awaited(got.streams, since_s, last_ping)
+
+    def exempt(self) -> None:
+        """Wait no more for what living peers have claimed since."""
+        claims, self._claims = self._claims, self._peers.pulse.claims
+        if not self.awaited or claims == self._claims:
+            return
+        owners = claimed(self._peers.by_name.values())
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for lease_id, awaited in self.awaited.items():
+            streams = tuple([one for one in awaited.streams if awaited.is_of_living(one, owners)])
+            if streams:
+                groups.setdefault(streams, []).append(lease_id)
+        for streams, leases in groups.items():
+            self._out.effects.append(effects.Exempt(tuple(leases), streams))
+
+    def quiet(self, lease_id: int) -> None:
+        """Nothing that was in doubt for the lease's pages can land any more."""
+        lease = self.leases.pop(lease_id, None)
+        self.awaited.pop(lease_id, None)
+        if lease is not None:
+            self._table.end_quarantine(lease, "quiet")
+
+    def fenced(self) -> None:
+        """Our receiving transfer process is reaped: nothing can land through it any more."""
+        for lease_id in list(self.leases):
+            self.quiet(lease_id)
+
+    def fence_if_due(self) -> None:
+        """The configured policy: a quarantine that outlives ``fence_after_s`` costs a restart."""
+        limit_s = self._settings.fence_after_s
+        generation = self._peers.generation
+        if not limit_s or generation <= self._fenced_generation:
+            return
+        late = [
+            lease
+            for lease in self._table.leases.values()
+            if lease.quarantine is not None and self._out.at_s - lease.quarantine.since_s >= limit_s
+        ]
+        if late:
+            self._fenced_generation = generation
+            why = f"{len(late)} leases in quarantine for {limit_s:g} s (transfer.fence_after_s)"
+            self._out.effects.append(effects.RestartTransfer(why))
+
+    def waits_for(self, lease: Lease) -> str:
+        """What would give a quarantined lease's pages back, in words."""
+        held = lease.quarantine
+        awaited = self.awaited.get(lease.id)
+        if held is None or (awaited is None and lease.id in self.leases):
+            return "what had reached this host to come to rest"
+        by_itself = ""
+        if self._settings.fence_after_s:
+            rest_s = held.since_s + self._settings.fence_after_s - self._out.at_s
+            by_itself = f", which comes by itself in {max(0.0, rest_s):.1f} s"
+        if awaited is not None:
+            return f"{self._ends(awaited)}, or a fence{by_itself}"
+        writers = " and ".join(
+            [f"{writer.peer} ({short(writer.incarnation)})" for writer in held.writers]
+        )
+        return f"{writers} to settle, to restart, or a fence{by_itself}"
+
+    def _ends(self, awaited: Awaited) -> str:
+        """Which connections have to end, whose they are, and what ends them."""
+        owners = claimed(self._peers.by_name.values())
+        names = []
+        for stream in awaited.streams[:MAX_NAMED]:
+            owner = owners.get(stream)
+            names.append(f"{stream} (claimed by {owner.name if owner else 'nobody'})")
+        if len(awaited.streams) > MAX_NAMED:
+            names.append(f"{len(awaited.streams) - MAX_NAMED} more")
+        waited_s = self._out.at_s - awaited.since_s
+        return (
+            f"the end of what may still bring bytes of a writer that is over: {', '.join(names)}, "
+            f"for {waited_s:.1f} s now (a silent host is given up after about 10 s), "
+            "the claim of a living peer"
+        )
+
+    def _await_quiet(self, lease: Lease, doubt: Doubt) -> None:
+        """The writers are gone, but what they have sent may still come."""
+        self.leases[lease.id] = lease
+        if self._peers.generation:
+            self._out.effects.append(effects.Quiesce(lease.id, doubt))
+        else:
+            self.quiet(lease.id)

@@ -1,0 +1,146 @@
+"""Sentences about the end of a part: an aux that is too long, a part that took too long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.peers.peer_drain import LEAVING, lost_because
+from kvd.errors import Code, Refusal
+from kvd.types import short
+from kvd.wire.peer import Outcome, Settled
+
+if TYPE_CHECKING:
+    from kvd.core.handoff.parts import DecodePart, PrefillPart, Reception
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
+
+
+def bounded(message: Settled, mine: Settings) -> Settled:
+    """The message, or a failure in its place where its aux is longer than we take."""
+    n_bytes, limit = len(message.aux), mine.max_aux_bytes
+    if n_bytes <= limit:
+        return message
+    refusal = Refusal(
+        Code.TOO_LARGE,
+        f"the prefill side sent aux of {n_bytes} bytes, {mine.name} takes {limit} at most: make "
+        "limits.max_aux_bytes equal on both",
+        side=mine.name,
+        numbers={"bytes": n_bytes, "limit": limit},
+    )
+    return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
+
+
+def long_aux(part: PrefillPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:
+    """Why an aux could not be delivered: our own limit, or that of a known peer.
+
+    Where another source sends the aux, this one stays here.
+    """
+    theirs = peer.max_aux_bytes if peer is not None else 0
+    limit = min(mine.max_aux_bytes, theirs) if theirs else mine.max_aux_bytes
+    if n_bytes <= limit or not part.share.is_authoritative:
+        return None
+    whose = f"of {part.peer}" if limit < mine.max_aux_bytes else "here"
+    return Refusal(
+        Code.TOO_LARGE,
+        f"aux of {n_bytes} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
+        side=mine.name,
+        numbers={"bytes": n_bytes, "limit": limit},
+    )
+
+
+def writer_restarted(incarnation: str, mine: Settings) -> Refusal:
+    """The prefill daemon is another process by now."""
+    return Refusal(
+        Code.PEER_LOST,
+        f"the prefill daemon restarted ({short(incarnation)} is gone): send it again",
+        side=mine.name,
+    )
+
+
+def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
+    """The prefill daemon is lost: it may still write."""
+    silent_s = now_s - peer.heard_s
+    limit = "" if peer.drain.state == LEAVING else f" (limit {mine.lost_s:.1f} s)"
+    return Refusal(
+        Code.PEER_LOST,
+        f"{lost_because(peer, now_s)}{limit}: the pages stay in quarantine until it settles",
+        side=mine.name,
+        numbers={"silent_s": round(silent_s, 3)},
+    )
+
+
+def of_source(part: DecodePart, refusal: Refusal) -> Refusal:
+    """The refusal, naming the source that it is about where there are several."""
+    share = part.share
+    if share.parts == 1:
+        return refusal
+    return msgspec.structs.replace(
+        refusal,
+        message=f"{part.peer} (source {share.part + 1} of {share.parts}): {refusal.message}",
+        numbers={**refusal.numbers, "source": part.peer},
+    )
+
+
+def begun_elsewhere(part: DecodePart, begins: int, mine: Settings) -> Refusal:
+    """The prefill side sends from another token on than the Offer says."""
+    prefix = part.prefix_tokens
+    return Refusal(
+        Code.BAD_PREFIX,
+        f"room {part.room}: {part.peer} begins to send at token {begins}, "
+        f"decode_prefix_len={prefix} was offered: run the same version of kvd on both nodes",
+        side=mine.name,
+        numbers={"offered": prefix, "accepted": begins},
+    )
+
+
+def took_too_long(reception: Reception, now_s: float, mine: Settings) -> Refusal:
+    """The receive passed its deadline: what it waited for, of several sources the first late."""
+    late = [part for part in reception.parts if part.state is not Decode.VERIFYING]
+    part = late[0] if late else reception.parts[0]
+    return of_source(part, _too_long(part, now_s, mine))
+
+
+def _too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
+    waited_s = now_s - part.since_s
+    doing = "verifying them" if part.sums else "copying them to the device buffer"
+    what = {
+        Decode.OFFERED: "the prefill side never accepted the offer: has its engine called send() "
+        "for this room?",
+        Decode.VERIFYING: f"every byte had landed, and our transfer process is {doing}",
+    }.get(part.state, f"{part.moved_bytes} bytes had landed")
+    return Refusal(
+        Code.DEADLINE,
+        f"room {part.room} from {part.peer} took longer than {waited_s:.1f} s: {what}",
+        side=mine.name,
+        numbers={"waited_s": round(waited_s, 3), "moved_bytes": part.moved_bytes},
+    )
+
+
+def _not_offered(part: PrefillPart) -> str:
+    awaited = part.awaited
+    who = awaited.destination or "no decode side"
+    what = f"{who} has not offered" if awaited.destination else f"{who} offered"
+    turned_away = f" that fit: {awaited.turned_away}" if awaited.turned_away else " for it"
+    return f"{what} pages{turned_away}"
+
+
+def too_late(part: PrefillPart, now_s: float, mine: Settings) -> Refusal:
+    """The send passed its deadline: what it waited for."""
+    waited_s = now_s - part.since_s
+    what = {
+        Prefill.AWAIT_ENGINE: "no engine here called send() for it",
+        Prefill.AWAIT_OFFER: _not_offered(part),
+    }.get(part.state, f"written to token {part.cursor_tokens} of {part.prompt_tokens}")
+    longest_s = mine.max_deadline_s
+    cut = ""
+    if part.deadline_s - part.since_s >= longest_s:
+        cut = f" (the longest deadline here: admission.max_deadline_s={longest_s:g})"
+    return Refusal(
+        Code.DEADLINE,
+        f"room {part.room} was open for {waited_s:.1f} s{cut}: {what}",
+        side=mine.name,
+        numbers={"waited_s": round(waited_s, 3)},
+    )

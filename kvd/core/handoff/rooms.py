@@ -1,0 +1,242 @@
+"""Who has a room of the prefill side: one part, and behind it Offers that wait for its engine.
+
+A room is a number that anybody can guess, so none is given away by coming first. While no engine
+is there, the Offers of several peers wait side by side, one of each, and the engine's word decides:
+the peer that it names, or the first one whose prompt is the same. While an engine waits, a peer
+that it does not name has no part in the room: its Offer is refused, its Withdrawn is answered and
+changes nothing.
+
+An engine that names nobody can be served by any peer that knows the prompt, and is told by any that
+it need not wait; but by one of several that is only noted, because another may be the one. When all
+that could offer have withdrawn, it is over.
+
+What must not live here: transitions (``prefill``).
+
+Rooms that a prefill engine opened and gave up before an Offer came: the Offer hears why at once.
+
+Otherwise the decode side would wait for an engine until its deadline, for a failure that this side
+has known all along. An engine that opens the room again is a new attempt: the old one is over. So
+is a receive that was asked for after the end of the old one: it waits for its engine as any does
+that comes first. Where an engine failed, a receive may be late by ``LATE_S`` and belong to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvd.core.handoff.offer import disagreement
+from kvd.core.handoff.protocol import Prefill
+from kvd.core.peers.life import Life
+from kvd.errors import Code, Refusal
+
+if TYPE_CHECKING:
+    from kvd.core.handoff.parts import Engine, PrefillPart
+    from kvd.core.handoff.payload import Cargo
+    from kvd.core.peers.peer import Peers
+    from kvd.core.settings import Settings
+
+
+MAX_LAPSED = 4096
+"""Rooms remembered; the oldest is forgotten first."""
+
+LATE_S = 1.0
+"""A router asks both engines at about the same time; one of them may fail before the other asks.
+
+A deadline has passed when both have had time to ask: then there is no such doubt.
+"""
+
+
+class _Lapse(msgspec.Struct, frozen=True):
+    until_s: float
+    asked_until_s: float
+    """Receives asked for until then belong to it."""
+    refusal: Refusal
+
+
+class LapsedRooms:
+    """Why each such room ended, for as long as a decode side may wait for it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.by_room: dict[int, _Lapse] = {}
+        """Oldest first: all of them are kept equally long."""
+        self._settings = settings
+
+    def remember(self, room: int, why: Refusal, at_s: float) -> None:
+        """The engine of ``room`` gave up."""
+        refusal = Refusal(
+            why.code,
+            f"the prefill engine gave up before the offer came: {why.message}",
+            side=self._settings.name,
+            numbers=why.numbers,
+        )
+        self.by_room.pop(room, None)
+        late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
+        self.by_room[room] = _Lapse(at_s + self._settings.max_deadline_s, at_s + late_s, refusal)
+        if len(self.by_room) > MAX_LAPSED:
+            del self.by_room[next(iter(self.by_room))]
+
+    def forget(self, room: int) -> None:
+        """An engine opened it again."""
+        self.by_room.pop(room, None)
+
+    def refusal(self, room: int, asked_s: float) -> Refusal | None:
+        """What an Offer for ``room`` is told; None where an engine may still come."""
+        lapse = self.by_room.get(room)
+        return lapse.refusal if lapse is not None and asked_s <= lapse.asked_until_s else None
+
+    def expire(self, at_s: float) -> None:
+        """Forget what no Offer asks about any more."""
+        while self.by_room:
+            room, lapse = next(iter(self.by_room.items()))
+            if lapse.until_s > at_s:
+                break
+            del self.by_room[room]
+
+
+MAX_WAITING = 64
+"""Offers that wait for the engine of one room, each of another peer."""
+
+
+class Turned(NamedTuple):
+    """An Offer that is not served, and why."""
+
+    part: PrefillPart
+    refusal: Refusal
+
+
+class Meeting(NamedTuple):
+    """What an engine finds that opens a room: the Offer that is served, and those that are not.
+
+    ``refusal``: why the engine itself is refused.
+    """
+
+    part: PrefillPart | None
+    turned: tuple[Turned, ...]
+    refusal: Refusal | None = None
+
+
+NOBODY = Meeting(None, ())
+
+
+class Rooms:
+    """The parts of the prefill side that are in a LIVE state."""
+
+    def __init__(self, cargo: Cargo, side: str) -> None:
+        self._cargo = cargo
+        self._side = side
+        self.by_room: dict[int, PrefillPart] = {}
+        """The part that has the room; of Offers that wait for an engine, the first."""
+        self.behind: dict[int, list[PrefillPart]] = {}
+        """The other Offers that wait for the same engine, oldest first."""
+
+    def live(self) -> list[PrefillPart]:
+        """All of them."""
+        found = list(self.by_room.values())
+        for parts in self.behind.values():
+            found += parts
+        return found
+
+    def of(self, room: int) -> list[PrefillPart]:
+        """Those of one room, the one that has it first."""
+        part = self.by_room.get(room)
+        return [] if part is None else [part, *self.behind.get(room, ())]
+
+    def has(self, part: PrefillPart) -> bool:
+        """Whether the part is one of them."""
+        return any(one is part for one in self.of(part.room))
+
+    def enter(self, part: PrefillPart) -> None:
+        """It has the room, or waits behind the Offer that came first."""
+        if part.room in self.by_room:
+            self.behind.setdefault(part.room, []).append(part)
+        else:
+            self.by_room[part.room] = part
+
+    def leave(self, part: PrefillPart) -> None:
+        """It is over for the room: the next Offer moves up, or the room is free."""
+        behind = self.behind.get(part.room)
+        if self.by_room.get(part.room) is not part:
+            if behind is not None and part in behind:
+                behind.remove(part)
+        elif behind:
+            self.by_room[part.room] = behind.pop(0)
+        else:
+            del self.by_room[part.room]
+        if behind is not None and not behind:
+            del self.behind[part.room]
+
+    def meet(self, room: int, destination: str, engine: Engine) -> Meeting:
+        """Which waiting Offer an engine serves: of the peer that it names, or the first that fits.
+
+        The engine is refused where the peer that it names has another prompt, and where it has not
+        kept what is asked for. A stranger with another prompt is turned away alone.
+        """
+        if room not in self.by_room:
+            return NOBODY
+        chosen: PrefillPart | None = None
+        turned: list[Turned] = []
+        for part in self.of(room):
+            assert part.offer is not None
+            if destination not in {"", part.peer}:
+                turned.append(Turned(part, not_for(room, destination, part.peer, self._side)))
+            elif chosen is not None:
+                turned.append(Turned(part, taken(chosen, self._side)))
+            else:
+                refusal = disagreement(part.offer, engine, self._cargo, self._side)
+                if refusal is None:
+                    chosen = part
+                elif destination or refusal.code is not Code.PROMPT_MISMATCH:
+                    return Meeting(None, (Turned(part, refusal),), refusal)
+                else:
+                    turned.append(Turned(part, refusal))
+        return Meeting(chosen, tuple(turned))
+
+    def refusal(self, room: int, peer: str) -> Refusal | None:
+        """Why an Offer of ``peer`` cannot have the room, nor wait for its engine."""
+        part = self.by_room.get(room)
+        if part is None:
+            return None
+        if part.state is Prefill.AWAIT_OFFER:
+            awaited = part.awaited
+            if awaited.is_by(peer):
+                return None
+            return not_for(room, awaited.destination, peer, self._side)
+        if part.state is Prefill.AWAIT_ENGINE:
+            parts = self.of(room)
+            own = [one for one in parts if one.peer == peer]
+            if not own and len(parts) < MAX_WAITING:
+                return None
+            part = own[0] if own else part
+        return taken(part, self._side)
+
+
+def taken(part: PrefillPart, side: str, whose: str = "") -> Refusal:
+    """The room is another part's: in the words of who asks, a handoff or a send."""
+    whose = whose or f"handoff {part.handoff} of {part.peer}"
+    return Refusal(
+        Code.DUPLICATE_ROOM,
+        f"room {part.room} is already open here ({part.state.value}, {whose})",
+        side=side,
+    )
+
+
+def not_for(room: int, destination: str, peer: str, side: str) -> Refusal:
+    """The engine has named another node."""
+    return Refusal(
+        Code.DUPLICATE_ROOM,
+        f"room {room} is open here for {destination}, not for {peer}: receive it there, or send it "
+        f"with to={peer!r}",
+        side=side,
+    )
+
+
+def may_offer_still(part: PrefillPart, peers: Peers) -> list[str]:
+    """Who else could offer pages for a room, now that those in ``withdrawn`` do not."""
+    if part.awaited.destination:
+        return []
+    known = {peer.name for peer in peers.by_name.values() if peer.life is not Life.LOST}
+    return sorted(
+        (known | {one.name for one in peers.dialed.values()}) - part.awaited.withdrawn.keys()
+    )

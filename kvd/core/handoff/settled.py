@@ -1,0 +1,363 @@
+"""The end of the prefill side: Settled is said until Closed is heard, and tombstones answer.
+
+``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
+outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
+incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
+side's floor has passed its id.
+
+What the prefill side remembers of one decode incarnation: its handoffs, in the order of ids.
+
+Every Ping asks which closed ones are below the floor, every beat which is the lowest open one. Both
+cost what they answer, not what is remembered: a peer that leaves sixteen thousand tombstones here
+makes neither dearer.
+
+Invariant: ``open`` and ``closed`` are ascending, have no id in common, and together all of
+``parts``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from kvd.core.handoff.frames import page_bytes
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
+from kvd.core.handoff.sources import span_of
+from kvd.core.peers.peer_drain import as_told
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES
+from kvd.wire import client, events
+from kvd.wire.peer import Closed, Outcome, Settled
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.settings import Settings
+    from kvd.wire.peer import Offer
+
+
+class Records:
+    """The handoffs of one decode incarnation that this side answers for."""
+
+    __slots__ = ("closed", "kept_bytes", "open", "parts")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, PrefillPart] = {}
+        """By handoff id."""
+        self.open: list[int] = []
+        """Those that may still be asked for pages, or wait for Closed."""
+        self.closed: list[int] = []
+        """Tombstones."""
+        self.kept_bytes = 0
+        """Of page ids in the Offers of the open ones."""
+
+    def join(self, part: PrefillPart) -> None:
+        """It has met its Offer or Abort."""
+        self.parts[part.handoff] = part
+        insort(self.open, part.handoff)
+
+    def bury(self, handoff: int) -> None:
+        """It is CLOSED: a tombstone from now on."""
+        del self.open[bisect_left(self.open, handoff)]
+        insort(self.closed, handoff)
+
+    def fold(self, floor: int) -> None:
+        """Forget the tombstones below the floor."""
+        n_over = bisect_left(self.closed, floor)
+        for handoff in self.closed[:n_over]:
+            del self.parts[handoff]
+        del self.closed[:n_over]
+
+
+FOREVER = 2**63
+"""Above every id."""
+
+GRACE_S = 2.0
+"""At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
+
+MAX_RECORDS = 16_384
+"""Of one peer, tombstones included: half a minute of 500 handoffs a second."""
+
+MAX_OPEN = 4096
+"""Of one peer, tombstones not included: each may keep an Offer with its pages."""
+
+KEPT_PROMPTS = 4
+"""The page ids that are kept of one peer are those of so many of the longest prompts, in pages of
+one token. In pages of 16 tokens a prompt takes a sixteenth of that."""
+
+MIN_KEPT_BYTES = 1024 * 1024
+"""And so many at least: 256 page ids for each of ``MAX_OPEN`` Offers."""
+
+
+class LastWord:
+    """Settled parts and tombstones, by decode incarnation and handoff id."""
+
+    def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
+        self.records: dict[str, Records] = {}
+        """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
+        self.settled: dict[int, PrefillPart] = {}
+        """By send id: those that wait for Closed."""
+        components = len(settings.spec.components)
+        longest = settings.max_prompt_tokens * ID_BYTES * components
+        self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
+        """Of the page ids of open Offers of one peer."""
+        self.delivered = self.failed = 0
+        self._settings = settings
+        self._leases = leases
+        self._peers = peers
+        self._out = out
+
+    @property
+    def n_records(self) -> int:
+        """Handoffs of all peers, tombstones included."""
+        return sum(len(one.parts) for one in self.records.values())
+
+    def join(self, part: PrefillPart) -> None:
+        """The part has met its Offer or Abort: it answers for that handoff from now on."""
+        records = self.records.get(part.incarnation)
+        if records is None:
+            records = self.records[part.incarnation] = Records()
+        records.join(part)
+
+    def keep(self, part: PrefillPart, offer: Offer, kept_bytes: int) -> None:
+        """The Offer stays with its part until that is CLOSED, and so many bytes of page ids."""
+        part.offer = offer
+        self.records[part.incarnation].kept_bytes += kept_bytes
+
+    def find(self, incarnation: str, handoff: int) -> PrefillPart | None:
+        """The part that answers for this handoff."""
+        records = self.records.get(incarnation)
+        return None if records is None else records.parts.get(handoff)
+
+    def is_full(self, peer: Peer, handoff: int, kept_bytes: int = 0) -> bool:
+        """Refuse a message about a handoff that we would have to remember, and cannot.
+
+        ``kept_bytes``: of the page ids that would be kept with it.
+
+        A Reject, not a Settled: that would have to stay true, which only a record makes sure of.
+        An honest peer repeats the message until there is room.
+        """
+        records = self.records.get(peer.incarnation)
+        if records is None:
+            return False
+        n_open, n_records = len(records.open), len(records.parts)
+        kept = records.kept_bytes + kept_bytes
+        if n_open < MAX_OPEN and n_records < MAX_RECORDS and kept <= self.max_kept_bytes:
+            return False
+        self._peers.reject(
+            peer.link,
+            peer.incarnation,
+            Refusal(
+                Code.NO_ROOM,
+                f"handoff {handoff} of {peer.name}: {n_open} of it are open here and {n_records} "
+                f"remembered, the limits are {MAX_OPEN} and {MAX_RECORDS}; their page ids would be "
+                f"{kept} bytes with this one, of {self.max_kept_bytes}",
+                side=self._settings.name,
+                numbers={"open": n_open, "records": n_records, "kept_bytes": kept},
+            ),
+        )
+        return True
+
+    def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        """The part is SETTLED: let the source lease go, and say so from now on."""
+        part.ended = refusal
+        self.settled[part.id] = part
+        self._let_go(part, "sent")
+        part.linger_s = self._out.at_s + self._settings.linger_s
+        if part.offer is not None and part.share.parts > 1:
+            # Closed comes when the other sources have settled too, or that side gives up.
+            limit_s = self._settings.max_deadline_s
+            part.linger_s += max(0.0, min(limit_s, part.offer.deadline_s))
+        part.answer_s = max(part.deadline_s, self._out.at_s + GRACE_S)
+        part.resend_gap_s = self._settings.resend_s
+        if part.incarnation in self._peers.by_incarnation:
+            self.say(part)
+        else:  # a newer process of that node has said Hello meanwhile: nobody will answer
+            self.outlive(part)
+            self._fold(part.incarnation, FOREVER)
+
+    def forgotten(self, part: PrefillPart, refusal: Refusal) -> None:
+        """It was never offered: there is nobody to tell but those who watch."""
+        self._let_go(part, "never-offered")
+        if refusal.code is Code.ABORTED:
+            part.outcome = Outcome.ABORTED
+        self._tell_ended(part, refusal)
+
+    def _let_go(self, part: PrefillPart, cause: str) -> None:
+        """No page of it is read any more: its prompt and its lease are the engine's alone."""
+        if part.engine is not None:
+            self._leases.release(part.engine.lease, f"send {part.id}", cause)
+            part.engine = None
+
+    def say(self, part: PrefillPart) -> None:
+        """Say Settled, now, and again later."""
+        part.resend_s = self._out.at_s + part.resend_gap_s
+        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        outcome, why = part.outcome, part.ended
+        if outcome is Outcome.DELIVERED and part.state is Prefill.CLOSED:
+            # Its aux is gone: without it nothing is delivered to who has not heard of it before.
+            outcome = Outcome.FAILED
+            why = self._unknown("asks again after this side stopped waiting for it")
+        if peer is not None:
+            self._out.send(
+                peer.link,
+                Settled(
+                    self._settings.incarnation,
+                    part.incarnation,
+                    part.handoff,
+                    outcome,
+                    as_told(why, peer),
+                    self._aux(part) if outcome is Outcome.DELIVERED else b"",
+                    part.moved_bytes,
+                    part.in_doubt,
+                    part.checksums if outcome is Outcome.DELIVERED else b"",
+                ),
+            )
+
+    def _aux(self, part: PrefillPart) -> bytes:
+        """What the engine gave; the aux of the other sources of a handoff stays at home."""
+        return (part.aux or b"") if part.share.is_authoritative else b""
+
+    def answer_below_floor(self, peer: Peer, handoff: int) -> None:
+        """An Abort of a handoff that is over, and folded: true for ever, so nothing is kept."""
+        self._out.send(
+            peer.link,
+            Settled(self._settings.incarnation, peer.incarnation, handoff, Outcome.ABORTED),
+        )
+
+    def closed(self, peer: Peer, message: Closed) -> None:
+        """How it ended over there: what ``finish`` waits for."""
+        part = self.find(peer.incarnation, message.handoff)
+        if part is None or part.state is not Prefill.SETTLED:
+            return
+        refusal = None
+        if message.outcome is not Outcome.COMMITTED:
+            refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
+        move_prefill(part, PrefillTrigger.CLOSED, message.outcome.value, self._out)
+        self._bury(part, refusal)
+
+    def outlive(self, part: PrefillPart) -> None:
+        """Nobody will say Closed: SETTLED -> CLOSED without an answer."""
+        move_prefill(part, PrefillTrigger.OUTLIVED, "", self._out)
+        self._bury(
+            part,
+            part.ended
+            or self._unknown(
+                "never said whether it committed: it restarted, or was silent for "
+                f"{self._settings.linger_s:.0f} s"
+            ),
+        )
+
+    def _unknown(self, what: str) -> Refusal:
+        return Refusal(
+            Code.UNKNOWN_OUTCOME,
+            f"everything was sent, but the decode side {what}",
+            side=self._settings.name,
+        )
+
+    def tick(self) -> None:
+        """Repeat, and stop waiting for who never answers."""
+        now_s = self._out.at_s
+        for part in list(self.settled.values()):
+            if part.linger_s <= now_s:
+                self.outlive(part)
+                continue
+            if part.answer_s <= now_s:
+                self._answer_finish(
+                    part, self._unknown("has not said whether it committed by the deadline")
+                )
+            if part.resend_s <= now_s:
+                self.say(part)
+
+    def fold(self, peer: Peer) -> None:
+        """Drop tombstones below the decode side's floor: they are never asked about again."""
+        self._fold(peer.incarnation, peer.offer_floor)
+
+    def forget(self, incarnation: str) -> None:
+        """The decode side's process is over: its tombstones answer nobody."""
+        self._fold(incarnation, FOREVER)
+
+    def _fold(self, incarnation: str, floor: int) -> None:
+        records = self.records.get(incarnation)
+        if records is not None:
+            records.fold(floor)
+            if not records.parts:
+                del self.records[incarnation]
+
+    def floor(self, peer: Peer) -> int:
+        """Handoff ids of this peer below it are closed here, and no Offer of them can come.
+
+        Never above what the decode side has closed: an id that we have not met may still be open
+        there, and its outcome must be kept for us.
+        """
+        records = self.records.get(peer.incarnation)
+        still_open = records.open[:1] if records is not None else []
+        return min([peer.offer_floor, *still_open])
+
+    def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
+        """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""
+        part.ended = refusal
+        if part.session:
+            self._out.answer(part.session, client.SendFailed(part.id, refusal))
+            self._answer_finish(part, refusal)
+
+    def _answer_finish(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        if part.finish_call is not None:
+            self._out.answer(
+                part.session,
+                client.Finished(
+                    part.finish_call,
+                    refusal,
+                    part.decode_prefix_len,
+                    part.posted_pages,
+                    part.moved_bytes,
+                ),
+            )
+            part.finish_call = None
+
+    def _bury(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
+        self._answer_finish(part, refusal)
+        self._tell_ended(part, refusal)
+        self.settled.pop(part.id, None)
+        records = self.records[part.incarnation]
+        records.bury(part.handoff)
+        if part.offer is not None:
+            records.kept_bytes -= page_bytes(part.offer)
+            part.offer = None
+        part.ended = refusal
+        part.aux = b""
+        part.sums = {}
+
+    def _saved_bytes(self, part: PrefillPart) -> int:
+        """What was not sent because it was cached over there: this source's share of it."""
+        cached = span_of(part.share, 0, part.decode_prefix_len, self._leases.page_size)
+        return self._leases.bytes_of(cached.end - cached.start)
+
+    def _tell_ended(self, part: PrefillPart, refusal: Refusal | None) -> None:
+        if refusal is None:
+            self.delivered += 1
+        else:
+            self.failed += 1
+        out = self._out
+        out.emit(
+            events.HandoffEnded(
+                out.next_seq(),
+                out.at_s,
+                "prefill",
+                part.id,
+                part.room,
+                part.peer,
+                (Outcome.COMMITTED if refusal is None else part.outcome).value,
+                refusal.code.value if refusal else "",
+                refusal.message if refusal else "",
+                part.prompt_tokens,
+                part.decode_prefix_len,
+                part.moved_bytes,
+                self._saved_bytes(part) if refusal is None else 0,
+                out.at_s - part.since_s,
+            )
+        )

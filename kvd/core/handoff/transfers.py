@@ -1,0 +1,123 @@
+"""What the transfer process reports, and what that means for the parts that are being sent.
+
+A post that is done lets its part go on. A post that failed ends its part, but stays outstanding
+until its sending agent is destroyed: its bytes are in doubt until then. The agent's end takes every
+other post through it along.
+
+What must not live here: transitions and Settled (``prefill``, ``last_word``), choosing what to
+post (``posts``), the life of an agent (``agents``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.handoff.send import WRITING
+from kvd.errors import Code, Refusal
+from kvd.wire.peer import Progress
+
+if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
+    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
+    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.settings import Settings
+
+
+class Transfers:
+    """Takes the reports of one transfer process after the other."""
+
+    def __init__(self, settings: Settings, prefiller: Prefiller, peers: Peers, out: Outbox) -> None:
+        self._settings = settings
+        self._prefiller = prefiller
+        self._posts = prefiller.posts
+        self._peers = peers
+        self._out = out
+
+    # ---- posts -------------------------------------------------------------------------------
+
+    def post_moved(self, got: PostMoved) -> None:
+        """A running post has moved so much."""
+        part = self._posts.moved(got.post, got.moved_bytes)
+        if part is not None and part.state in WRITING:
+            self._tell_progress(part, part.moved_bytes + got.moved_bytes)
+
+    def post_done(self, got: PostDone) -> None:
+        """Every byte of the post has landed."""
+        self._over(got.post, got.moved_bytes, got.sums)
+
+    def post_failed(self, got: PostFailed) -> None:
+        """Its bytes are in doubt: only the end of its sending agent makes them certain."""
+        part = self._posts.parts.get(got.post)
+        if part is not None:
+            self._prefiller.give_up(part, self._failed(got.why))
+            self._peers.drop_agent(part.incarnation, part.generation, got.why)
+
+    def unposted(self, got: Unposted) -> None:
+        """It never began, so nothing is in doubt, and the agent serves others as before."""
+        part = self._posts.parts.get(got.post)
+        if part is not None:
+            self._prefiller.give_up(part, self._failed(got.why))
+            self._over(got.post, 0)
+
+    # ---- agents ------------------------------------------------------------------------------
+
+    def agent_loaded(self, incarnation: str) -> None:
+        """Post what waited for the agent."""
+        for part in self._prefiller.parts_of(incarnation):
+            if part.state in WRITING:
+                self._prefiller.push(part)
+
+    def agent_failed(self, incarnation: str, why: str) -> None:
+        """Nothing can be posted to this peer."""
+        for part in self._prefiller.parts_of(incarnation):
+            if part.state in WRITING and not part.is_posted:
+                self._prefiller.give_up(part, self._failed(f"no sending agent: {why}"))
+
+    def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:
+        """We send nothing more through that agent: its posts are over."""
+        for post in self._posts.through(incarnation, generation):
+            part = self._posts.parts[post]
+            part.in_doubt = part.in_doubt or unconfirmed_bytes > 0
+            self._prefiller.give_up(part, self._failed("its agent was destroyed"))
+            self._over(post, 0)
+
+    # ---- processes ---------------------------------------------------------------------------
+
+    def gone(self) -> None:
+        """Our transfer process is reaped: every agent of it is destroyed."""
+        for post, part in list(self._posts.parts.items()):
+            part.in_doubt = True
+            self._prefiller.give_up(part, self._failed("the transfer process of this node ended"))
+            self._over(post, 0)
+
+    def generation_changed(self, peer: Peer) -> None:
+        """The decode side's receiving process was replaced: granted pages are out of reach."""
+        for part in self._prefiller.parts_of(peer.incarnation):
+            if part.generation < peer.generation:
+                why = (
+                    f"{peer.name} restarted its transfer process: generation "
+                    f"{part.generation} is over, {peer.generation} serves"
+                )
+                self._prefiller.give_up(part, self._failed(why))
+
+    # ---- small things ------------------------------------------------------------------------
+
+    def _over(self, post: int, moved_bytes: int, sums: bytes = b"") -> None:
+        part = self._posts.over(post, moved_bytes, sums)
+        if part is not None:
+            if part.state in WRITING:
+                self._tell_progress(part, part.moved_bytes)
+            self._prefiller.post_over(part)
+
+    def _tell_progress(self, part: PrefillPart, moved_bytes: int) -> None:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            self._out.send(
+                peer.link,
+                Progress(self._settings.incarnation, part.incarnation, part.handoff, moved_bytes),
+            )
+
+    def _failed(self, why: str) -> Refusal:
+        return Refusal(Code.POST_FAILED, why, side=self._settings.name)

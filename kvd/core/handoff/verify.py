@@ -1,0 +1,206 @@
+"""Pages that have arrived, until our transfer process has said that they are what was sent.
+
+The writer's Settled(DELIVERED) brings its sums; our own transfer process sums what lies in the
+pages and compares, off the loop. The answer ends the wait, and nothing else does: the writer has
+settled, so nobody writes the pages any more, and no timer is needed to be safe. A transfer process
+that ends meanwhile takes the question along; its successor is asked again.
+
+What must not live here: transitions, and what becomes of the pages (``decode``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core import effects
+from kvd.core.layout.seal import SUM_BYTES, n_chosen
+from kvd.errors import Code, Refusal
+from kvd.types import Pages
+from kvd.wire import events
+from kvd.wire.peer import Grant, Offer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.handoff.parts import DecodePart
+    from kvd.core.handoff.payload import Cargo
+    from kvd.core.inputs import Verified
+    from kvd.core.peers.peer import Peers
+    from kvd.core.settings import Settings
+
+SHOWN_PAGES = 8
+"""Of the wrong pages, in a sentence and an event."""
+
+ADVICE = (
+    "nothing of it was cached: send it again, and if that fails too, test the memory and the "
+    "network of both hosts"
+)
+
+
+class Finding(enum.Enum):
+    """What is known of a part's pages, where they are not known to be wrong."""
+
+    ASKED = "asked"
+    GOOD = "good"
+
+
+class Verifying:
+    """Asks about the pages of delivered parts, and puts the answers into words."""
+
+    def __init__(self, settings: Settings, cargo: Cargo, peers: Peers, out: effects.Outbox) -> None:
+        self.parts: dict[int, DecodePart] = {}
+        """By ticket: what has been asked and not answered."""
+        self._legs: dict[int, int] = {}
+        """By ticket: which leg of the part it is about."""
+        self._settings = settings
+        self._cargo = cargo
+        self._peers = peers
+        self._out = out
+        self._last_ticket = 0
+
+    def begin(self, part: DecodePart, checksums: bytes) -> Finding | Refusal:
+        """Every byte has landed; ``checksums`` is what the writer says of them."""
+        sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
+        wanted_bytes = sum(sizes)
+        if not wanted_bytes:
+            return Finding.GOOD
+        if len(checksums) != wanted_bytes:
+            return self._unsummed(part, len(checksums), wanted_bytes)
+        at, first_ticket = 0, self._last_ticket + 1
+        for index, size in enumerate(sizes):
+            if size:
+                part.sums[index] = checksums[at : at + size]
+                at += size
+                self._last_ticket += 1
+                self.parts[self._last_ticket] = part
+                self._legs[self._last_ticket] = index
+        part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
+        if self._peers.generation:
+            self._ask(range(first_ticket, self._last_ticket + 1))
+        return Finding.ASKED
+
+    def ask_again(self) -> None:
+        """The transfer process that was asked is gone, and a new one serves."""
+        self._ask(list(self.parts))
+
+    def judge(self, got: Verified) -> Finding | Refusal:
+        """Our transfer process has looked at the pages of one leg."""
+        part = self.parts.pop(got.ticket)
+        index = self._legs.pop(got.ticket)
+        checked = len(part.sums.pop(index)) // SUM_BYTES
+        if got.why:
+            self.forget(part)
+            return Refusal(
+                Code.CORRUPT,
+                f"room {part.room} from {part.peer} cannot be verified: {got.why}",
+                side=self._settings.name,
+            )
+        if got.bad_pages:
+            self.forget(part)
+            return self._corrupt(part, index, got.bad_pages, checked)
+        return Finding.ASKED if part.sums else Finding.GOOD
+
+    def forget(self, part: DecodePart) -> None:
+        """It is decided: no further answer about it matters."""
+        for ticket in [one for one, of in self.parts.items() if of is part]:
+            del self.parts[ticket], self._legs[ticket]
+        part.sums = {}
+
+    def _ask(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            part, index = self.parts[ticket], self._legs[ticket]
+            grant, lane = _grant(part, index), part.legs[index].lane
+            self._out.effects.append(
+                effects.Verify(
+                    ticket,
+                    grant.component,
+                    part.seals[index],
+                    Pages(grant.pages),
+                    part.sums[index],
+                    lane.peer_shard,
+                    lane.window,
+                )
+            )
+
+    def _told(self, part: DecodePart) -> str:
+        checked = sum(len(sums) for sums in part.sums.values()) // SUM_BYTES
+        return f"{checked} of {_sent_pages(part)}"
+
+    def _unsummed(self, part: DecodePart, got_bytes: int, wanted_bytes: int) -> Refusal:
+        mode, n_pages = part.seals[0].integrity.value, _sent_pages(part)
+        return Refusal(
+            Code.CORRUPT,
+            f"room {part.room}: {part.peer} sent {got_bytes} bytes of page sums where "
+            f"{wanted_bytes} are needed ({mode}, {n_pages} pages), so nothing of it can be "
+            "verified: run the same version of kvd on both nodes, or set transfer.integrity = "
+            '"off" here to take what it sends unverified',
+            side=self._settings.name,
+            numbers={"checksums_bytes": got_bytes, "needed_bytes": wanted_bytes},
+        )
+
+    def _corrupt(
+        self, part: DecodePart, index: int, bad_pages: tuple[int, ...], checked: int
+    ) -> Refusal:
+        """Name the wrong pages, in a refusal and an event."""
+        seal, grant, out = part.seals[index], _grant(part, index), self._out
+        leg = part.legs[index]
+        size = self._cargo.freights[leg.grant].component.page_size
+        shard = f" of shard {leg.lane.peer_shard}" if self._settings.spec.held else ""
+        total, n_bad = seal.end - seal.first, len(bad_pages)
+        shown = bad_pages[:SHOWN_PAGES]
+        ids = np.frombuffer(grant.pages, dtype="<i4")
+        pages = tuple(int(ids[logical - seal.first]) for logical in shown)
+        named = ", ".join(
+            f"page {page} (page {logical} of the prompt, tokens "
+            f"[{logical * size}, {min((logical + 1) * size, part.prompt_tokens)}))"
+            for page, logical in zip(pages, shown, strict=True)
+        )
+        more = f" and {n_bad - len(shown)} more" if n_bad > len(shown) else ""
+        why = (
+            f"room {part.room} from {part.peer}: {n_bad} of {checked} verified pages{shard} "
+            f"({seal.integrity.value}, {total} were sent) are not what was sent: {named}{more}; "
+            f"{ADVICE}"
+        )
+        out.emit(
+            events.PagesCorrupt(
+                out.next_seq(),
+                out.at_s,
+                part.id,
+                part.room,
+                part.peer,
+                grant.component,
+                pages,
+                shown,
+                n_bad,
+                checked,
+                total,
+                why,
+            )
+        )
+        return Refusal(
+            Code.CORRUPT,
+            why,
+            side=self._settings.name,
+            numbers={
+                "bad_pages": n_bad,
+                "checked_pages": checked,
+                "total_pages": total,
+                "pages": " ".join(map(str, pages)),
+                "logical_pages": " ".join(map(str, shown)),
+                "page_size": size,
+            },
+        )
+
+
+def _grant(part: DecodePart, index: int) -> Grant:
+    """The grant of a leg; the Offer is what it said last while its pages are verified."""
+    offer = part.unanswered
+    assert isinstance(offer, Offer)
+    return offer.grants[part.legs[index].grant]
+
+
+def _sent_pages(part: DecodePart) -> int:
+    return sum(seal.end - seal.first for seal in part.seals)

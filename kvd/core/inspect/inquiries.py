@@ -1,0 +1,271 @@
+"""What the other end of a handoff says of it: asked over the peer links, for an operator.
+
+An operator asks about a room. For each part of it here the daemon at its other end is asked once,
+and once only; the answer goes out when all have spoken, or a second after the question, with a
+reason for each that has not. Nothing is repeated, and nothing waits for it.
+
+A peer is told only of a handoff that it is the other end of: incarnation, handoff and room must be
+those of a part. A story is longer than the question, so one that asks all the time is not answered.
+What it says about itself is shown, never believed: no state depends on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvd.core import effects
+from kvd.core.handoff.parts import DecodePart
+from kvd.core.inspect.words import receive_waits_for, send_waits_for
+from kvd.core.peers.life import Life
+from kvd.errors import Code, Refusal
+from kvd.wire import admin
+from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
+
+if TYPE_CHECKING:
+    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.inputs import FromOperator
+    from kvd.core.node import Node
+    from kvd.core.peers.peer import Peer
+
+MAX_INQUIRIES = 64
+"""Under way at a time: operators are few, and each waits a second at most."""
+
+MAX_ENDS = 16
+"""Parts of one room that are asked about."""
+
+ANSWER_S = 1.0
+"""Longer than any round trip, shorter than patience."""
+
+DECODE = "decode"
+PREFILL = "prefill"
+
+MAX_STORIES = 100
+"""That one peer is told within ``ANSWER_S``: more than operators ask for, and no burden."""
+
+_LONGEST_S = 1e9
+"""A moment further away than that is none; a NaN is not either."""
+
+
+class Inquiry:
+    """One question of an operator: its ends as they would be reported now."""
+
+    __slots__ = ("call", "ends", "n_open", "operator", "since_s")
+
+    def __init__(self, operator: bytes, call: int, since_s: float) -> None:
+        self.operator = operator
+        self.call = call
+        self.since_s = since_s
+        self.ends: list[admin.OtherEnd] = []
+        self.n_open = 0
+        """Of its ends: those that have not spoken."""
+
+
+class Question:
+    """What one peer was asked: the answer fills that end of that inquiry."""
+
+    __slots__ = ("end", "incarnation", "inquiry")
+
+    def __init__(self, inquiry: Inquiry, end: int, incarnation: str) -> None:
+        self.inquiry = inquiry
+        self.end = end
+        self.incarnation = incarnation
+
+
+class Inquiries:
+    """Both halves: what we ask others, and what we tell them."""
+
+    def __init__(self, node: Node) -> None:
+        self.open: list[Inquiry] = []
+        """The oldest first."""
+        self.questions: dict[int, Question] = {}
+        """By the number of the ask."""
+        self._node = node
+        self._out = node.out
+        self._last = 0
+        self._stories = Counter[str]()
+        """By incarnation: how many it was told since ``_stories_s``."""
+        self._stories_s = 0.0
+
+    # ---- we ask ------------------------------------------------------------------------------
+
+    def ask(self, got: FromOperator, message: admin.AskOtherEnd) -> None:
+        """Ask every other end of the room; answered at once where there is nobody to ask."""
+        parts = self._parts_of(message.room)
+        refusal = self._refusal(message.room, len(parts))
+        if refusal is not None:
+            failed = admin.AdminFailed(message.call, refusal)
+            self._out.effects.append(effects.Report(got.operator, failed))
+            return
+        inquiry = Inquiry(got.operator, message.call, self._out.at_s)
+        self.open.append(inquiry)
+        for part in parts[:MAX_ENDS]:
+            self._ask_about(inquiry, part)
+        if not inquiry.n_open:
+            self._report(inquiry)
+
+    def told(self, peer: Peer, message: Story) -> None:
+        """An answer; one that nobody waits for any more is nothing."""
+        question = self.questions.get(message.ask)
+        if question is None or question.incarnation != peer.incarnation:
+            return
+        del self.questions[message.ask]
+        inquiry = question.inquiry
+        end = inquiry.ends[question.end]
+        inquiry.ends[question.end] = _heard(end, message, self._out.at_s - inquiry.since_s)
+        inquiry.n_open -= 1
+        if not inquiry.n_open:
+            self._report(inquiry)
+
+    def tick(self) -> None:
+        """Who has not spoken in time is reported as silent."""
+        for inquiry in list(self.open):
+            if self._out.at_s - inquiry.since_s < ANSWER_S:
+                break
+            self._report(inquiry)
+
+    def _refusal(self, room: int, n_parts: int) -> Refusal | None:
+        if not n_parts:
+            return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
+        if len(self.open) < MAX_INQUIRIES:
+            return None
+        return Refusal(
+            Code.NO_ROOM,
+            f"{len(self.open)} such questions are under way: ask again in a second",
+            side=self._node.settings.name,
+            numbers={"limit": MAX_INQUIRIES},
+        )
+
+    def _parts_of(self, room: int) -> list[DecodePart | PrefillPart]:
+        decoder, prefiller = self._node.decoder, self._node.prefiller
+        parts: list[DecodePart | PrefillPart] = [
+            part for part in decoder.known() if part.room == room
+        ]
+        parts += prefiller.rooms.of(room)
+        parts += [part for part in prefiller.last_word.settled.values() if part.room == room]
+        return parts
+
+    def _ask_about(self, inquiry: Inquiry, part: DecodePart | PrefillPart) -> None:
+        side = PREFILL if isinstance(part, DecodePart) else DECODE
+        ours = f"receive:{part.id}" if isinstance(part, DecodePart) else f"send:{part.id}"
+        peer = self._node.peers.by_incarnation.get(part.incarnation)
+        why = self._why_not_asked(part, peer)
+        if peer is not None and not why:
+            why = f"it has not answered within {ANSWER_S:.0f} s"
+            self._last += 1
+            self.questions[self._last] = Question(inquiry, len(inquiry.ends), part.incarnation)
+            inquiry.n_open += 1
+            mine = self._node.settings.incarnation
+            self._out.send(
+                peer.link,
+                AskStory(mine, part.incarnation, self._last, part.handoff, part.room, side),
+            )
+        inquiry.ends.append(admin.OtherEnd(ours, part.peer, side, why_none=why))
+
+    def _why_not_asked(self, part: DecodePart | PrefillPart, peer: Peer | None) -> str:
+        if not part.peer:
+            return "no peer yet"
+        if not part.handoff:
+            return "nothing was offered to it yet"
+        if peer is None:
+            return "the process that it was with is gone"
+        if peer.life is Life.LOST:
+            return f"it has been silent for {self._out.at_s - peer.heard_s:.1f} s"
+        return ""
+
+    def _report(self, inquiry: Inquiry) -> None:
+        self.open.remove(inquiry)
+        if inquiry.n_open:
+            for ask in [ask for ask, one in self.questions.items() if one.inquiry is inquiry]:
+                del self.questions[ask]
+        answer = admin.OtherEnds(inquiry.call, tuple(inquiry.ends))
+        self._out.effects.append(effects.Report(inquiry.operator, answer))
+
+    # ---- we are asked ------------------------------------------------------------------------
+
+    def asked(self, peer: Peer, message: AskStory) -> None:
+        """Tell it of the handoff that it has with us; anything else is unknown to it."""
+        if self._out.at_s - self._stories_s >= ANSWER_S:
+            self._stories.clear()
+            self._stories_s = self._out.at_s
+        self._stories[peer.incarnation] += 1
+        if self._stories[peer.incarnation] > MAX_STORIES:
+            return
+        story = Story(self._node.settings.incarnation, peer.incarnation, message.ask)
+        if message.side == DECODE:
+            receive = self._receive_with(peer, message)
+            if receive is not None:
+                story = self._of_receive(receive, message.ask)
+        elif message.side == PREFILL:
+            send = self._node.prefiller.last_word.find(peer.incarnation, message.handoff)
+            if send is not None and send.room == message.room:
+                story = self._of_send(send, message.ask)
+        self._out.send(peer.link, story)
+
+    def _receive_with(self, peer: Peer, message: AskStory) -> DecodePart | None:
+        decoder = self._node.decoder
+        part = decoder.by_handoff.get(message.handoff) or next(
+            (one for one in decoder.known() if one.handoff == message.handoff), None
+        )
+        is_its_own = part is not None and part.incarnation == peer.incarnation
+        return part if is_its_own and part is not None and part.room == message.room else None
+
+    def _of_receive(self, part: DecodePart, ask: int) -> Story:
+        waits_for = receive_waits_for(self._node, part)
+        return self._story(part, ask, waits_for, part.prefix_tokens, 0)
+
+    def _of_send(self, part: PrefillPart, ask: int) -> Story:
+        waits_for = send_waits_for(part)
+        return self._story(part, ask, waits_for, part.decode_prefix_len, len(part.outstanding))
+
+    def _story(
+        self,
+        part: DecodePart | PrefillPart,
+        ask: int,
+        waits_for: str,
+        decode_prefix_len: int,
+        n_posts: int,
+    ) -> Story:
+        now_s = self._out.at_s
+        return Story(
+            self._node.settings.incarnation,
+            part.incarnation,
+            ask,
+            part.state.value,
+            waits_for[:MAX_TOLD],
+            part.prompt_tokens,
+            decode_prefix_len,
+            part.moved_bytes,
+            part.total_bytes,
+            n_posts,
+            part.deadline_s - now_s,
+            tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
+        )
+
+
+def _heard(end: admin.OtherEnd, message: Story, round_trip_s: float) -> admin.OtherEnd:
+    """That end, as it has told of itself; its moments are as old as half the way here more."""
+    if not message.state:
+        why = "it knows no such room"
+        return admin.OtherEnd(end.ours, end.peer, end.side, round_trip_s=round_trip_s, why_none=why)
+    half_s = round_trip_s / 2
+    return admin.OtherEnd(
+        end.ours,
+        end.peer,
+        end.side,
+        message.state,
+        message.waiting_for,
+        message.prompt_tokens,
+        message.decode_prefix_len,
+        message.moved_bytes,
+        message.total_bytes,
+        message.outstanding_posts,
+        _seconds(message.deadline_in_s) - half_s,
+        tuple(admin.Mark(_seconds(one.ago_s) + half_s, one.what) for one in message.marks),
+        round_trip_s,
+    )
+
+
+def _seconds(told_s: float) -> float:
+    """What a stranger calls a time; 0 if it is none."""
+    return told_s if -_LONGEST_S < told_s < _LONGEST_S else 0.0

@@ -1,0 +1,267 @@
+"""What a verb of an operator would do: its report, told before anything is done.
+
+A function per verb, pure: it reads the node and changes nothing, not even an order. The verbs in
+``operators`` say the same figures and sentences when they are carried out. What follows later, as
+when a peer settles, is not in the figures; a note says what is waited for.
+
+Pages are those of the first component, as in every figure about leases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvd.core.cache.eviction import victims
+from kvd.core.cache.lease import ENGINE
+from kvd.core.handoff.endings import ASKING
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.handoff.send import WRITING
+from kvd.core.inspect import why
+from kvd.core.layout.spec import device_number, has_bytes
+from kvd.core.leases.owners import describe_holder
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, short
+from kvd.wire import admin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.radix_node import Node as TreeEdge
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.node import Node
+
+UNLOCKED = "unlocked"
+STRICT = "strict"
+"""The flush mode that changes nothing when anything is locked."""
+
+MAX_NOTES = 16
+"""Of what would happen, in words: a screen of them; the figures count everything."""
+
+
+def rehearse(node: Node, got: admin.Rehearse) -> admin.Report | Refusal:
+    """What ``got.verb`` would answer now."""
+    # One function per verb: Any, because each takes its own type of message.
+    verbs: dict[type, Callable[[Node, Any], admin.Report | Refusal]] = {
+        admin.Flush: flush,
+        admin.Evict: evict,
+        admin.AbortRoom: abort,
+        admin.Fence: fence,
+        admin.Drain: drain,
+        admin.Undrain: undrain,
+    }
+    said = verbs[type(got.verb)](node, got.verb)
+    if isinstance(said, Refusal):
+        return said
+    return admin.Report(got.call, said.changed, said.refused, notes=said.notes)
+
+
+# ---- the cache -------------------------------------------------------------------------------
+
+
+def flush(node: Node, got: admin.Flush) -> admin.Report | Refusal:
+    """Drop what nobody locks; what is locked is refused, with its holders."""
+    if got.mode not in {UNLOCKED, STRICT}:
+        return Refusal(
+            Code.BAD_REQUEST,
+            f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
+            side=node.settings.name,
+        )
+    tree = node.leases.tree
+    locked = [edge for edge in tree.nodes() if edge.lock_ref]
+    by_edge = why.holders(node)
+    kept = tuple(
+        f"node {edge.id} kept, {len(edge.pages) // ID_BYTES} pages: "
+        + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
+        for edge in locked
+    )
+    if got.mode == STRICT and locked:
+        return admin.Report(got.call, {"freed_pages": 0}, kept)
+    changed = {"freed_pages": tree.evictable_pages, "locked_pages": tree.protected_pages}
+    return admin.Report(got.call, changed, kept)
+
+
+def evict(node: Node, got: admin.Evict) -> admin.Report:
+    """Whole unlocked leaves, in the order of eviction, until so many pages are out."""
+    tree = node.leases.tree
+    wanted = max(0, got.pages)
+    going = victims(tree.order, min(wanted, tree.evictable_pages) * ID_BYTES)
+    freed = sum(len(edge.pages) for edge in going) // ID_BYTES
+    refused: tuple[str, ...] = ()
+    if freed < wanted:
+        locked = tree.protected_pages
+        rest = f"is locked ({locked} pages)" if locked else "is empty"
+        refused = (f"{wanted - freed} of {wanted} pages: the rest of the cache {rest}",)
+    notes = _bounded([_said_of_victim(node, edge) for edge in going[:MAX_NOTES]], len(going))
+    return admin.Report(got.call, {"evicted_pages": freed}, refused, notes=notes)
+
+
+def _said_of_victim(node: Node, edge: TreeEdge) -> str:
+    return (
+        f"node {edge.id} goes, {edge.n_pages} pages, tokens to {edge.end_tokens}"
+        f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, "
+        f"last used {node.out.at_s - edge.touched_at:.1f} s ago"
+    )
+
+
+# ---- handoffs --------------------------------------------------------------------------------
+
+
+def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
+    """Give up every part of the room; pages that a remote may write go to quarantine."""
+    receives = [part for part in node.decoder.parts.values() if part.room == got.room]
+    sends = node.prefiller.rooms.of(got.room)
+    if not receives and not sends:
+        return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
+    drained = {
+        part.lease.id: part.lease
+        for part in receives
+        if part.lease is not None and _would_drain(part)
+    }
+    notes = [_said_of_receive(part) for part in receives]
+    notes += [_said_of_send(part, _freed_by_sender(part)) for part in sends]
+    changed = {
+        "receives": len(receives),
+        "sends": len(sends),
+        "freed_pages": sum(map(_freed_by_sender, sends)),
+        "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
+    }
+    return admin.Report(got.call, changed, (), notes=_bounded(notes, len(notes)))
+
+
+def _would_drain(part: DecodePart) -> bool:
+    """Whether the writer may still write when the part is given up now."""
+    return part.state in ASKING and part.ended is None
+
+
+def _said_of_receive(part: DecodePart) -> str:
+    lease = part.lease
+    if lease is None:
+        return f"receive {part.id} leaves the queue: it holds nothing"
+    what = f"receive {part.id}, {lease.held_pages} pages of lease {lease.id}"
+    writer = f"{part.peer} ({short(part.incarnation)})"
+    if _would_drain(part):
+        return f"{what}: in quarantine until {writer} settles or restarts, or a fence"
+    if part.state is Decode.DRAINING:
+        return f"{what}: given up already, in quarantine until {writer} settles or restarts"
+    if any(_would_drain(one) for one in part.reception.parts):
+        return f"{what}: {part.peer} has sent all of its part, which is dropped"
+    return f"{what}: everything has arrived; they are verified first, and then let go"
+
+
+def _freed_by_sender(part: PrefillPart) -> int:
+    """Pages that nobody needs when the send is given up now."""
+    if part.engine is None or part.outstanding or part.state is Prefill.DRAINING:
+        return 0
+    lease: Lease = part.engine.lease
+    return lease.held_pages if lease.holders == {f"send {part.id}"} else 0
+
+
+def _said_of_send(part: PrefillPart, freed: int) -> str:
+    who = f"send {part.id} to {part.peer or 'nobody yet'}"
+    if part.engine is None:
+        return f"{who}: no engine has opened it, it holds nothing"
+    lease = part.engine.lease
+    if part.outstanding:
+        posts = f"{len(part.outstanding)} posts that read them are over"
+        return f"{who}: the pages of lease {lease.id} stay until {posts}"
+    if freed:
+        return f"{who}: {freed} pages of lease {lease.id} are free"
+    others = ", ".join(sorted(lease.holders - {f"send {part.id}"}))
+    return f"{who}: lease {lease.id} stays with {others or 'nobody, and has no pages of its own'}"
+
+
+def fence(node: Node, got: admin.Fence) -> admin.Report:
+    """Restart the transfer process: what is under way through it ends, no quarantine outlives it.
+
+    A receive is cut because its pages cannot be reached any more; the peer says so when it hears
+    of the new generation. A send is cut if one of its posts is under way.
+    """
+    draining = [one for one in node.leases.leases.values() if one.quarantine is not None]
+    receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
+    sends = [
+        part
+        for part in node.prefiller.by_room.values()
+        if part.state in WRITING and part.outstanding
+    ]
+    notes = [
+        f"room {part.room}: receive {part.id} from {part.peer} is cut, "
+        f"{part.moved_bytes} of {part.total_bytes} bytes had arrived"
+        for part in receives[:MAX_NOTES]
+    ]
+    notes += [
+        f"room {part.room}: send {part.id} to {part.peer} is cut, {len(part.outstanding)} posts "
+        "under way"
+        for part in sends[:MAX_NOTES]
+    ]
+    parts = node.settings.spec.components
+    if any(has_bytes(part) and device_number(part) is not None for part in parts):
+        ends = (
+            "the pool lies on a device, in memory of the transfer process: this daemon ends with "
+            "it (status 1), and the next one has an empty pool"
+        )
+        notes.insert(0, ends)
+    changed = {
+        "quarantined_leases": len(draining),
+        "quarantined_pages": sum(one.held_pages for one in draining),
+        "receives_cut": len(receives),
+        "sends_cut": len(sends),
+    }
+    return admin.Report(got.call, changed, (), notes=_bounded(notes, len(receives) + len(sends)))
+
+
+# ---- the node --------------------------------------------------------------------------------
+
+
+def drain(node: Node, got: admin.Drain) -> admin.Report | Refusal:
+    """Refuse those who wait for something new; what is under way goes on, leases stay."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    waiting, waiting_sends = drainer.would_refuse()
+    receives, sends = drainer.under_way()
+    notes = [f"room {part.room}: receive {part.id} from {part.peer} goes on" for part in receives]
+    notes += [f"room {part.room}: send {part.id} to {part.peer} goes on" for part in sends]
+    notes = notes[:MAX_NOTES]
+    leases = [one for one in node.leases.leases.values() if ENGINE in one.holders]
+    changed = {
+        "refused_waiting": len(waiting),
+        "refused_sends": len(waiting_sends),
+        "receives_under_way": len(receives),
+        "sends_under_way": len(sends),
+        "leases_kept": len(leases),
+    }
+    until = f"given up after {got.deadline_s:g} s" if got.deadline_s > 0 else "never given up"
+    told = _bounded(notes, len(receives) + len(sends))
+    return admin.Report(got.call, changed, (), notes=(*told, f"what is under way is {until}"))
+
+
+def undrain(node: Node, got: admin.Undrain) -> admin.Report | Refusal:
+    """Begin new things again."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    note = f"{drainer.words()}, and serves again" if drainer.drain else "nothing was drained here"
+    return admin.Report(
+        got.call, {"drains_ended": int(drainer.drain is not None)}, (), notes=(note,)
+    )
+
+
+def _is_stopping(node: Node) -> Refusal | None:
+    drainer = node.drainer
+    if drainer.drain is None or not drainer.drain.is_stop:
+        return None
+    return Refusal(
+        Code.WRONG_STATE,
+        f"{drainer.words()}: that cannot be taken back, start it again",
+        side=node.settings.name,
+    )
+
+
+def _bounded(notes: list[str], total: int) -> tuple[str, ...]:
+    """The first of ``total`` notes, and how many more there are."""
+    if total <= MAX_NOTES:
+        return tuple(notes)
+    return (*notes[:MAX_NOTES], f"and {total - MAX_NOTES} more")

@@ -1,0 +1,322 @@
+"""The node's state as plain data: one snapshot between two steps. Reads everything, only reads.
+
+Why each request in the admission queue waits: which budget, how much is missing, who has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd import __version__
+from kvd.core.cache.lease_state import Standing
+from kvd.core.inspect.pool_snapshot import held_states, pool_states
+from kvd.core.inspect.words import (
+    agent_words,
+    layout_words,
+    lease_waits_for,
+    lease_word,
+    node_word,
+    receive_share,
+    receive_waits_for,
+    send_share,
+    send_waits_for,
+)
+from kvd.core.leases.owners import owner_of
+from kvd.core.peers.peer_drain import drain_words
+from kvd.types import count
+from kvd.wire.snapshot import (
+    ClientState,
+    LeaseState,
+    PeerState,
+    RoomState,
+    Snapshot,
+    Totals,
+    WaitingState,
+)
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.leases.admission import Waiter
+    from kvd.core.leases.sessions import Session
+    from kvd.core.node import Node
+    from kvd.core.peers.peer import Peer
+
+
+def waiting_states(node: Node) -> list[WaitingState]:
+    """Every waiter in the order of the queue."""
+    holders: dict[str, tuple[str, ...]] = {}
+    """By budget: many wait for the same."""
+    states = []
+    ahead = 0
+    for waiter in node.admission.queue:
+        if waiter.budget not in holders:
+            holders[waiter.budget] = node.owners.of_most_pages(waiter.budget)
+        states.append(_state(node, waiter, ahead, holders[waiter.budget]))
+        ahead += waiter.asker.blocked() is None
+    return states
+
+
+def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
+    return WaitingState(
+        kind=kind_of(waiter),
+        owner=owner_of(node, waiter.claim.session)[0],
+        room=waiter.claim.room,
+        priority=waiter.claim.priority,
+        waited_s=node.out.at_s - waiter.since_s,
+        deadline_in_s=waiter.deadline_s - node.out.at_s,
+        needed_pages=waiter.needed_pages,
+        why=why_waits(node, waiter, ahead),
+        budget=waiter.budget or node.leases.pool.name,
+        missing_pages=waiter.missing_pages,
+        ahead=ahead,
+        overtaken=waiter.overtaken,
+        held_by=holders if lacks_pages(waiter) else (),
+    )
+
+
+def lacks_pages(waiter: Waiter) -> bool:
+    """Whether it waits for memory: not for its peer, nor for those before it."""
+    return bool(waiter.budget) and waiter.asker.blocked() is None
+
+
+def why_waits(node: Node, waiter: Waiter, ahead: int) -> str:
+    """For its peer, for pages, or for ``ahead`` others."""
+    other = waiter.asker.blocked()
+    if other is not None:
+        return other
+    return node.admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
+
+
+def kind_of(waiter: Waiter) -> str:
+    """What was asked for: ``lease``, ``receive`` or ``resume``."""
+    if waiter.claim.resumes:
+        return "resume"
+    return "receive" if waiter.claim.room else "lease"
+
+
+def snapshot(node: Node) -> Snapshot:
+    """Everything there is to see, ages computed against the time of the running step."""
+    return Snapshot(
+        node=node.settings.name,
+        incarnation=node.settings.incarnation,
+        version=__version__,
+        uptime_s=node.out.at_s - node.started_s,
+        state=node_word(node),
+        transport=node.transport,
+        generation=node.peers.generation,
+        last_event=node.out.seq,
+        pools=pool_states(node),
+        leases=tuple(lease_state(node, lease) for lease in node.leases.leases.values()),
+        waiting=tuple(waiting_states(node)),
+        rooms=tuple(room_states(node)),
+        peers=tuple(peer_state(node, peer) for peer in node.peers.by_name.values())
+        + tuple(_unanswered_peers(node)),
+        clients=tuple(_client_states(node)),
+        totals=totals(node),
+        recorder=node.recorded.state,
+        audit=node.audit.state(),
+        drain=node.drainer.state(),
+    )
+
+
+def totals(node: Node) -> Totals:
+    """Counters since the incarnation began."""
+    decoder, prefiller = node.decoder, node.prefiller
+    return Totals(
+        steps=node.steps,
+        events=node.out.seq,
+        leases_opened=node.leases.opened,
+        leases_released=node.leases.released,
+        handoffs_delivered=decoder.delivered + prefiller.last_word.delivered,
+        handoffs_failed=decoder.failed + prefiller.last_word.failed,
+        sent_bytes=prefiller.posts.sent_bytes,
+        received_bytes=decoder.received_bytes,
+        saved_bytes=decoder.saved_bytes,
+        evicted_pages=node.leases.evicted_pages,
+        messages_refused=node.refused,
+        violations=node.violations,
+        leases_retracted=node.retractor.retracted,
+        leases_resumed=node.retractor.resumed,
+        restored_bytes=node.retractor.restored_bytes,
+        spared_bytes=node.retractor.spared_bytes,
+    )
+
+
+_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+
+
+def lease_state(node: Node, lease: Lease) -> LeaseState:
+    """One claim in words and figures."""
+    name, pid = owner_of(node, lease.session)
+    because, quarantined_s = "", 0.0
+    held, quarantined = lease.held_pages, 0
+    if lease.quarantine is not None:
+        held, quarantined = 0, lease.held_pages
+        quarantined_s = node.out.at_s - lease.quarantine.since_s
+        because = lease.quarantine.why
+    return LeaseState(
+        id=lease.id,
+        state=lease_word(lease),
+        owner=name,
+        pid=pid,
+        session=lease.session,
+        reason=lease.reason,
+        room=lease.room,
+        namespace=lease.namespace,
+        age_s=node.out.at_s - lease.since_s,
+        prompt_tokens=count(lease.tokens),
+        prefix_tokens=lease.prefix_tokens,
+        locked_node=lease.anchor.id if lease.anchor is not None else 0,
+        held_pages=held,
+        quarantined_pages=quarantined,
+        holders=tuple(sorted(lease.holders)),
+        waiting_for=lease_waits_for(node, lease),
+        quarantined_s=quarantined_s,
+        because=because,
+        saved_pages=lease.saved_pages,
+        saved_bytes=lease.saved_bytes,
+        retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
+        row_pages=count(lease.row),
+        beside=held_states(node, lease),
+    )
+
+
+def room_states(node: Node) -> list[RoomState]:
+    """Every part that is not over, both sides; delivered ones until their lease is released."""
+    decoder, prefiller = node.decoder, node.prefiller
+    prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
+    return [decode_room(node, part) for part in decoder.known()] + [
+        prefill_room(node, part) for part in prefill
+    ]
+
+
+def decode_room(node: Node, part: DecodePart) -> RoomState:
+    """One part of the decode side."""
+    table = node.leases
+    delta_tokens = part.prompt_tokens - part.prefix_tokens
+    return RoomState(
+        side="decode",
+        part=part.id,
+        handoff=part.handoff,
+        room=part.room,
+        state=part.state.value,
+        peer=part.peer,
+        incarnation=part.incarnation,
+        owner=owner_of(node, part.session)[0],
+        lease=part.lease.id if part.lease else 0,
+        prompt_tokens=part.prompt_tokens,
+        decode_prefix_len=part.prefix_tokens,
+        written_tokens=0,
+        posted_pages=0,
+        total_pages=table.pages_for(delta_tokens),
+        moved_bytes=part.moved_bytes,
+        total_bytes=part.total_bytes or table.bytes_of(delta_tokens),
+        outstanding_posts=0,
+        age_s=node.out.at_s - part.since_s,
+        deadline_in_s=part.deadline_s - node.out.at_s,
+        waiting_for=receive_waits_for(node, part),
+        story=part.story.lines(node.out.at_s),
+        share=receive_share(node, part),
+    )
+
+
+def prefill_room(node: Node, part: PrefillPart) -> RoomState:
+    """One part of the prefill side."""
+    table = node.leases
+    delta_tokens = part.prompt_tokens - part.decode_prefix_len
+    return RoomState(
+        side="prefill",
+        part=part.id,
+        handoff=part.handoff,
+        room=part.room,
+        state=part.state.value,
+        peer=part.peer,
+        incarnation=part.incarnation,
+        owner=owner_of(node, part.session)[0] if part.session else "",
+        lease=part.engine.lease.id if part.engine else 0,
+        prompt_tokens=part.prompt_tokens,
+        decode_prefix_len=part.decode_prefix_len,
+        written_tokens=part.cursor_tokens,
+        posted_pages=part.posted_pages,
+        total_pages=table.pages_for(delta_tokens),
+        moved_bytes=part.moved_bytes,
+        total_bytes=part.total_bytes or table.bytes_of(delta_tokens),
+        outstanding_posts=len(part.outstanding),
+        age_s=node.out.at_s - part.since_s,
+        deadline_in_s=part.deadline_s - node.out.at_s,
+        waiting_for=send_waits_for(part),
+        story=part.story.lines(node.out.at_s),
+        share=send_share(node, part),
+    )
+
+
+def peer_state(node: Node, peer: Peer) -> PeerState:
+    """One other daemon."""
+    receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
+    sends = [p for p in node.prefiller.rooms.live() if p.incarnation == peer.incarnation]
+    dialed = next((one for one in node.peers.dialed.values() if one.name == peer.name), None)
+    return PeerState(
+        name=peer.name,
+        address=dialed.address if dialed else "dialed us",
+        state=peer.life.value,
+        incarnation=peer.incarnation,
+        generation=peer.generation,
+        agent=agent_words(peer),
+        silent_s=node.out.at_s - peer.heard_s,
+        round_trip_ms=peer.round_trip_s * 1e3,
+        layout=layout_words(peer),
+        open_receives=len(receives),
+        open_sends=len(sends),
+        trouble=node.peers.trouble(peer.name),
+        drain=drain_words(peer, node.out.at_s),
+    )
+
+
+def _unanswered_peers(node: Node) -> list[PeerState]:
+    return [
+        PeerState(
+            name=dialed.name,
+            address=dialed.address,
+            state="silent",
+            incarnation="",
+            generation=0,
+            agent="none",
+            silent_s=0.0,
+            round_trip_ms=0.0,
+            layout="unknown",
+            open_receives=0,
+            open_sends=0,
+            trouble=node.peers.trouble(dialed.name),
+        )
+        for dialed in node.peers.dialed.values()
+        if dialed.name not in node.peers.by_name
+    ]
+
+
+def _client_states(node: Node) -> list[ClientState]:
+    out = []
+    for session in node.sessions.by_id.values():
+        leases = [one for one in node.leases.leases.values() if one.session == session.id]
+        out.append(
+            ClientState(
+                session=session.id,
+                name=session.name,
+                pids=tuple(session.pids),
+                age_s=node.out.at_s - session.since_s,
+                leases=len(leases),
+                held_pages=sum(one.held_pages for one in leases),
+                receives=sum(p.session == session.id for p in node.decoder.parts.values()),
+                sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
+                state=_session_word(session),
+                former_leases=len(node.former.of_session(session.id)),
+                why=session.hang_up.why.message if session.hang_up is not None else "",
+            )
+        )
+    return out
+
+
+def _session_word(session: Session) -> str:
+    if session.hang_up is not None:
+        return "hung-up-on"
+    return "awaited" if session.is_former else "attached"

@@ -1,0 +1,160 @@
+"""States of leases, handoffs and peers, and what each waits for: the same words everywhere.
+
+What must not live here: tables and sentences made of them (``report``, ``why``, the console).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
+from kvd.core.cache.lease_state import Standing
+from kvd.core.handoff.parts import waits_for_others
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.handoff.sources import Span, share_words, span_of
+from kvd.core.layout.seal import SUM_BYTES
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.leases.sessions import Session
+    from kvd.core.node import Node
+    from kvd.core.peers.peer import Peer
+
+_STANDING_WAITS = {
+    Standing.SAVING: "its pages to be copied to the saved area",
+    Standing.RETRACTED: "its engine to resume or release it",
+    Standing.RESUMING: "room in the pool",
+    Standing.RESTORING: "its saved pages to be copied back",
+}
+
+_DECODE_WAITS = {
+    "queued": "room in the pool, or its peer",
+    "offered": "the prefill engine to send",
+    "receiving": "the rest of the bytes",
+    "ready": "the engine to release the lease",
+}
+
+_PREFILL_WAITS = {
+    "await-engine": "an engine here to send",
+    "streaming": "the engine to compute",
+    "flushing": "the last post",
+    "draining": "posts under way",
+    "settled": "the decode side to say Closed",
+}
+
+
+def node_word(node: Node) -> str:
+    """``serving``, or why it does nothing new: it drains, is drained, stops, or cannot transfer."""
+    drainer = node.drainer
+    if drainer.drain is not None and drainer.drain.is_stop:
+        return "stopping"
+    if drainer.drain is not None:
+        return "drained" if drainer.is_drained else "draining"
+    return "serving" if node.peers.generation else "transfer process restarting"
+
+
+def lease_word(lease: Lease) -> str:
+    """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
+    if lease.quarantine is not None:
+        return "quarantined"
+    if lease.standing is not Standing.RUNNING:
+        word: str = lease.standing.value
+        return word
+    is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
+    return "held" if is_somebodys else "lingering"
+
+
+def lease_waits_for(node: Node, lease: Lease) -> str:
+    """What would take it further; empty for one that runs."""
+    if lease.quarantine is not None:
+        return node.decoder.settling.waits_for(lease)
+    session = node.sessions.by_id.get(lease.session)
+    if session is not None and session.hang_up is not None and ENGINE in lease.holders:
+        return death_of(session)
+    if lease.standing is Standing.FORMER:
+        return _former_waits_for(node, lease)
+    if lease.standing is not Standing.RUNNING:
+        return _STANDING_WAITS[lease.standing]
+    return _running_waits_for(lease)
+
+
+def death_of(session: Session) -> str:
+    """What gives back the pages of a session that kvd hung up on, and why it did."""
+    assert session.hang_up is not None
+    pids = " and ".join([f"pid {pid}" for pid in session.pids])
+    return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
+
+
+def _former_waits_for(node: Node, lease: Lease) -> str:
+    if lease is node.former.unproven:
+        return "the leases of before the restart to end, and their engines to come back"
+    session = node.sessions.by_id.get(lease.session)
+    is_away = session is not None and session.is_former
+    return "its engine to come back or to end" if is_away else "its engine to release it"
+
+
+def _running_waits_for(lease: Lease) -> str:
+    if ARRIVAL in lease.holders:
+        return "the prompt's KV to arrive"
+    if ENGINE in lease.holders:
+        return ""
+    if FETCH in lease.holders:
+        return "the last copy into its device buffer"
+    return "the last post that reads its pages"
+
+
+def receive_waits_for(node: Node, part: DecodePart) -> str:
+    """What would take a receive further."""
+    if part.state is Decode.DRAINING and part.lease is not None:
+        return node.decoder.settling.waits_for(part.lease)
+    if waits_for_others(part):
+        late = [one for one in part.reception.parts if not one.is_verified]
+        said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
+        return f"what the other sources send: {said}"
+    if part.state is Decode.VERIFYING and not part.sums:
+        return "its pages to be copied to the device buffer"
+    if part.state is Decode.VERIFYING:
+        return f"its pages to be verified ({sum(map(len, part.sums.values())) // SUM_BYTES} pages)"
+    return _DECODE_WAITS.get(part.state.value, "")
+
+
+def send_waits_for(part: PrefillPart) -> str:
+    """What would take a send further."""
+    if part.state is Prefill.AWAIT_OFFER:
+        return offer_awaited(part)
+    return _PREFILL_WAITS.get(part.state.value, "")
+
+
+def offer_awaited(part: PrefillPart) -> str:
+    """Whose Offer a send waits for, and who has said that it will not come, or was refused."""
+    awaited = part.awaited
+    waits = f"{awaited.destination or 'the decode side'} to offer pages"
+    gone = ", ".join([f"{name} ({why[:80]})" for name, why in list(awaited.withdrawn.items())[:8]])
+    withdrawn = f"; withdrawn by {gone}" if gone else ""
+    turned_away = f"; {awaited.turned_away}" if awaited.turned_away else ""
+    return f"{waits}{withdrawn}{turned_away}"
+
+
+def receive_share(node: Node, part: DecodePart) -> str:
+    """Which part of its prompt a source sends; empty where it sends all of it."""
+    size = node.settings.spec.components[0].page_size
+    span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
+    return share_words(part.share, span, size)
+
+
+def send_share(node: Node, part: PrefillPart) -> str:
+    """The same of a send, in pages of the decode side."""
+    span = Span(part.start_tokens, part.end_tokens)
+    return share_words(part.share, span, node.prefiller.posts.page_tokens(part))
+
+
+def agent_words(peer: Peer) -> str:
+    """The sending agent towards it, and why it is not there."""
+    return f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}"
+
+
+def layout_words(peer: Peer) -> str:
+    """``same``, or why pages go in one direction at most."""
+    differs = peer.refusal or peer.source_refusal
+    return differs.message if differs else "same"

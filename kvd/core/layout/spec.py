@@ -1,0 +1,462 @@
+"""What a pool holds, as data: component = layout x extent x tier.
+
+A pool family is a list of components and nothing else; no class per family. This file says how
+many bytes a page of one layer takes. Where those bytes lie is ``geometry``.
+
+The first component is called ``kv``, and its page is the page of matching. Of the others
+
+* a **companion** is ``Whole`` too. Its pages go in lockstep with those of kv: page ``p`` of kv owns
+  its pages ``p*k .. p*k+k-1``, where k is how many of its pages hold the tokens of one page of kv.
+  It has no free list and no row of its own: nothing of it can leak.
+* every other one has a **budget**: a free list and page ids of its own.
+
+Invariant of every spec: page sizes divide that of the first component, and a companion has k times
+its pages.
+
+The leaves of a pool's layout by dotted path, for a difference to be said in words.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+import numpy as np
+
+from kvd.core.layout.shards import Shard
+from kvd.types import Pages
+
+_MAX_DEPTH = 8
+"""Our own layouts nest four deep; below this a stranger's is shown as one value."""
+
+
+def owner(key: str) -> str:
+    """``components.1`` of ``components.1.layers``, or of itself."""
+    return ".".join(key.split(".", 2)[:2])
+
+
+def named(leaves: dict[str, str]) -> set[str]:
+    """The components that have a name: where only one side has one, that name says enough."""
+    return {owner(key) for key in leaves if key.endswith(".name") and key.count(".") == 2}
+
+
+MAX_LEAVES = 2048
+"""Of a stranger's: our own have some ten for each component."""
+
+
+_TOP = {"0": "order", "1": "components"}
+
+
+def leaves_of(value: object) -> dict[str, str]:
+    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part.
+
+    A list or a map that would make it more than ``MAX_LEAVES`` is shown as one value.
+    """
+    leaves: dict[str, str] = {}
+    stack: list[tuple[str, int, object]] = [("", 0, value)]
+    while stack:
+        path, depth, found = stack.pop()
+        items: list[tuple[str, object]]
+        room = MAX_LEAVES - len(leaves) - len(stack)
+        if isinstance(found, dict) and depth < _MAX_DEPTH and len(found) <= room:
+            items = list(found.items())
+        elif isinstance(found, list) and depth < _MAX_DEPTH and len(found) <= room:
+            items = [(str(index), item) for index, item in enumerate(found)]
+        else:
+            leaves[path] = _shown(found)
+            continue
+        for key, item in items:
+            name = f"{path}.{key[:40]}" if depth else _TOP.get(key, key[:40])
+            stack.append((name, depth + 1, item))
+    return leaves
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return str(value)[:80]
+
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+"""Bytes of one element, by torch dtype name."""
+
+
+class Mha(msgspec.Struct, frozen=True, tag="mha"):
+    """K and V per layer, each ``(page_size, heads, dim)``; K and V may differ in width.
+
+    A width of 0 leaves that one out: an index keeps keys and no values.
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+
+
+class Mla(msgspec.Struct, frozen=True, tag="mla"):
+    """One latent per layer, ``(page_size, 1, latent_dim + rope_dim)``."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+
+
+class Raw(msgspec.Struct, frozen=True, tag="raw"):
+    """``page_bytes`` opaque bytes per page and layer, packed as the engine likes."""
+
+    page_bytes: int
+
+
+class StateTensor(msgspec.Struct, frozen=True):
+    """One tensor of a state: ``shape`` of one layer of one request, without a page dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """The tensors of one state of one layer, one after the other. A page is one such state."""
+
+    tensors: tuple[StateTensor, ...]
+
+
+Layout = Mha | Mla | Raw | State
+
+
+class Whole(msgspec.Struct, frozen=True, tag="whole"):
+    """Every token of the sequence owns a slot."""
+
+
+class Tail(msgspec.Struct, frozen=True, tag="tail"):
+    """Only the last ``window_tokens`` own slots."""
+
+    window_tokens: int
+
+
+class PerRequest(msgspec.Struct, frozen=True, tag="per-request"):
+    """One state per request, whatever its length."""
+
+
+class Buffer(msgspec.Struct, frozen=True, tag="buffer"):
+    """Copies of some pages of the first component, at most ``tokens`` of each request.
+
+    It is this node's own affair: never sent, never in the tree, no part of the fingerprint.
+    """
+
+    tokens: int
+
+
+Extent = Whole | Tail | PerRequest | Buffer
+
+
+_CUDA = "cuda:"
+
+
+class Device(msgspec.Struct, frozen=True, tag="device"):
+    """In the memory of ``cpu`` or ``cuda:N``."""
+
+    name: str
+
+
+class Host(msgspec.Struct, frozen=True, tag="host"):
+    """In host memory beside a device pool."""
+
+
+class Nowhere(msgspec.Struct, frozen=True, tag="nowhere"):
+    """Logical accounting only: no bytes exist."""
+
+
+Tier = Device | Host | Nowhere
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One named kind of state that a sequence owns: ``kv``, ``swa``, ``index``, ``state``.
+
+    ``page_size`` is in tokens; 1 for a state, of which a page is one.
+    """
+
+    name: str
+    layers: int
+    layout: Layout
+    page_size: int
+    extent: Extent = Whole()
+    tier: Tier = Device("cpu")
+
+
+class Order(enum.Enum):
+    """Which index varies slowest in memory."""
+
+    PAGE_FIRST = "page_first"
+    LAYER_FIRST = "layer_first"
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Which shards of a model's KV a pool keeps; ``layers`` and ``heads`` are the model's."""
+
+    layers: int
+    heads: int
+    shards: tuple[Shard, ...]
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    """One pool: its components, their order in memory, and the pages of each (null page included).
+
+    Two daemons may exchange pages when their ``fingerprint`` is equal; page counts may differ.
+    """
+
+    name: str
+    family: str
+    order: Order
+    components: tuple[Component, ...]
+    pages: tuple[int, ...]
+    saved_pages: tuple[int, ...] = ()
+    """Pages of host memory beside each component for retracted leases, a null page included; 0 for
+    none, and left out for none at all."""
+    held: Held | None = None
+    """Where the first component is sharded: components are as one shard has them, and all shards of
+    a node are alike. None: the pool has all of the model, in one shard."""
+
+    def __post_init__(self) -> None:
+        if not self.saved_pages:
+            msgspec.structs.force_setattr(self, "saved_pages", (0,) * len(self.components))
+
+    @property
+    def match_page_tokens(self) -> int:
+        """Granularity of matching: the least common multiple of the page sizes (I4)."""
+        return math.lcm(*(component.page_size for component in self.components))
+
+    def index(self, name: str) -> int:
+        """Where the component of that name is in ``components``, ``pages`` and ``saved_pages``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for index, component in enumerate(self.components):
+            if component.name == name:
+                return index
+        raise KeyError(name)
+
+
+def kind(what: Extent | Tier) -> str:
+    """The word for it in reports, to engines, and in fingerprints."""
+    return str(what.__struct_config__.tag)
+
+
+def extent_tokens(component: Component) -> int:
+    """Of its window, or of one request's buffer; 0 where its extent has no number."""
+    match component.extent:
+        case Tail(tokens) | Buffer(tokens):
+            return tokens
+        case Whole() | PerRequest():
+            return 0
+
+
+def is_companion(spec: PoolSpec, component: Component) -> bool:
+    """Whether its page ids follow from those of the first component."""
+    return component is not spec.components[0] and isinstance(component.extent, Whole)
+
+
+def budgets(spec: PoolSpec) -> tuple[Component, ...]:
+    """The components with page ids of their own, the first one first."""
+    return tuple(one for one in spec.components if not is_companion(spec, one))
+
+
+def companion_factor(spec: PoolSpec, component: Component) -> int:
+    """How many pages of a companion belong to one page of the first component."""
+    return spec.components[0].page_size // component.page_size
+
+
+def companion_pages(pages: Pages, k: int) -> Pages:
+    """The ``k`` companion pages of each of ``pages``, in order; null pages follow null pages."""
+    if k == 1:
+        return pages
+    ids = np.frombuffer(pages, dtype="<i4")
+    each = ids[:, np.newaxis] * np.int32(k) + np.arange(k, dtype="<i4")
+    return Pages(each.astype("<i4", copy=False).tobytes())
+
+
+def layer_page_bytes(component: Component) -> int:
+    """Bytes of one page of one layer of ``component``."""
+    match component.layout:
+        case Mha(heads, k_dim, v_dim, dtype):
+            return component.page_size * heads * (k_dim + v_dim) * DTYPE_BYTES[dtype]
+        case Mla(latent_dim, rope_dim, dtype):
+            return component.page_size * (latent_dim + rope_dim) * DTYPE_BYTES[dtype]
+        case Raw(page_bytes):
+            return page_bytes
+        case State(tensors):
+            return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
+
+
+def page_bytes(component: Component) -> int:
+    """Bytes of one page over all layers of ``component``, wherever they would lie."""
+    return component.layers * layer_page_bytes(component)
+
+
+def has_bytes(component: Component) -> bool:
+    """Whether there is memory behind its pages; otherwise they are counted and nothing more."""
+    return not isinstance(component.tier, Nowhere) and page_bytes(component) > 0
+
+
+def shards_of(spec: PoolSpec) -> tuple[Shard, ...]:
+    """The shards of a pool; of one that has all of the model, that one shard."""
+    if spec.held is not None:
+        return spec.held.shards
+    first = spec.components[0]
+    return (Shard(0, first.layers, 0, heads_of(first.layout)),)
+
+
+def heads_of(layout: Layout) -> int:
+    """Heads that shards may divide among them; a latent, and what is opaque, is one."""
+    return layout.heads if isinstance(layout, Mha) else 1
+
+
+def shard_of(component: Component, shard: Shard) -> Component:
+    """A component of the model as one shard has it."""
+    return _resized(
+        component, shard.end_layer - shard.first_layer, shard.end_head - shard.first_head
+    )
+
+
+def _resized(component: Component, layers: int, heads: int) -> Component:
+    layout = component.layout
+    if isinstance(layout, Mha):
+        layout = msgspec.structs.replace(layout, heads=heads)
+    return msgspec.structs.replace(component, layers=layers, layout=layout)
+
+
+def node_page_bytes(spec: PoolSpec, component: Component) -> int:
+    """Bytes of one page of ``component`` in all shards of the node together."""
+    return page_bytes(component) * (1 if spec.held is None else len(spec.held.shards))
+
+
+def lockstep_bytes(spec: PoolSpec) -> int:
+    """Bytes of one page of the first component, with what is in lockstep with it."""
+    return sum(
+        node_page_bytes(spec, one) * companion_factor(spec, one)
+        for one in spec.components
+        if isinstance(one.extent, Whole) and has_bytes(one)
+    )
+
+
+def shard_region(component: str, shard: int) -> str:
+    """The name of the memory of one shard of a component: of the first, the component's own."""
+    return f"{component}#{shard}" if shard else component
+
+
+def device_number(component: Component, shard: int = 0) -> int | None:
+    """The CUDA device that a shard lies on, each on the one after the last; None: on the host."""
+    match component.tier:
+        case Device(name) if name.startswith(_CUDA):
+            return int(name.removeprefix(_CUDA)) + shard
+        case _:
+            return None
+
+
+def region_names(spec: PoolSpec, area: str) -> tuple[str, ...]:
+    """The regions of an area, one for each shard: of a component, or of its saved pages."""
+    return tuple(shard_region(area, shard) for shard in range(len(shards_of(spec))))
+
+
+def saved_region(component: Component) -> str:
+    """The name of the host memory that takes this component's pages of retracted leases."""
+    return f"{component.name}.saved"
+
+
+class Exchanged(msgspec.Struct, frozen=True):
+    """A component as a peer must know it: not in which memory it lies, nor how much there is.
+
+    ``layers`` is 0 where there are no bytes: nothing of it can be exchanged.
+    """
+
+    name: str
+    layers: int
+    layout: Layout
+    page_size: int
+    extent: Extent
+
+
+def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
+    """The components that a peer must have too: all but buffers, and as the model has them."""
+    return tuple(
+        Exchanged(
+            one.name, one.layers if has_bytes(one) else 0, one.layout, one.page_size, one.extent
+        )
+        for one in (_of_model(part, spec.held) for part in spec.components)
+        if not isinstance(one.extent, Buffer)
+    )
+
+
+def _of_model(component: Component, held: Held | None) -> Component:
+    """A component as the model has it, of which a pool's shards have parts."""
+    return component if held is None else _resized(component, held.layers, held.heads)
+
+
+def fingerprint(spec: PoolSpec) -> str:
+    """A pool as its peers must know it, as canonical text.
+
+    First what must be equal on both sides of a handoff. Then, where the pool is not all of the
+    model in one shard, its shards, which may differ (``read_shards``).
+    """
+    comparable = (spec.order, exchanged(spec))
+    if spec.held is None:
+        return _as_text(comparable)
+    return _as_text((*comparable, spec.held.shards))
+
+
+def _as_text(value: object) -> str:
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def read_shards(theirs: str) -> tuple[str, tuple[Shard, ...]]:
+    """A peer's fingerprint without its shards, and those; none where it names none."""
+    try:
+        *comparable, last = msgspec.json.decode(theirs, type=list[msgspec.Raw])
+        shards = msgspec.json.decode(last, type=tuple[Shard, ...])
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return theirs, ()
+    if len(comparable) != 2:
+        return theirs, ()
+    return f"[{','.join(bytes(one).decode() for one in comparable)}]", shards
+
+
+MAX_DIFFERENCE_CHARS = 500
+"""Of what is said about a peer's layout: a dozen fields."""
+
+
+def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
+    """The differences between our layout and a peer's fingerprint, in words; None when equal.
+
+    Which shards either has is no difference. The cost is linear in ``theirs``, and what is said is
+    cut to ``MAX_DIFFERENCE_CHARS``.
+    """
+    text = _as_text((ours.order, exchanged(ours)))
+    theirs, _ = read_shards(theirs)
+    if text == theirs:
+        return None
+    mine = leaves_of(msgspec.json.decode(text))
+    try:
+        other = leaves_of(msgspec.json.decode(theirs))
+    except (msgspec.DecodeError, RecursionError):
+        return f"theirs is no layout: {theirs[:40]!r}"
+    lone = named(mine) ^ named(other)
+    parts = [
+        f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key) and (key.endswith(".name") or owner(key) not in lone)
+    ]
+    said = "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
+    if len(said) > MAX_DIFFERENCE_CHARS:
+        return said[: MAX_DIFFERENCE_CHARS - 3] + "..."
+    return said

@@ -1,0 +1,456 @@
+"""The one queue in front of the pool: who gets room, in which order, and why the rest waits.
+
+Higher priority first, then first come first served. The first request that does not fit blocks
+those behind it (head of line), so that a large one cannot starve; ``overtakers`` of the settings
+lets so many smaller ones go past it before it does. Whatever a step admits is given room by one
+eviction for all of it. A blocked request is not matched again until it may fit: there are as many
+pages as it lacked, or the cache has grown. What waits for its peer and not
+for memory stands apart, because it would block everybody for a reason that is not theirs: nobody
+looks at it while memory moves. It is asked again when what it waits for has changed, and stands
+then where its priority and the time of its arrival put it.
+
+Requests that wait for something other than memory, by what: out of the way of all the others.
+
+A thousand receives may wait for one peer that is away. While memory moves nobody looks at them;
+when what they wait for has changed, the queue takes them out by its name and asks each again.
+
+What must not live here: the order of the queue, and what a request waits for (its asker says so).
+
+Invariants: each waiter stands here under every name in its ``awaits``, and under no other.
+"""
+
+from __future__ import annotations
+
+import bisect
+from itertools import chain
+from operator import add, attrgetter
+from typing import TYPE_CHECKING, Protocol
+
+from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Shortage
+from kvd.errors import Code, Refusal
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.effects import Outbox
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
+    from kvd.core.settings import Settings
+
+
+OWN_TRANSFER = ""
+"""What waits for this node's own transfer process: no peer has this name."""
+
+
+class Apart:
+    """Those who stand apart. ``waiters`` are all of them by number, in no order that counts."""
+
+    __slots__ = ("by_name", "waiters")
+
+    def __init__(self) -> None:
+        self.waiters: dict[int, Waiter] = {}
+        self.by_name: dict[str, dict[int, Waiter]] = {}
+
+    def put(self, waiter: Waiter) -> None:
+        """It waits for what its ``awaits`` names."""
+        self.waiters[waiter.number] = waiter
+        for name in waiter.awaits:
+            self.by_name.setdefault(name, {})[waiter.number] = waiter
+
+    def remove(self, waiter: Waiter) -> None:
+        """It waits for nothing of that any more."""
+        del self.waiters[waiter.number]
+        for name in waiter.awaits:
+            here = self.by_name[name]
+            del here[waiter.number]
+            if not here:
+                del self.by_name[name]
+        waiter.awaits = ()
+
+    def take(self, name: str) -> list[Waiter]:
+        """All that wait for this; they stand here no longer."""
+        found = list(self.by_name.get(name, {}).values())
+        for waiter in found:
+            self.remove(waiter)
+        return found
+
+
+_REMEDIES = {
+    "swa": "compute it in steps (step_tokens, and slide), or enlarge pool.window_pages",
+    "state": "enlarge pool.states",
+    "buffer": "enlarge pool.buffer_pages",
+}
+"""What to do where a component can never hold a request."""
+
+
+class Asker(Protocol):
+    """Who asked for room, and what becomes of the answer."""
+
+    def admitted(self, lease: Lease) -> None:
+        """There is room: this is the lease."""
+
+    def refused(self, refusal: Refusal) -> None:
+        """It gave up, or can never fit."""
+
+    def blocked(self) -> str | None:
+        """What it waits for apart from memory, in words; None when only memory counts."""
+
+    def awaits(self) -> tuple[str, ...]:
+        """The same as names for ``Admission.changed``; none when only memory counts."""
+
+
+class Waiter:
+    """One request in the queue.
+
+    Args:
+        claim: What it asks for.
+        deadline_s: When it gives up, on the node's clock.
+        asker: Who hears of it.
+    """
+
+    __slots__ = (
+        "asker",
+        "awaits",
+        "budget",
+        "claim",
+        "deadline_s",
+        "needed_pages",
+        "number",
+        "obtainable_pages",
+        "overtaken",
+        "seen_growth",
+        "since_s",
+    )
+
+    def __init__(self, claim: Claim, deadline_s: float, asker: Asker) -> None:
+        self.claim = claim
+        self.deadline_s = deadline_s
+        self.asker = asker
+        self.awaits: tuple[str, ...] = ()
+        """Where it stands apart; nowhere: it is in the line."""
+        self.since_s = 0.0
+        self.number = 0
+        self.budget = ""
+        """The component that was short when it was last matched; empty: never matched."""
+        self.needed_pages = 0
+        """Of that component, beyond what is cached of it."""
+        self.obtainable_pages = 0
+        """Then, its cached prefix locked."""
+        self.seen_growth = 0
+        """What the cache had grown to then."""
+        self.overtaken = 0
+
+    @property
+    def missing_pages(self) -> int:
+        """What kept it waiting when it was last matched."""
+        return max(0, self.needed_pages - self.obtainable_pages)
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Order in the queue: retracted leases that resume, then higher priority, then earlier."""
+        return (not self.claim.resumes, -self.claim.priority, self.number)
+
+
+_rank = attrgetter("rank")
+
+
+class Admission:
+    """The queue: the line of those who wait for memory, and those who stand apart.
+
+    Invariants: the line is sorted by ``rank``; nobody stands apart whom only memory keeps waiting.
+    The other way round a waiter is found out when its turn to be looked at comes.
+    """
+
+    def __init__(self, settings: Settings, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
+        self.line: list[Waiter] = []
+        """Who waits for memory; read it."""
+        self.apart = Apart()
+        self.looks = 0
+        """How many waiters were looked at, ever."""
+        self._soonest_s = float("inf")
+        """No deadline in the queue is before."""
+        self._leases = leases
+        self._owners = owners
+        self._max_queue = settings.max_queue
+        self._overtakers = settings.overtakers
+        self._out = out
+        self._count = 0
+        self._seen = (-1, -1)
+        """The table's releases and growth when the queue was last looked at."""
+
+    def __len__(self) -> int:
+        return len(self.line) + len(self.apart.waiters)
+
+    @property
+    def queue(self) -> list[Waiter]:
+        """Everybody who waits, by ``rank``; made for whoever asks."""
+        if not self.apart.waiters:
+            return self.line.copy()
+        return sorted([*self.line, *self.apart.waiters.values()], key=_rank)
+
+    def retune(self, *, max_queue: int, overtakers: int) -> None:
+        """Other bounds from now on; who waits already waits on, and is looked at again."""
+        self._max_queue = max_queue
+        self._overtakers = overtakers
+        self._seen = (-1, -1)
+
+    def at_once(self, claim: Claim) -> Lease | Shortage | None:
+        """The lease, if nobody waits for memory and there is room: the common case, no queue.
+
+        Otherwise submit a waiter with what came back, so that nothing is looked for twice.
+        """
+        return None if self.line else self._leases.open(claim)
+
+    def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
+        """Admit, queue, or refuse what can never fit (scenario A16)."""
+        if shortage is not None:
+            self._note(waiter, shortage)
+        refusal = self._unfit(waiter)
+        if refusal is not None:
+            waiter.asker.refused(refusal)
+            return
+        self._count += 1
+        waiter.number = self._count
+        waiter.since_s = self._out.at_s
+        self._soonest_s = min(self._soonest_s, waiter.deadline_s)
+        self._stand(waiter)
+        if shortage is not None:
+            self._seen = self._now()
+        elif not waiter.awaits and not self._is_behind(waiter):
+            self.wake()
+        if waiter.awaits or waiter in self.line:
+            out = self._out
+            out.emit(
+                events.Waiting(
+                    out.next_seq(),
+                    out.at_s,
+                    waiter.claim.session,
+                    waiter.claim.room,
+                    waiter.needed_pages,
+                    self._leases.budgets.headroom(waiter.budget),
+                )
+            )
+
+    def _unfit(self, waiter: Waiter) -> Refusal | None:
+        """Why the claim is not even queued."""
+        budgets, claim = self._leases.budgets, waiter.claim
+        for budget, needed in zip(budgets.names, budgets.least(claim), strict=True):
+            if needed > self._capacity(budget):
+                return self._never(claim, budget, needed)
+        if self._is_hopeless(waiter):
+            return self._never(claim, waiter.budget, waiter.needed_pages)
+        if len(self) >= self._max_queue:
+            return Refusal(
+                Code.NO_ROOM,
+                f"{len(self)} requests wait already, the limit is {self._max_queue}",
+                numbers={"waiting": len(self), "limit": self._max_queue},
+            )
+        return None
+
+    def _capacity(self, budget: str) -> int:
+        budgets = self._leases.budgets
+        return budgets.capacity()[budgets.names.index(budget)]
+
+    def _is_hopeless(self, waiter: Waiter) -> bool:
+        """Whether it lacked more, when last matched, than there is; what was cached of it is gone.
+
+        It would keep everybody behind it waiting until its deadline.
+        """
+        return bool(waiter.budget) and waiter.needed_pages > self._capacity(waiter.budget)
+
+    def _never(self, claim: Claim, budget: str, needed: int) -> Refusal:
+        capacity = self._capacity(budget)
+        return Refusal(
+            Code.TOO_LARGE,
+            f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "
+            f"{capacity}: it can never fit; {_REMEDIES.get(budget, 'enlarge pool.pages')}",
+            numbers={"needed_pages": needed, "pool_pages": capacity},
+        )
+
+    def pump(self) -> None:
+        """Admit from the front until one does not fit; nothing to do if no page came back.
+
+        The node does so after every step: whoever frees a page need not think of who waits for it.
+        """
+        while self.line and self._seen != self._now():
+            self._seen = self._now()
+            self._admit_ready()
+
+    def _now(self) -> tuple[int, int]:
+        return self._leases.releases, self._leases.growth
+
+    def wake(self) -> None:
+        """Something other than memory changed: look at the line again."""
+        self._seen = (-1, -1)
+        self.pump()
+
+    def changed(self, name: str) -> None:
+        """What ``Asker.awaits`` calls by this name is otherwise now: ask who waits for it again."""
+        for waiter in self.apart.take(name):
+            self._stand(waiter)
+        self.wake()  # it may also be that somebody in the line waits for this from now on
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Leave the queue without a word; nothing is held yet."""
+        if waiter.awaits:
+            self.apart.remove(waiter)
+        elif waiter in self.line:
+            self.line.remove(waiter)
+            self.wake()
+
+    def cancel(self, session: int, call: int, refusal: Refusal) -> None:
+        """The caller of a waiting request went away: answer it with ``refusal``, hold nothing."""
+        for waiter in self._all():
+            if (waiter.claim.session, waiter.claim.call) == (session, call):
+                self.withdraw(waiter)
+                waiter.asker.refused(refusal)
+                return
+
+    def turn_away(self, waiters: list[Waiter], refusal: Refusal) -> None:
+        """Answer these with ``refusal``: none of them is ever admitted."""
+        self._strike(waiters)
+        for waiter in waiters:
+            waiter.asker.refused(refusal)
+        if waiters:
+            self.wake()
+
+    def withdraw_session(self, session: int) -> None:
+        """A session is over: none of its requests is ever admitted. The caller wakes the rest."""
+        self._strike([waiter for waiter in self._all() if waiter.claim.session == session])
+
+    def expire(self) -> None:
+        """Refuse what has waited until its deadline."""
+        now_s = self._out.at_s
+        if now_s < self._soonest_s:
+            return
+        late = [waiter for waiter in self.queue if waiter.deadline_s <= now_s]
+        self._strike(late)
+        self._soonest_s = min([one.deadline_s for one in self._all()], default=float("inf"))
+        for waiter in late:
+            waiter.asker.refused(self._too_late(waiter))
+        if late:
+            self.wake()
+
+    def sort(self) -> None:
+        """Whoever broke the order, it is there again."""
+        self.line.sort(key=_rank)
+
+    def _all(self) -> Iterator[Waiter]:
+        return chain(self.line, self.apart.waiters.values())
+
+    def _stand(self, waiter: Waiter) -> None:
+        """Give it the place where it belongs now: in the line, or apart."""
+        waiter.awaits = waiter.asker.awaits()
+        if waiter.awaits:
+            self.apart.put(waiter)
+        else:
+            bisect.insort(self.line, waiter, key=_rank)
+
+    def _strike(self, waiters: list[Waiter]) -> None:
+        """None of them waits any more."""
+        gone = {waiter.number for waiter in waiters}
+        for waiter in waiters:
+            if waiter.awaits:
+                self.apart.remove(waiter)
+        self.line = [waiter for waiter in self.line if waiter.number not in gone]
+
+    def shortage(self, waiter: Waiter) -> str:
+        """Which budget was short when the waiter was last matched, and by how much."""
+        return (
+            f"needs {waiter.needed_pages} pages of {waiter.budget} beyond what is cached "
+            f"of it, {waiter.obtainable_pages} obtainable: {waiter.missing_pages} missing"
+        )
+
+    def _is_behind(self, waiter: Waiter) -> bool:
+        """Whether somebody before ``waiter`` blocks it, so that looking is no use."""
+        for one in self.line:
+            if one is waiter:
+                return False
+            if self._is_barring(one) and not one.asker.awaits():
+                return True
+        return False
+
+    def _is_barring(self, waiter: Waiter) -> bool:
+        """Whether nobody may go past it any more; past a lease that resumes nobody ever may."""
+        return bool(waiter.claim.resumes) or waiter.overtaken >= self._overtakers
+
+    def _note(self, waiter: Waiter, shortage: Shortage) -> None:
+        waiter.budget = shortage.budget
+        waiter.needed_pages = shortage.needed_pages
+        waiter.obtainable_pages = shortage.headroom_pages
+        waiter.seen_growth = self._leases.growth
+
+    def _may_fit(self, waiter: Waiter, promised: Demand) -> bool:
+        """False where matching it again cannot find room: as much is lacking, nothing is cached."""
+        table = self._leases
+        if not waiter.budget or waiter.seen_growth != table.growth:
+            return True
+        taken = promised[table.budgets.names.index(waiter.budget)]
+        return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken
+
+    def _admit_ready(self) -> None:
+        """Lock for each that fits beside those before it, then one eviction, then the pages."""
+        waiting, kept, aside = self.line, [], []
+        admitted: list[Waiter] = []
+        claimed: list[Claimed] = []
+        promised = self._leases.budgets.nothing
+        blocking: list[Waiter] = []
+        hopeless: list[Waiter] = []
+        for index, waiter in enumerate(waiting):
+            self.looks += 1
+            awaits = waiter.asker.awaits()
+            if awaits:
+                aside.append((waiter, awaits))
+                continue
+            found = self._claim(waiter, promised)
+            if isinstance(found, Claimed):
+                promised = tuple(map(add, promised, found.demand))
+                admitted.append(waiter)
+                claimed.append(found)
+                for one in blocking:
+                    one.overtaken += 1
+            elif self._is_hopeless(waiter):
+                hopeless.append(waiter)
+            else:
+                kept.append(waiter)
+                blocking.append(waiter)
+            if any(self._is_barring(one) for one in blocking):
+                kept.extend(waiting[index + 1 :])
+                break
+        self.line = kept
+        for waiter, waiter.awaits in aside:
+            self.apart.put(waiter)
+        leases = self._leases.open_all(claimed)
+        for waiter, lease in zip(admitted, leases, strict=True):
+            waiter.asker.admitted(lease)
+        for waiter in hopeless:
+            refusal = self._never(waiter.claim, waiter.budget, waiter.needed_pages)
+            waiter.asker.refused(refusal)
+
+    def _claim(self, waiter: Waiter, promised: Demand) -> Claimed | None:
+        """The waiter's locked prefix, if its pages are there beside those promised."""
+        if not self._may_fit(waiter, promised):
+            return None
+        found = self._leases.claim(waiter.claim, promised)
+        if isinstance(found, Shortage):
+            self._note(waiter, found)
+            return None
+        return found
+
+    def _too_late(self, waiter: Waiter) -> Refusal:
+        table = self._leases
+        waited_s = self._out.at_s - waiter.since_s
+        other = waiter.asker.blocked()
+        why = other or self.shortage(waiter)
+        holders = self._owners.of_most_pages(waiter.budget) if other is None else ()
+        who = f"; most are held by {'; '.join(holders)}" if holders else ""
+        return Refusal(
+            Code.DEADLINE,
+            f"waited {waited_s:.1f} s for room: {why}{who}",
+            numbers={
+                "waited_s": round(waited_s, 3),
+                "needed_pages": waiter.needed_pages,
+                "headroom_pages": table.budgets.headroom(waiter.budget),
+            },
+        )

@@ -1,0 +1,144 @@
+"""Copies between regions of this node: their numbers, and who hears when each is over.
+
+A copy is a ticket of the transfer process. It is over by ``Copied``, by ``CopyFailed``, or by the
+end of that process, and until then neither side's pages are anybody else's; that is kept by who
+ordered it. At the end of the process every asker hears of it from the node, not from here.
+
+The copies of leases between the pool and the saved area: when are all of one lease's over?
+
+A lease has one for each component that is copied, and of each shard of it. What comes of it is
+known when the last is over: a refusal of one is no reason to touch pages that another still reads
+or writes.
+
+What must not live here: what becomes of the lease (``retract``), the numbers of tickets
+(``copies``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvd.core import effects
+from kvd.core.layout.spec import region_names, saved_region
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.inputs import Copied, CopyFailed
+    from kvd.core.layout.spec import Component, PoolSpec
+    from kvd.core.leases.saved_area import Moved
+    from kvd.types import Pages
+
+
+class CopyAsker(Protocol):
+    """Who ordered a copy."""
+
+    def copied(self, got: Copied) -> None:
+        """Every byte of it is in its place."""
+
+    def copy_failed(self, got: CopyFailed) -> None:
+        """It was refused, and wrote nothing."""
+
+
+class Copies:
+    """The copies under way, by ticket. Invariant: a ticket is used once."""
+
+    def __init__(self, out: effects.Outbox) -> None:
+        self.under_way: dict[int, CopyAsker] = {}
+        self._last_ticket = 0
+        self._out = out
+
+    def order(
+        self,
+        asker: CopyAsker,
+        source_region: str,
+        source: Pages,
+        destination_region: str,
+        destination: Pages,
+    ) -> int:
+        """Copy ``source[i]`` over ``destination[i]``; the ticket that ``asker`` will hear of."""
+        self._last_ticket += 1
+        self.under_way[self._last_ticket] = asker
+        self._out.effects.append(
+            effects.Copy(self._last_ticket, source_region, source, destination_region, destination)
+        )
+        return self._last_ticket
+
+    def copied(self, got: Copied) -> None:
+        """One copy is done; one of a process that is gone interests nobody."""
+        asker = self.under_way.pop(got.ticket, None)
+        if asker is not None:
+            asker.copied(got)
+
+    def copy_failed(self, got: CopyFailed) -> None:
+        """One copy was refused."""
+        asker = self.under_way.pop(got.ticket, None)
+        if asker is not None:
+            asker.copy_failed(got)
+
+    def transfer_gone(self) -> None:
+        """No copy is under way any more."""
+        self.under_way = {}
+
+
+def _pairs(spec: PoolSpec, component: Component) -> list[tuple[str, str]]:
+    pools = region_names(spec, component.name)
+    return list(zip(pools, region_names(spec, saved_region(component)), strict=True))
+
+
+class Copying:
+    """All copies of one lease, and what came of those that are over."""
+
+    __slots__ = ("lease", "n_bytes", "tickets", "why")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.tickets: set[int] = set()
+        self.n_bytes = 0
+        self.why = ""
+        """Why one of them was refused; empty: none was."""
+
+
+class LeaseCopies:
+    """Those that are under way. ``by_ticket``: to the copies of the same lease."""
+
+    def __init__(self, spec: PoolSpec, copies: Copies) -> None:
+        self.by_ticket: dict[int, Copying] = {}
+        self._regions = {one.name: _pairs(spec, one) for one in spec.components}
+        """By component: its regions, each with that of its saved pages."""
+        self._copies = copies
+
+    def leases(self) -> list[Lease]:
+        """Those that have copies under way, each as often as it has."""
+        return [one.lease for one in self.by_ticket.values()]
+
+    def save(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+        """Order the copies out."""
+        copying, order = Copying(lease), self._copies.order
+        for one in moved:
+            for region, saved in self._regions[one.component]:
+                self._note(copying, order(asker, region, one.pages, saved, one.slots))
+
+    def restore(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+        """Order the copies back."""
+        copying, order = Copying(lease), self._copies.order
+        for one in moved:
+            for region, saved in self._regions[one.component]:
+                self._note(copying, order(asker, saved, one.slots, region, one.pages))
+
+    def _note(self, copying: Copying, ticket: int) -> None:
+        copying.tickets.add(ticket)
+        self.by_ticket[ticket] = copying
+
+    def over(self, ticket: int, n_bytes: int, why: str) -> Copying | None:
+        """One is over; all of its lease's if it was the last, None before."""
+        copying = self.by_ticket.pop(ticket)
+        copying.tickets.discard(ticket)
+        copying.n_bytes += n_bytes
+        copying.why = copying.why or why
+        return None if copying.tickets else copying
+
+    def cut(self) -> list[Lease]:
+        """The process is gone, and all of them with it; the leases whose they were."""
+        leases = {lease.id: lease for lease in self.leases()}
+        self.by_ticket = {}
+        return list(leases.values())

@@ -1,0 +1,472 @@
+"""The lease table: everything that moves a page or a lock.
+
+A commit moves whole pages of a lease from *held* to *cached*: its anchor moves down, ``owned``
+grows, and where the tree had the same tokens already the row takes the tree's pages and the
+duplicates are given back (after the last post that reads them). A quarantined lease keeps its held
+pages and nothing else: a remote may still write them, so they are neither free nor anyone's.
+
+What a pool has beside its first component is with the keepers (``beside``), which are asked at the
+same moments: all components have room or none is touched, and all of them end together.
+
+A retracted lease has given back pages and lock; its bytes are in the saved area (``saved``).
+
+Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
+
+The page budgets of a pool: one for each component that has pages of its own.
+
+A request is admitted when every budget has what it takes, and otherwise none is touched. The order
+of a ``Demand`` is theirs: the first component, then each keeper.
+"""
+
+from __future__ import annotations
+
+from operator import add
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.cache.evicted_filter import Departed
+from kvd.core.cache.eviction import eviction_order
+from kvd.core.cache.lease import ENGINE, Claimed, Demand, Lease, Shortage
+from kvd.core.cache.moves import Moves
+from kvd.core.cache.pages import PagePool
+from kvd.core.cache.radix import RadixTree
+from kvd.core.components.component_pages import Keepers
+from kvd.core.layout.spec import lockstep_bytes
+from kvd.core.leases import lease_events
+from kvd.core.leases.notes import Notes
+from kvd.core.leases.saved_area import SavedArea
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from kvd.core.cache.eviction import Policy
+    from kvd.core.cache.lease import Claim, Demand, Quarantine, Writer
+    from kvd.core.cache.radix_node import Node
+    from kvd.core.effects import Outbox
+    from kvd.core.layout.spec import PoolSpec
+
+
+class Budgets:
+    """What there is, and whether something fits."""
+
+    __slots__ = ("_table", "names", "nothing")
+
+    def __init__(self, table: LeaseTable) -> None:
+        self.names = (table.pool.name, *(one.component.name for one in table.beside.each))
+        self.nothing: Demand = (0,) * len(self.names)
+        """What is promised before anybody is admitted."""
+        self._table = table
+
+    def capacity(self) -> Demand:
+        """Pages of each that anybody can have."""
+        table = self._table
+        pools = [table.pool, *(one.pool for one in table.beside.each)]
+        return tuple([one.total_pages - 1 - one.condemned_pages for one in pools])
+
+    def headroom(self, name: str) -> int:
+        """Pages obtainable now of that component."""
+        keeper = self._table.beside.named(name)
+        return self._table.headroom_pages if keeper is None else keeper.headroom_pages
+
+    def told(self, name: str) -> str:
+        """What its headroom is made of, in words."""
+        table = self._table
+        keeper = table.beside.named(name)
+        if keeper is None:
+            return f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
+        return f"{keeper.pool.free_pages} free, {keeper.evictable_pages} evictable"
+
+    def least(self, claim: Claim) -> Demand:
+        """What a claim takes if it can go on from all that is cached of it; of kv, all its pages.
+
+        A cached page of kv takes one of the pool too, a cached token often takes nothing beside.
+        """
+        table = self._table
+        pages = table.pages_for(claim.room_tokens)
+        if not table.beside.each:
+            return (pages,)
+        prefix = table.tree.probe(claim.tokens, claim.namespace, claim.match_tokens)
+        return (pages, *table.beside.demand(claim, prefix))
+
+    def shortage(self, demand: Demand, promised: Demand) -> Shortage | None:
+        """The first that has not so many pages left beside what is promised."""
+        for name, needed, taken in zip(self.names, demand, promised, strict=True):
+            obtainable = self.headroom(name) - taken
+            if needed > obtainable:
+                return Shortage(needed, obtainable, name)
+        return None
+
+
+class LeaseTable:
+    """Pages, tree and leases of one pool, moved together or not at all."""
+
+    def __init__(
+        self, spec: PoolSpec, policy: Policy, out: Outbox, *, is_journaled: bool = False
+    ) -> None:
+        component = spec.components[0]
+        self.moves = Moves()
+        self.pool = PagePool(component.name, spec.pages[0], self.moves)
+        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
+        self.beside = Keepers(spec, self.tree, out)
+        self.departed = Departed(is_single=not self.beside.each)
+        self.budgets = Budgets(self)
+        self.saved = SavedArea(spec, self, out)
+        self.page_size = component.page_size
+        self.capacity_pages = spec.pages[0] - 1
+        """Pages that exist, the null page not counted."""
+        self.page_bytes = lockstep_bytes(spec)
+        self.leases: dict[int, Lease] = {}
+        self.releases = 0
+        """Grows whenever headroom may have grown: a blocked request need not look before.
+
+        Eviction is no reason: it makes free pages of evictable ones, and both are headroom.
+        """
+        self.growth = 0
+        """Grows whenever more may be cached of a prompt than before."""
+        self.opened = 0
+        self.number_above = 0
+        """What a lease's number is above its place among those opened here: the numbers of before
+        the restart are not used again."""
+        self.released = 0
+        self.evicted_pages = 0
+        self._out = out
+        self._notes = Notes(self.pool, out) if is_journaled else None
+        self.give = self._notes.give if self._notes is not None else self.pool.give
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages obtainable now."""
+        return self.pool.free_pages + self.tree.evictable_pages - self.pool.doomed_pages
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that ``n_tokens`` take."""
+        return -(-n_tokens // self.page_size)
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """Bytes of the pages that ``n_tokens`` take."""
+        return self.pages_for(n_tokens) * self.page_bytes
+
+    # ---- one claim ---------------------------------------------------------------------------
+
+    def open(self, claim: Claim) -> Lease | Shortage:
+        """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
+        claimed = self.claim(claim, self.budgets.nothing)
+        if isinstance(claimed, Shortage):
+            return claimed
+        self._have_room(claimed.demand)
+        return self._grant(claimed)
+
+    def claim(self, claim: Claim, promised: Demand) -> Claimed | Shortage:
+        """Lock the cached prefix, if the rest fits beside what is promised; nothing else changes.
+
+        The headroom is read after the lock, because locking turns evictable pages into protected
+        ones: the number from before would admit too much (scenario A11).
+        """
+        total = -(-claim.room_tokens // self.page_size)
+        if total > self.capacity_pages:
+            return Shortage(total, self.headroom_pages, self.pool.name)
+        tree, beside = self.tree, self.beside
+        if not beside.each:
+            anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
+            needed = total - anchor.end_tokens // self.page_size
+            obtainable = self.headroom_pages - promised[0]
+            if needed <= obtainable:
+                return Claimed(claim, anchor, (needed,))
+            tree.unlock(anchor)
+            return Shortage(needed, obtainable, self.pool.name)
+        anchor = beside.lock_prefix(claim)
+        needed = total - anchor.end_tokens // self.page_size
+        demand = (needed, *beside.demand(claim, anchor.end_tokens))
+        shortage = self.budgets.shortage(demand, promised)
+        if shortage is None:
+            return Claimed(claim, anchor, demand)
+        beside.unlock(anchor, claim)
+        tree.unlock(anchor)
+        return shortage
+
+    def open_all(self, claimed: list[Claimed]) -> list[Lease]:
+        """The pages of claims that fit side by side, with one eviction for all of them."""
+        demand = self.budgets.nothing
+        for one in claimed:
+            demand = tuple(map(add, demand, one.demand))
+        self._have_room(demand)
+        return [self._grant(one) for one in claimed]
+
+    def _have_room(self, demand: Demand) -> None:
+        """Free pages for all of it, for which there is headroom."""
+        self._make_room(demand[0])
+        if self.beside.each:
+            self.beside.make_room(demand[1:])
+
+    def _grant(self, claimed: Claimed) -> Lease:
+        """Take the promised pages: the lease begins, or a retracted one has a row again."""
+        claim, anchor = claimed.claim, claimed.anchor
+        owned = anchor.end_tokens // self.page_size
+        row = self.pool.take(claimed.demand[0])
+        if owned:
+            row = Pages(self.tree.path_pages(anchor) + row)
+        if claim.resumes:
+            lease = self._again(self.leases[claim.resumes], anchor, row)
+        else:
+            lease = self._opened(claim, anchor, row, owned)
+        if self._notes is not None:
+            self._notes.held(lease, lease.held)
+        if self.beside.each:
+            self.beside.grant(lease, claimed)
+        return lease
+
+    def _opened(self, claim: Claim, anchor: Node, row: Pages, owned: int) -> Lease:
+        """A new lease."""
+        self.opened += 1
+        out = self._out
+        lease = Lease(self.opened + self.number_above, claim, anchor, row)
+        lease.owned = owned
+        lease.since_s = lease.touched_s = out.at_s
+        self.leases[lease.id] = lease
+        tree, missed, why = self.tree, 0, ""
+        size = tree.match_page_tokens
+        n_prompt = len(claim.tokens) // ID_BYTES
+        if n_prompt - anchor.end_tokens >= size:
+            missed = n_prompt // size * size - anchor.end_tokens
+            root = tree.roots[claim.namespace]
+            why = self.departed.why_missed(claim, root, anchor, size * ID_BYTES)
+        lease_events.tell_opened(out, lease, anchor, missed, why)
+        return lease
+
+    def extend(self, lease: Lease, n_tokens: int) -> Shortage | None:
+        """Hold pages for ``n_tokens`` more, now or not at all."""
+        room_tokens = lease.room_tokens + n_tokens
+        needed = self.pages_for(room_tokens) - count(lease.row)
+        if needed > 0:
+            demand = (needed, *self.beside.growth(lease, room_tokens))
+            shortage = self.budgets.shortage(demand, self.budgets.nothing)
+            if shortage is not None:
+                return shortage
+            self._have_room(demand)
+            taken = self.pool.take(needed)
+            lease.row = Pages(lease.row + taken)
+            if self._notes is not None:
+                self._notes.held(lease, taken)
+            self.beside.extend(lease, room_tokens)
+            lease_events.tell_extended(self._out, lease)
+        lease.room_tokens = room_tokens
+        lease.touched_s = self._out.at_s
+        return None
+
+    def commit(self, lease: Lease, new_tokens: Tokens) -> int | Refusal:
+        """KV of the known and the new tokens is written: whole pages join the tree.
+
+        Returns:
+            The first page index at which the row may have changed, or why nothing was changed.
+        """
+        n_tokens = count(lease.tokens) + count(new_tokens)
+        if n_tokens > len(lease.row) // ID_BYTES * self.page_size:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"commit of {n_tokens} tokens on lease {lease.id}, which holds pages for "
+                f"{len(lease.row) // ID_BYTES * self.page_size}: extend it before writing",
+                numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
+            )
+        lease.is_whole = False
+        lease.written_tokens = n_tokens
+        if new_tokens:
+            lease.tokens = Tokens(lease.tokens + new_tokens)
+            lease.room_tokens = max(lease.room_tokens, n_tokens)
+        first = lease.owned
+        last = n_tokens // self.page_size
+        if lease.cache and lease.anchor is not None and last > first:
+            self._cache(lease, lease.anchor, last)
+        return first
+
+    def _cache(self, lease: Lease, anchor: Node, last: int) -> None:
+        """Move the pages ``[owned, last)`` of the row into the tree; the lock follows them."""
+        first = lease.owned
+        row = lease.row
+        mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
+        self.moves.log.append(mine)
+        extension = self.tree.extend(
+            anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
+        )
+        self.growth += 1
+        self.tree.relock(anchor, extension.node)
+        lease.anchor = extension.node
+        lease.owned = last
+        if self._notes is not None:
+            self._notes.cached(lease, extension)
+        if extension.duplicates:
+            lease.row = Pages(
+                row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
+            )
+            self._give_back(lease, extension.duplicates)
+        lease.touched_s = self._out.at_s
+        duplicate_pages = count(extension.duplicates)
+        lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
+
+    def _give_back(self, lease: Lease, duplicates: Pages) -> None:
+        """Free replaced pages, but not under a post that reads them."""
+        if lease.reads:
+            lease.deferred = Pages(lease.deferred + duplicates)
+        else:
+            self.give(duplicates, lease)
+            self.releases += 1
+
+    # ---- retraction --------------------------------------------------------------------------
+
+    def vacate(self, lease: Lease, tokens: Tokens) -> None:
+        """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
+        if self._notes is not None and ENGINE in lease.holders:
+            self._notes.ended(lease)
+        self.beside.end(lease)
+        self.growth += 1  # windows may have joined the tree
+        self._unlock(lease)
+        freed = lease.held
+        if freed:
+            self.give(freed, lease)
+        lease.row = NO_PAGES
+        lease.owned = 0
+        lease.tokens = tokens
+        lease.room_tokens = max(lease.room_tokens, count(tokens))
+        self.releases += 1
+
+    def _again(self, lease: Lease, anchor: Node, row: Pages) -> Lease:
+        """A retracted lease has a lock and pages again."""
+        lease.anchor = anchor
+        lease.row = row
+        lease.owned = anchor.end_tokens // self.page_size
+        lease.prefix_tokens = anchor.end_tokens
+        lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
+        lease.touched_s = self._out.at_s
+        lease_events.tell_extended(self._out, lease)
+        return lease
+
+    # ---- holders and readers -----------------------------------------------------------------
+
+    def hold_for_send(self, lease: Lease, holder: str, prompt_tokens: int) -> None:
+        """One more holder, which lets go when the prompt is sent; the last one ends the lease."""
+        lease.holders.add(holder)
+        needs = self.beside.fresh_tokens(prompt_tokens, cached=True)
+        if needs is not None:
+            known = lease.sent_from
+            lease.sent_from = needs if known is None else min(known, needs)
+
+    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+        """The engine computes from ``upto_tokens`` on: windows behind it go back."""
+        refusal = self.beside.slide(lease, upto_tokens)
+        self.releases += refusal is None
+        return refusal
+
+    def hand_over(self, lease: Lease, reason: str) -> None:
+        """The prompt is here: from now on the lease is the engine's."""
+        lease.holders = {ENGINE}
+        lease.reason = reason
+        if self._notes is not None:
+            self._notes.held(lease, lease.held)
+
+    def begin_read(self, lease: Lease) -> None:
+        """A post reads the row's pages from now on."""
+        lease.reads += 1
+
+    def end_read(self, lease: Lease) -> None:
+        """That post is over."""
+        lease.reads -= 1
+        if not lease.reads and lease.deferred:
+            self.give(lease.deferred, lease)
+            lease.deferred = NO_PAGES
+            self.releases += 1
+
+    def release(self, lease: Lease, holder: str, cause: str) -> None:
+        """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
+        lease.holders.discard(holder)
+        if self._notes is not None and holder == ENGINE:
+            self._notes.ended(lease)
+        if lease.holders:
+            if lease.holders == {ENGINE}:
+                lease.sent_from = None
+            elif holder == ENGINE and self._notes is not None:
+                self._notes.freed(lease.held)
+            return
+        if self.beside.each:
+            self.beside.end(lease)
+            self.growth += 1
+        was_locked = self._unlock(lease)
+        self.saved.drop(lease)
+        freed = lease.held
+        if freed:
+            self.give(freed, lease)
+        self._forget(lease, cause, count(freed), was_locked)
+
+    # ---- quarantine --------------------------------------------------------------------------
+
+    def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
+        """A remote may still write the held pages: keep them from everybody, unlock the rest."""
+        self.beside.quarantine(lease)
+        was_locked = self._unlock(lease)
+        lease.row = lease.held
+        lease.deferred = NO_PAGES
+        lease.owned = 0
+        lease.tokens = NO_TOKENS
+        lease.holders = set()
+        lease.quarantine = quarantine
+        self.releases += 1
+        lease_events.tell_quarantined(self._out, lease, was_locked)
+
+    def narrow_quarantine(self, lease: Lease, writers: tuple[Writer, ...]) -> None:
+        """Some of the writers are over; these may still write."""
+        if lease.quarantine is not None:
+            lease.quarantine = msgspec.structs.replace(lease.quarantine, writers=writers)
+
+    def end_quarantine(self, lease: Lease, proof: str) -> None:
+        """The writer has settled, is proven gone, or was fenced: the pages are free."""
+        n_pages = count(lease.row)
+        self.give(lease.row, lease)
+        self.beside.end(lease)
+        lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
+        self._forget(lease, proof, n_pages, 0)
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def evict(self, n_pages: int, reason: str) -> int:
+        """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
+        evicted = self.tree.evict(n_pages)
+        n_freed = count(evicted.pages)
+        self.give(evicted.pages)
+        self.evicted_pages += n_freed
+        self.departed.left(evicted.victims)
+        out = self._out
+        out.emit(events.Evicted(out.next_seq(), out.at_s, n_freed, len(evicted.victims), reason))
+        return n_freed
+
+    def flush(self) -> tuple[int, int]:
+        """Drop every unlocked cached page; returns pages freed and pages kept by a lock."""
+        flushed = self.tree.flush()
+        self.departed.left(flushed.nodes)
+        n_freed = count(flushed.pages)
+        self.give(flushed.pages)
+        out = self._out
+        out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
+        return n_freed, flushed.kept_pages
+
+    def _make_room(self, n_pages: int) -> bool:
+        """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing."""
+        while (short := n_pages - self.pool.free_pages) > 0:  # twice only where some are condemned
+            if short > self.tree.evictable_pages:
+                return False
+            self.evict(short, "room")
+        return True
+
+    def _unlock(self, lease: Lease) -> int:
+        """Take its lock off the tree; the node at whose end it was, 0 where nothing was locked."""
+        anchor = lease.anchor
+        if anchor is None:
+            return 0
+        self.tree.unlock(anchor)
+        lease.anchor = None
+        return anchor.id if anchor.parent is not None else 0
+
+    def _forget(self, lease: Lease, cause: str, freed_pages: int, was_locked: int) -> None:
+        del self.leases[lease.id]
+        self.releases += 1
+        self.released += 1
+        lease_events.tell_released(self._out, lease, cause, freed_pages, was_locked)

@@ -1,0 +1,414 @@
+"""Retraction: a running lease gives its pages back, and takes them again later.
+
+Out: the pages that hold its tokens are copied to the saved area, then its lock and its pages go,
+and what it had cached stays cached like anybody's. Back: it waits in the one admission queue before
+every new request, matches the tree again, and only what the tree no longer has is copied back; what
+lies beside the first component, a window or a state, is copied back whole.
+
+The lease keeps its number throughout; its standing is ``standing.STANDINGS``, and pages move in
+``saved`` and ``lease_table``. There is a copy, a ticket of the transfer process, for each component
+with bytes. It is over by its report or by the end of the process. A lease goes on when all of its
+copies are over, and until then neither side's pages are anybody else's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
+from kvd.core.cache.lease_state import Standing, Turn
+from kvd.core.leases.admission import Waiter
+from kvd.core.leases.copies import LeaseCopies
+from kvd.core.leases.holding import arriving, before_restart, lease_of, running_lease_of
+from kvd.core.leases.owners import describe_holder
+from kvd.errors import Code, Refusal
+from kvd.types import Tokens, count
+from kvd.wire import client, events
+
+if TYPE_CHECKING:
+    from kvd.core.inputs import Copied, CopyFailed
+    from kvd.core.leases.saved_area import Moved
+    from kvd.core.node import Node
+
+HOST = "host"
+"""Keep the bytes in the saved area."""
+
+NOTHING = "nothing"
+"""Keep the tokens only: what the tree loses until then must be computed again."""
+
+KEEPS = (HOST, NOTHING)
+
+HOLDERS_NAMED = 3
+"""Of the leases with the most saved pages, in a refusal."""
+
+
+class Caller:
+    """The call that waits for a retraction or a resumption, and since when."""
+
+    __slots__ = ("call", "session", "since_s", "waiter")
+
+    def __init__(self, session: int, call: int, since_s: float) -> None:
+        self.session = session
+        self.call = call
+        self.since_s = since_s
+        self.waiter: Waiter | None = None
+
+
+class ResumeAsker:
+    """A retracted lease in the queue: it waits for memory and nothing else."""
+
+    __slots__ = ("_lease", "_retractor")
+
+    def __init__(self, retractor: Retractor, lease: Lease) -> None:
+        self._retractor = retractor
+        self._lease = lease
+
+    def admitted(self, lease: Lease) -> None:
+        """RESUMING -> RESTORING, or RUNNING at once."""
+        self._retractor.admitted(lease)
+
+    def refused(self, refusal: Refusal) -> None:
+        """RESUMING -> RETRACTED."""
+        self._retractor.not_admitted(self._lease, refusal)
+
+    def blocked(self) -> str | None:
+        """Nothing but memory."""
+        return None
+
+    def awaits(self) -> tuple[str, ...]:
+        """Nothing but memory."""
+        return ()
+
+
+class Retractor:
+    """Leases on their way out of the pool and back."""
+
+    def __init__(self, node: Node) -> None:
+        self.copies = LeaseCopies(node.settings.spec, node.copies)
+        self.uncopied: dict[int, Lease] = {}
+        """By lease id: to be restored as soon as a transfer process serves."""
+        self.retracted = self.resumed = 0
+        self.restored_bytes = self.spared_bytes = 0
+        self._callers: dict[int, Caller] = {}
+        self._node = node
+        self._out = node.out
+        self._name = node.settings.name
+
+    # ---- out ---------------------------------------------------------------------------------
+
+    def retract(
+        self, session: int, message: client.RetractLease, new_tokens: Tokens
+    ) -> Refusal | None:
+        """Save what the lease holds, or not, and free its pages; or say why nothing was changed."""
+        lease = arriving(self._node, session, message.lease) or running_lease_of(
+            self._node, session, message.lease
+        )
+        if isinstance(lease, Refusal):
+            return lease
+        table = self._node.leases
+        tokens = Tokens(lease.tokens + new_tokens)
+        refusal = self._unfit(lease, message, tokens)
+        if refusal is not None:
+            return refusal
+        caller = Caller(session, message.call, self._out.at_s)
+        if message.keep == NOTHING or not tokens:
+            freed_pages = lease.held_pages
+            table.saved.leave(lease, tokens)
+            self._told_retracted(lease, caller, freed_pages)
+            return None
+        found = table.saved.begin_save(lease, tokens)
+        if isinstance(found, Shortage):
+            return self._no_room(lease, found)
+        if found is not None:
+            return found
+        self._callers[lease.id] = caller
+        self.copies.save(self, lease, table.saved.to_save(lease))
+        return None
+
+    def _unfit(self, lease: Lease, message: client.RetractLease, tokens: Tokens) -> Refusal | None:
+        """Why the lease cannot be retracted now, or not like this."""
+        if message.keep not in KEEPS:
+            return self._refusal(Code.BAD_REQUEST, f"keep={message.keep!r} is none of {KEEPS}")
+        if lease.holders != {ENGINE} or lease.reads:
+            who = ", ".join(sorted(lease.holders - {ENGINE})) or "a post"
+            return self._refusal(
+                Code.WRONG_STATE,
+                f"lease {lease.id} is read by {who}: finish or abort that before retracting it",
+            )
+        room_tokens = count(lease.row) * self._node.leases.page_size
+        if count(tokens) > room_tokens:
+            return self._refusal(
+                Code.BAD_REQUEST,
+                f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
+                f"{room_tokens}: extend it before writing",
+            )
+        if message.keep == HOST and tokens and not self._node.peers.generation:
+            return self._refusal(
+                Code.ABORTED,
+                f"the transfer process is restarting, so lease {lease.id} cannot be saved now: it "
+                "runs on; retract it again",
+            )
+        return None
+
+    def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
+        node = self._node
+        area = node.leases.saved.pools[shortage.budget]
+        holding = [one for one in node.leases.leases.values() if one.saved_pages]
+        holding.sort(key=lambda one: -one.saved_pages)
+        who = "; ".join(
+            f"{describe_holder(node, one)} ({one.saved_pages} saved pages)"
+            for one in holding[:HOLDERS_NAMED]
+        )
+        return Refusal(
+            Code.NO_ROOM,
+            f"saving lease {lease.id} takes {shortage.needed_pages} pages of {area.name}, "
+            f"{area.free_pages} of {area.total_pages - 1} are free"
+            f"{f'; most are held by {who}' if who else ''}: "
+            "resume or release one, retract with keep='nothing', or raise pool.saved_size",
+            side=self._name,
+            numbers={"needed_pages": shortage.needed_pages, "free_pages": area.free_pages},
+        )
+
+    # ---- and back ----------------------------------------------------------------------------
+
+    def resume(self, session: int, message: client.ResumeLease, _: Tokens) -> Refusal | None:
+        """Queue for room, before every new request."""
+        node = self._node
+        lease = lease_of(node, session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        if lease.lost is not None or lease.standing is Standing.FORMER:
+            return lease.lost or before_restart(node, lease)
+        if lease.standing is not Standing.RETRACTED:
+            return self._refusal(
+                Code.WRONG_STATE,
+                f"lease {lease.id} is {lease.standing.value}: only a retracted one can resume",
+            )
+        node.leases.saved.turn(lease, Turn.RESUME)
+        claim = Claim(
+            session,
+            message.call,
+            lease.reason,
+            lease.room,
+            lease.namespace,
+            lease.tokens,
+            lease.room_tokens - count(lease.tokens),
+            lease.priority,
+            lease.cache,
+            resumes=lease.id,
+            # What such a lease computed beyond its prefix is its own, whatever others cached.
+            match_tokens=None if lease.cache else lease.prefix_tokens,
+            fresh_tokens=self._fresh_tokens(lease),
+            step_tokens=lease.step_tokens,
+        )
+        caller = Caller(session, message.call, self._out.at_s)
+        wait_s = min(node.settings.max_deadline_s, message.deadline_s)
+        asker = ResumeAsker(self, lease)
+        caller.waiter = Waiter(claim, self._out.at_s + wait_s, asker)
+        self._callers[lease.id] = caller
+        found = node.admission.at_once(claim)
+        if isinstance(found, Lease):
+            self.admitted(found)
+        else:
+            node.admission.submit(caller.waiter, found)
+        return None
+
+    def admitted(self, lease: Lease) -> None:
+        """It has a lock and pages again: restore what the tree did not give it."""
+        area = self._node.leases.saved
+        caller = self._callers[lease.id]
+        caller.waiter = None
+        moved = area.to_restore(lease)
+        if isinstance(moved, Refusal):
+            area.give_up(lease)
+            self._answer_failed(lease, moved)
+            return
+        if moved:
+            area.begin_restore(lease)
+            self._restore(lease, moved)
+            return
+        spared_bytes = lease.saved_bytes
+        kv_tokens = self._kv_tokens(lease)
+        area.complete(lease)
+        del self._callers[lease.id]
+        self._told_resumed(lease, caller, kv_tokens, 0, spared_bytes)
+
+    def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
+        """It stays retracted, and what is saved of it stays saved."""
+        self._node.leases.saved.turn(lease, Turn.GIVEN_UP)
+        self._answer_failed(lease, refusal)
+
+    def _restore(self, lease: Lease, moved: list[Moved]) -> None:
+        """Order the copies now, or as soon as a transfer process serves."""
+        if not self._node.peers.generation:
+            self.uncopied[lease.id] = lease
+            return
+        self.copies.restore(self, lease, moved)
+
+    def _fresh_tokens(self, lease: Lease) -> int | None:
+        """From where on it gets windows and states back; None: it goes on from the tree's."""
+        if lease.saved is None or not self._node.leases.beside.each:
+            return None
+        return lease.saved.fresh_tokens
+
+    def _kv_tokens(self, lease: Lease) -> int:
+        """Tokens whose KV the lease has once it runs again."""
+        if lease.saved is None:
+            return lease.prefix_tokens
+        return max(count(lease.saved.tokens), lease.prefix_tokens)
+
+    # ---- copies ------------------------------------------------------------------------------
+
+    def copied(self, got: Copied) -> None:
+        """One copy is done."""
+        self._over(got.ticket, got.n_bytes, "")
+
+    def copy_failed(self, got: CopyFailed) -> None:
+        """A copy was refused: nothing was written."""
+        self._over(got.ticket, 0, got.why)
+
+    def _over(self, ticket: int, n_bytes: int, why: str) -> None:
+        """After the last copy of a lease it goes on, or back."""
+        all_over = self.copies.over(ticket, n_bytes, why)
+        if all_over is None:
+            return
+        if all_over.why:
+            self._refused(all_over.lease, all_over.why)
+        elif all_over.lease.standing is Standing.SAVING:
+            self._saved(all_over.lease)
+        else:
+            self._restored(all_over.lease, all_over.n_bytes)
+
+    def _saved(self, lease: Lease) -> None:
+        caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
+        self._node.leases.saved.end_save(lease)
+        if caller is not None:
+            self._told_retracted(lease, caller, freed_pages)
+
+    def _restored(self, lease: Lease, n_bytes: int) -> None:
+        caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
+        spared_bytes = lease.saved_bytes - n_bytes
+        self._node.leases.saved.end_restore(lease)
+        if caller is not None:
+            self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
+
+    def _refused(self, lease: Lease, why: str) -> None:
+        """One of its copies was refused, so the others are for nothing."""
+        refusal = self._refusal(
+            Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
+        )
+        if lease.standing is Standing.SAVING:
+            self._node.leases.saved.cut_save(lease)
+        else:
+            self._node.leases.saved.undo_restore(lease)
+        self._answer_failed(lease, refusal)
+
+    def transfer_gone(self) -> None:
+        """The process is reaped: what it saved is not whole, what it restored is done again."""
+        area = self._node.leases.saved
+        for lease in self.copies.cut():
+            if lease.standing is Standing.SAVING:
+                area.cut_save(lease)
+                self._answer_failed(
+                    lease,
+                    self._refusal(
+                        Code.ABORTED,
+                        f"the transfer process ended while lease {lease.id} was saved: it runs on "
+                        "as before; retract it again",
+                    ),
+                )
+            elif ENGINE in lease.holders:
+                area.turn(lease, Turn.CUT)
+                self.uncopied[lease.id] = lease
+            else:
+                area.undo_restore(lease)
+
+    def transfer_ready(self) -> None:
+        """The next generation serves: restore what waited for it."""
+        waiting, self.uncopied = self.uncopied, {}
+        for lease in waiting.values():
+            moved = self._node.leases.saved.to_restore(lease)
+            assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
+            self._restore(lease, moved)
+
+    # ---- the engine lets go ------------------------------------------------------------------
+
+    def lease_ends(self, lease: Lease) -> None:
+        """Its engine releases it or is dead: who waits for it is told, a copy under way goes on."""
+        caller = self._callers.pop(lease.id, None)
+        if caller is not None:
+            if caller.waiter is not None:
+                self._node.admission.withdraw(caller.waiter)
+            if caller.session in self._node.sessions.by_id:
+                refusal = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")
+                self._out.answer(caller.session, client.Failed(caller.call, refusal))
+        if self.uncopied.pop(lease.id, None) is not None:
+            self._node.leases.release(lease, RESTORE, "released")
+
+    # ---- what is said ------------------------------------------------------------------------
+
+    def _told_retracted(self, lease: Lease, caller: Caller, freed_pages: int) -> None:
+        saved_bytes = lease.saved_bytes
+        self.retracted += 1
+        out = self._out
+        out.emit(
+            events.Retracted(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                lease.session,
+                count(lease.tokens),
+                freed_pages,
+                lease.saved_pages,
+                saved_bytes,
+                out.at_s - caller.since_s,
+            )
+        )
+        out.answer(caller.session, client.Retracted(caller.call, lease.saved_pages, saved_bytes))
+
+    def _told_resumed(
+        self,
+        lease: Lease,
+        caller: Caller,
+        kv_tokens: int,
+        restored_bytes: int,
+        spared_bytes: int,
+    ) -> None:
+        restored_tokens = kv_tokens - lease.prefix_tokens
+        self.resumed += 1
+        self.restored_bytes += restored_bytes
+        self.spared_bytes += spared_bytes
+        out = self._out
+        out.emit(
+            events.Resumed(
+                out.next_seq(),
+                out.at_s,
+                lease.id,
+                lease.session,
+                lease.prefix_tokens,
+                restored_tokens,
+                restored_bytes,
+                spared_bytes,
+                out.at_s - caller.since_s,
+                out.at_s - lease.retracted_s,
+            )
+        )
+        out.answer(
+            caller.session,
+            client.Resumed(
+                caller.call,
+                lease.prefix_tokens,
+                restored_tokens,
+                kv_tokens,
+                lease.row,
+                self._node.leases.beside.rows(lease),
+            ),
+        )
+
+    def _answer_failed(self, lease: Lease, refusal: Refusal) -> None:
+        caller = self._callers.pop(lease.id, None)
+        if caller is not None:
+            self._out.answer(caller.session, client.Failed(caller.call, refusal))
+
+    def _refusal(self, code: Code, message: str) -> Refusal:
+        return Refusal(code, message, side=self._name)

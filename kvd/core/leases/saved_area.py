@@ -1,0 +1,266 @@
+"""The saved area: host memory beside the pool that keeps the bytes of retracted leases.
+
+One pool of saved pages for each component with page ids of its own and with bytes, but for buffers:
+what is in them is in the first component too. What is in lockstep with the first component is in
+lockstep here as well. So a lease has one part per such component, a stretch of its row::
+
+    kv       all pages of its tokens, the cached ones included: they may be gone when it is back
+    windows  those mapped that its next token looks back at; the null page is never copied
+    states   the one that it writes
+
+A lease moves between pool and area in steps, each of them whole: saved pages of every component are
+taken before the first copy begins, the pool's pages are given up when the last is over, and the
+other way round. While copies run both sides belong to the lease.
+
+Invariants: null + free + saved = total, per pool; no page of the area in two leases; a running
+lease has none; one that is being saved has one of kv for each page of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.cache.lease import RESTORE, SAVE, Rows, Saved, SavedPart, Shortage
+from kvd.core.cache.lease_state import Turn, standing_next
+from kvd.core.cache.pages import PagePool
+from kvd.core.layout.spec import (
+    Buffer,
+    Tail,
+    companion_factor,
+    companion_pages,
+    has_bytes,
+    is_companion,
+    node_page_bytes,
+    saved_region,
+)
+from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, NO_PAGES, Pages, count
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.effects import Outbox
+    from kvd.core.layout.spec import Component, PoolSpec
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.types import Tokens
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """Pages of one component that are saved or restored: ``pages[i]`` of it and ``slots[i]``."""
+
+    component: str
+    pages: Pages
+    slots: Pages
+
+
+class SavedArea:
+    """The pages of the area, and a lease's way into it and out of it."""
+
+    def __init__(self, spec: PoolSpec, table: LeaseTable, out: Outbox) -> None:
+        self.pools: dict[str, PagePool] = {}
+        """By component: those that can be saved."""
+        self._components: dict[str, Component] = {}
+        self._companions: list[tuple[Component, int]] = []
+        for component, pages in zip(spec.components, spec.saved_pages, strict=True):
+            if isinstance(component.extent, Buffer) or not has_bytes(component):
+                continue
+            if is_companion(spec, component):
+                self._companions.append((component, companion_factor(spec, component)))
+            else:
+                self._components[component.name] = component
+                self.pools[component.name] = PagePool(saved_region(component), max(1, pages))
+        self._first = spec.components[0].name
+        self._spec = spec
+        self._table = table
+        self._out = out
+
+    def used_pages(self, component: str) -> int:
+        """Pages that hold, or are about to hold, what a lease will want back of that component."""
+        pool = self.pools.get(component)
+        return pool.total_pages - 1 - pool.free_pages if pool is not None else 0
+
+    def capacity_pages(self, component: str) -> int:
+        """Pages that exist for it, the null page not counted."""
+        pool = self.pools.get(component)
+        return pool.total_pages - 1 if pool is not None else 0
+
+    # ---- out ---------------------------------------------------------------------------------
+
+    def begin_save(self, lease: Lease, tokens: Tokens) -> Shortage | Refusal | None:
+        """Take saved pages for all that the lease has of ``tokens``, all or none.
+
+        Nothing else changes yet.
+        """
+        wanted = self._wanted(lease, count(tokens))
+        if isinstance(wanted, Refusal):
+            return wanted
+        for component, rows in wanted.items():
+            pool, needed = self.pools[component], count(rows.pages)
+            if needed > pool.free_pages:
+                return Shortage(needed, pool.free_pages, component)
+        self.turn(lease, Turn.RETRACT)
+        parts = tuple(
+            SavedPart(component, rows.first, self.pools[component].take(count(rows.pages)))
+            for component, rows in wanted.items()
+        )
+        n_pages, n_bytes = self._amount(parts)
+        fresh_tokens = self._fresh_tokens(parts, count(tokens))
+        lease.saved = Saved(tokens, parts, fresh_tokens, n_pages, n_bytes)
+        lease.holders.add(SAVE)
+        return None
+
+    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, Rows] | Refusal:
+        """By component, the rows that have to be saved."""
+        table, wanted = self._table, {}
+        if self._first in self.pools:
+            used = Pages(lease.row[: table.pages_for(n_tokens) * ID_BYTES])
+            wanted[self._first] = Rows(0, used)
+        for keeper in table.beside.each:
+            rows = keeper.content(lease, n_tokens)
+            if isinstance(rows, Refusal):
+                return rows
+            if rows.pages and keeper.component.name in self.pools:
+                wanted[keeper.component.name] = rows
+        return wanted
+
+    def _amount(self, parts: tuple[SavedPart, ...]) -> tuple[int, int]:
+        """Pages and bytes of the parts, with what is in lockstep with them."""
+        n_pages = n_bytes = 0
+        for part in parts:
+            times = [(self._components[part.component], 1)]
+            if part.component == self._first:
+                times += self._companions
+            for component, factor in times:
+                n_pages += count(part.slots) * factor
+                n_bytes += count(part.slots) * factor * node_page_bytes(self._spec, component)
+        return n_pages, n_bytes
+
+    def _fresh_tokens(self, parts: tuple[SavedPart, ...], n_tokens: int) -> int:
+        """The first token of which something beside the first component is saved."""
+        fresh = n_tokens
+        for part in parts:
+            component = self._components[part.component]
+            if isinstance(component.extent, Tail):
+                fresh = min(fresh, part.first * component.page_size)
+        return fresh
+
+    def cut_save(self, lease: Lease) -> None:
+        """The pages were not saved: the lease runs on as before."""
+        self.turn(lease, Turn.CUT)
+        self.drop(lease)
+        self._table.release(lease, SAVE, "cut")
+
+    def end_save(self, lease: Lease) -> None:
+        """Its bytes are saved: unlock the prefix, free the pages; if nobody wants it, all of it."""
+        lease.retracted_s = self._out.at_s
+        if lease.saved is not None:
+            self._table.vacate(lease, lease.saved.tokens)
+        self.turn(lease, Turn.SAVED)
+        self._table.release(lease, SAVE, "retracted")
+
+    def leave(self, lease: Lease, tokens: Tokens) -> None:
+        """Unlock the prefix and free the pages; nothing of them is kept."""
+        lease.retracted_s = self._out.at_s
+        self._table.vacate(lease, tokens)
+        self.turn(lease, Turn.DROP)
+
+    # ---- and back ----------------------------------------------------------------------------
+
+    def begin_restore(self, lease: Lease) -> None:
+        """Saved bytes are on their way into the row's pages."""
+        self.turn(lease, Turn.ADMITTED)
+        lease.holders.add(RESTORE)
+
+    def end_restore(self, lease: Lease) -> None:
+        """The row holds what was saved: the area's pages are free now."""
+        self.turn(lease, Turn.RESTORED)
+        self.drop(lease)
+        self._table.release(lease, RESTORE, "restored")
+
+    def undo_restore(self, lease: Lease) -> None:
+        """It is not restored: the pages go back, the bytes stay saved for whoever wants them."""
+        self._table.vacate(lease, lease.tokens)
+        self.turn(lease, Turn.REFUSED)
+        self._table.release(lease, RESTORE, "refused")
+
+    def give_up(self, lease: Lease) -> None:
+        """Its row cannot take what was saved: the pages go back, the bytes stay saved."""
+        self._table.vacate(lease, lease.tokens)
+        self.turn(lease, Turn.GIVEN_UP)
+
+    def complete(self, lease: Lease) -> None:
+        """The row needs nothing of what was saved."""
+        self.turn(lease, Turn.COMPLETE)
+        self.drop(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Free what it has here."""
+        saved, lease.saved = lease.saved, None
+        if saved is not None:
+            for part in saved.parts:
+                self.pools[part.component].give(part.slots)
+
+    def turn(self, lease: Lease, turn: Turn) -> None:
+        """The lease goes on to its next standing."""
+        lease.standing = standing_next(lease.standing, turn)
+
+    # ---- what is copied ----------------------------------------------------------------------
+
+    def to_save(self, lease: Lease) -> list[Moved]:
+        """Everything that the lease has, of every component."""
+        moved = self._moved(lease, 0)
+        assert not isinstance(moved, Refusal), "what was taken for its rows fits them"
+        return moved
+
+    def to_restore(self, lease: Lease) -> list[Moved] | Refusal:
+        """What the tree did not give it; or which row was mapped and never saved."""
+        return self._moved(lease, lease.owned)
+
+    def _moved(self, lease: Lease, first: int) -> list[Moved] | Refusal:
+        """Saved pages and the row's pages for them, kv from page ``first`` on."""
+        saved = lease.saved
+        if saved is None:
+            return []
+        n_tokens = count(saved.tokens)
+        rows = self._wanted(lease, n_tokens)
+        if isinstance(rows, Refusal):
+            return rows
+        if self._first in rows:
+            used = rows[self._first].pages
+            rows[self._first] = Rows(first, Pages(used[first * ID_BYTES :]))
+        parts = {part.component: part for part in saved.parts}
+        moved = []
+        for component, now in rows.items():
+            slots = _slots_for(parts.get(component), now)
+            if slots is None:
+                return self._unsaved(lease, component, now, parts.get(component))
+            moved.append(Moved(component, now.pages, slots))
+            if component == self._first:
+                moved += [
+                    Moved(one.name, companion_pages(now.pages, k), companion_pages(slots, k))
+                    for one, k in self._companions
+                ]
+        return [one for one in moved if one.pages]
+
+    def _unsaved(self, lease: Lease, component: str, now: Rows, part: SavedPart | None) -> Refusal:
+        first = part.first if part is not None else 0
+        last = first + count(part.slots) if part is not None else 0
+        return Refusal(
+            Code.INTERNAL,
+            f"lease {lease.id} has pages [{now.first}, {now.first + count(now.pages)}) of "
+            f"{component} in its row and [{first}, {last}) saved: the others would hold what was "
+            "never written; it stays retracted, release it and compute it again",
+            numbers={"first": now.first, "pages": count(now.pages), "saved": last - first},
+        )
+
+
+def _slots_for(part: SavedPart | None, now: Rows) -> Pages | None:
+    """The saved pages of exactly these rows; None where one of them was not saved."""
+    if not now.pages:
+        return NO_PAGES
+    if part is None or now.first < part.first:
+        return None
+    skip = (now.first - part.first) * ID_BYTES
+    slots = Pages(part.slots[skip : skip + len(now.pages)])
+    return slots if len(slots) == len(now.pages) else None

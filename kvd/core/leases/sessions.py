@@ -1,0 +1,229 @@
+"""Sessions of engines: who they are, and what happens when one is over.
+
+A session is what an engine opened on the attach socket, with every process that maps the pool for
+it. When the last of them is gone its handoffs are given up and its leases released; what it had
+committed stays cached. One of before a restart (``adopt``) waits for its engine to come back.
+
+The daemon may have to hang up on a session whose processes live: one that does not read, say. They
+map the pool and may go on writing, so only what they cannot know of is given up: requests that
+wait, handoffs, leases whose pages they gave back by a retraction. Every other lease keeps what it
+has until the last of them is dead::
+
+    attached --HungUpOn--> hung up on --ClientHungUp--> over
+        |                      | it holds no lease
+        +----ClientHungUp------+--> over
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.lease_state import Standing
+from kvd.errors import Code, Refusal
+from kvd.wire import events, restart_events, session_events
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.inputs import (
+        ClientHungUp,
+        ClientJoined,
+        ClientReturned,
+        FormerSession,
+        HungUpOn,
+    )
+    from kvd.core.node import Node
+
+
+KEEPS_PAGES = {Standing.RUNNING, Standing.FORMER}
+"""Standings of leases whose engine knows their pages, and may be writing them."""
+
+
+class HangUp(msgspec.Struct, frozen=True):
+    """Why and since when a session is served no more."""
+
+    why: Refusal
+    since_s: float
+
+
+class Session:
+    """One engine: its name, and the processes that map the pool for it."""
+
+    __slots__ = ("hang_up", "id", "is_former", "name", "pids", "since_s")
+
+    def __init__(self, session_id: int, name: str, since_s: float) -> None:
+        self.id = session_id
+        self.name = name
+        self.pids: list[int] = []
+        self.since_s = since_s
+        self.is_former = False
+        """Whether it is of before the restart, and its engine has not come back yet."""
+        self.hang_up: HangUp | None = None
+        """Of the daemon on it, while processes of it live; ``pids`` are those then."""
+
+    def saw(self, pid: int) -> None:
+        """One more process of it, or one that was known from before the restart."""
+        if pid not in self.pids:
+            self.pids.append(pid)
+
+
+class Sessions:
+    """The living sessions, by number."""
+
+    def __init__(self, node: Node) -> None:
+        self.by_id: dict[int, Session] = {}
+        self._node = node
+        self._out = node.out
+
+    def joined(self, got: ClientJoined) -> None:
+        """A process opened the session or joined it."""
+        session = self.by_id.get(got.session)
+        if session is None:
+            session = self.by_id[got.session] = Session(got.session, got.name, got.at_s)
+        session.saw(got.pid)
+        out = self._out
+        out.emit(events.ClientAttached(out.next_seq(), out.at_s, session.id, session.name, got.pid))
+
+    def awaits(self, former: FormerSession) -> None:
+        """It was there before the restart; its engine may come back."""
+        session = self.by_id[former.id] = Session(former.id, former.name, self._out.at_s)
+        session.pids = list(former.pids) or [0]
+        session.is_former = True
+
+    def returned(self, got: ClientReturned) -> None:
+        """Its engine is here again: what it does not use any more is given back."""
+        session = self.by_id.get(got.session)
+        if session is None:
+            return
+        session.is_former = False
+        session.saw(got.pid)
+        former = self._node.former.of_session(session.id)
+        unused = [lease for lease in former if lease.id not in got.leases]
+        for lease in unused:
+            self.end_lease(lease, "not used after the restart")
+        self._node.former.settle()
+        out, n_kept = self._out, len(former) - len(unused)
+        out.emit(
+            restart_events.ClientReturned(
+                out.next_seq(), out.at_s, session.id, session.name, got.pid, n_kept, len(unused)
+            )
+        )
+
+    def hung_up_on(self, got: HungUpOn) -> None:
+        """It is served no more, and its processes live: what they may write stays held."""
+        session = self.by_id.get(got.session)
+        if session is None:
+            return
+        session.pids = list(got.pids) or session.pids
+        if session.hang_up is not None:
+            return
+        session.hang_up = HangUp(got.why, got.at_s)
+        handoffs = self._give_up(session, got.why)
+        kept = []
+        for lease in self._leases_of(session):
+            if lease.standing in KEEPS_PAGES:
+                kept.append(lease)
+            else:
+                self.end_lease(lease, Code.CLIENT_GONE.value)
+        out = self._out
+        out.emit(
+            session_events.ClientHungUpOn(
+                seq=out.next_seq(),
+                at_s=out.at_s,
+                session=session.id,
+                name=session.name,
+                pids=tuple(session.pids),
+                code=got.why.code.value,
+                why=got.why.message,
+                leases=len(kept),
+                held_pages=sum(lease.held_pages for lease in kept),
+                handoffs=handoffs,
+            )
+        )
+        if not kept and not session.is_former:
+            # Nothing that it could write is held for it, and nothing ever will be again.
+            self._over(session, 0)
+        self._node.admission.wake()
+
+    def hung_up(self, got: ClientHungUp) -> None:
+        """Its last process is gone: give up its handoffs, release its leases."""
+        session = self.by_id.get(got.session)
+        if session is None:
+            return
+        why = Refusal(
+            Code.CLIENT_GONE,
+            f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
+            side=self._node.settings.name,
+        )
+        del self.by_id[session.id]  # first: nobody is told what becomes of its requests
+        self._over(session, self._give_up(session, why))
+        self._node.admission.wake()
+
+    def may_write(self, number: int) -> bool:
+        """Whether processes of that session, if they live, may write pages or read former ones."""
+        session = self.by_id.get(number)
+        if session is None:
+            return False
+        return session.is_former or any(
+            lease.standing in KEEPS_PAGES for lease in self._leases_of(session)
+        )
+
+    def _give_up(self, session: Session, why: Refusal) -> int:
+        """Its requests that wait and its handoffs; how many handoffs they were."""
+        node = self._node
+        # All of them before anything else: each page given back below may admit somebody.
+        node.admission.withdraw_session(session.id)
+        receives = [r for r in node.decoder.receptions.values() if r.session == session.id]
+        sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
+        for receive in receives:
+            node.decoder.cancel(receive, why)
+        for send in sends:
+            node.prefiller.abandon(send, why)
+        node.prefiller.end_session(session.id)
+        return len(receives) + len(sends)
+
+    def _leases_of(self, session: Session) -> list[Lease]:
+        """Those that its engine holds."""
+        return [
+            lease
+            for lease in self._node.leases.leases.values()
+            if lease.session == session.id and ENGINE in lease.holders
+        ]
+
+    def _over(self, session: Session, handoffs: int) -> None:
+        """No process of it writes any more."""
+        self.by_id.pop(session.id, None)
+        leases = self._leases_of(session)
+        for lease in leases:
+            self.end_lease(lease, Code.CLIENT_GONE.value)
+        self._node.former.settle()
+        out = self._out
+        out.emit(
+            events.ClientGone(
+                out.next_seq(),
+                out.at_s,
+                session.id,
+                session.name,
+                len(leases),
+                handoffs,
+            )
+        )
+
+    def refusal(self, number: int) -> Refusal | None:
+        """Why no request of that session is served; None where one is."""
+        session = self.by_id.get(number)
+        if session is None:
+            why = "this session is over: attach again"
+            return Refusal(Code.UNKNOWN_SESSION, why, side=self._node.settings.name)
+        return session.hang_up.why if session.hang_up is not None else None
+
+    def end_lease(self, lease: Lease, cause: str) -> None:
+        """The engine lets go of a lease; a delivered handoff behind it is over too."""
+        self._node.fetcher.lease_ends(lease)
+        self._node.retractor.lease_ends(lease)
+        self._node.leases.release(lease, ENGINE, cause)
+        self._node.decoder.lease_ended(lease.id)
+        if lease.standing is Standing.FORMER:
+            self._node.former.ended(lease)

@@ -1,0 +1,236 @@
+"""Whether the pages of two nodes are the same, and in which direction they may be sent.
+
+Equal layouts exchange both ways. Where only the page sizes differ, the larger pages can be sent to
+the node with the smaller ones, if that takes them into host memory; never the other way round,
+because nobody puts pages together.
+
+Which shards of the model either node has is no difference: what goes from which to which are
+``lanes``, worked out here once for each Hello. A node that has nothing, or not all, of what the
+other keeps may still be one of several sources.
+
+When two pools that differ in page size hold the same: one page there is several here.
+
+Only what lies token by token can be cut into smaller pages: opaque bytes, windows and states must
+be equal on both sides. Whether such a peer is accepted is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.layout.shards import MAX_SHARDS, Lane, Shard, Straight, flaw, lanes
+from kvd.core.layout.spec import (
+    Exchanged,
+    Host,
+    Order,
+    PoolSpec,
+    Raw,
+    Whole,
+    exchanged,
+    heads_of,
+    layout_difference,
+    read_shards,
+    shards_of,
+)
+from kvd.errors import Code, Refusal
+
+if TYPE_CHECKING:
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
+
+
+class PageSplit(msgspec.Struct, frozen=True):
+    """How the pages of two nodes relate.
+
+    ``parts`` is parallel to the components that both have, buffers left out: how many of the
+    smaller page hold one of the larger; the larger is on the same side in all of them.
+    """
+
+    ours_tokens: int
+    theirs_tokens: int
+    parts: tuple[int, ...]
+
+
+def read_fingerprint(theirs: str) -> tuple[Order, tuple[Exchanged, ...]] | None:
+    """What a peer says of its pool; None when that is no fingerprint."""
+    try:
+        return msgspec.json.decode(theirs, type=tuple[Order, tuple[Exchanged, ...]])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
+    """How our pages relate to those of a peer's fingerprint when nothing but page sizes differs.
+
+    None when anything else differs, or one size is no whole multiple of the other. Equal sizes are
+    a split into 1 part.
+    """
+    read = read_fingerprint(theirs)
+    if read is None:
+        return None
+    order, others = read
+    mine = exchanged(ours)
+    if order is not ours.order or len(others) != len(mine):
+        return None
+    is_ours_larger = mine[0].page_size >= others[0].page_size
+    parts: list[int] = []
+    for one, other in zip(mine, others, strict=True):
+        if msgspec.structs.replace(other, page_size=one.page_size) != one:
+            return None
+        large, small = one.page_size, other.page_size
+        if not is_ours_larger:
+            large, small = small, large
+        if small < 1 or large % small or (large != small and not _is_token_by_token(one)):
+            return None
+        parts.append(large // small)
+    return PageSplit(mine[0].page_size, others[0].page_size, tuple(parts))
+
+
+def _is_token_by_token(component: Exchanged) -> bool:
+    return isinstance(component.extent, Whole) and not isinstance(component.layout, Raw)
+
+
+WHOLE = (Lane(0, None, (Straight(),)),)
+"""Between two pools that have all of the model in one shard."""
+
+
+class LayoutMatch(msgspec.Struct, frozen=True):
+    """Why nothing is sent to a peer and taken from it, each None where something is.
+
+    ``split``: how many of its pages each of ours is, for each component that peers compare.
+    ``shards`` are the peer's; ``lanes`` go to them from ours, ``incoming`` from them to ours.
+    """
+
+    sending: Refusal | None
+    receiving: Refusal | None
+    split: tuple[int, ...]
+    difference: str
+    shards: tuple[Shard, ...] = ()
+    lanes: tuple[Lane, ...] = WHOLE
+    incoming: tuple[Lane, ...] = WHOLE
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Which layout of a peer was read last: the SHA-256 of its text, and how it differs."""
+
+    digest: bytes
+    difference: str = ""
+
+
+def read_layout(peer: Peer, text: str, mine: Settings) -> None:
+    """What ``peer`` says of its pool, and what follows; once for each text, not for each Hello."""
+    digest = hashlib.sha256(text.encode()).digest()
+    if peer.layout.digest == digest:
+        return
+    match = layout_match(mine.spec, text, mine.name, peer.name)
+    peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
+    peer.shards, peer.lanes, peer.incoming = match.shards, match.lanes, match.incoming
+    peer.layout = Layout(digest, match.difference)
+
+
+def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMatch:
+    """Compare our pool with the fingerprint that ``there`` has sent to ``here``."""
+    difference = layout_difference(ours, theirs)
+    theirs, shards = read_shards(theirs)
+    if difference is None:
+        return _between_shards(ours, shards, here, there)
+    is_cut = bool(shards) or ours.held is not None
+    found = None if is_cut else page_split(ours, theirs)
+    bare = _without_kv(ours, theirs, here, there)
+    why = (
+        f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
+        "alike on both"
+        if bare is None
+        else f'{bare} has no KV to exchange: cache.mode is "prefill-only" there; set cache.mode = '
+        '"radix"'
+    )
+    refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here)
+    if found is None:
+        return LayoutMatch(refusal, refusal, (), difference)
+    sizes: dict[str, int | float | str] = {"ours": found.ours_tokens, "theirs": found.theirs_tokens}
+    if found.ours_tokens >= found.theirs_tokens:
+        smaller = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"pages of {here} have {found.ours_tokens} tokens, those of {there} only "
+            f"{found.theirs_tokens}: ours can be cut on the way there, theirs are not put together "
+            "here; to receive from there too, make pool.page_size equal on both",
+            side=here,
+            numbers=sizes,
+        )
+        return LayoutMatch(None, smaller, found.parts, difference)
+    if isinstance(ours.components[0].tier, Host):
+        larger = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
+            f"{found.ours_tokens}: theirs are cut on the way here, ours are not put together "
+            "there; to send there too, make pool.page_size equal on both",
+            side=here,
+            numbers=sizes,
+        )
+        return LayoutMatch(larger, None, (), difference)
+    device = Refusal(
+        Code.LAYOUT_MISMATCH,
+        f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
+        f"{found.ours_tokens}: they are cut only where they land in host memory (family hisparse); "
+        "make pool.page_size equal on both",
+        side=here,
+        numbers=sizes,
+    )
+    return LayoutMatch(device, device, (), difference)
+
+
+def _between_shards(
+    ours: PoolSpec, theirs: tuple[Shard, ...], here: str, there: str
+) -> LayoutMatch:
+    """What goes from which shard to which, between two pools of the same model."""
+    first = exchanged(ours)[0]
+    whole = Shard(0, first.layers, 0, heads_of(first.layout))
+    if ours.held is None and not theirs:
+        return LayoutMatch(None, None, (), "", (whole,))
+    mine, theirs = shards_of(ours), theirs or (whole,)
+    if len(theirs) > MAX_SHARDS:
+        why = f"{len(theirs)} shards, of which {MAX_SHARDS} are read at most"
+    else:
+        why = flaw(theirs, first.layers, whole.end_head)
+    if why:
+        wrong = Refusal(
+            Code.LAYOUT_MISMATCH,
+            f"{there} tells {here} of {why}; run the same version of kvd on both",
+            side=here,
+        )
+        return LayoutMatch(wrong, wrong, (), f"its shards: {why}", (), (), ())
+    sending, out = _lanes(mine, theirs, here, there)
+    receiving, incoming = _lanes(theirs, mine, here, there)
+    difference = ""
+    if sending is not None and receiving is not None:
+        difference = sending.message
+    return LayoutMatch(sending, receiving, (), difference, theirs, out, incoming)
+
+
+def _lanes(
+    source: tuple[Shard, ...], target: tuple[Shard, ...], here: str, there: str
+) -> tuple[Refusal | None, tuple[Lane, ...]]:
+    try:
+        return None, lanes(source, target)
+    except ValueError as exc:
+        why = (
+            f"the shards of {here} and {there} do not fit: {exc}; let each node hold "
+            "neighbouring ranks of one stage (pool.tp_ranks, pool.stage)"
+        )
+        return Refusal(Code.LAYOUT_MISMATCH, why, side=here), ()
+
+
+def _without_kv(ours: PoolSpec, theirs: str, here: str, there: str) -> str | None:
+    """Which of the two nodes only counts its pages; None where neither does, or both do."""
+    read = read_fingerprint(theirs)
+    counts_there = read is not None and _only_counts(read[1])
+    if counts_there == _only_counts(exchanged(ours)):
+        return None
+    return there if counts_there else here
+
+
+def _only_counts(components: tuple[Exchanged, ...]) -> bool:
+    return bool(components) and not any(one.layers for one in components)

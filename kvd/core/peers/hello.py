@@ -1,0 +1,134 @@
+"""What a Hello must satisfy before its sender is a peer: each refusal says what to change."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from kvd.errors import Code, Refusal
+from kvd.types import short
+from kvd.wire.peer import PROTOCOL, Hello
+
+if TYPE_CHECKING:
+    from kvd.core.peers.peer import Peers
+    from kvd.core.settings import Settings
+    from kvd.wire.peer import Message
+
+
+INCARNATION: Final = re.compile("[0-9a-f]{32}")
+"""Nothing else compares with an incarnation."""
+
+NODE: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""As the configuration allows; whatever else would stand in tables, metrics and refusals."""
+
+MAX_PEERS: Final = 4096
+"""Names kept: far above any cluster, and an end to a stranger that invents names."""
+
+MAX_LAYOUT_CHARS: Final = 65_536
+"""Of a pool layout as text: hundreds of components. Nothing longer is read."""
+
+
+def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
+    """Why ``mine`` does not exchange KV with the sender; None when it does."""
+    is_named = INCARNATION.fullmatch(message.source) and NODE.fullmatch(message.node)
+    if not is_named or message.generation < 1:
+        return Refusal(
+            Code.BAD_REQUEST,
+            f"a Hello of node {message.node[:80]!r}, incarnation {message.source[:40]!r}, "
+            f"generation {message.generation}: a name, 32 hex digits, and 1 or more are expected",
+            side=mine.name,
+        )
+    if message.source == mine.incarnation or message.node == mine.name:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"a peer calls itself {message.node!r}, which is this node's own name: "
+            "give every node its own node.name",
+            side=mine.name,
+        )
+    if message.protocol != PROTOCOL:
+        return Refusal(
+            Code.NOT_SUPPORTED,
+            f"{message.node} speaks peer protocol {message.protocol}, {mine.name} speaks "
+            f"{PROTOCOL}: run the same kvd version on both",
+            side=mine.name,
+            numbers={"theirs": message.protocol, "ours": PROTOCOL},
+        )
+    if peers.allow and message.node not in peers.allow:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"{message.node!r} is not in peers.allow of {mine.name}",
+            side=mine.name,
+        )
+    if message.node not in peers.by_name and len(peers.by_name) >= MAX_PEERS:
+        return Refusal(
+            Code.NO_ROOM,
+            f"{len(peers.by_name)} nodes have said Hello to {mine.name}, which is its limit: name "
+            "those that may in peers.allow",
+            side=mine.name,
+            numbers={"peers": len(peers.by_name), "limit": MAX_PEERS},
+        )
+    return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
+
+
+def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Refusal | None:
+    """Why a message is not acted on though its sender may connect: it speaks as another node.
+
+    ``proven`` is whose key the sender has; empty where links need no keys, and then anyone may.
+    """
+    if not proven:
+        return None
+    if isinstance(message, Hello):
+        claimed = message.node
+    else:
+        speaker = peers.by_incarnation.get(message.source)
+        claimed = proven if speaker is None else speaker.name
+    if claimed == proven:
+        return None
+    return Refusal(
+        Code.PEER_UNKNOWN,
+        f"the key of {proven!r} speaks as {claimed[:80]!r}: make node.name there and peers.keys of "
+        f"{mine.name} equal",
+        side=mine.name,
+    )
+
+
+def _too_long(message: Hello, side: str) -> Refusal | None:
+    n_chars = len(message.layout)
+    if n_chars <= MAX_LAYOUT_CHARS:
+        return None
+    return Refusal(
+        Code.TOO_LARGE,
+        f"{message.node[:80]} describes its pool in {n_chars} characters, {MAX_LAYOUT_CHARS} are "
+        "read at most",
+        side=side,
+        numbers={"chars": n_chars, "limit": MAX_LAYOUT_CHARS},
+    )
+
+
+def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
+    """One link and one process have one name each, and a superseded process never comes back."""
+    dialed = peers.dialed.get(link)
+    if dialed is not None and dialed.name != message.node:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"the daemon at {dialed.address} calls itself {message.node!r}, "
+            f"peers.connect of {side} calls it {dialed.name!r}: make the names equal",
+            side=side,
+        )
+    speaker = peers.by_incarnation.get(message.source)
+    if speaker is not None and speaker.name != message.node:
+        return Refusal(
+            Code.PEER_UNKNOWN,
+            f"incarnation {short(message.source)} calls itself {message.node!r}, "
+            f"it was {speaker.name!r} before",
+            side=side,
+        )
+    known = peers.by_name.get(message.node)
+    if known is not None and message.source < known.incarnation:
+        return Refusal(
+            Code.PEER_STALE,
+            f"incarnation {message.source} of {message.node} is older than {known.incarnation}, "
+            "which has said Hello before: its messages are not acted on",
+            side=side,
+        )
+    return None

@@ -1,0 +1,94 @@
+"""Pings, and what their echoes prove: a peer lives, and which connections are its own.
+
+Bytes of a dead writer come on a connection that it had made to us. Neither side knows whose a
+connection is that the other one made, so the living say it: an echo names the *streams* of the
+sending agent that leads to us now. Which of them are of no dead writer is then certain:
+
+- an echo of a ping that went out after something was known was sent after that too. So a claim
+  counts only for what began to be waited for before its ping: the agent of which it speaks lives,
+  and is none that had been destroyed then;
+- of two peers that claim one stream one is wrong, so it is nobody's then;
+- a stream that nobody claims may be anybody's. So what is not said, not heard or not believed costs
+  time, and nothing else.
+
+A peer that lies here could free pages that a third one still writes. It is trusted with memory
+anyway: its writes land where it says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core.peers.peer_drain import SERVING
+from kvd.wire.peer import MAX_STREAMS, Ping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.effects import Outbox
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
+
+
+class StreamClaim(msgspec.Struct, frozen=True):
+    """The streams that a peer called its own when it echoed our ping ``number``."""
+
+    number: int = 0
+    streams: tuple[str, ...] = ()
+
+
+NO_CLAIM = StreamClaim()
+
+
+class Pulse:
+    """The pings of this node, numbered through whoever they go to."""
+
+    def __init__(self, settings: Settings, out: Outbox) -> None:
+        self.saying = (SERVING, "")
+        """The state of this node as every Ping tells it, and why."""
+        self.last_ping = self.claims = 0
+        """Numbers: of the ping that left last, and of the claims that were heard."""
+        self._settings = settings
+        self._out = out
+        self._beat_s = float("-inf")
+
+    def is_due(self) -> bool:
+        """Whether it is time to ping; says so once per heartbeat."""
+        if self._out.at_s - self._beat_s < self._settings.heartbeat_s:
+            return False
+        self._beat_s = self._out.at_s
+        return True
+
+    def beat(self, peer: Peer, offer_floor: int, settled_floor: int) -> None:
+        """Ping one peer with the floors that stand towards it."""
+        self.last_ping += 1
+        peer.ping = self.last_ping
+        peer.ping_sent_s = self._out.at_s
+        mine, theirs = self._settings.incarnation, peer.incarnation
+        ping = Ping(mine, theirs, peer.ping, 0, offer_floor, settled_floor, *self.saying)
+        self._out.send(peer.link, ping)
+
+    def heard(self, peer: Peer, message: Ping) -> None:
+        """Take the floors; answer a ping, or take what an echo of our own says."""
+        peer.offer_floor = max(peer.offer_floor, message.offer_floor)
+        peer.settled_floor = max(peer.settled_floor, message.settled_floor)
+        if message.echo:
+            if message.echo == peer.ping:
+                peer.round_trip_s = self._out.at_s - peer.ping_sent_s
+            if peer.claim.number < message.echo <= peer.ping:  # echoes may overtake each other
+                peer.claim = StreamClaim(message.echo, message.streams)
+                self.claims += 1
+        elif message.number > 0:  # an echo of nothing would be echoed for ever
+            mine, theirs, streams = self._settings.incarnation, peer.incarnation, peer.streams
+            echo = Ping(mine, theirs, 0, message.number, 0, 0, streams=streams[:MAX_STREAMS])
+            self._out.send(peer.link, echo)
+
+
+def claimed(peers: Iterable[Peer]) -> dict[str, Peer]:
+    """Whose each stream is that exactly one of these peers claims."""
+    owners = {stream: peer for peer in peers for stream in peer.claim.streams}
+    times = Counter([stream for peer in peers for stream in {*peer.claim.streams}])
+    return {stream: peer for stream, peer in owners.items() if times[stream] == 1}
