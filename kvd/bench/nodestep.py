@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 
 from kvd.bench.replay import NAMESPACE, Cost
-from kvd.core.effects import Answer, Step
+from kvd.core.effects import AnswerEngine, Step
 from kvd.core.inputs import ClientJoined, FromClient
-from kvd.core.layout.spec import Component, Order, PoolSpec, Raw
+from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw
 from kvd.core.node import Node
 from kvd.core.settings import Settings
 from kvd.types import Incarnation, NodeName, Tokens, count
@@ -27,7 +27,7 @@ class NodeColumn:
     def __init__(self, capacity_tokens: int, page_size: int) -> None:
         component = Component("kv", 1, Raw(page_size), page_size)
         pages = capacity_tokens // page_size + 1
-        spec = PoolSpec("bench", "mha", Order.PAGE_FIRST, (component,), (pages,))
+        spec = PoolSpec("bench", "mha", PageOrder.PAGE_FIRST, (component,), (pages,))
         self._page_size = page_size
         self._at_s = 0.0
         self._node = Node(Settings(NodeName("bench"), Incarnation("0" * 32), spec), self._at_s)
@@ -59,5 +59,5 @@ class NodeColumn:
 
 def _answer(step: Step) -> client.Reply:
     (effect,) = step.effects
-    assert isinstance(effect, Answer)
+    assert isinstance(effect, AnswerEngine)
     return effect.message

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 import msgspec
 import numpy as np
 
-from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
@@ -214,7 +214,7 @@ class _Bare:
 
     def __init__(self, shape: Shape) -> None:
         geometry = Geometry(
-            shape.pages, shape.page_bytes, (Row(0, shape.page_bytes, shape.page_bytes),), ()
+            shape.pages, shape.page_bytes, (PieceRow(0, shape.page_bytes, shape.page_bytes),), ()
         )
         self._note = map_region(RegionFd(REGION, shape.descriptor, geometry).plan())
         whole = (ctypes.c_uint8 * self._note.region_bytes).from_address(self._note.address)

@@ -26,8 +26,8 @@ from kvd.bench.memory import busy_s
 from kvd.bench.table import Goal, at_least
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.seal import Seal
-from kvd.core.layout.shards import Lane, Shard, Straight, lanes, tp_shards
-from kvd.core.layout.spec import Component, Mha, Order, shard_region
+from kvd.core.layout.shards import Shard, ShardRoute, Straight, lanes, tp_shards
+from kvd.core.layout.spec import Component, Mha, PageOrder, shard_region
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
@@ -269,7 +269,7 @@ def _shapes(plan: Plan, side: int) -> dict[str, Geometry]:
 def _memory(shard: Shard, pages: int) -> Geometry:
     heads, layers = shard.end_head - shard.first_head, shard.end_layer - shard.first_layer
     component = Component(KV, layers, Mha(heads, DIM, DIM, "bfloat16"), PAGE_TOKENS)
-    return geometry(component, pages=pages + 1, order=Order.PAGE_FIRST)
+    return geometry(component, pages=pages + 1, order=PageOrder.PAGE_FIRST)
 
 
 @contextlib.asynccontextmanager
@@ -335,7 +335,7 @@ async def _measure_case(up: _Running, plan: Plan, case: Case) -> CaseResult:
     return CaseResult(case.name, case.is_packed, moved_bytes, n_rows, rates)
 
 
-async def _verify(receiver: _End, name: str, lane: Lane, post: Post, sums: bytes) -> None:
+async def _verify(receiver: _End, name: str, lane: ShardRoute, post: Post, sums: bytes) -> None:
     """Have the receiver sum what the last post of a lane has written.
 
     Raises:
@@ -349,7 +349,7 @@ async def _verify(receiver: _End, name: str, lane: Lane, post: Post, sums: bytes
         raise TransportDown(f"{name}: pages {found.bad_pages} arrived changed {found.why}".strip())
 
 
-def _post(plan: Plan, name: str, number: int, lane: Lane | None) -> Post:
+def _post(plan: Plan, name: str, number: int, lane: ShardRoute | None) -> Post:
     """All pages of a lane, or of whole pages, from and to places in random order."""
     random = np.random.default_rng(plan.seed)
     source, destination = (

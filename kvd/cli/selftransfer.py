@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.orders import Load, Loaded, LoadFailed, Post, Posted, PostFailed, Report
 from kvd.transfer.orders import Path as Route
@@ -138,7 +138,7 @@ class _End:
 @contextlib.asynccontextmanager
 async def _end(name: str, fd: int, environment: Mapping[str, str]) -> AsyncIterator[_End]:
     """A transfer process over one region, for as long as the block lasts."""
-    rows = (Row(0, PAGE_BYTES, PAGE_BYTES),)
+    rows = (PieceRow(0, PAGE_BYTES, PAGE_BYTES),)
     region = RegionFd(REGION, fd, Geometry(PAGES, PAGE_BYTES, rows, ()))
     process = TransferProcess(f"doctor-{os.getpid()}-{name}", [region], environment=environment)
     end = _End(process)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Answer = (
     wire.Leased
-    | wire.Row
+    | wire.PageTable
     | wire.Done
     | wire.Receiving
     | wire.Sending
@@ -317,7 +317,7 @@ class Connection:
         match answer:
             case wire.Leased(_, number, prefix_tokens, pages, beside):
                 call.lease = self._opened(number, prefix_tokens, pages, beside)
-            case wire.Row(_, first, pages, beside) if call.lease is not None:
+            case wire.PageTable(_, first, pages, beside) if call.lease is not None:
                 call.lease.replace(first, pages, beside)
             case wire.Retracted() if call.lease is not None:
                 call.lease.retracted()

@@ -161,7 +161,7 @@ class Lease:
         request = wire.ExtendLease(
             self._port.connection.next_call(), self.id, operator.index(n_tokens)
         )
-        await self._port.ask(request, wire.Row, about=self._state)
+        await self._port.ask(request, wire.PageTable, about=self._state)
 
     async def slide(self, upto_tokens: int) -> None:
         """The KV from ``upto_tokens`` on is computed next, the KV before it is written.
@@ -183,7 +183,7 @@ class Lease:
         request = wire.SlideLease(
             self._port.connection.next_call(), self.id, operator.index(upto_tokens)
         )
-        await self._port.ask(request, wire.Row, about=self._state)
+        await self._port.ask(request, wire.PageTable, about=self._state)
 
     async def fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> Fetched:
         """Have pages of host KV in the device buffer; returns when their bytes are there.
@@ -224,7 +224,9 @@ class Lease:
                 it first. It is as it was.
         """
         request = wire.CommitLease(self._port.connection.next_call(), self.id)
-        await self._port.ask(request, wire.Row, tokens=token_frame(new_tokens), about=self._state)
+        await self._port.ask(
+            request, wire.PageTable, tokens=token_frame(new_tokens), about=self._state
+        )
 
     async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
         """Give every page back and unlock the prefix; the lease stays, for ``resume``.

@@ -19,7 +19,7 @@ from kvd.core.layout.spec import (
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -138,11 +138,11 @@ def pool_spec(config: Config) -> PoolSpec:
     if config.cache.mode == PREFILL_ONLY:
         kv = parts[0]
         nowhere = Component(kv.name, kv.layers, kv.layout, kv.page_size, tier=Nowhere())
-        return PoolSpec(pool.name, PREFILL_ONLY, Order(pool.order), (nowhere,), counts[:1])
+        return PoolSpec(pool.name, PREFILL_ONLY, PageOrder(pool.order), (nowhere,), counts[:1])
     return PoolSpec(
         name=pool.name,
         family=pool.family,
-        order=Order(pool.order),
+        order=PageOrder(pool.order),
         components=parts,
         pages=counts,
         saved_pages=saved_counts(pool, parts, counts),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config.families import keeps_latents
 from kvd.core.layout.shards import MAX_SHARDS, Shard, tp_shards
-from kvd.core.layout.spec import Held
+from kvd.core.layout.spec import HeldShards
 
 if TYPE_CHECKING:
     from kvd.config.pool_sections import PoolSection
@@ -56,7 +56,7 @@ def model_heads(pool: PoolSection) -> int:
     return 1 if keeps_latents(pool) else pool.heads
 
 
-def held(pool: PoolSection) -> Held | None:
+def held(pool: PoolSection) -> HeldShards | None:
     """What this node holds; None where that is all of the model in one shard, or no sense."""
     heads, ranks, layers = model_heads(pool), ranks_here(pool), layers_here(pool)
     is_even = not (heads % pool.tp_size and pool.tp_size % heads)
@@ -66,7 +66,7 @@ def held(pool: PoolSection) -> Held | None:
     shards = tp_shards(heads, pool.tp_size, ranks, layers) * pool.replicas
     if shards == (Shard(0, pool.layers, 0, heads),):
         return None
-    return Held(pool.layers, heads, shards)
+    return HeldShards(pool.layers, heads, shards)
 
 
 def shard_count(pool: PoolSection) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
 
 STUCK_S = 2.0
 """A handoff under way moves at least this often."""
@@ -126,7 +126,7 @@ def _unanswered(scene: Scene) -> Iterator[Concern]:
 # ---- one handoff ---------------------------------------------------------------------------------
 
 
-def _late(scene: Scene, ref: str, part: DecodePart | PrefillPart, done_bytes: int) -> Concern:
+def _late(scene: Scene, ref: str, part: ReceivePart | SendPart, done_bytes: int) -> Concern:
     whole = f" of {part.total_bytes}" if part.total_bytes else ""
     return Concern(
         MEDIUM,
@@ -146,7 +146,7 @@ def _silence(scene: Scene, incarnation: str) -> str:
     return f"; {peer.name} is {peer.life.value}" if peer and peer.life is not Life.UP else ""
 
 
-def _still_receive(scene: Scene, part: DecodePart, moved_s: float) -> Concern:
+def _still_receive(scene: Scene, part: ReceivePart, moved_s: float) -> Concern:
     silence = _silence(scene, part.incarnation)
     grave = MEDIUM if scene.now_s - moved_s > LONG_S else LOW
     match part.state:
@@ -170,7 +170,7 @@ def _still_receive(scene: Scene, part: DecodePart, moved_s: float) -> Concern:
     )
 
 
-def _still_send(scene: Scene, part: PrefillPart, moved_s: float) -> Concern:
+def _still_send(scene: Scene, part: SendPart, moved_s: float) -> Concern:
     silence = _silence(scene, part.incarnation)
     is_long = scene.now_s - moved_s > LONG_S
     grave, what, action = _what_keeps(scene, part, is_long=is_long)
@@ -185,7 +185,7 @@ def _still_send(scene: Scene, part: PrefillPart, moved_s: float) -> Concern:
     )
 
 
-def _what_keeps(scene: Scene, part: PrefillPart, *, is_long: bool) -> tuple[str, str, str]:
+def _what_keeps(scene: Scene, part: SendPart, *, is_long: bool) -> tuple[str, str, str]:
     """How grave it is, what is wrong, and what to do."""
     after_its_turn = MEDIUM if is_long else LOW
     engine, peer = f"open client:{part.session}", f"open peer:{part.peer}"

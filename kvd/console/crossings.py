@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvd.console.scene import Scene
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.wire.console import Holder
 
 HOLDERS = 8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvd.console.view import Flaw
-from kvd.wire.console import Query, Row, Table
+from kvd.wire.console import Query, Table, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Feed:
         self._born = self._revision = next(revisions)
         self._order: tuple[str, ...] = ()
         self._order_changed = self._born
-        self._rows: dict[str, tuple[Row, int]] = {}
+        self._rows: dict[str, tuple[TableRow, int]] = {}
         self._total = self._of = 0
         self._trouble = "not looked at yet: the daemon spends only so much on consoles"
         self._answers: dict[int, bytes] = {}
@@ -59,7 +59,7 @@ class Feed:
         self._total, self._of = window.total, window.of
         before = self._rows
         revision = 0
-        rows: dict[str, tuple[Row, int]] = {}
+        rows: dict[str, tuple[TableRow, int]] = {}
         for row in window.rows:
             known = before.get(row.key)
             if known is None or known[0] != row:

@@ -19,7 +19,7 @@ from kvd.wire.admin import Because, Mark
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.node import Node
     from kvd.wire.events import Event
 
@@ -99,7 +99,7 @@ class _Story:
                 self._leaves(event, "released" if cause == "normal" else f"released: {cause}")
             case events.Quarantined():
                 self._leaves(event, "in quarantine")
-            case events.Retracted(lease=lease) if lease in self._inside:
+            case events.LeaseRetracted(lease=lease) if lease in self._inside:
                 del self._inside[lease]
                 self.changes.append(Change(event.at_s, -1, f"-1 lease {lease} retracted"))
             case _:

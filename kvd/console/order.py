@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.scene import Scene
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.wire.console import Query
 
 PEEKED = 1000

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.components.component_pages import Keeper
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.layout.spec import Component
     from kvd.core.node import Node
     from kvd.wire.console import Level
@@ -135,7 +135,7 @@ class Plane:
         self,
         pool: PagePool,
         component: Component,
-        keeper: Keeper | None,
+        keeper: ComponentPages | None,
         *,
         saves: str,
         page_bytes: int,
@@ -273,7 +273,7 @@ def planes_of(node: Node) -> list[Plane]:
     table, spec = node.leases, node.settings.spec
     by_name = {one.name: one for one in spec.components}
 
-    def plane(pool: PagePool, name: str, keeper: Keeper | None, saves: str = "") -> Plane:
+    def plane(pool: PagePool, name: str, keeper: ComponentPages | None, saves: str = "") -> Plane:
         component = by_name[name]
         n_bytes = node_page_bytes(spec, component) if has_bytes(component) else 0
         return Plane(pool, component, keeper, saves=saves, page_bytes=n_bytes)

@@ -54,7 +54,7 @@ class Recent:
         self._takers: dict[type, Callable[..., None]] = {
             events.HandoffEnded: self._handoff_ended,
             events.LeaseOpened: self._lease_opened,
-            events.Resumed: self._resumed,
+            events.LeaseResumed: self._resumed,
             events.Quarantined: self._lease_quarantined,
             events.QuarantineEnded: self._quarantine_ended,
             events.MessageRefused: self.refused.append,
@@ -137,5 +137,5 @@ class Recent:
         else:
             self.evicted += missed
 
-    def _resumed(self, event: events.Resumed) -> None:
+    def _resumed(self, event: events.LeaseResumed) -> None:
         self.restored += event.restored_tokens

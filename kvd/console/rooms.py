@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvd.console.named import client_ref, lease_ref, owner, peer_ref
 from kvd.console.recent import DELIVERED
 from kvd.console.view import Field, View
-from kvd.core.handoff.parts import DecodePart
+from kvd.core.handoff.parts import ReceivePart
 from kvd.core.inspect.words import receive_share, receive_waits_for, send_share, send_waits_for
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvd.console.scene import Scene
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
 
@@ -47,7 +47,7 @@ class Handoff:
         self.room = room
         self.peer = peer
         self.state = state
-        self.part: DecodePart | PrefillPart | None = None
+        self.part: ReceivePart | SendPart | None = None
         self.end: HandoffEnded | None = None
         self.session = 0
         self.lease: Lease | None = None
@@ -63,7 +63,7 @@ class Handoff:
         self.moved_s: float | None = None
 
 
-def _receive(scene: Scene, part: DecodePart) -> Handoff:
+def _receive(scene: Scene, part: ReceivePart) -> Handoff:
     one = Handoff(f"receive:{part.id}", "decode", part.room, part.peer, part.state.value)
     one.part = part
     one.session, one.lease = part.session, part.lease
@@ -76,7 +76,7 @@ def _receive(scene: Scene, part: DecodePart) -> Handoff:
     return one
 
 
-def _send(scene: Scene, part: PrefillPart) -> Handoff:
+def _send(scene: Scene, part: SendPart) -> Handoff:
     node = scene.node
     one = Handoff(f"send:{part.id}", "prefill", part.room, part.peer, part.state.value)
     one.part = part
@@ -138,13 +138,13 @@ def _waits_for(scene: Scene, one: Handoff) -> str:
     """What would take it further; of one that failed, why."""
     if one.end is not None:
         return f"{one.end.code}: {one.end.reason}" if one.end.code else ""
-    if isinstance(one.part, DecodePart):
+    if isinstance(one.part, ReceivePart):
         return receive_waits_for(scene.node, one.part)
     return send_waits_for(one.part) if one.part is not None else ""
 
 
 def _share(scene: Scene, one: Handoff) -> str:
-    if isinstance(one.part, DecodePart):
+    if isinstance(one.part, ReceivePart):
         return receive_share(scene.node, one.part)
     return send_share(scene.node, one.part) if one.part is not None else ""
 

@@ -11,7 +11,7 @@ from kvd.console.named import kept_holder
 
 if TYPE_CHECKING:
     from kvd.console.scene import Scene
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
     from kvd.wire.console import Holder
 
 LOOK_EVERY_S = 0.2
@@ -68,7 +68,7 @@ def _next(known: Seen, n_bytes: int, last_s: float, now_s: float) -> Seen:
     return known if last_s <= moved_s else (n_bytes, last_s)
 
 
-def _first_seen(send: PrefillPart, n_bytes: int, last_s: float, now_s: float) -> float:
+def _first_seen(send: SendPart, n_bytes: int, last_s: float, now_s: float) -> float:
     """Posts know since when not a byte of theirs has moved."""
     flow = send.flow
     if send.outstanding and not flow.moved_bytes:

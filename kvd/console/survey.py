@@ -24,7 +24,7 @@ import numpy as np
 from kvd.console.plane import FIRST_NODE, FREE, Is, Plane, Things, planes_of
 from kvd.core.cache.lease import ARRIVAL, ENGINE
 from kvd.core.cache.lease_state import Standing
-from kvd.core.cache.radix_node import Node as TreeNode
+from kvd.core.cache.radix_node import RadixNode as TreeNode
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.console.scene import Scene
     from kvd.console.survey import Survey
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.wire.console import Holder, Query
 
 NAMED_TOKENS = 6

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from kvd.wire.console import Cell, Column, Filter, Query, Row
+from kvd.wire.console import Cell, Column, Filter, Query, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -50,7 +50,7 @@ class Field(Generic[T]):
 class Window(msgspec.Struct, frozen=True):
     """The rows that a query asked for; ``total`` pass its filters, of ``of``."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     total: int
     of: int
 
@@ -120,10 +120,10 @@ class View(Generic[T]):
             places = _in_order(ranks, is_falling=sort.startswith("-"))
             yield
         shown = [passing[place] for place in places[query.first : query.first + query.limit]]
-        rows: list[Row] = []
+        rows: list[TableRow] = []
         for start in range(0, len(shown), ROWS):
             rows += [
-                Row(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
+                TableRow(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
                 for one in shown[start : start + ROWS]
                 if self.is_there(scene, one)
             ]

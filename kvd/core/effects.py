@@ -10,7 +10,7 @@ import enum
 import msgspec
 
 from kvd.core.layout.seal import UNSEALED, Seal
-from kvd.core.layout.shards import Making, Straight, Window
+from kvd.core.layout.shards import PageWindow, ShardCopy, Straight
 from kvd.types import Pages, Tokens
 from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
@@ -38,21 +38,21 @@ def _reach(doubt: Doubt) -> int:
     return doubt.value
 
 
-class Answer(msgspec.Struct, frozen=True, tag="Answer"):
+class AnswerEngine(msgspec.Struct, frozen=True, tag="Answer"):
     """Send ``message`` to the engine of ``session``."""
 
     session: int
     message: Reply
 
 
-class Report(msgspec.Struct, frozen=True, tag="Report"):
+class AnswerOperator(msgspec.Struct, frozen=True, tag="Report"):
     """Send ``message`` to the operator."""
 
     operator: bytes
     message: AdminReply
 
 
-class Send(msgspec.Struct, frozen=True, tag="Send"):
+class SendToPeer(msgspec.Struct, frozen=True, tag="Send"):
     """Send ``message`` on ``link``."""
 
     link: str
@@ -94,7 +94,7 @@ class Post(msgspec.Struct, frozen=True, tag="Post"):
     first_page: int = 0
     split: int = 1
     peer_shard: int = 0
-    making: Making = Straight()
+    making: ShardCopy = Straight()
     after: bytes = b""
 
 
@@ -117,7 +117,7 @@ class Verify(msgspec.Struct, frozen=True, tag="Verify"):
     pages: Pages
     sums: bytes
     shard: int = 0
-    window: Window | None = None
+    window: PageWindow | None = None
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="Quiesce"):
@@ -213,9 +213,9 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
 
 
 Effect = (
-    Answer
-    | Report
-    | Send
+    AnswerEngine
+    | AnswerOperator
+    | SendToPeer
     | LoadAgent
     | DropAgent
     | Post
@@ -263,11 +263,11 @@ class Outbox:
 
     def answer(self, session: int, message: Reply) -> None:
         """Tell the engine."""
-        self.effects.append(Answer(session, message))
+        self.effects.append(AnswerEngine(session, message))
 
     def send(self, link: str, message: Message) -> None:
         """Tell a peer."""
-        self.effects.append(Send(link, message))
+        self.effects.append(SendToPeer(link, message))
 
     def drain(self) -> Step:
         """Everything collected, leaving the box empty."""

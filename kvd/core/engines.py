@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.cache.lease import Claim, Lease, Shortage
-from kvd.core.handoff.parts import Engine, PrefillPart
+from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import Waiter
@@ -215,7 +215,9 @@ class Engines:
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         rows = self._node.leases.beside.rows(lease)
-        self._out.answer(session, client.Row(call, first, lease.row[first * ID_BYTES :], rows))
+        self._out.answer(
+            session, client.PageTable(call, first, lease.row[first * ID_BYTES :], rows)
+        )
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
         who = "; ".join(self._node.owners.of_most_pages(shortage.budget))
@@ -300,7 +302,7 @@ class Engines:
                 side=self._name,
             )
         digest = prompt_digest(tokens, message.namespace)
-        return self._node.prefiller.open(message, Engine(session, lease, tokens, digest))
+        return self._node.prefiller.open(message, SendingEngine(session, lease, tokens, digest))
 
     def _advance(self, session: int, message: client.Advance, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -332,7 +334,7 @@ class Engines:
         )
         return None
 
-    def _part(self, session: int, send: int) -> PrefillPart | Refusal:
+    def _part(self, session: int, send: int) -> SendPart | Refusal:
         part = self._node.prefiller.by_send.get(send)
         if part is not None and part.session == session:
             return part

@@ -41,7 +41,7 @@ class HungUpOn(msgspec.Struct, frozen=True, tag="HungUpOn"):
     pids: tuple[int, ...]
 
 
-class ClientReturned(msgspec.Struct, frozen=True, tag="ClientReturned"):
+class ClientCameBack(msgspec.Struct, frozen=True, tag="ClientReturned"):
     """A session of before the restart is back, by the process that had opened it.
 
     Its engine still uses the pages of ``leases``; those of its other former leases are free.
@@ -88,7 +88,7 @@ class FormerSession(msgspec.Struct, frozen=True):
     leases: tuple[FormerLease, ...]
 
 
-class Adopted(msgspec.Struct, frozen=True, tag="Adopted"):
+class PoolAdopted(msgspec.Struct, frozen=True, tag="Adopted"):
     """What the pool held before the restart, and was proven; the first input, or none.
 
     ``branches``: parents first, otherwise the least recently used first; a parent was used when the
@@ -338,7 +338,7 @@ class RecorderSaid(msgspec.Struct, frozen=True, tag="RecorderSaid"):
     recorder: RecorderState
 
 
-class RecordingSaved(msgspec.Struct, frozen=True, tag="RecordingSaved"):
+class RecorderSaved(msgspec.Struct, frozen=True, tag="RecordingSaved"):
     """The flight recorder wrote a file."""
 
     at_s: float
@@ -360,7 +360,7 @@ class Reconfigured(msgspec.Struct, frozen=True, tag="Reconfigured"):
     needs_restart: tuple[str, ...]
 
 
-class ConfigRefused(msgspec.Struct, frozen=True, tag="ConfigRefused"):
+class ReloadRefused(msgspec.Struct, frozen=True, tag="ConfigRefused"):
     """The configuration was read again and is invalid."""
 
     at_s: float
@@ -371,8 +371,8 @@ Input = (
     ClientJoined
     | ClientHungUp
     | HungUpOn
-    | ClientReturned
-    | Adopted
+    | ClientCameBack
+    | PoolAdopted
     | FromClient
     | FromOperator
     | StopAsked
@@ -399,7 +399,7 @@ Input = (
     | CheckedAll
     | Recalled
     | RecorderSaid
-    | RecordingSaved
+    | RecorderSaved
     | Reconfigured
-    | ConfigRefused
+    | ReloadRefused
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs as i
-from kvd.core.audit.audit import Audit
+from kvd.core.audit.audit import StandingAudit
 from kvd.core.audit.containment import one_list
 from kvd.core.audit.invariants import faults
 from kvd.core.effects import Outbox, Step
@@ -22,7 +22,7 @@ from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
-from kvd.core.leases.adopt import Former
+from kvd.core.leases.adopt import Adoption
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.lease_table import LeaseTable
@@ -33,7 +33,7 @@ from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.life import Life
 from kvd.core.peers.peer import Peers
-from kvd.core.recorded import Recorded
+from kvd.core.recorded import FlightRecorder
 from kvd.core.retuned import Retuned
 from kvd.errors import Code
 from kvd.types import short
@@ -82,7 +82,7 @@ class Node:
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
-        self.former = Former(self)
+        self.former = Adoption(self)
         self.copies = Copies(self.out)
         self.retractor = Retractor(self)
         self.fetcher = self.decoder.fetcher = Fetcher(self)
@@ -90,9 +90,9 @@ class Node:
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
-        self.audit = Audit(self)
+        self.audit = StandingAudit(self)
         self.misgiven = one_list(self.leases)
-        self.recorded = Recorded(self.out)
+        self.recorded = FlightRecorder(self.out)
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
 
@@ -103,8 +103,8 @@ class Node:
             i.ClientJoined: self.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
-            i.ClientReturned: self.sessions.returned,
-            i.Adopted: self.former.adopted,
+            i.ClientCameBack: self.sessions.returned,
+            i.PoolAdopted: self.former.adopted,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop,
             i.FromPeer: self._from_peer,
@@ -130,7 +130,7 @@ class Node:
             i.CheckedAll: self._checked_all,
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
-            i.RecordingSaved: self.recorded.saved,
+            i.RecorderSaved: self.recorded.saved,
             **Retuned(self).handlers,
         }
 

@@ -56,7 +56,7 @@ class Operators:
             answer = verb(got.message)
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
-        self._out.effects.append(effects.Report(got.operator, answer))
+        self._out.effects.append(effects.AnswerOperator(got.operator, answer))
 
     def _status(self, got: admin.ShowStatus) -> admin.Status:
         return admin.Status(got.call, snapshot(self._node))

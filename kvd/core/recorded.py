@@ -14,12 +14,12 @@ from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.inputs import RecorderSaid, RecordingSaved
+    from kvd.core.inputs import RecorderSaid, RecorderSaved
 
 RECORDING = "recording"
 
 
-class Recorded:
+class FlightRecorder:
     """The recorder's last word about itself."""
 
     def __init__(self, out: Outbox) -> None:
@@ -49,7 +49,7 @@ class Recorded:
         else:
             out.emit(events.RecordingEnded(out.next_seq(), out.at_s, got.recorder.why))
 
-    def saved(self, got: RecordingSaved) -> None:
+    def saved(self, got: RecorderSaved) -> None:
         """It wrote a file."""
         out = self._out
         out.emit(events.RecordingSaved(out.next_seq(), out.at_s, got.path, got.why))

@@ -25,7 +25,7 @@ class Retuned:
         # Any, because each takes its own type of input.
         self.handlers: dict[type, Callable[[Any], None]] = {
             inputs.Reconfigured: self.reconfigured,
-            inputs.ConfigRefused: self.refused,
+            inputs.ReloadRefused: self.refused,
         }
 
     def reconfigured(self, got: inputs.Reconfigured) -> None:
@@ -36,7 +36,7 @@ class Retuned:
         out = node.out
         out.emit(ConfigReloaded(out.next_seq(), out.at_s, got.changed, got.needs_restart))
 
-    def refused(self, got: inputs.ConfigRefused) -> None:
+    def refused(self, got: inputs.ReloadRefused) -> None:
         """Nothing changes."""
         out = self._node.out
         out.emit(ConfigRefused(out.next_seq(), out.at_s, got.errors))

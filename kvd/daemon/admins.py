@@ -89,7 +89,7 @@ class AdminPort(Host):
     def gone(self, connection: Connection, closed: Closed) -> None:
         del self._at[self._operator_of.pop(connection)]
 
-    def report(self, effect: effects.Report) -> None:
+    def report(self, effect: effects.AnswerOperator) -> None:
         """Carry out ``Report``; how a node came to its locks is in the ring, not in the core."""
         message = effect.message
         match self._asked:

@@ -20,9 +20,9 @@ from kvd.config.address import IPC, attach_path, host_port
 from kvd.core import effects
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inputs import (
+    ClientCameBack,
     ClientHungUp,
     ClientJoined,
-    ClientReturned,
     HungUpOn,
     StopAsked,
     Tick,
@@ -267,9 +267,9 @@ class Daemon:
 
     def _wire(self) -> None:
         self.reactor.perform = {
-            effects.Answer: self.clients.answer,
-            effects.Report: self.admins.report,
-            effects.Send: self.links.send,
+            effects.AnswerEngine: self.clients.answer,
+            effects.AnswerOperator: self.admins.report,
+            effects.SendToPeer: self.links.send,
             effects.LoadAgent: self.mover.load,
             effects.DropAgent: self.mover.drop,
             effects.Post: self.mover.post,
@@ -342,7 +342,7 @@ class Daemon:
         self, session: int, _name: str, pid: int, leases: tuple[int, ...]
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; the leases that it can still release."""
-        self.reactor.feed(ClientReturned(self._clock(), session, pid, leases))
+        self.reactor.feed(ClientCameBack(self._clock(), session, pid, leases))
         return tuple(lease.id for lease in self.node.former.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:

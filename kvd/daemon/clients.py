@@ -112,7 +112,7 @@ class ClientPort(Host):
         """Messages that this living session has sent so far."""
         return self._calls.get(session, 0)
 
-    def answer(self, effect: effects.Answer) -> None:
+    def answer(self, effect: effects.AnswerEngine) -> None:
         """Carry out ``Answer``; a session that has gone hears nothing."""
         connection = self._at.get(effect.session)
         if connection is None:
@@ -198,7 +198,7 @@ class ClientPort(Host):
             self._subscribers[session] = 0
         else:
             self._subscribers.pop(session, None)
-        self.answer(effects.Answer(session, client.Done(asked.call)))
+        self.answer(effects.AnswerEngine(session, client.Done(asked.call)))
 
     def _give_up(self, session: int) -> None:
         """A lost answer may be a lease that nobody would ever release: we hang up instead."""

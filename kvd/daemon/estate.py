@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.core.inputs import Adopted
+from kvd.core.inputs import PoolAdopted
 from kvd.daemon.journalist import Journalist
 from kvd.daemon.kept import keep, memory_of
 from kvd.daemon.pagesums import PageSums, Unsummed
@@ -55,7 +55,7 @@ LOOK_EVERY_S: Final = 1.0
 class Taken(msgspec.Struct, frozen=True):
     """What there is to go on with; ``adopted`` is None where nothing was found."""
 
-    adopted: Adopted | None
+    adopted: PoolAdopted | None
     past: Past
     journalist: Journalist
 
@@ -181,8 +181,8 @@ def _mapped(memory: Memory) -> mmap.mmap:
     return mmap.mmap(memory.journal.fd, memory.journal.size_bytes)
 
 
-def _adopted(found: Found, at_s: float) -> Adopted:
-    return Adopted(
+def _adopted(found: Found, at_s: float) -> PoolAdopted:
+    return PoolAdopted(
         at_s,
         found.generation,
         found.branches,

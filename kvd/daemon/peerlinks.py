@@ -119,7 +119,7 @@ class PeerLinks(Host):
             closing.append(self._listener.close(linger_s=LAST_WORDS_S))
         await asyncio.gather(*closing)
 
-    def send(self, effect: effects.Send) -> None:
+    def send(self, effect: effects.SendToPeer) -> None:
         """Carry out ``Send``; lost if nobody is there, and repeated by whoever needs an answer."""
         frame = PEER_MESSAGES.encode(effect.message)
         at = self._dialers.get(effect.link) or self._inward.get(effect.link)

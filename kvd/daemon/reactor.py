@@ -123,18 +123,20 @@ class Reactor:
 
     def _apology(
         self, what: Input | effects.Effect, error: Exception
-    ) -> effects.Answer | effects.Report | None:
+    ) -> effects.AnswerEngine | effects.AnswerOperator | None:
         """What to tell the one who waits for ``what``; None if nobody does."""
         refusal = self._regret(error)
         match what:
             case FromClient(session=session, message=request):
-                return effects.Answer(session, Failed(request.call, refusal))
+                return effects.AnswerEngine(session, Failed(request.call, refusal))
             case FromOperator(operator=operator, message=question):
-                return effects.Report(operator, AdminFailed(question.call, refusal))
-            case effects.Answer(session=session, message=message) if not isinstance(message, Push):
-                return effects.Answer(session, Failed(message.call, refusal))
-            case effects.Report(operator=operator, message=report):
-                return effects.Report(operator, AdminFailed(report.call, refusal))
+                return effects.AnswerOperator(operator, AdminFailed(question.call, refusal))
+            case effects.AnswerEngine(session=session, message=message) if not isinstance(
+                message, Push
+            ):
+                return effects.AnswerEngine(session, Failed(message.call, refusal))
+            case effects.AnswerOperator(operator=operator, message=report):
+                return effects.AnswerOperator(operator, AdminFailed(report.call, refusal))
             case _:
                 return None
 
@@ -164,7 +166,7 @@ class Paranoid(Reactor):
 def _is_apology(effect: effects.Effect) -> bool:
     """Whether another one for it would fail too."""
     match effect:
-        case effects.Answer(message=Failed()) | effects.Report(message=AdminFailed()):
+        case effects.AnswerEngine(message=Failed()) | effects.AnswerOperator(message=AdminFailed()):
             return True
         case _:
             return False

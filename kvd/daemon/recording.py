@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd import __version__
-from kvd.core.inputs import Input, RecorderSaid, RecordingSaved, Tick
+from kvd.core.inputs import Input, RecorderSaid, RecorderSaved, Tick
 from kvd.core.recorded import RECORDING
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.daemon.reactor import untaped
@@ -170,7 +170,7 @@ class Recording:
                     on_saved(report)
                 if isinstance(report, orders.Saved):
                     self._reactor.feed(
-                        RecordingSaved(self._reactor.clock(), report.path, report.why)
+                        RecorderSaved(self._reactor.clock(), report.path, report.why)
                     )
             case orders.Strayed(why):
                 self._end(f"a bug: {why}")

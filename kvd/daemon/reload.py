@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvd.config import Config
 from kvd.config.changes import Change, changes, with_changes
-from kvd.core.inputs import ConfigRefused, Reconfigured
+from kvd.core.inputs import Reconfigured, ReloadRefused
 from kvd.wire.admin import Changed, Reloaded
 from kvd.wire.codec import NO_CALL
 
@@ -64,7 +64,7 @@ class Reloader:
         found = self._read()
         if not isinstance(found, Config):
             errors = tuple(error.sentence for error in found)
-            reactor.feed(ConfigRefused(reactor.clock(), errors))
+            reactor.feed(ReloadRefused(reactor.clock(), errors))
             return Reloaded(call, (), (), errors)
         differences = changes(daemon.config, found)
         live = [one for one in differences if _is_live(one, daemon.config, found)]

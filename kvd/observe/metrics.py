@@ -154,8 +154,8 @@ class Metrics:
             events.HandoffEnded: self._handoff_ended,
             events.Evicted: self._evicted,
             events.LeaseReleased: self._lease_released,
-            events.Retracted: self._retracted,
-            events.Resumed: self._resumed,
+            events.LeaseRetracted: self._retracted,
+            events.LeaseResumed: self._resumed,
             events.MessageRefused: self._message_refused,
             events.PeerLost: self._peer_lost,
             events.PagesCorrupt: self._pages_corrupt,
@@ -236,11 +236,11 @@ class Metrics:
     def _lease_released(self, event: events.LeaseReleased) -> None:
         self.leases_released.add(1, event.cause)
 
-    def _retracted(self, event: events.Retracted) -> None:
+    def _retracted(self, event: events.LeaseRetracted) -> None:
         self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")
         self.retraction_bytes.add(event.saved_bytes, "saved")
 
-    def _resumed(self, event: events.Resumed) -> None:
+    def _resumed(self, event: events.LeaseResumed) -> None:
         self.retraction_bytes.add(event.restored_bytes, "restored")
         self.retraction_bytes.add(event.spared_bytes, "spared")
 

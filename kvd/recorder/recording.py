@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAGIC: Final = b"KVDREC\r\n"
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Grows when the file or its records are laid out in another way."""
 
 MAX_HEADER_BYTES: Final = 64 * 1024

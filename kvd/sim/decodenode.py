@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core import effects, inputs
-from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.core.node import Node
 from kvd.core.settings import Settings
 from kvd.types import NO_TOKENS, Incarnation, NodeName, Tokens, count
@@ -80,7 +80,7 @@ class DecodeNode:
         self._n_calls = 0
         component = Component("kv", LAYERS, Mha(HEADS, WIDTH, WIDTH, DTYPE), shape.page_tokens)
         pages = shape.pool_tokens // shape.page_tokens + 1
-        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+        spec = PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (component,), (pages,))
         name = f"d{number}"
         settings = Settings(
             NodeName(name),
@@ -145,7 +145,7 @@ class DecodeNode:
 
     def _feed(self, happened: inputs.Input) -> None:
         for effect in self._node.step(happened).effects:
-            assert type(effect) is effects.Answer
+            assert type(effect) is effects.AnswerEngine
             reply = effect.message
             if type(reply) is client.Leased:
                 self._admitted(reply.call, reply)

@@ -66,9 +66,9 @@ class Host:
         self._balance = (-1, -1)
         # Any: each effect goes to a function that takes its type.
         self._perform: dict[type, Callable[[Any], None]] = {
-            effects.Answer: self._answer,
-            effects.Report: self._report,
-            effects.Send: self._send,
+            effects.AnswerEngine: self._answer,
+            effects.AnswerOperator: self._report,
+            effects.SendToPeer: self._send,
             effects.LoadAgent: self._load_agent,
             effects.DropAgent: self._drop_agent,
             effects.Post: self._post,
@@ -222,15 +222,15 @@ class Host:
 
     # ---- effects -----------------------------------------------------------------------------
 
-    def _answer(self, effect: effects.Answer) -> None:
+    def _answer(self, effect: effects.AnswerEngine) -> None:
         session = self.session
         if effect.session == session.id and session.is_alive:
             session.heard(effect.message)
 
-    def _report(self, _: effects.Report) -> None:
+    def _report(self, _: effects.AnswerOperator) -> None:
         """Operators only look."""
 
-    def _send(self, effect: effects.Send) -> None:
+    def _send(self, effect: effects.SendToPeer) -> None:
         message = effect.message
         if type(message) is Offer and message.handoff not in self.grants:
             self._grant(message)

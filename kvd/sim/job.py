@@ -58,10 +58,10 @@ class Job:
     def slide(self, computed_tokens: int, then: Callable[[], None]) -> None:
         """Say how far it has computed, so that it can go on; ``then`` is called when it can."""
 
-        def slid(reply: client.Row | client.Failed) -> None:
+        def slid(reply: client.PageTable | client.Failed) -> None:
             if type(reply) is client.Failed:
                 raise Violated(f"{self.host.name}: {self}: cannot slide: {reply.refusal.message}")
-            assert type(reply) is client.Row
+            assert type(reply) is client.PageTable
             self.rows.change(reply)
             require(
                 self.rows.reach_tokens > computed_tokens,

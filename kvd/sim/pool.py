@@ -16,7 +16,7 @@ from kvd.core.layout.spec import (
     Component,
     Host,
     Mha,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -79,7 +79,7 @@ def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
     return PoolSpec(
         "main",
         profile.family,
-        Order.PAGE_FIRST,
+        PageOrder.PAGE_FIRST,
         (kv, *(component for component, _, _ in more)),
         (pages, *(n_pages for _, n_pages, _ in more)),
         (saved_pages, *(saved for _, _, saved in more)),

@@ -140,16 +140,16 @@ class Receiver(Job):
             self.turns -= 1
             self.session.call(self.changed, client.ExtendLease, self.lease, PAGE_TOKENS)
 
-    def changed(self, reply: client.Row | client.Failed) -> None:
+    def changed(self, reply: client.PageTable | client.Failed) -> None:
         """There is room, or there is none: then it ends here."""
         if type(reply) is client.Failed:
             self.turns = 0
         else:
-            assert type(reply) is client.Row
+            assert type(reply) is client.PageTable
             self.rows.change(reply)
         self.agenda.after(HOLD_S * self.random(), self.go_on)
 
-    def committed(self, reply: client.Row | client.Failed) -> None:
+    def committed(self, reply: client.PageTable | client.Failed) -> None:
         """Whole pages have joined the tree: a commit of what was written never fails."""
         if type(reply) is client.Failed:
             raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")

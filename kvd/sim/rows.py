@@ -34,7 +34,7 @@ class Rows:
         self.pages = self._host.memory.units(page_ids(Pages(reply.pages)))
         self._take_beside(reply.beside)
 
-    def change(self, reply: client.Row) -> None:
+    def change(self, reply: client.PageTable) -> None:
         """The daemon has changed the row from some page on, and perhaps those beside it."""
         memory = self._host.memory
         self.pages[reply.first * memory.kinds.units :] = memory.units(page_ids(Pages(reply.pages)))

@@ -120,11 +120,11 @@ class Sender(Job):
             self.is_failed = True
         self.agenda.after(self._pace_s * self.random(), self.go_on)
 
-    def committed(self, reply: client.Row | client.Failed) -> None:
+    def committed(self, reply: client.PageTable | client.Failed) -> None:
         """Whole pages have joined the tree."""
         if type(reply) is client.Failed:
             raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
-        assert type(reply) is client.Row
+        assert type(reply) is client.PageTable
         self.rows.change(reply)
         self.agenda.after(self._pace_s * self.random(), self.go_on)
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvd.core.layout.geometry import Row
-from kvd.core.layout.shards import Window
+from kvd.core.layout.geometry import PieceRow
+from kvd.core.layout.shards import PageWindow
 from kvd.transfer.metadata import RegionNote
 from kvd.transfer.pieces import tensors, window_strips
 from kvd.transfer.strips import strips
@@ -50,7 +50,7 @@ class _Move(NamedTuple):
 class Assembly:
     """A window of the peer's pages, made of pages of ours."""
 
-    def __init__(self, window: Window, pieces: Sequence[tuple[Area, Piece]]) -> None:
+    def __init__(self, window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> None:
         """``pieces`` tile the window."""
         made = _packed_note(window, pieces)
         self.page_bytes = made.page_bytes
@@ -75,7 +75,7 @@ class Assembly:
                 store[first:end] = read[page : page + end - first]
 
 
-def _packed_note(window: Window, pieces: Sequence[tuple[Area, Piece]]) -> RegionNote:
+def _packed_note(window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> RegionNote:
     """One page that is nothing but the window, as if it were a region.
 
     All layers are alike, so those of the first piece tell of all.
@@ -87,14 +87,14 @@ def _packed_note(window: Window, pieces: Sequence[tuple[Area, Piece]]) -> Region
     layer = window_strips(note, ours)[: tensors(note)]
     sizes = tuple(size // part_heads * heads for size in layer) * layers
     total = sum(sizes)
-    row = (Row(0, total, total),)
+    row = (PieceRow(0, total, total),)
     return RegionNote("packed", 0, total, 1, total, row, note.page_tokens, sizes, layers, heads)
 
 
-def _from(window: Window, piece: Piece) -> Window:
+def _from(window: PageWindow, piece: Piece) -> PageWindow:
     """What the piece goes over, counted from the window's beginning."""
     theirs = piece.theirs
-    return Window(
+    return PageWindow(
         theirs.first_layer - window.first_layer,
         theirs.end_layer - window.first_layer,
         theirs.first_head - window.first_head,
@@ -102,7 +102,7 @@ def _from(window: Window, piece: Piece) -> Window:
     )
 
 
-def _grids(note: RegionNote, window: Window) -> list[_Grid]:
+def _grids(note: RegionNote, window: PageWindow) -> list[_Grid]:
     """Each tensor of a window."""
     each, slots, places = tensors(note), note.page_tokens, strips(note)
     heads, layers = window.end_head - window.first_head, window.end_layer - window.first_layer

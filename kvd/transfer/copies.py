@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.layout.geometry import Row
-    from kvd.core.layout.shards import Window
+    from kvd.core.layout.geometry import PieceRow
+    from kvd.core.layout.shards import PageWindow
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import Copy
 
@@ -127,7 +127,7 @@ class Area:
                 self.reach.copy(into[first:last, start:end], source)
         self.reach.settle()
 
-    def window(self, window: Window) -> list[Bytes]:
+    def window(self, window: PageWindow) -> list[Bytes]:
         """A window of all heads as arrays ``(pages, 1, bytes)``, in the order of its bytes."""
         return [self._cut(row, 1) for row in window_rows(self.note, window)]
 
@@ -138,7 +138,7 @@ class Area:
         sizes = (self.note.pages, *shape)
         return np.lib.stride_tricks.as_strided(self._memory[offset:], sizes, steps)
 
-    def _cut(self, row: Row, split: int) -> Bytes:
+    def _cut(self, row: PieceRow, split: int) -> Bytes:
         size = row.piece_bytes // split
         shape, steps = (self.note.pages, split, size), (row.stride_bytes, size, 1)
         return np.lib.stride_tricks.as_strided(self._memory[row.offset_bytes :], shape, steps)

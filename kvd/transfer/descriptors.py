@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.layout.shards import Window
+    from kvd.core.layout.shards import PageWindow
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.pieces import Source
     from kvd.types import Pages
@@ -80,7 +80,7 @@ def objection(
 def window_objection(
     source: Pages,
     destination: Pages,
-    window: Window,
+    window: PageWindow,
     sources: Sequence[Source],
     theirs: RegionNote,
 ) -> str:
@@ -137,7 +137,7 @@ def stretch_writes(
 
 
 def packed_writes(
-    destination: Pages, theirs: RegionNote, handle_pages: int, window: Window | None = None
+    destination: Pages, theirs: RegionNote, handle_pages: int, window: PageWindow | None = None
 ) -> Writes:
     """The descriptors that write ``window`` of pages, packed ``handle_pages`` at a time.
 

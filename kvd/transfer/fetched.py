@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.copies import Area
 from kvd.transfer.metadata import RegionNote
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.layout.shards import Piece, Window
+    from kvd.core.layout.shards import PageWindow, Piece
     from kvd.transfer.copies import Bytes
 
     Ids = NDArray[np.int32]
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Fetched:
     """A window of the peer's pages, made of pages of ours that lie on devices."""
 
-    def __init__(self, window: Window, pieces: Sequence[tuple[Area, Piece]]) -> None:
+    def __init__(self, window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> None:
         """``pieces`` tile the window."""
         self._window = window
         self._pieces = pieces
@@ -58,7 +58,7 @@ def _fetch(area: Area, ids: Ids) -> Area:
     room = np.empty((ids.size, size), np.uint8)
     if ids.size:
         area.gather(1, ids, room)
-    rows = (Row(0, size, size),)
+    rows = (PieceRow(0, size, size),)
     sizes = tuple(row.piece_bytes for row in strips(note))
     tensors = (note.page_tokens, sizes, note.layers, note.heads)
     return Area(

@@ -17,7 +17,7 @@ import struct
 import msgspec
 import xxhash
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.strips import strips
 
 VERSION = 1
@@ -66,7 +66,7 @@ class RegionNote(msgspec.Struct, frozen=True):
     region_bytes: int
     pages: int
     page_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[PieceRow, ...]
     page_tokens: int = 0
     strips: tuple[int, ...] = ()
     layers: int = 0
@@ -126,7 +126,7 @@ def unpack(framed: bytes) -> Metadata:
     return metadata
 
 
-def extent_bytes(pages: int, rows: tuple[Row, ...]) -> int:
+def extent_bytes(pages: int, rows: tuple[PieceRow, ...]) -> int:
     """Bytes from the region's start to the end of the last piece of the last page."""
     return max(
         (row.offset_bytes + (pages - 1) * row.stride_bytes + row.piece_bytes for row in rows),
@@ -217,7 +217,7 @@ def _has_windows(region: RegionNote) -> bool:
     return all(_is_even(rows[tensor::each]) for tensor in range(each))
 
 
-def _is_even(rows: tuple[Row, ...]) -> bool:
+def _is_even(rows: tuple[PieceRow, ...]) -> bool:
     """Whether the strips of one tensor are alike and evenly spaced."""
     sizes = {(row.stride_bytes, row.piece_bytes) for row in rows}
     steps = {b.offset_bytes - a.offset_bytes for a, b in itertools.pairwise(rows)}

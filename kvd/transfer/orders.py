@@ -20,9 +20,9 @@ import enum
 import msgspec
 
 from kvd.core.effects import Doubt
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.seal import UNSEALED, Seal
-from kvd.core.layout.shards import Making, Straight, Window
+from kvd.core.layout.shards import PageWindow, ShardCopy, Straight
 from kvd.types import Pages
 
 
@@ -40,7 +40,7 @@ class RegionPlan(msgspec.Struct, frozen=True):
     descriptor: int
     pages: int
     page_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[PieceRow, ...]
     in_huge_pages: bool = True
     is_registered: bool = True
     """Peers may write into it and posts read it; otherwise only a ``Copy`` touches it."""
@@ -100,7 +100,7 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
     first_page: int = 0
     split: int = 1
     peer_shard: int = 0
-    making: Making = Straight()
+    making: ShardCopy = Straight()
     after: bytes = b""
 
 
@@ -123,7 +123,7 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     pages: Pages
     sums: bytes
     shard: int = 0
-    window: Window | None = None
+    window: PageWindow | None = None
 
 
 class Sum(msgspec.Struct, frozen=True, tag="sum"):

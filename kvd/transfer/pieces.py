@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from kvd.core.layout.geometry import Row
-from kvd.core.layout.shards import Piece, Pieced, Window
+from kvd.core.layout.geometry import PieceRow
+from kvd.core.layout.shards import PageWindow, Piece, Pieced
 from kvd.transfer.strips import matched, strips
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ class _Places(NamedTuple):
     size: Words
 
 
-def whole(note: RegionNote) -> Window:
+def whole(note: RegionNote) -> PageWindow:
     """All of a page of the region."""
-    return Window(0, note.layers, 0, note.heads)
+    return PageWindow(0, note.layers, 0, note.heads)
 
 
 def tensors(note: RegionNote) -> int:
@@ -76,7 +76,7 @@ def tensors(note: RegionNote) -> int:
     return len(note.strips) // note.layers
 
 
-def window_strips(note: RegionNote, window: Window) -> tuple[int, ...]:
+def window_strips(note: RegionNote, window: PageWindow) -> tuple[int, ...]:
     """Bytes of each tensor of a page that are in the window."""
     each = tensors(note)
     heads = window.end_head - window.first_head
@@ -84,7 +84,7 @@ def window_strips(note: RegionNote, window: Window) -> tuple[int, ...]:
     return tuple(size // note.heads * heads for size in sizes)
 
 
-def beyond(window: Window, note: RegionNote, where: str) -> str:
+def beyond(window: PageWindow, note: RegionNote, where: str) -> str:
     """Why there is no such window in pages of the region, which is ``where``; or nothing."""
     if not note.heads:
         return (
@@ -103,7 +103,7 @@ def beyond(window: Window, note: RegionNote, where: str) -> str:
     )
 
 
-def untiled(window: Window, pieces: Sequence[Piece]) -> str:
+def untiled(window: PageWindow, pieces: Sequence[Piece]) -> str:
     """Why the pieces do not fill the window, each of its heads of each layer once; or nothing."""
     for piece in pieces:
         ours, theirs = piece.ours, piece.theirs
@@ -133,12 +133,12 @@ def unlike(one: RegionNote, here: str, other: RegionNote, there: str) -> str:
     )
 
 
-def unmade(window: Window, sources: Sequence[Source]) -> str:
+def unmade(window: PageWindow, sources: Sequence[Source]) -> str:
     """Why no such window can be made of these pieces of ours, or nothing."""
     return next((why for why in _unmade(window, sources) if why), "")
 
 
-def misfit(window: Window, sources: Sequence[Source], theirs: RegionNote) -> str:
+def misfit(window: PageWindow, sources: Sequence[Source], theirs: RegionNote) -> str:
     """Why the pieces must not go over that window of the peer's pages, or nothing."""
     return (
         beyond(window, theirs, "there")
@@ -147,7 +147,7 @@ def misfit(window: Window, sources: Sequence[Source], theirs: RegionNote) -> str
     )
 
 
-def _unmade(window: Window, sources: Sequence[Source]) -> Iterator[str]:
+def _unmade(window: PageWindow, sources: Sequence[Source]) -> Iterator[str]:
     yield from (beyond(piece.ours, note, "here") for note, piece in sources)
     yield untiled(window, [piece for _, piece in sources])
     first = sources[0].note
@@ -176,7 +176,7 @@ def pieced(sources: Sequence[Source], theirs: RegionNote) -> Stretches:
     return Stretches(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
-def packed(theirs: RegionNote, window: Window | None) -> Stretches:
+def packed(theirs: RegionNote, window: PageWindow | None) -> Stretches:
     """A window of the peer's pages, or all of it, from where it is packed from address 0 on."""
     if window is None:
         to = _rows(theirs.rows, theirs.address)
@@ -187,20 +187,20 @@ def packed(theirs: RegionNote, window: Window | None) -> Stretches:
     return _joined(Stretches(ends - to.size, step, to.start, to.step, to.size))
 
 
-def window_rows(note: RegionNote, window: Window) -> Rows:
+def window_rows(note: RegionNote, window: PageWindow) -> Rows:
     """Where a window of all heads lies: row i is the i-th of its stretches."""
     places = _places(note, window, is_sliced=False)
     columns = _joined(Stretches(places.start, places.step, *places))
     base = note.address
     return tuple(
-        Row(at - base, step, size)
+        PieceRow(at - base, step, size)
         for at, step, size in zip(
             columns.at.tolist(), columns.at_step.tolist(), columns.size.tolist(), strict=True
         )
     )
 
 
-def bands(window: Window, pieces: Sequence[Piece], layers: int) -> list[Pieced]:
+def bands(window: PageWindow, pieces: Sequence[Piece], layers: int) -> list[Pieced]:
     """The window, so many layers at a time, and what each piece has of them."""
     firsts = range(window.first_layer, window.end_layer, layers)
     cuts = [
@@ -212,7 +212,7 @@ def bands(window: Window, pieces: Sequence[Piece], layers: int) -> list[Pieced]:
     return [Pieced(cut, tuple(_clipped(cut, pieces))) for cut in cuts]
 
 
-def _clipped(band: Window, pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _clipped(band: PageWindow, pieces: Sequence[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         ours, theirs = piece.ours, piece.theirs
         first = max(theirs.first_layer, band.first_layer)
@@ -234,7 +234,7 @@ def _piece(source: Source, theirs: RegionNote) -> Stretches:
     return _joined(Stretches(at.start, at.step, to.start, to.step, to.size))
 
 
-def _places(note: RegionNote, window: Window, *, is_sliced: bool) -> _Places:
+def _places(note: RegionNote, window: PageWindow, *, is_sliced: bool) -> _Places:
     """Where the tensors of a window lie, or their slots."""
     each = tensors(note)
     rows = strips(note)[window.first_layer * each : window.end_layer * each]
@@ -251,7 +251,7 @@ def _places(note: RegionNote, window: Window, *, is_sliced: bool) -> _Places:
     return _Places(starts.ravel(), step.repeat(slots), wide.repeat(slots))
 
 
-def _rows(rows: Sequence[Row], address: int) -> _Places:
+def _rows(rows: Sequence[PieceRow], address: int) -> _Places:
     columns = np.array([(r.offset_bytes, r.stride_bytes, r.piece_bytes) for r in rows], np.uint64)
     start, step, size = columns.T
     return _Places(start + np.uint64(address), step, size)
@@ -271,34 +271,34 @@ def _joined(found: Stretches) -> Stretches:
     return Stretches(at[firsts], at_step[firsts], to[firsts], to_step[firsts], sizes)
 
 
-def _is_sliced(note: RegionNote, window: Window) -> bool:
+def _is_sliced(note: RegionNote, window: PageWindow) -> bool:
     """Whether some heads of the region's pages are not in the window."""
     return window.end_head - window.first_head < note.heads
 
 
-def _is_within(part: Window, window: Window) -> bool:
+def _is_within(part: PageWindow, window: PageWindow) -> bool:
     return (
         window.first_layer <= part.first_layer < part.end_layer <= window.end_layer
         and window.first_head <= part.first_head < part.end_head <= window.end_head
     )
 
 
-def _overlap(one: Window, other: Window) -> bool:
+def _overlap(one: PageWindow, other: PageWindow) -> bool:
     return (max(one.first_layer, other.first_layer) < min(one.end_layer, other.end_layer)) and max(
         one.first_head, other.first_head
     ) < min(one.end_head, other.end_head)
 
 
-def _extent(window: Window) -> tuple[int, int]:
+def _extent(window: PageWindow) -> tuple[int, int]:
     return window.end_layer - window.first_layer, window.end_head - window.first_head
 
 
-def _cells(window: Window) -> int:
+def _cells(window: PageWindow) -> int:
     layers, heads = _extent(window)
     return layers * heads
 
 
-def _said(window: Window) -> str:
+def _said(window: PageWindow) -> str:
     return (
         f"layers {window.first_layer} to {window.end_layer} and heads {window.first_head} to "
         f"{window.end_head}"

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 
 if TYPE_CHECKING:
     from kvd.transfer.metadata import RegionNote
 
-Rows = tuple[Row, ...]
+Rows = tuple[PieceRow, ...]
 
 
 def strips(note: RegionNote) -> Rows:
@@ -36,7 +36,7 @@ def strips(note: RegionNote) -> Rows:
     for size in note.strips:
         if inside == row.piece_bytes:
             row, inside = next(rows), 0
-        found.append(Row(row.offset_bytes + inside, row.stride_bytes, size))
+        found.append(PieceRow(row.offset_bytes + inside, row.stride_bytes, size))
         inside += size
     return tuple(found)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.layout.shards import Window
+    from kvd.core.layout.shards import PageWindow
     from kvd.transfer.copies import Area
     from kvd.transfer.orders import Post, Report, Sum, Verify
     from kvd.transfer.reading import Reading
@@ -161,7 +161,7 @@ def _read_whole(area: Area, split: int) -> Reading:
     return Gathered(partial(area.gather, split), area.note.page_bytes // split)
 
 
-def _read_window(window: Window, parts: list[tuple[Area, Piece]]) -> Reading:
+def _read_window(window: PageWindow, parts: list[tuple[Area, Piece]]) -> Reading:
     """Pieces that make a window."""
     if not all(area.is_readable for area, _ in parts):
         fetched = Fetched(window, parts)

@@ -42,7 +42,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
 
 
 class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
-    """Hold pages for ``n_tokens`` more, now or not at all. Answer: ``Row``."""
+    """Hold pages for ``n_tokens`` more, now or not at all. Answer: ``PageTable``."""
 
     call: Call
     lease: int
@@ -50,7 +50,7 @@ class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
 
 
 class CommitLease(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
-    """KV of the known tokens and of the tokens frame is written. Answer: ``Row``."""
+    """KV of the known tokens and of the tokens frame is written. Answer: ``PageTable``."""
 
     call: Call
     lease: int
@@ -197,7 +197,7 @@ class ResumeLease(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
 class SlideLease(msgspec.Struct, frozen=True, array_like=True, tag="slide"):
     """KV from ``upto_tokens`` on is computed next: window pages wholly behind the window go back.
 
-    Never waits. Answer: ``Row``.
+    Never waits. Answer: ``PageTable``.
     """
 
     call: Call
@@ -265,7 +265,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     beside: tuple[bytes, ...] = ()
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, tag="row"):
+class PageTable(msgspec.Struct, frozen=True, array_like=True, tag="row"):
     """The lease's pages from page index ``first`` on: replace what the client had there.
 
     The rows ``beside`` are whole.
@@ -414,6 +414,6 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
 Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
-    Failed | Leased | Row | Done | Receiving | Sending | Finished | Matched | Snapshotted
+    Failed | Leased | PageTable | Done | Receiving | Sending | Finished | Matched | Snapshotted
     | Retracted | Resumed | Fetched | Push
 )  # fmt: skip

@@ -120,7 +120,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     help: str = ""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class TableRow(msgspec.Struct, frozen=True, array_like=True):
     """One row; ``key`` is what to open: ``lease:7``, ``receive:3``, ``node:9``, ``peer:one``."""
 
     key: str
@@ -144,7 +144,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     of: int
     columns: tuple[Column, ...] = ()
     order: tuple[str, ...] | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     trouble: str = ""
 
 

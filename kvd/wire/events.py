@@ -95,7 +95,7 @@ class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
     locked_node: int = 0
 
 
-class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
+class LeaseRetracted(msgspec.Struct, frozen=True, tag="retracted"):
     """A running lease gave its pages back; the bytes of ``kv_tokens`` tokens are saved, or none."""
 
     seq: int
@@ -109,7 +109,7 @@ class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
     took_s: float
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+class LeaseResumed(msgspec.Struct, frozen=True, tag="resumed"):
     """A retracted lease runs again. ``spared_bytes`` were saved, and not needed: the tree had them.
 
     ``took_s`` is from the request, ``away_s`` from its retraction.
@@ -283,7 +283,7 @@ class PeerRefused(msgspec.Struct, frozen=True, tag="peer-refused"):
     why: str
 
 
-class HandshakeFailed(msgspec.Struct, frozen=True, tag="handshake-failed"):
+class PeerHandshakeFailed(msgspec.Struct, frozen=True, tag="handshake-failed"):
     """Somebody could not connect to us, or we not to a peer: keys that differ, or are missing.
 
     ``peer`` is whom we dialed; empty where somebody dialed us. ``times``: since the last such
@@ -377,8 +377,8 @@ Event = (
     | LeaseExtended
     | LeaseCommitted
     | LeaseReleased
-    | Retracted
-    | Resumed
+    | LeaseRetracted
+    | LeaseResumed
     | Quarantined
     | QuarantineEnded
     | Evicted
@@ -391,7 +391,7 @@ Event = (
     | PeerLost
     | PeerReplaced
     | PeerRefused
-    | HandshakeFailed
+    | PeerHandshakeFailed
     | AgentChanged
     | TransferStarted
     | MessageRefused

@@ -129,8 +129,8 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """What one source of a handoff sends: source ``part`` of ``parts``, as the engine listed them.
 
     The pages of the delta are cut among the ``ranks`` sources that have the same, of which it is
-    number ``rank`` (``kvd.core.layout.shards.page_share``). One of all sources is ``authoritative``: it
-    sends the aux, and what does not belong to single tokens (windows, states).
+    number ``rank``: see ``kvd.core.layout.shards.page_share``. One of all sources is
+    ``authoritative``: it sends the aux, and what does not belong to single tokens (windows, states).
     """
 
     part: Counter = 0

@@ -21,7 +21,7 @@ from kvd.core.layout.spec import (
     Component,
     Mha,
     Mla,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -41,7 +41,7 @@ OTHER = Tokens(pack_ids(range(900, 911)))
 EVERYTHING = PoolSpec(
     "main",
     "everything",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         Component("kv", 2, Mla(6, 2, "bfloat16"), 4),
         Component("index", 2, Mha(1, 3, 0, "uint8"), 2),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import FormerEngine, Past, Process
 from kvd.pools.build import Placed, build_pool, pool_memory
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 POOL = PoolSpec(
     "main",
     "mha",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),),
     (8,),
 )

@@ -156,7 +156,7 @@ def test_a_row_replaces_the_pages_from_its_first_on() -> None:
     begin(own, wire.CommitLease(own.next_call(), 7), lease)
     begin(own, wire.ExtendLease(own.next_call(), 7, 4), lease)
 
-    feed(own, wire.Row(1, 1, pack_ids([8, 9, 4])), wire.Row(2, 4, pack_ids([5])))
+    feed(own, wire.PageTable(1, 1, pack_ids([8, 9, 4])), wire.PageTable(2, 4, pack_ids([5])))
 
     assert lease.pages.tolist() == [1, 8, 9, 4, 5]
     assert before.tolist() == [1, 2, 3, 4]
@@ -327,7 +327,7 @@ def test_an_abandoned_commit_still_moves_the_pages() -> None:
     call = begin(own, wire.CommitLease(own.next_call(), 7), lease)
     own.abandon(call)
 
-    feed(own, wire.Row(1, 0, pack_ids([8, 2])))
+    feed(own, wire.PageTable(1, 0, pack_ids([8, 2])))
 
     assert (lease.pages.tolist(), sent(own)) == ([8, 2], [])
 
@@ -340,7 +340,7 @@ def test_an_abandoned_slide_still_moves_the_window() -> None:
     call = begin(own, wire.SlideLease(own.next_call(), 7, 8), lease)
     own.abandon(call)
 
-    feed(own, wire.Row(1, 3, b"", (pack_ids([0, 6, 5]),)))
+    feed(own, wire.PageTable(1, 3, b"", (pack_ids([0, 6, 5]),)))
 
     assert lease.pages.tolist() == [1, 2, 3]
     assert [row.tolist() for row in lease.beside] == [[0, 6, 5]]

@@ -17,7 +17,7 @@ from kvd.core.layout.spec import (
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -39,14 +39,14 @@ KV = Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4)
 SWA = PoolSpec(
     "main",
     "swa",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (KV, Component("swa", 3, Mha(2, 8, 8, "bfloat16"), 4, Tail(8))),
     (16, 8),
 )
 HISPARSE = PoolSpec(
     "main",
     "hisparse",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         Component("kv", 2, Mla(16, 4, "bfloat16"), 8, tier=Host()),
         Component("index", 2, Mha(1, 4, 0, "float8_e4m3fn"), 4),
@@ -57,7 +57,7 @@ HISPARSE = PoolSpec(
 RECURRENT = PoolSpec(
     "main",
     "recurrent",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         Component("kv", 0, Mha(1, 1, 1, "bfloat16"), 1, tier=Nowhere()),
         Component(
@@ -73,7 +73,7 @@ RECURRENT = PoolSpec(
 PREFILL_ONLY = PoolSpec(
     "main",
     "prefill-only",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4, tier=Nowhere()),),
     (1000,),
 )
@@ -100,9 +100,11 @@ async def test_a_window_row_is_replaced_whole_while_the_pages_grow(serve: Serve)
     daemon = serve(SWA)
     daemon.script = answering(
         OpenLease=leasing(4, 5, 6, beside=(pack_ids([0, 2, 3]),)),
-        ExtendLease=lambda r: [wire.Row(r.call, 3, pack_ids([7]), (pack_ids([0, 2, 3, 1]),))],
-        CommitLease=lambda r: [wire.Row(r.call, 1, pack_ids([8, 6, 7]), (pack_ids([0, 2, 3, 1]),))],
-        SlideLease=lambda r: [wire.Row(r.call, 4, b"", (pack_ids([0, 0, 3, 1]),))],
+        ExtendLease=lambda r: [wire.PageTable(r.call, 3, pack_ids([7]), (pack_ids([0, 2, 3, 1]),))],
+        CommitLease=lambda r: [
+            wire.PageTable(r.call, 1, pack_ids([8, 6, 7]), (pack_ids([0, 2, 3, 1]),))
+        ],
+        SlideLease=lambda r: [wire.PageTable(r.call, 4, b"", (pack_ids([0, 0, 3, 1]),))],
     )
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
@@ -279,7 +281,7 @@ def test_the_blocking_client_slides_and_fetches_too(serve: Serve) -> None:
     daemon.script = answering(
         OpenLease=leasing(3, beside=(pack_ids([2, 4]),)),
         Receive=lambda r: [wire.Failed(r.call, Refusal(Code.PEER_UNKNOWN, "no such peer"))],
-        SlideLease=lambda r: [wire.Row(r.call, 1, b"", (pack_ids([2, 4]),))],
+        SlideLease=lambda r: [wire.PageTable(r.call, 1, b"", (pack_ids([2, 4]),))],
         FetchPages=lambda r: [wire.Fetched(r.call, pack_ids([2]), 0, 1, 512)],
     )
 

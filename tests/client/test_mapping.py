@@ -12,7 +12,7 @@ import torch
 
 from kvd.client.mapping import ALIGNMENT_BYTES, Mapping
 from kvd.core.layout.geometry import geometry
-from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, Raw
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, PageOrder, Raw
 from kvd.errors import KvdError
 from kvd.pools.arena import Arena, reserve
 from kvd.wire.memory import TensorPlace
@@ -49,7 +49,7 @@ def arena() -> Iterator[Arena]:
 def test_what_another_process_writes_through_its_views_is_seen_here() -> None:
     """One memory: both processes name it by the same offsets, and a page's bytes are where
     the transfer process, which knows rows only, will look for them."""
-    shapes = [geometry(KV, pages=PAGES, order=order) for order in Order]
+    shapes = [geometry(KV, pages=PAGES, order=order) for order in PageOrder]
     arenas = [reserve("kv", shape.total_bytes) for shape in shapes]
     mappings = [
         Mapping(arena.fd, shape.total_bytes) for arena, shape in zip(arenas, shapes, strict=True)
@@ -93,9 +93,9 @@ def test_a_mapping_is_aligned_for_huge_pages(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
-@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("order", list(PageOrder))
 def test_views_have_the_shapes_of_their_family_in_every_dtype(
-    dtype: str, order: Order, arena: Arena
+    dtype: str, order: PageOrder, arena: Arena
 ) -> None:
     found = []
     layouts: list[Layout] = [Mha(2, 8, 4, dtype), Mla(16, 8, dtype)]
@@ -118,7 +118,7 @@ def test_views_have_the_shapes_of_their_family_in_every_dtype(
 
 
 def test_raw_pages_are_bytes(arena: Arena) -> None:
-    shape = geometry(Component("kv", 1, Raw(100), 4), pages=3, order=Order.PAGE_FIRST)
+    shape = geometry(Component("kv", 1, Raw(100), 4), pages=3, order=PageOrder.PAGE_FIRST)
     view = Mapping(arena.fd, shape.total_bytes).tensor(shape.tensors[0], 3)
 
     assert (tuple(view.shape), view.dtype) == ((3, 100), torch.uint8)

@@ -109,8 +109,8 @@ async def test_many_calls_may_be_under_way_at_once(daemon: Daemon) -> None:
 async def test_a_lease_from_its_prefix_to_its_release(daemon: Daemon) -> None:
     daemon.script = answering(
         OpenLease=lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5, 6]))],
-        ExtendLease=lambda r: [wire.Row(r.call, 3, pack_ids([7]))],
-        CommitLease=lambda r: [wire.Row(r.call, 2, pack_ids([3, 7]))],
+        ExtendLease=lambda r: [wire.PageTable(r.call, 3, pack_ids([7]))],
+        CommitLease=lambda r: [wire.PageTable(r.call, 2, pack_ids([3, 7]))],
         CommitAndRelease=done,
     )
 

@@ -27,8 +27,8 @@ ABORTED = Refusal(Code.ABORTED, "the prefill engine failed", side="node-b")
 
 ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     wire.OpenLease: lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5]))],
-    wire.ExtendLease: lambda r: [wire.Row(r.call, 2, pack_ids([6]))],
-    wire.CommitLease: lambda r: [wire.Row(r.call, 0, pack_ids([3, 5, 6]))],
+    wire.ExtendLease: lambda r: [wire.PageTable(r.call, 2, pack_ids([6]))],
+    wire.CommitLease: lambda r: [wire.PageTable(r.call, 0, pack_ids([3, 5, 6]))],
     wire.RetractLease: lambda r: [wire.Retracted(r.call, 2, 512)],
     wire.ResumeLease: lambda r: [wire.Resumed(r.call, 4, 3, 7, pack_ids([4, 6, 8]))],
     wire.Receive: lambda r: [

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.config import Config, ConfigError, Origin, Source, load, pool_spec
 from kvd.config.host import Host, this_host
-from kvd.core.layout.spec import Component, Device, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Device, Mha, PageOrder, PoolSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def test_load_gives_a_small_cpu_pool_on_loopback_without_any_configuration() -> 
     assert pool_spec(config) == PoolSpec(
         name="main",
         family="mha",
-        order=Order.PAGE_FIRST,
+        order=PageOrder.PAGE_FIRST,
         components=(
             Component("kv", 4, Mha(2, 64, 64, "bfloat16"), page_size=16, tier=Device("cpu")),
         ),

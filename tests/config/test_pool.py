@@ -16,7 +16,7 @@ from kvd.core.layout.spec import (
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -130,7 +130,7 @@ def test_a_family_is_its_components(sets, expected) -> None:
 
     assert spec.components == tuple(expected)
     assert (spec.order, len(spec.pages), len(spec.saved_pages)) == (
-        Order.PAGE_FIRST,
+        PageOrder.PAGE_FIRST,
         len(expected),
         len(expected),
     )
@@ -143,7 +143,7 @@ def test_prefill_only_counts_the_pages_that_the_pool_would_have_held_and_holds_n
     assert counted == PoolSpec(
         name="main",
         family="prefill-only",
-        order=Order.PAGE_FIRST,
+        order=PageOrder.PAGE_FIRST,
         components=(Component("kv", 4, HEADS, 16, tier=Nowhere()),),
         pages=usual.pages,
         saved_pages=(0,),

@@ -26,13 +26,13 @@ def stage() -> Stage:
     world.restart(world.d)
     works = FormerSession(3, "works-0", (4711,), (FormerLease(7, "", PROMPT, ids(3, 4)),))
     tree = (Branch(-1, "", PROMPT, ids(1, 2)),)
-    world.d.feed(inputs.Adopted(world.now_s, 1, tree, (works,), ids(5), 9))
+    world.d.feed(inputs.PoolAdopted(world.now_s, 1, tree, (works,), ids(5), 9))
     return Stage(world.d)
 
 
 def test_its_client_is_awaited_until_it_is_back(stage):
     assert stage.row("clients", "client:3")["state"] == "awaited"
-    stage.side.feed(inputs.ClientReturned(stage.side.world.now_s, 3, 4711, (7,)))
+    stage.side.feed(inputs.ClientCameBack(stage.side.world.now_s, 3, 4711, (7,)))
     row = stage.row("clients", "client:3")
     assert (row["state"], row["leases"], row["held"], row["locked"]) == ("alive", 1, 2, 32)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.node import Node
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 32)

@@ -11,8 +11,8 @@ import msgspec
 
 from kvd.core import effects, inputs
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.state import States
-from kvd.core.components.windows import Windows
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
 from kvd.core.node import Node
 from kvd.types import ID_BYTES, NO_PAGES, Pages, page_ids
 from kvd.wire import client
@@ -22,7 +22,7 @@ from tests.core.side import tokens
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease, SavedPart
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.types import Tokens
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 48)
@@ -61,15 +61,15 @@ def retracted(engine: Engine, toks: Tokens) -> None:
 # ---- what is broken where ------------------------------------------------------------------------
 
 
-def windows(node: Node) -> Windows:
+def windows(node: Node) -> WindowPages:
     found = node.leases.beside.named("swa")
-    assert isinstance(found, Windows)
+    assert isinstance(found, WindowPages)
     return found
 
 
-def states(node: Node) -> States:
+def states(node: Node) -> StatePages:
     found = node.leases.beside.named("state")
-    assert isinstance(found, States)
+    assert isinstance(found, StatePages)
     return found
 
 
@@ -97,11 +97,11 @@ def part_of(lease: Lease, component: str) -> SavedPart:
     return next(one for one in lease.saved.parts if one.component == component)
 
 
-def locked(keeper: Windows | States) -> TreeNode:
+def locked(keeper: WindowPages | StatePages) -> TreeNode:
     return next(one for one in keeper.nodes if keeper.locks_at(one))
 
 
-def unlocked(keeper: Windows | States) -> TreeNode:
+def unlocked(keeper: WindowPages | StatePages) -> TreeNode:
     return next(iter(keeper.unlocked))
 
 

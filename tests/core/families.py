@@ -15,7 +15,7 @@ from kvd.core.layout.spec import (
     Component,
     Host,
     Mha,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -46,7 +46,7 @@ def pool(
     pages: tuple[int, ...],
     saved_pages: tuple[int, ...] = (),
 ) -> PoolSpec:
-    return PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved_pages)
+    return PoolSpec("main", family, PageOrder.PAGE_FIRST, components, pages, saved_pages)
 
 
 SPECS = {
@@ -93,7 +93,7 @@ class Engine:
         step = self.node.step(happened)
         self.steps.append(step)
         for effect in step.effects:
-            if isinstance(effect, effects.Answer):
+            if isinstance(effect, effects.AnswerEngine):
                 self._hear(effect.message)
         return step
 
@@ -104,7 +104,7 @@ class Engine:
         self._calls += 1
         message = kind(self._calls, *fields, **more)  # type: ignore[call-arg,arg-type]
         step = self.feed(inputs.FromClient(self.now_s, 1, message, toks))
-        answers = [one.message for one in step.effects if isinstance(one, effects.Answer)]
+        answers = [one.message for one in step.effects if isinstance(one, effects.AnswerEngine)]
         return answers[0]
 
     def _hear(self, reply: client.Reply) -> None:

@@ -15,16 +15,16 @@ from kvd.core.audit.radix_rules import tree_faults
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ARRIVAL, Claim, Lease
 from kvd.core.cache.lease_state import Standing
-from kvd.core.components.state import States
-from kvd.core.components.windows import Windows
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
 from kvd.core.effects import Outbox
-from kvd.core.layout.spec import Buffer, Component, Order, PerRequest, PoolSpec, Raw, Tail
+from kvd.core.layout.spec import Buffer, Component, PageOrder, PerRequest, PoolSpec, Raw, Tail
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.types import NO_TOKENS, Pages, Tokens, count, page_ids
 
 if TYPE_CHECKING:
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
 
 AWAY = {Standing.RETRACTED, Standing.RESUMING}
 
@@ -52,7 +52,9 @@ def pool_spec(
     if buffer_tokens:
         components.append(Component("buffer", 1, Raw(16), page, Buffer(buffer_tokens)))
         pages.append(buffers + 1)
-    return PoolSpec("main", "many", Order.PAGE_FIRST, tuple(components), tuple(pages), tuple(saved))
+    return PoolSpec(
+        "main", "many", PageOrder.PAGE_FIRST, tuple(components), tuple(pages), tuple(saved)
+    )
 
 
 def table_of(page: int, kv: int, policy: Policy = Policy.LRU, **more: int) -> LeaseTable:
@@ -104,17 +106,17 @@ def row(table: LeaseTable, lease: Lease, component: str = "swa") -> list[int]:
     return page_ids(keeper.row(lease))
 
 
-def windows(table: LeaseTable) -> Windows:
+def windows(table: LeaseTable) -> WindowPages:
     """The keeper of window pages."""
     keeper = table.beside.named("swa")
-    assert isinstance(keeper, Windows)
+    assert isinstance(keeper, WindowPages)
     return keeper
 
 
-def states(table: LeaseTable) -> States:
+def states(table: LeaseTable) -> StatePages:
     """The keeper of states."""
     keeper = table.beside.named("state")
-    assert isinstance(keeper, States)
+    assert isinstance(keeper, StatePages)
     return keeper
 
 
@@ -137,10 +139,10 @@ def check(table: LeaseTable) -> None:
     _tiles(table.pool, [n.pages for n in nodes] + [one.held for one in leases])
     for keeper in table.beside.each:
         beside: list[Pages] = []
-        if isinstance(keeper, Windows):
+        if isinstance(keeper, WindowPages):
             _check_windows(keeper, leases, set(nodes))
             beside = [window.pages for window in keeper.live.at.values()]
-        elif isinstance(keeper, States):
+        elif isinstance(keeper, StatePages):
             _check_states(keeper, leases, set(nodes))
             beside = [snapshot.page for snapshot in keeper.snapshots.values()]
         _tiles(keeper.pool, beside + [keeper.own(one) for one in leases])
@@ -157,8 +159,8 @@ def _tiles(pool: PagePool, pieces: list[Pages]) -> None:
     assert np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)), pool.name
 
 
-def _check_windows(keeper: Windows, leases: list[Lease], nodes: set[Node]) -> None:
-    needed: Counter[Node] = Counter()
+def _check_windows(keeper: WindowPages, leases: list[Lease], nodes: set[RadixNode]) -> None:
+    needed: Counter[RadixNode] = Counter()
     for lease in leases:
         held = keeper.held.get(lease.id)
         if held is None:
@@ -188,7 +190,7 @@ def _check_windows(keeper: Windows, leases: list[Lease], nodes: set[Node]) -> No
     assert keeper.evictable_pages == sum(unlocked) // 4
 
 
-def _check_states(keeper: States, leases: list[Lease], nodes: set[Node]) -> None:
+def _check_states(keeper: StatePages, leases: list[Lease], nodes: set[RadixNode]) -> None:
     held = [keeper.held[lease.id] for lease in leases if lease.id in keeper.held]
     needed = Counter(one.source for one in held if one.source is not None)
     for node, snapshot in keeper.snapshots.items():

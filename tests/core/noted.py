@@ -51,9 +51,9 @@ class Noted:
                 self._freed(pages)
             case effects.NoteEnded(lease=lease):
                 del self.leases[lease]
-            case effects.Answer(session=session, message=message):
+            case effects.AnswerEngine(session=session, message=message):
                 self._answered(session, message)
-            case effects.Send(message=Offer(grants=grants)):
+            case effects.SendToPeer(message=Offer(grants=grants)):
                 granted = b"".join(grant.pages for grant in grants)
                 assert not self._kept(granted), "a peer may write what is somebody's"
             case effects.Copy(destination_region=region, destination=pages):
@@ -100,7 +100,7 @@ class Noted:
     def _answered(self, session: int, message: Reply) -> None:
         """Who is told of pages may use them: each is cached, or noted as that session's."""
         match message:
-            case client.Leased() | client.Row() | client.Received() | client.Resumed():
+            case client.Leased() | client.PageTable() | client.Received() | client.Resumed():
                 pages = page_ids(message.pages)
             case _:
                 return

@@ -22,7 +22,7 @@ from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.spec import (
     Component,
     Mha,
-    Order,
+    PageOrder,
     PoolSpec,
     companion_factor,
     companion_pages,
@@ -56,7 +56,7 @@ SAVED = 12
 """Pages of the saved area, its null page not counted."""
 
 ANSWERS = (
-    client.Failed | client.Leased | client.Row | client.Done | client.Receiving | client.Sending
+    client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving | client.Sending
     | client.Finished | client.Matched | client.Snapshotted | client.Retracted | client.Resumed
     | client.Fetched
 )  # fmt: skip
@@ -71,7 +71,7 @@ def tokens(*ranges: tuple[int, int]) -> Tokens:
 
 def spec(pages: int, page_size: int = PAGE, dtype: str = "float32") -> PoolSpec:
     component = Component("kv", 1, Mha(1, 1, 1, dtype), page_size)
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
+    return PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
 
 
 def settings(name: str, pages: int, **more: object) -> Settings:
@@ -212,11 +212,11 @@ class Side:
 
     def perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Answer() as answer:
+            case effects.AnswerEngine() as answer:
                 self.hear(answer)
-            case effects.Report(message=message):
+            case effects.AnswerOperator(message=message):
                 self.reports.append(message)
-            case effects.Send(link=link, message=message):
+            case effects.SendToPeer(link=link, message=message):
                 self.mail(link, message)
             case effects.RestartTransfer(why=why):
                 self.restart_transfer(why)
@@ -246,7 +246,7 @@ class Side:
             case effects.Copy() as copy:
                 self.begin_copy(copy)
 
-    def hear(self, answer: effects.Answer) -> None:
+    def hear(self, answer: effects.AnswerEngine) -> None:
         """A session that has gone hears nothing."""
         if answer.session not in self.node.sessions.by_id:
             return

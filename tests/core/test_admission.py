@@ -347,7 +347,7 @@ def test_extend_takes_evictable_pages_and_never_those_under_a_lock():
     one = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
     two = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
 
-    assert isinstance(one, client.Row)
+    assert isinstance(one, client.PageTable)
     assert isinstance(two, client.Failed)
     assert two.refusal.code is Code.NO_ROOM
     assert len(page_ids(other.pages)) == 4

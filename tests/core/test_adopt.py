@@ -12,7 +12,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.cache.eviction import Policy
-from kvd.core.effects import Answer, NoteEnded, NoteFreed, NoteHeld
+from kvd.core.effects import AnswerEngine, NoteEnded, NoteFreed, NoteHeld
 from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.adopt import NotAdopted
@@ -51,10 +51,10 @@ TREE = (
 LEASE = FormerLease(7, "", Tokens(PROMPT[: 48 * 4]), ids(11, 12))
 SECOND = FormerLease(9, "blue", NO_TOKENS, ids(13))
 WORKS = FormerSession(3, "works-0", (4711, 4712), (LEASE, SECOND))
-ADOPTED = inputs.Adopted(NOW_S, 2, TREE, (WORKS,), ids(14, 15), 40)
+ADOPTED = inputs.PoolAdopted(NOW_S, 2, TREE, (WORKS,), ids(14, 15), 40)
 
 
-def changed(**fields: object) -> inputs.Adopted:
+def changed(**fields: object) -> inputs.PoolAdopted:
     return msgspec.structs.replace(ADOPTED, **fields)
 
 
@@ -76,7 +76,7 @@ class Daemon:
     ) -> client.Reply:
         message = kind(call=5, **fields)  # type: ignore[call-arg]
         effects = self.feed(inputs.FromClient(NOW_S, session, message, Tokens(toks)))
-        (answer,) = [one for one in effects if isinstance(one, Answer)]
+        (answer,) = [one for one in effects if isinstance(one, AnswerEngine)]
         return answer.message
 
     def why(self, kind: str, number: int) -> str:
@@ -90,14 +90,14 @@ class Daemon:
         return page_ids(self.node.leases.pool.free_ids())
 
 
-def adopted(value: inputs.Adopted = ADOPTED, **more: object) -> Daemon:
+def adopted(value: inputs.PoolAdopted = ADOPTED, **more: object) -> Daemon:
     daemon = Daemon(**more)
     assert daemon.feed(value) == []
     return daemon
 
 
 def returned(daemon: Daemon, *leases: int, pid: int = 4711) -> list[object]:
-    return daemon.feed(inputs.ClientReturned(NOW_S, 3, pid, leases))
+    return daemon.feed(inputs.ClientCameBack(NOW_S, 3, pid, leases))
 
 
 # ---- taken in ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_it_is_told_in_one_event():
 
 
 def test_nothing_at_all_can_be_adopted():
-    daemon = adopted(inputs.Adopted(NOW_S, 1, (), (), NO_PAGES, 6))
+    daemon = adopted(inputs.PoolAdopted(NOW_S, 1, (), (), NO_PAGES, 6))
     assert daemon.free == list(range(1, POOL + 1))
     assert daemon.node.leases.number_above == 6
 
@@ -174,7 +174,7 @@ def test_a_node_that_adopted_is_frozen_and_thawed_as_it_is():
     again = thaw(freeze(daemon.node))
     assert state_hash(again) == state_hash(daemon.node)
     for node in (again, daemon.node):
-        node.step(inputs.ClientReturned(NOW_S, 3, 4711, (9,)))
+        node.step(inputs.ClientCameBack(NOW_S, 3, 4711, (9,)))
         node.step(inputs.ClientHungUp(NOW_S, 3))
     assert state_hash(again) == state_hash(daemon.node)
     assert again.former.leases == {}
@@ -183,13 +183,13 @@ def test_a_node_that_adopted_is_frozen_and_thawed_as_it_is():
 # ---- refused -------------------------------------------------------------------------------------
 
 
-def with_branch(number: int, **fields: object) -> inputs.Adopted:
+def with_branch(number: int, **fields: object) -> inputs.PoolAdopted:
     branches = list(TREE)
     branches[number] = msgspec.structs.replace(branches[number], **fields)
     return changed(branches=tuple(branches))
 
 
-def with_lease(**fields: object) -> inputs.Adopted:
+def with_lease(**fields: object) -> inputs.PoolAdopted:
     lease = msgspec.structs.replace(LEASE, **fields)
     return changed(sessions=(FormerSession(3, "works-0", (4711,), (lease, SECOND)),))
 
@@ -289,7 +289,7 @@ def test_a_log_that_begins_with_what_was_adopted_replays():
     daemon = adopted()
     log = [
         ADOPTED,
-        inputs.ClientReturned(NOW_S, 3, 4711, (7,)),
+        inputs.ClientCameBack(NOW_S, 3, 4711, (7,)),
         inputs.FromClient(NOW_S, 3, client.OpenLease(5), PROMPT),
         inputs.FromClient(NOW_S, 3, client.CommitAndRelease(6, 42)),
         inputs.FromClient(NOW_S, 3, client.ReleaseLease(7, 7)),
@@ -327,7 +327,7 @@ def test_an_engine_that_returns_twice_keeps_its_new_leases():
 
 def test_the_return_of_a_session_that_is_gone_changes_nothing():
     daemon = adopted()
-    assert daemon.feed(inputs.ClientReturned(NOW_S, 8, 4711, (7,))) == []
+    assert daemon.feed(inputs.ClientCameBack(NOW_S, 8, 4711, (7,))) == []
     assert len(daemon.events) == 1
 
 
@@ -336,7 +336,7 @@ def test_a_former_lease_can_be_released(kind):
     daemon = adopted()
     returned(daemon, 7, 9)
     effects = daemon.feed(inputs.FromClient(NOW_S, 3, kind(5, 7)))
-    assert effects == [NoteEnded(7), NoteFreed(ids(11, 12)), Answer(3, client.Done(5))]
+    assert effects == [NoteEnded(7), NoteFreed(ids(11, 12)), AnswerEngine(3, client.Done(5))]
 
 
 def test_who_waits_has_what_a_former_lease_gave_back():
@@ -349,10 +349,10 @@ def test_who_waits_has_what_a_former_lease_gave_back():
     assert [type(one) for one in made] == [
         NoteEnded,
         NoteFreed,
-        Answer,
+        AnswerEngine,
         NoteFreed,
         NoteHeld,
-        Answer,
+        AnswerEngine,
     ]
 
 

@@ -297,7 +297,7 @@ def test_a_session_that_is_over_is_told_so():
     world.p.hang_up(1)
     request = inputs.FromClient(world.now_s, 1, client.OpenLease(5), PROMPT)
     assert world.p.node.step(request).effects == [
-        effects.Answer(
+        effects.AnswerEngine(
             1,
             client.Failed(
                 5,

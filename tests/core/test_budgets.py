@@ -70,7 +70,7 @@ def test_a_slide_lets_in_who_waits_for_what_it_gives_back(side):
     # 112 - 1 - 32 is token 79: pages 0 to 3 are behind.
     reply = side.call(client.SlideLease, lease=held.lease, upto_tokens=112)
 
-    assert isinstance(reply, client.Row)
+    assert isinstance(reply, client.PageTable)
     assert isinstance(side.answer(call), client.Leased)
 
 
@@ -216,5 +216,5 @@ def test_every_answer_names_the_rows_of_all_components():
 
     assert [len(row) // 4 for row in lease.beside] == [3, 2, 2]
     reply = side.call(client.SlideLease, lease=lease.lease, upto_tokens=40)
-    assert reply == client.Row(reply.call, 3, b"", lease.beside)
+    assert reply == client.PageTable(reply.call, 3, b"", lease.beside)
     assert snapshot(side.node).leases[0].held_pages == 3

@@ -10,7 +10,7 @@ from kvd.core.layout.spec import (
     Component,
     Mha,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -28,7 +28,7 @@ from tests.core.world import Side, World
 def prefill_only(pages: int = 64) -> World:
     """Two nodes that count pages of 16 tokens, each of 2 layers of 4 heads."""
     kv = Component("kv", 2, Mha(4, 8, 8, "bfloat16"), 16, tier=Nowhere())
-    spec = PoolSpec("main", "prefill-only", Order.PAGE_FIRST, (kv,), (pages,))
+    spec = PoolSpec("main", "prefill-only", PageOrder.PAGE_FIRST, (kv,), (pages,))
     return World(spec=spec, cache_mode=CacheMode.PREFILL_ONLY)
 
 
@@ -78,7 +78,7 @@ def test_leases_count_tokens_where_there_is_no_byte():
     assert (lease.prefix_tokens, count(lease.pages)) == (0, 7)
     assert totals(world.d) == (56, 7, 0, 0, 0)
     row = world.d.call(client.ExtendLease, lease=lease.lease, n_tokens=10)
-    assert isinstance(row, client.Row)
+    assert isinstance(row, client.PageTable)
     assert totals(world.d) == (55, 8, 0, 0, 0)
     assert isinstance(world.d.call(client.ReleaseLease, lease=lease.lease), client.Done)
     assert totals(world.d) == (63, 0, 0, 0, 0)
@@ -110,7 +110,7 @@ def test_the_accounts_say_no_byte_and_a_placeholder_that_does_not_grow():
 def test_nodes_with_bytes_and_without_do_not_take_each_other_for_peers():
     kv = Component("kv", 1, Mha(1, 1, 1, "float32"), 16, tier=Nowhere())
     world = World()
-    spec = PoolSpec("main", "prefill-only", Order.PAGE_FIRST, (kv,), (64,))
+    spec = PoolSpec("main", "prefill-only", PageOrder.PAGE_FIRST, (kv,), (64,))
     world.p.config = msgspec.structs.replace(world.p.config, spec=spec)
     world.restart(world.p)
     world.pass_time(3.0)
@@ -176,7 +176,7 @@ STATE = State((StateTensor("ssm", (2, 2), "float32"),))
     ids=["swa", "recurrent"],
 )
 def test_no_component_is_cached_with_the_cache_off(beside):
-    spec = PoolSpec("main", "any", Order.PAGE_FIRST, (KV, beside), (64, 40))
+    spec = PoolSpec("main", "any", PageOrder.PAGE_FIRST, (KV, beside), (64, 40))
     world = World(spec=spec, cache_mode=CacheMode.OFF)
     cached(world.d, PROMPT)
 

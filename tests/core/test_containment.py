@@ -93,7 +93,7 @@ def sweep(node: Node, now_s: float) -> tuple[list[events.Violation], list[client
         while node.audit.sweeps == before:
             step = node.step(inputs.AuditTurn(now_s + k * EVERY_S, WHOLE))
             told += [one for one in step.events if isinstance(one, events.Violation)]
-            heard += [one.message for one in step.effects if isinstance(one, effects.Answer)]
+            heard += [one.message for one in step.effects if isinstance(one, effects.AnswerEngine)]
     return told, heard
 
 
@@ -161,7 +161,7 @@ def work(node: Node, rows: dict[int, dict[str, set[int]]], now_s: float) -> None
 
     def ask(message: client.Request, toks: bytes = NO_TOKENS) -> client.Reply | None:
         step = node.step(inputs.FromClient(now_s, session, message, toks))
-        answers = [one.message for one in step.effects if isinstance(one, effects.Answer)]
+        answers = [one.message for one in step.effects if isinstance(one, effects.AnswerEngine)]
         return next((one for one in answers if getattr(one, "call", 0) == message.call), None)
 
     for k in range(150):
@@ -226,7 +226,7 @@ def test_pages_given_back_twice_are_found_at_that_step_and_named():
     number = page_ids(Pages(page))[0]
     assert told.what == f"I1: lease {lease.lease} gave back page {number}, which is free already"
     assert (told.owner, told.lease, told.done) == ("engine", lease.lease, "4 pages condemned")
-    answers = [one.message for one in step.effects if isinstance(one, effects.Answer)]
+    answers = [one.message for one in step.effects if isinstance(one, effects.AnswerEngine)]
     assert [type(one) for one in answers] == [client.Done]
     free = page_ids(node.leases.pool.free_ids())
     assert not set(free) & set(page_ids(record.row))

@@ -64,7 +64,7 @@ def test_a_new_lease_is_refused_with_who_drains_why_and_what_to_do():
         side="p",
         numbers={"since_s": 3.0},
     )
-    assert refused == [effects.Answer(1, client.Failed(9, why))]
+    assert refused == [effects.AnswerEngine(1, client.Failed(9, why))]
     assert why.is_retryable
 
 
@@ -77,8 +77,8 @@ def test_a_new_receive_is_refused_and_its_sender_told():
 
     refusal = world.d.node.drainer.refusal()
     assert heard == [
-        effects.Send("out:p", Withdrawn(D, P, 7, "draining")),
-        effects.Answer(1, client.Failed(call, refusal)),
+        effects.SendToPeer("out:p", Withdrawn(D, P, 7, "draining")),
+        effects.AnswerEngine(1, client.Failed(call, refusal)),
     ]
 
 
@@ -90,7 +90,9 @@ def test_a_new_send_is_refused_and_the_lease_stays():
     refused = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
 
     assert code_of(refused) is Code.DRAINING
-    assert isinstance(world.p.call(client.ExtendLease, lease=lease.lease, n_tokens=16), client.Row)
+    assert isinstance(
+        world.p.call(client.ExtendLease, lease=lease.lease, n_tokens=16), client.PageTable
+    )
     done = world.p.call(client.CommitAndRelease, tokens((101, 4)), lease=lease.lease)
     assert isinstance(done, client.Done)
 
@@ -109,7 +111,7 @@ def test_a_new_offer_is_refused_at_once():
     out = world.p.feed(inputs.FromPeer(world.now_s, letter.link, letter.message))
 
     (send,) = out
-    assert isinstance(send, effects.Send)
+    assert isinstance(send, effects.SendToPeer)
     assert isinstance(send.message, Settled)
     assert (send.message.outcome, send.message.reason.code) == (
         Outcome.REFUSED,
@@ -142,11 +144,11 @@ def test_who_waits_for_room_is_told_at_once():
     refusal = world.d.node.drainer.refusal()
     calls = world.d.calls - 1, world.d.calls
     assert out == [
-        effects.Answer(1, client.Failed(calls[0], refusal)),
-        effects.Answer(1, client.Failed(calls[1], refusal)),
-        effects.Send("out:p", Withdrawn(D, P, 7, "draining")),
-        effects.Send("out:p", Ping(D, P, 1, 0, 1, 0, "draining", "")),
-        effects.Report(
+        effects.AnswerEngine(1, client.Failed(calls[0], refusal)),
+        effects.AnswerEngine(1, client.Failed(calls[1], refusal)),
+        effects.SendToPeer("out:p", Withdrawn(D, P, 7, "draining")),
+        effects.SendToPeer("out:p", Ping(D, P, 1, 0, 1, 0, "draining", "")),
+        effects.AnswerOperator(
             b"op",
             admin.Report(
                 1,
@@ -333,8 +335,8 @@ def test_an_idle_node_stops_in_the_step_in_which_it_is_asked():
     out = stop(world.p)
 
     assert out == [
-        effects.Send("in:d", Ping(P, D, 1, 0, 1, 0, "draining", "SIGTERM")),
-        effects.Send("in:d", Ping(P, D, 2, 0, 1, 0, "leaving", "SIGTERM")),
+        effects.SendToPeer("in:d", Ping(P, D, 1, 0, 1, 0, "draining", "SIGTERM")),
+        effects.SendToPeer("in:d", Ping(P, D, 2, 0, 1, 0, "leaving", "SIGTERM")),
         effects.ReadyToStop(),
     ]
 

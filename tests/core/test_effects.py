@@ -57,8 +57,8 @@ def offer(world: World) -> Offer:
 
 def test_a_receive_is_answered_and_offered(world):
     assert from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT) == [
-        effects.Answer(1, client.Receiving(5, 1, 0)),
-        effects.Send("out:p", offer(world)),
+        effects.AnswerEngine(1, client.Receiving(5, 1, 0)),
+        effects.SendToPeer("out:p", offer(world)),
     ]
 
 
@@ -71,10 +71,10 @@ def test_an_accept_and_progress_are_only_noted(world):
 def test_a_delivered_prompt_is_handed_over_and_closed(world):
     from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
     settled = Settled(P, D, 1, Outcome.DELIVERED, None, b"aux", 896)
-    closed = effects.Send("out:p", Closed(D, P, 1, Outcome.COMMITTED))
+    closed = effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.COMMITTED))
 
     assert from_peer(world.d, "out:p", settled) == [
-        effects.Answer(1, client.Received(1, 1, PAGES, b"aux")),
+        effects.AnswerEngine(1, client.Received(1, 1, PAGES, b"aux")),
         closed,
     ]
     assert from_peer(world.d, "out:p", settled) == [closed]
@@ -84,8 +84,8 @@ def test_a_failed_prompt_is_told_and_closed(world):
     from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
     why = Refusal(Code.POST_FAILED, "no route", "p")
     assert from_peer(world.d, "out:p", Settled(P, D, 1, Outcome.FAILED, why)) == [
-        effects.Answer(1, client.ReceiveFailed(1, why)),
-        effects.Send("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
+        effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
+        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
     ]
 
 
@@ -94,9 +94,9 @@ def test_a_failed_prompt_with_bytes_in_doubt_waits_for_quiet(world):
     why = Refusal(Code.POST_FAILED, "no route", "p")
     settled = Settled(P, D, 1, Outcome.FAILED, why, in_doubt=True)
     assert from_peer(world.d, "out:p", settled) == [
-        effects.Answer(1, client.ReceiveFailed(1, why)),
+        effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
         effects.Quiesce(1, Doubt.SENT),
-        effects.Send("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
+        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
     ]
     assert world.d.node.step(inputs.Quiet(NOW_S, 1)).effects == []
     assert world.d.node.leases.leases == {}
@@ -106,13 +106,13 @@ def test_a_cancelled_receive_tells_the_engine_and_the_writer(world):
     from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
     why = Refusal(Code.CANCELLED, "the decode engine cancelled it", "d")
     assert from_engine(world.d, client.CancelReceive(6, 1)) == [
-        effects.Answer(1, client.Done(6)),
-        effects.Answer(1, client.ReceiveFailed(1, why)),
-        effects.Send("out:p", Abort(D, P, 1, 7, "cancelled")),
+        effects.AnswerEngine(1, client.Done(6)),
+        effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
+        effects.SendToPeer("out:p", Abort(D, P, 1, 7, "cancelled")),
     ]
     settled = Settled(P, D, 1, Outcome.ABORTED)
     assert from_peer(world.d, "out:p", settled) == [
-        effects.Send("out:p", Closed(D, P, 1, Outcome.ABORTED, why))
+        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.ABORTED, why))
     ]
 
 
@@ -128,15 +128,19 @@ def test_an_offer_for_an_open_room_is_accepted_and_what_is_written_is_posted(wor
     all_of_it = SentShare(0, 1, 0, 100, is_dummy=False, is_authoritative=True)
 
     assert from_peer(world.p, "in:d", offer(world)) == [
-        effects.Send("in:d", Accept(P, D, 1, 0)),
-        effects.Answer(1, client.Accepted(1, 0, all_of_it)),
+        effects.SendToPeer("in:d", Accept(P, D, 1, 0)),
+        effects.AnswerEngine(1, client.Accepted(1, 0, all_of_it)),
         effects.Post(1, D, 1, "kv", first_two, first_two),
     ]
-    assert from_peer(world.p, "in:d", offer(world)) == [effects.Send("in:d", Accept(P, D, 1, 0))]
-    assert from_engine(world.p, client.Advance(9, 1, 47)) == [effects.Answer(1, client.Done(9))]
+    assert from_peer(world.p, "in:d", offer(world)) == [
+        effects.SendToPeer("in:d", Accept(P, D, 1, 0))
+    ]
+    assert from_engine(world.p, client.Advance(9, 1, 47)) == [
+        effects.AnswerEngine(1, client.Done(9))
+    ]
     assert from_engine(world.p, client.Advance(10, 1, 48)) == [
         effects.Post(2, D, 1, "kv", Pages(PAGES[8:12]), Pages(PAGES[8:12])),
-        effects.Answer(1, client.Done(10)),
+        effects.AnswerEngine(1, client.Done(10)),
     ]
     assert from_engine(world.p, client.Finish(11, 1, b"aux")) == [
         effects.Post(3, D, 1, "kv", Pages(PAGES[12:]), Pages(PAGES[12:]))
@@ -149,15 +153,15 @@ def test_the_last_post_settles_and_closed_answers_finish(world):
     from_peer(world.p, "in:d", offer(world))
 
     assert world.p.node.step(inputs.PostMoved(NOW_S, 1, 128)).effects == [
-        effects.Send("in:d", Progress(P, D, 1, 128))
+        effects.SendToPeer("in:d", Progress(P, D, 1, 128))
     ]
     assert world.p.node.step(inputs.PostDone(NOW_S, 1, 896)).effects == [
-        effects.Send("in:d", Progress(P, D, 1, 896)),
-        effects.Send("in:d", Settled(P, D, 1, Outcome.DELIVERED, None, b"aux", 896)),
+        effects.SendToPeer("in:d", Progress(P, D, 1, 896)),
+        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.DELIVERED, None, b"aux", 896)),
     ]
     closed = Closed(D, P, 1, Outcome.COMMITTED)
     assert from_peer(world.p, "in:d", closed) == [
-        effects.Answer(1, client.Finished(sender.finish_call, None, 0, 7, 896))
+        effects.AnswerEngine(1, client.Finished(sender.finish_call, None, 0, 7, 896))
     ]
     assert from_peer(world.p, "in:d", closed) == []
 
@@ -169,12 +173,12 @@ def test_a_failed_post_destroys_its_agent_and_settles_after_it(world):
     why = Refusal(Code.POST_FAILED, "no route", "p")
 
     assert world.p.node.step(inputs.PostFailed(NOW_S, 1, "no route")).effects == [
-        effects.Answer(1, client.SendFailed(1, why)),
-        effects.Answer(1, client.Finished(sender.finish_call, why, 0, 7, 0)),
+        effects.AnswerEngine(1, client.SendFailed(1, why)),
+        effects.AnswerEngine(1, client.Finished(sender.finish_call, why, 0, 7, 0)),
         effects.DropAgent(D, 1),
     ]
     assert world.p.node.step(inputs.AgentDropped(NOW_S, D, 1, 128)).effects == [
-        effects.Send("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
+        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
         effects.LoadAgent(D, 1, b"meta:d"),
     ]
 
@@ -203,7 +207,7 @@ def test_the_first_hello_is_answered_and_an_agent_is_made(world):
     )
     assert from_peer(world.p, "in:x", hello) == [
         effects.LoadAgent(incarnation("x", 1), 3, b"theirs"),
-        effects.Send("in:x", mine),
+        effects.SendToPeer("in:x", mine),
     ]
     again = msgspec.structs.replace(hello, target=P)
     assert from_peer(world.p, "in:x", again) == []
@@ -211,7 +215,7 @@ def test_the_first_hello_is_answered_and_an_agent_is_made(world):
 
 def test_a_ping_is_echoed_once(world):
     assert from_peer(world.p, "in:d", Ping(D, P, 8, 0, 1, 1)) == [
-        effects.Send("in:d", Ping(P, D, 0, 8, 0, 0, streams=("p:1>d",)))
+        effects.SendToPeer("in:d", Ping(P, D, 0, 8, 0, 0, streams=("p:1>d",)))
     ]
     assert from_peer(world.p, "in:d", Ping(D, P, 0, 8, 0, 0)) == []
 
@@ -223,11 +227,11 @@ def test_a_dead_transfer_process_ends_its_posts_and_its_agents(world):
     why = Refusal(Code.POST_FAILED, "the transfer process of this node ended", "p")
 
     assert world.p.node.step(inputs.TransferGone(NOW_S, "killed")).effects == [
-        effects.Answer(1, client.SendFailed(1, why)),
-        effects.Answer(1, client.Finished(sender.finish_call, why, 0, 7, 0)),
-        effects.Send("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
+        effects.AnswerEngine(1, client.SendFailed(1, why)),
+        effects.AnswerEngine(1, client.Finished(sender.finish_call, why, 0, 7, 0)),
+        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
     ]
     ready = inputs.TransferReady(NOW_S, 2, b"new", "simulated", "killed")
     sent = world.p.node.step(ready).effects
-    assert [type(one) for one in sent] == [effects.Send, effects.LoadAgent]
+    assert [type(one) for one in sent] == [effects.SendToPeer, effects.LoadAgent]
     assert sent[1] == effects.LoadAgent(D, 1, b"meta:d")

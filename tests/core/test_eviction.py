@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvd.core.cache.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
-from kvd.core.cache.radix import Node, RadixTree
+from kvd.core.cache.radix import RadixNode, RadixTree
 from kvd.types import Pages, Tokens, pack_ids
 
 PAGE = 4
@@ -25,7 +25,7 @@ class Shelf:
     def tokens(self, word: str) -> Tokens:
         return Tokens(pack_ids([ord(letter) for letter in word for _ in range(PAGE)]))
 
-    def put(self, word: str, priority: int = 0) -> Node:
+    def put(self, word: str, priority: int = 0) -> RadixNode:
         tokens = self.tokens(word)
         anchor = self.tree.match(tokens, NAMESPACE)
         n_new = len(word) - anchor.end_tokens // PAGE
@@ -42,7 +42,7 @@ class Shelf:
         self.tree.lock(node)
         self.tree.unlock(node)
 
-    def word(self, node: Node) -> str:
+    def word(self, node: RadixNode) -> str:
         return "".join(map(chr, memoryview(self.tree.path_tokens(node)).cast("i")[::PAGE]))
 
     def drain(self) -> list[str]:
@@ -215,11 +215,11 @@ def test_order_asked_for_nothing_has_no_victims():
     assert [eviction_order(policy).take(0) for policy in Policy] == [[], [], [], []]
 
 
-def busy(policy: Policy, seed: int) -> tuple[Shelf, list[Node]]:
+def busy(policy: Policy, seed: int) -> tuple[Shelf, list[RadixNode]]:
     """A shelf after many accesses, some of its nodes locked, many of its keys out of date."""
     rng = random.Random(seed)
     shelf = Shelf(policy)
-    locked: list[Node] = []
+    locked: list[RadixNode] = []
     for _ in range(120):
         word = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
         match rng.randrange(6):

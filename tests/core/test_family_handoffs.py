@@ -17,7 +17,7 @@ from kvd.core.layout.spec import (
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -43,7 +43,7 @@ def swa(pages: int = 64, window_pages: int = 64) -> PoolSpec:
         Component("kv", 1, LAYOUT, PAGE),
         Component("swa", 5, LAYOUT, PAGE, Tail(WINDOW)),
     )
-    return PoolSpec("main", "swa", Order.PAGE_FIRST, components, (pages, window_pages))
+    return PoolSpec("main", "swa", PageOrder.PAGE_FIRST, components, (pages, window_pages))
 
 
 def recurrent(pages: int = 3000, states: int = 8) -> PoolSpec:
@@ -52,7 +52,7 @@ def recurrent(pages: int = 3000, states: int = 8) -> PoolSpec:
         Component("kv", 0, Raw(0), 1, tier=Nowhere()),
         Component("state", 2, state, 1, PerRequest()),
     )
-    return PoolSpec("main", "recurrent", Order.PAGE_FIRST, components, (pages, states))
+    return PoolSpec("main", "recurrent", PageOrder.PAGE_FIRST, components, (pages, states))
 
 
 def indexed(page: int, index_page: int, *, is_host: bool = False) -> PoolSpec:
@@ -66,7 +66,7 @@ def indexed(page: int, index_page: int, *, is_host: bool = False) -> PoolSpec:
         components.append(Component("buffer", 1, Mla(8, 4, "float32"), page, Buffer(4 * page)))
         counts.append(40)
     family = "hisparse" if is_host else "mla"
-    return PoolSpec("main", family, Order.PAGE_FIRST, tuple(components), tuple(counts))
+    return PoolSpec("main", family, PageOrder.PAGE_FIRST, tuple(components), tuple(counts))
 
 
 def apart(p: PoolSpec, d: PoolSpec, **more: object) -> World:
@@ -104,7 +104,7 @@ class Engine:
 
     def slide(self, upto: int) -> None:
         reply = self.side.call(client.SlideLease, lease=self.leased.lease, upto_tokens=upto)
-        assert isinstance(reply, client.Row), reply
+        assert isinstance(reply, client.PageTable), reply
         self.told(reply.beside)
 
     def send(self, room: int = ROOM) -> int:
@@ -188,7 +188,7 @@ def test_with_pages_of_one_token_all_windows_are_sent_behind_a_prefix_of_the_pre
         Component("kv", 1, LAYOUT, 1),
         Component("swa", 1, LAYOUT, 1, Tail(4)),
     )
-    world = World(spec=PoolSpec("main", "swa", Order.PAGE_FIRST, components, (64, 64)))
+    world = World(spec=PoolSpec("main", "swa", PageOrder.PAGE_FIRST, components, (64, 64)))
     known = world.p.lease(tokens((1, 20)))
     world.p.call(client.CommitAndRelease, lease=known.lease)
     leased = world.p.lease(tokens((1, 30)))

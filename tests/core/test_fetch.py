@@ -11,7 +11,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.layout.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, page_bytes
+from kvd.core.layout.spec import Buffer, Component, Host, Mha, Mla, PageOrder, PoolSpec, page_bytes
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
@@ -31,7 +31,7 @@ KV = Component("kv", 1, Mla(8, 4, "float32"), PAGE, tier=Host())
 HISPARSE = PoolSpec(
     "main",
     "hisparse",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         KV,
         Component("index", 1, Mha(1, 2, 0, "float32"), PAGE),
@@ -54,7 +54,7 @@ class Decode:
 
     def commit(self, toks: bytes = b"") -> None:
         row = self.side.call(client.CommitLease, toks, lease=self.lease)
-        assert isinstance(row, client.Row), row
+        assert isinstance(row, client.PageTable), row
         self.row = self.row[: row.first * 4] + row.pages
         self.toks += toks
 

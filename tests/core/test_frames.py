@@ -42,7 +42,7 @@ def refused(world: World) -> Refusal:
 
 
 def _is_offer(effect: effects.Effect) -> bool:
-    return isinstance(effect, effects.Send) and isinstance(effect.message, Offer)
+    return isinstance(effect, effects.SendToPeer) and isinstance(effect.message, Offer)
 
 
 def test_sums_that_do_not_fit_are_refused_with_the_numbers_before_anything_begins():
@@ -70,7 +70,7 @@ def test_what_just_fits_is_delivered(limit, integrity):
         len(PEER_MESSAGES.encode(one.message))
         for side in (world.p, world.d)
         for one in side.effects
-        if isinstance(one, effects.Send)
+        if isinstance(one, effects.SendToPeer)
     ]
     assert max(sizes) <= limit
 
@@ -146,7 +146,7 @@ def between(sender: Node, to: Node, link: str, sent: list[effects.Effect]) -> li
     """What ``to`` does about the messages that ``sender`` sends, each through the real codec."""
     found: list[effects.Effect] = []
     for effect in sent:
-        if isinstance(effect, effects.Send):
+        if isinstance(effect, effects.SendToPeer):
             frame = PEER_MESSAGES.encode(effect.message)
             assert len(frame) <= MAX_PEER_BYTES
             message = PEER_MESSAGES.decode(frame)
@@ -204,7 +204,7 @@ def test_a_million_pages_in_eight_shards_are_handed_over_within_the_frames(integ
     (message,) = [
         one.message
         for one in settled
-        if isinstance(one, effects.Send) and isinstance(one.message, Settled)
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Settled)
     ]
     asked = pair.to_d(settled)
     for verify in [one for one in asked if isinstance(one, effects.Verify)]:
@@ -213,7 +213,7 @@ def test_a_million_pages_in_eight_shards_are_handed_over_within_the_frames(integ
     got = next(
         one.message
         for one in asked
-        if isinstance(one, effects.Answer) and isinstance(one.message, client.Received)
+        if isinstance(one, effects.AnswerEngine) and isinstance(one.message, client.Received)
     )
     assert count(got.pages) == MILLION
     assert time.process_time() - began_s < 5.0
@@ -226,7 +226,7 @@ def test_a_million_pages_in_eight_shards_cannot_all_be_summed_and_that_is_said_f
 
     told = pair.d.step(inputs.FromClient(1.0, 1, client.Receive(1, 7, ("p",)), prompt)).effects
 
-    (failed,) = [one.message for one in told if isinstance(one, effects.Answer)]
+    (failed,) = [one.message for one in told if isinstance(one, effects.AnswerEngine)]
     assert isinstance(failed, client.Failed)
     needed = MESSAGE_BYTES + SUM_BYTES * 8 * MILLION + 65_536
     assert failed.refusal.numbers == {
@@ -246,7 +246,7 @@ def test_the_bounds_are_never_below_what_is_sent():
     sender.finish(b"aux")
     messages = [
         one.message for side in (world.p, world.d) for one in side.effects
-        if isinstance(one, effects.Send)
+        if isinstance(one, effects.SendToPeer)
     ]  # fmt: skip
     (offer,) = [one for one in messages if isinstance(one, Offer)]
     (settled,) = [one for one in messages if isinstance(one, Settled)]

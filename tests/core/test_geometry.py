@@ -7,14 +7,14 @@ import math
 import msgspec
 import pytest
 
-from kvd.core.layout.geometry import Geometry, Row, geometry, misplaced
+from kvd.core.layout.geometry import Geometry, PieceRow, geometry, misplaced
 from kvd.core.layout.spec import (
     DTYPE_BYTES,
     Component,
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     Raw,
     State,
@@ -37,13 +37,13 @@ STATE = Component("state", 2, State((SSM, CONV)), 1, PerRequest())
 EVERY = [FP8, SCALE, MLA, SWA, INDEX, STATE, Component("raw", 2, Raw(7), 4)]
 
 
-def places(component: Component, order: Order) -> list[TensorPlace]:
+def places(component: Component, order: PageOrder) -> list[TensorPlace]:
     return list(geometry(component, pages=PAGES, order=order).tensors)
 
 
 @pytest.mark.parametrize("component", EVERY, ids=lambda one: str(one.name))
-@pytest.mark.parametrize("order", list(Order))
-def test_tensors_and_rows_tile_the_memory_exactly(component: Component, order: Order) -> None:
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_tensors_and_rows_tile_the_memory_exactly(component: Component, order: PageOrder) -> None:
     shape = geometry(component, pages=PAGES, order=order)
     tensors = [
         (place.offset_bytes + page * place.page_stride_bytes, size)
@@ -65,19 +65,19 @@ def test_tensors_and_rows_tile_the_memory_exactly(component: Component, order: O
 
 
 def test_quantised_kv_and_its_scales_lie_side_by_side_per_page() -> None:
-    assert places(FP8, Order.PAGE_FIRST) == [
+    assert places(FP8, PageOrder.PAGE_FIRST) == [
         TensorPlace(0, "k", "float8_e4m3fn", 0, 192, (4, 2, 8)),
         TensorPlace(0, "v", "float8_e4m3fn", 64, 192, (4, 2, 4)),
         TensorPlace(1, "k", "float8_e4m3fn", 96, 192, (4, 2, 8)),
         TensorPlace(1, "v", "float8_e4m3fn", 160, 192, (4, 2, 4)),
     ]
-    assert places(SCALE, Order.PAGE_FIRST) == [
+    assert places(SCALE, PageOrder.PAGE_FIRST) == [
         TensorPlace(0, "k", "float32", 0, 128, (4, 2, 1)),
         TensorPlace(0, "v", "float32", 32, 128, (4, 2, 1)),
         TensorPlace(1, "k", "float32", 64, 128, (4, 2, 1)),
         TensorPlace(1, "v", "float32", 96, 128, (4, 2, 1)),
     ]
-    assert places(SCALE, Order.LAYER_FIRST) == [
+    assert places(SCALE, PageOrder.LAYER_FIRST) == [
         TensorPlace(0, "k", "float32", 0, 32, (4, 2, 1)),
         TensorPlace(0, "v", "float32", 160, 32, (4, 2, 1)),
         TensorPlace(1, "k", "float32", 320, 32, (4, 2, 1)),
@@ -86,22 +86,22 @@ def test_quantised_kv_and_its_scales_lie_side_by_side_per_page() -> None:
 
 
 def test_a_latent_is_one_tensor_of_one_head() -> None:
-    assert places(MLA, Order.PAGE_FIRST) == [
+    assert places(MLA, PageOrder.PAGE_FIRST) == [
         TensorPlace(0, "latent", "bfloat16", 0, 192, (4, 1, 12)),
         TensorPlace(1, "latent", "bfloat16", 96, 192, (4, 1, 12)),
     ]
-    assert places(MLA, Order.LAYER_FIRST) == [
+    assert places(MLA, PageOrder.LAYER_FIRST) == [
         TensorPlace(0, "latent", "bfloat16", 0, 96, (4, 1, 12)),
         TensorPlace(1, "latent", "bfloat16", 480, 96, (4, 1, 12)),
     ]
 
 
 def test_an_index_has_keys_and_no_values() -> None:
-    assert places(INDEX, Order.PAGE_FIRST) == [
+    assert places(INDEX, PageOrder.PAGE_FIRST) == [
         TensorPlace(0, "k", "uint8", 0, 48, (2, 1, 12)),
         TensorPlace(1, "k", "uint8", 24, 48, (2, 1, 12)),
     ]
-    assert places(INDEX, Order.LAYER_FIRST) == [
+    assert places(INDEX, PageOrder.LAYER_FIRST) == [
         TensorPlace(0, "k", "uint8", 0, 24, (2, 1, 12)),
         TensorPlace(1, "k", "uint8", 120, 24, (2, 1, 12)),
     ]
@@ -110,18 +110,18 @@ def test_an_index_has_keys_and_no_values() -> None:
 def test_a_window_lies_as_the_same_layout_does_elsewhere() -> None:
     plain = msgspec.structs.replace(SWA, name="kv")
 
-    for order in Order:
+    for order in PageOrder:
         assert places(SWA, order) == places(plain, order)
 
 
 def test_the_tensors_of_a_state_follow_each_other_without_a_token_dimension() -> None:
-    assert places(STATE, Order.PAGE_FIRST) == [
+    assert places(STATE, PageOrder.PAGE_FIRST) == [
         TensorPlace(0, "ssm", "float32", 0, 560, (4, 2, 8)),
         TensorPlace(0, "conv", "bfloat16", 256, 560, (6, 2)),
         TensorPlace(1, "ssm", "float32", 280, 560, (4, 2, 8)),
         TensorPlace(1, "conv", "bfloat16", 536, 560, (6, 2)),
     ]
-    assert places(STATE, Order.LAYER_FIRST) == [
+    assert places(STATE, PageOrder.LAYER_FIRST) == [
         TensorPlace(0, "ssm", "float32", 0, 256, (4, 2, 8)),
         TensorPlace(0, "conv", "bfloat16", 1280, 24, (6, 2)),
         TensorPlace(1, "ssm", "float32", 1400, 256, (4, 2, 8)),
@@ -132,17 +132,17 @@ def test_the_tensors_of_a_state_follow_each_other_without_a_token_dimension() ->
 def test_a_component_without_layers_has_nothing_anywhere() -> None:
     ghost = Component("kv", 0, Raw(0), 1, tier=Nowhere())
 
-    for order in Order:
+    for order in PageOrder:
         assert geometry(ghost, pages=PAGES, order=order) == Geometry(PAGES, 0, (), ())
 
 
 def test_page_first_is_one_row_and_layer_first_one_per_tensor() -> None:
-    assert geometry(STATE, pages=PAGES, order=Order.PAGE_FIRST).rows == (Row(0, 560, 560),)
-    assert geometry(STATE, pages=PAGES, order=Order.LAYER_FIRST).rows == (
-        Row(0, 256, 256),
-        Row(1280, 24, 24),
-        Row(1400, 256, 256),
-        Row(2680, 24, 24),
+    assert geometry(STATE, pages=PAGES, order=PageOrder.PAGE_FIRST).rows == (PieceRow(0, 560, 560),)
+    assert geometry(STATE, pages=PAGES, order=PageOrder.LAYER_FIRST).rows == (
+        PieceRow(0, 256, 256),
+        PieceRow(1280, 24, 24),
+        PieceRow(1400, 256, 256),
+        PieceRow(2680, 24, 24),
     )
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.layout.spec import Buffer, Component, Host, Mha, Mla, Order, PoolSpec, companion_pages
+from kvd.core.layout.spec import (
+    Buffer,
+    Component,
+    Host,
+    Mha,
+    Mla,
+    PageOrder,
+    PoolSpec,
+    companion_pages,
+)
 from kvd.errors import Code
 from kvd.types import Pages, count, pack_ids, page_ids
 from kvd.wire import client
@@ -24,7 +33,7 @@ def pool(page: int, pages: int, *, buffer_tokens: int, buffer_pages: int) -> Poo
     return PoolSpec(
         "main",
         "hisparse",
-        Order.PAGE_FIRST,
+        PageOrder.PAGE_FIRST,
         (
             Component("kv", 1, layout, page, tier=Host()),
             Component("index", 1, Mha(1, 2, 0, "float32"), index_page),
@@ -213,7 +222,7 @@ def test_a_lease_that_is_extended_has_more_slots() -> None:
 
     row = engine.side.call(client.ExtendLease, lease=engine.lease, n_tokens=40)
 
-    assert isinstance(row, client.Row)
+    assert isinstance(row, client.PageTable)
     engine.row, engine.slots = engine.row + row.pages, row.beside[0]
     assert engine.resident.n_slots == 4
     engine.side.write(engine.row, engine.toks + tokens((21, 40)))

@@ -45,7 +45,7 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
 
     (sent,) = abort(world, 4)
 
-    assert isinstance(sent, effects.Send)
+    assert isinstance(sent, effects.SendToPeer)
     assert isinstance(sent.message, Reject)
     assert sent.message.refusal.code is Code.NO_ROOM
     assert sent.message.refusal.message == (
@@ -56,7 +56,7 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
     world.lost = set()
     world.pass_time(3)
     (sent,) = abort(world, 10)
-    assert isinstance(sent, effects.Send)
+    assert isinstance(sent, effects.SendToPeer)
     assert isinstance(sent.message, Settled)
 
 
@@ -70,7 +70,7 @@ def test_tombstones_are_bounded_too(monkeypatch):
             Closed(world.d.incarnation, world.p.incarnation, handoff, Outcome.ABORTED),
         )
     (sent,) = abort(world, 4)
-    assert isinstance(sent, effects.Send)
+    assert isinstance(sent, effects.SendToPeer)
     assert isinstance(sent.message, Reject)
 
 
@@ -182,7 +182,7 @@ def test_settled_that_quotes_the_longest_abort_can_be_read():
 
     (sent,) = world.p.feed(inputs.FromPeer(world.now_s, "in:d", message))
 
-    assert isinstance(sent, effects.Send)
+    assert isinstance(sent, effects.SendToPeer)
     assert isinstance(sent.message, Settled)
     assert PEER_MESSAGES.decode(PEER_MESSAGES.encode(sent.message)) == sent.message
 

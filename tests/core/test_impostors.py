@@ -146,7 +146,7 @@ def failed(world: World, link: str, why: str) -> inputs.HandshakeFailed:
 def test_a_failed_handshake_is_an_event_with_the_peer_that_was_dialed():
     world = World()
     (event,) = world.d.node.step(failed(world, "out:p", "wrong key")).events
-    assert isinstance(event, events.HandshakeFailed)
+    assert isinstance(event, events.PeerHandshakeFailed)
     assert (event.peer, event.address, event.reason, event.why, event.times) == (
         "p",
         "tcp://10.0.0.1:1",
@@ -155,7 +155,7 @@ def test_a_failed_handshake_is_an_event_with_the_peer_that_was_dialed():
         3,
     )
     (event,) = world.d.node.step(failed(world, "", "unknown key")).events
-    assert isinstance(event, events.HandshakeFailed)
+    assert isinstance(event, events.PeerHandshakeFailed)
     assert event.peer == ""
 
 

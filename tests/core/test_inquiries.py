@@ -221,7 +221,7 @@ def told(world: World, asker: Side, **fields: object) -> Story:
     (story,) = [
         one.message
         for one in step
-        if isinstance(one, effects.Send) and isinstance(one.message, Story)
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Story)
     ]
     return story
 

@@ -143,7 +143,7 @@ def test_posts_name_their_place_in_the_prompt_and_settled_brings_the_sums_of_all
 
     posts = [one for one in world.p.effects if isinstance(one, effects.Post)]
     seal = posts[0].seal
-    sent = [one.message for one in world.p.effects if isinstance(one, effects.Send)]
+    sent = [one.message for one in world.p.effects if isinstance(one, effects.SendToPeer)]
     settled = [one for one in sent if isinstance(one, Settled)]
 
     assert [(one.first_page, len(one.source) // 4) for one in posts] == [(2, 2), (4, 3)]
@@ -184,8 +184,8 @@ def test_delivered_pages_are_verified_before_they_are_cached():
     assert len(verify.sums) == SUM_BYTES * N_PAGES
     assert verify.pages == world.d.node.leases.leases[1].row
     assert heard == [
-        effects.Answer(1, client.Received(1, 1, verify.pages, b"aux")),
-        effects.Send(
+        effects.AnswerEngine(1, client.Received(1, 1, verify.pages, b"aux")),
+        effects.SendToPeer(
             "out:p", Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.COMMITTED)
         ),
     ]

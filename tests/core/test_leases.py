@@ -79,7 +79,7 @@ def test_commit_caches_whole_pages_and_leaves_the_tail_to_the_lease():
 
     reply = world.p.call(client.CommitLease, lease=lease.lease)
 
-    assert reply == client.Row(2, 0, lease.pages)
+    assert reply == client.PageTable(2, 0, lease.pages)
     table = world.p.node.leases
     assert (table.tree.cached_pages, table.leases[1].held_pages) == (2, 1)
     assert world.p.call(client.ReleaseLease, lease=lease.lease) == client.Done(3)
@@ -94,7 +94,7 @@ def test_commit_swaps_pages_that_the_tree_has_already():
 
     reply = world.p.call(client.CommitLease, lease=second.lease)
 
-    assert isinstance(reply, client.Row)
+    assert isinstance(reply, client.PageTable)
     assert reply.first == 0
     assert page_ids(reply.pages)[:6] == page_ids(first.pages)[:6]
     assert page_ids(reply.pages)[6:] == page_ids(second.pages)[6:]
@@ -122,8 +122,8 @@ def test_extend_holds_a_page_only_when_the_tokens_need_one():
     within = world.p.call(client.ExtendLease, lease=lease.lease, n_tokens=6)
     beyond = world.p.call(client.ExtendLease, lease=lease.lease, n_tokens=1)
 
-    assert within == client.Row(2, 1, b"")
-    assert isinstance(beyond, client.Row)
+    assert within == client.PageTable(2, 1, b"")
+    assert isinstance(beyond, client.PageTable)
     assert (beyond.first, count(beyond.pages)) == (1, 1)
 
 

@@ -18,7 +18,7 @@ def test_a_ping_on_a_new_link_is_answered_on_it():
 
     out = world.p.feed(inputs.FromPeer(world.now_s, "in2:d", Ping(d, p, 5, 0, 0, 0)))
 
-    assert out == [effects.Send("in2:d", Ping(p, d, 0, 5, 0, 0, streams=("p:1>d",)))]
+    assert out == [effects.SendToPeer("in2:d", Ping(p, d, 0, 5, 0, 0, streams=("p:1>d",)))]
     assert world.p.node.peers.by_name["d"].link == "in2:d"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
-from kvd.core.effects import Answer, NoteCached, NoteEnded, NoteFreed, NoteHeld, Send
+from kvd.core.effects import AnswerEngine, NoteCached, NoteEnded, NoteFreed, NoteHeld, SendToPeer
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, count, pack_ids
 from kvd.wire import admin, client
 from kvd.wire.peer import Closed, Integrity, Offer, Outcome, Settled
@@ -50,7 +50,7 @@ def test_a_lease_is_noted_before_its_engine_hears_of_it():
     d = journaled().d
     assert from_engine(d, client.OpenLease(5), TWO_PAGES) == [
         NoteHeld(1, 1, 0, ids(62, 63)),
-        Answer(1, client.Leased(5, 1, 0, ids(62, 63))),
+        AnswerEngine(1, client.Leased(5, 1, 0, ids(62, 63))),
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_lease_with_a_cached_prefix_is_noted_with_the_page_where_that_ends():
     cached(d, FIRST_PAGE)
     assert from_engine(d, client.OpenLease(5), TWO_PAGES) == [
         NoteHeld(2, 1, 63, ids(62)),
-        Answer(1, client.Leased(5, 2, 16, ids(63, 62))),
+        AnswerEngine(1, client.Leased(5, 2, 16, ids(63, 62))),
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_commit_notes_the_pages_that_join_and_where_the_lock_ends_now():
     lease = leased(d, TWO_PAGES)
     assert from_engine(d, client.CommitLease(5, lease)) == [
         NoteCached(1, 63, "", 0, 0, ids(62, 63), TWO_PAGES),
-        Answer(1, client.Row(5, 0, ids(62, 63))),
+        AnswerEngine(1, client.PageTable(5, 0, ids(62, 63))),
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_commit_behind_a_prefix_notes_the_new_page_and_the_one_before_it():
     lease = leased(d, TWO_PAGES)
     assert from_engine(d, client.CommitLease(5, lease)) == [
         NoteCached(2, 62, "", 63, 1, ids(62), LAST_PAGE),
-        Answer(1, client.Row(5, 1, ids(62))),
+        AnswerEngine(1, client.PageTable(5, 1, ids(62))),
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_commit_of_what_is_cached_already_moves_the_anchor_and_frees_the_dupli
     assert from_engine(d, client.CommitLease(6, second)) == [
         NoteCached(2, 63, "", 0, 0, NO_PAGES, NO_TOKENS),
         NoteFreed(ids(60, 61)),
-        Answer(1, client.Row(6, 0, ids(62, 63))),
+        AnswerEngine(1, client.PageTable(6, 0, ids(62, 63))),
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_commit_that_is_partly_cached_notes_only_what_joined():
     assert from_engine(d, client.CommitLease(6, second)) == [
         NoteCached(2, 62, "", 63, 1, ids(62), LAST_PAGE),
         NoteFreed(ids(61)),
-        Answer(1, client.Row(6, 0, ids(63, 62))),
+        AnswerEngine(1, client.PageTable(6, 0, ids(63, 62))),
     ]
 
 
@@ -131,7 +131,7 @@ def test_an_extension_notes_only_the_new_pages():
     lease = leased(d, TWO_PAGES)
     assert from_engine(d, client.ExtendLease(5, lease, 16)) == [
         NoteHeld(1, 1, 0, ids(61)),
-        Answer(1, client.Row(5, 2, ids(61))),
+        AnswerEngine(1, client.PageTable(5, 2, ids(61))),
     ]
 
 
@@ -147,7 +147,7 @@ def test_a_release_notes_the_end_and_the_free_pages_before_it_is_answered():
     assert from_engine(d, client.ReleaseLease(5, lease)) == [
         NoteEnded(1),
         NoteFreed(ids(62, 63)),
-        Answer(1, client.Done(5)),
+        AnswerEngine(1, client.Done(5)),
     ]
 
 
@@ -158,7 +158,7 @@ def test_a_commit_with_its_release_notes_what_stays_cached_and_what_is_free():
         NoteCached(1, 62, "", 0, 0, ids(62), FIRST_PAGE),
         NoteEnded(1),
         NoteFreed(ids(63)),
-        Answer(1, client.Done(5)),
+        AnswerEngine(1, client.Done(5)),
     ]
 
 
@@ -183,7 +183,7 @@ def test_an_evicted_page_is_noted_as_free_before_the_next_lease_has_it():
     assert from_engine(d, client.OpenLease(5), tokens((500, 48))) == [
         NoteFreed(ids(2, 3)),
         NoteHeld(2, 1, 0, ids(1, 2, 3)),
-        Answer(1, client.Leased(5, 2, 0, ids(1, 2, 3))),
+        AnswerEngine(1, client.Leased(5, 2, 0, ids(1, 2, 3))),
     ]
 
 
@@ -194,7 +194,7 @@ def test_an_evicted_page_is_noted_as_free_before_a_peer_is_offered_it():
     first, second = from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)[::2]
 
     assert first == NoteFreed(ids(3, 4, 5, 6, 7))
-    assert isinstance(second, Send)
+    assert isinstance(second, SendToPeer)
     assert isinstance(second.message, Offer)
     assert second.message.grants[0].pages == ids(1, 2, 3, 4, 5, 6, 7)
 
@@ -206,9 +206,9 @@ def test_what_a_queued_request_gets_is_noted_when_it_is_admitted():
     assert from_engine(d, client.ReleaseLease(6, first)) == [
         NoteEnded(1),
         NoteFreed(ids(1, 2, 3)),
-        Answer(1, client.Done(6)),
+        AnswerEngine(1, client.Done(6)),
         NoteHeld(2, 1, 0, ids(3)),
-        Answer(1, client.Leased(5, 2, 0, ids(3))),
+        AnswerEngine(1, client.Leased(5, 2, 0, ids(3))),
     ]
 
 
@@ -217,7 +217,7 @@ def test_an_operator_who_evicts_is_told_after_the_note():
     cached(d, TWO_PAGES)
     noted, report = d.feed(inputs.FromOperator(NOW_S, b"op", admin.Evict(1, 2)))
     assert noted == NoteFreed(ids(62, 63))
-    assert isinstance(report, effects.Report)
+    assert isinstance(report, effects.AnswerOperator)
 
 
 def test_an_operator_who_flushes_is_told_after_the_note():
@@ -225,7 +225,7 @@ def test_an_operator_who_flushes_is_told_after_the_note():
     cached(d, TWO_PAGES)
     noted, report = d.feed(inputs.FromOperator(NOW_S, b"op", admin.Flush(1)))
     assert noted == NoteFreed(ids(62, 63))
-    assert isinstance(report, effects.Report)
+    assert isinstance(report, effects.AnswerOperator)
 
 
 def test_a_flush_of_nothing_notes_nothing():
@@ -255,8 +255,8 @@ def test_a_delivered_prompt_is_noted_as_its_engines_then_as_cached_and_then_told
     assert world.d.feed(inputs.FromPeer(NOW_S, "out:p", settled)) == [
         NoteHeld(1, 1, 0, pages),
         NoteCached(1, 62, "", 0, 0, pages[: 6 * 4], PROMPT[: 96 * 4]),
-        Answer(1, client.Received(1, 1, pages, b"")),
-        Send("out:p", Closed(D, P, 1, Outcome.COMMITTED)),
+        AnswerEngine(1, client.Received(1, 1, pages, b"")),
+        SendToPeer("out:p", Closed(D, P, 1, Outcome.COMMITTED)),
     ]
 
 
@@ -289,7 +289,7 @@ def test_a_lease_that_only_a_send_still_holds_is_free_for_the_next_process():
     assert from_engine(world.p, client.ReleaseLease(50, lease.lease)) == [
         NoteEnded(1),
         NoteFreed(Pages(lease.pages)),
-        Answer(1, client.Done(50)),
+        AnswerEngine(1, client.Done(50)),
     ]
 
 
@@ -318,7 +318,7 @@ def test_a_retracted_lease_ends_for_the_next_process():
     assert from_engine(d, client.RetractLease(5, lease, "nothing")) == [
         NoteEnded(1),
         NoteFreed(ids(62, 63)),
-        Answer(1, client.Retracted(5, 0, 0)),
+        AnswerEngine(1, client.Retracted(5, 0, 0)),
     ]
 
 
@@ -331,7 +331,7 @@ def test_a_saved_lease_ends_when_its_bytes_are_saved():
     made = world.d.feed(inputs.Copied(NOW_S, 1, 256))
 
     assert made[:2] == [NoteEnded(1), NoteFreed(ids(62, 63))]
-    assert isinstance(made[2], Answer)
+    assert isinstance(made[2], AnswerEngine)
 
 
 def test_a_lease_that_is_resumed_is_noted_before_its_bytes_are_copied_back():

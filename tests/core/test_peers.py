@@ -7,7 +7,7 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.layout.spec import Host, Order, fingerprint
+from kvd.core.layout.spec import Host, PageOrder, fingerprint
 from kvd.core.peers.agents import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
@@ -265,7 +265,7 @@ def test_a_ping_of_nothing_is_not_echoed_for_ever():
             "components.0.layout.dtype: ours float32, theirs bfloat16",
         ),
         (
-            msgspec.structs.replace(spec(64), order=Order.LAYER_FIRST),
+            msgspec.structs.replace(spec(64), order=PageOrder.LAYER_FIRST),
             "order: ours page_first, theirs layer_first",
         ),
     ],

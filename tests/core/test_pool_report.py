@@ -11,7 +11,7 @@ from kvd.core.layout.spec import (
     Host,
     Mha,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -34,14 +34,14 @@ KV = Component("kv", 2, Mha(1, 1, 1, "float32"), PAGE)
 SWA = PoolSpec(
     "main",
     "swa",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (KV, Component("swa", 4, Mha(1, 1, 1, "float32"), PAGE, Tail(2 * PAGE))),
     (64, 16),
 )
 HISPARSE = PoolSpec(
     "main",
     "hisparse",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         Component("kv", 2, Mha(1, 1, 1, "float32"), PAGE, tier=Host()),
         Component("index", 2, Mha(1, 3, 0, "uint8"), PAGE // 4),
@@ -52,7 +52,7 @@ HISPARSE = PoolSpec(
 RECURRENT = PoolSpec(
     "main",
     "recurrent",
-    Order.PAGE_FIRST,
+    PageOrder.PAGE_FIRST,
     (
         Component("kv", 0, Mha(1, 1, 1, "float32"), PAGE, tier=Nowhere()),
         Component("state", 3, State((StateTensor("ssm", (5,), "float32"),)), 1, PerRequest()),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvd.core.cache.eviction import Policy, eviction_order
-from kvd.core.cache.radix import Extension, LockUnderflow, Node, RadixTree
+from kvd.core.cache.radix import Extension, LockUnderflow, RadixNode, RadixTree
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
 
 PAGE = 16
@@ -45,10 +45,10 @@ def shape(tree: RadixTree) -> dict[int, list[int]]:
     return {node.id: page_ids(node.pages) for node in tree.nodes()}
 
 
-def locks(node: Node) -> list[int]:
+def locks(node: RadixNode) -> list[int]:
     """lock_ref from the node up to the root."""
     out = []
-    step: Node | None = node
+    step: RadixNode | None = node
     while step is not None:
         out.append(step.lock_ref)
         step = step.parent

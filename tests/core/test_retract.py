@@ -69,7 +69,7 @@ def test_a_retraction_orders_one_copy_and_answers_when_it_is_done(world):
     assert world.d.node.leases.leases[1 + 1].standing is Standing.SAVING
     assert totals(world.d) == (POOL - 9, 5, 4, 0, 0)
     assert world.d.feed(inputs.Copied(100.0, 1, SAVED_BYTES)) == [
-        effects.Answer(1, client.Retracted(900, 9, SAVED_BYTES))
+        effects.AnswerEngine(1, client.Retracted(900, 9, SAVED_BYTES))
     ]
     assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
     assert pool_of(world.d).saved_pages == 9
@@ -127,7 +127,7 @@ def test_a_resumption_that_the_tree_serves_whole_copies_nothing(world):
     made = world.d.feed(inputs.FromClient(100.0, 1, client.ResumeLease(900, lease.lease)))
 
     row = world.d.node.leases.leases[lease.lease].row
-    assert made == [effects.Answer(1, client.Resumed(900, 128, 0, 128, row))]
+    assert made == [effects.AnswerEngine(1, client.Resumed(900, 128, 0, 128, row))]
     assert pool_of(world.d).saved_pages == 0
     assert snapshot(world.d.node).totals.spared_bytes == 8 * 128
 
@@ -625,9 +625,11 @@ def test_both_ways_are_told_as_events(world):
     world.d.call(client.ResumeLease, lease=lease.lease)
 
     out, back = (
-        one for one in world.d.events if isinstance(one, events.Retracted | events.Resumed)
+        one
+        for one in world.d.events
+        if isinstance(one, events.LeaseRetracted | events.LeaseResumed)
     )
-    assert out == events.Retracted(out.seq, 100.0, 2, 1, 129, 5, 9, SAVED_BYTES, 0.0)
-    assert back == events.Resumed(
+    assert out == events.LeaseRetracted(out.seq, 100.0, 2, 1, 129, 5, 9, SAVED_BYTES, 0.0)
+    assert back == events.LeaseResumed(
         back.seq, 102.0, 2, 1, 64, 65, 5 * 128, 4 * 128, 0.0, pytest.approx(2.0)
     )

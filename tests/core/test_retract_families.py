@@ -17,7 +17,7 @@ from kvd.core.layout.spec import (
     Host,
     Mha,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -48,7 +48,7 @@ PAGE_BYTES = {"kv": 128, "index": 8, "swa": 256, "state": 64}
 
 
 def spec(*components: Component, pages: tuple[int, ...], saved: tuple[int, ...]) -> PoolSpec:
-    return PoolSpec("main", "many", Order.PAGE_FIRST, components, pages, saved)
+    return PoolSpec("main", "many", PageOrder.PAGE_FIRST, components, pages, saved)
 
 
 EVERYTHING = spec(KV, INDEX, SWA, STATE, BUFFER, pages=(64, 256, 32, 8, 8), saved=(13, 52, 7, 3, 0))
@@ -161,7 +161,7 @@ def test_the_answer_comes_with_the_last_copy_and_counts_all_of_them(world):
     world.run()
 
     assert world.d.answer(call) == client.Retracted(call, SAVED_PAGES, SAVED_BYTES)
-    told = next(one for one in world.d.events if isinstance(one, events.Retracted))
+    told = next(one for one in world.d.events if isinstance(one, events.LeaseRetracted))
     assert (told.saved_pages, told.saved_bytes) == (SAVED_PAGES, SAVED_BYTES)
     (state,) = snapshot(world.d.node).leases
     assert (state.saved_pages, state.saved_bytes) == (SAVED_PAGES, SAVED_BYTES)
@@ -194,7 +194,7 @@ def test_what_the_tree_still_has_is_spared_and_windows_and_state_come_back(world
     shot = snapshot(world.d.node).totals
     restored = 5 * 128 + 20 * 8 + 3 * 256 + 64
     assert (shot.restored_bytes, shot.spared_bytes) == (restored, SAVED_BYTES - restored)
-    told = next(one for one in world.d.events if isinstance(one, events.Resumed))
+    told = next(one for one in world.d.events if isinstance(one, events.LeaseResumed))
     assert (told.restored_bytes, told.spared_bytes) == (restored, SAVED_BYTES - restored)
     assert {name: saved for name, (_, saved) in free(world.d).items()} == {
         "kv": 12,
@@ -356,7 +356,7 @@ def test_a_lease_of_steps_turns_its_windows_on_after_it_has_resumed():
 
     for upto in range(129, 320, 16):
         reply = side.call(client.SlideLease, lease=lease.lease, upto_tokens=upto)
-        assert isinstance(reply, client.Row), reply
+        assert isinstance(reply, client.PageTable), reply
         swa = page_ids(Pages(reply.beside[0]))
         assert all(swa[(upto - 32) // PAGE : -(-(upto + 16) // PAGE)])
     check(side.node.leases)

@@ -44,7 +44,7 @@ def test_refused_configuration_is_an_event_and_changes_nothing():
     world = World()
     before, hashed = len(world.d.events), world.d.node.peers.allow
 
-    world.d.feed(inputs.ConfigRefused(world.now_s, ("log.level = 7 must be a text",)))
+    world.d.feed(inputs.ReloadRefused(world.now_s, ("log.level = 7 must be a text",)))
 
     assert world.d.events[before:] == [
         ConfigRefused(before + 1, world.now_s, ("log.level = 7 must be a text",))
@@ -90,7 +90,7 @@ def test_tape_brings_another_node_to_the_same_state():
     live, twin = (Node(settings("d", 16), 1.0) for _ in range(2))
     taped = [
         retuned(2.0, allow=("p",), max_queue=3, overtakers=1),
-        inputs.ConfigRefused(3.0, ("no",)),
+        inputs.ReloadRefused(3.0, ("no",)),
     ]
 
     for happened in taped:

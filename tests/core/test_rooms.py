@@ -79,7 +79,7 @@ def test_a_named_room_is_not_withdrawn_by_another_node():
     (told,) = [
         one.message
         for one in world.p.effects
-        if isinstance(one, effects.Send) and isinstance(one.message, Reject)
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Reject)
     ]
     assert isinstance(told, Reject)
     assert told.refusal.message == (
@@ -353,7 +353,7 @@ def test_an_offer_repeated_as_another_one_is_refused_for_what_changed(changes, c
     offer = world.d.node.decoder.parts[1].unanswered or next(
         one.message
         for one in world.d.effects
-        if isinstance(one, effects.Send) and isinstance(one.message, Offer)
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Offer)
     )
     assert isinstance(offer, Offer)
     if "pages" in changes:
@@ -367,7 +367,7 @@ def test_an_offer_repeated_as_another_one_is_refused_for_what_changed(changes, c
 
     world.inject(world.p, msgspec.structs.replace(offer, **changes), world.d)
 
-    (sent,) = [one for one in world.p.effects if isinstance(one, effects.Send)]
+    (sent,) = [one for one in world.p.effects if isinstance(one, effects.SendToPeer)]
     assert isinstance(sent.message, Reject)
     assert sent.message.refusal.code is code
     assert sent.message.refusal.message.startswith(f"handoff 1 of d is offered again with {what}")
@@ -401,7 +401,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     (settled,) = [
         one.message
         for one in world.p.effects
-        if isinstance(one, effects.Send) and isinstance(one.message, Settled)
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Settled)
     ]
     assert isinstance(settled, Settled)
     assert settled.outcome is Outcome.REFUSED

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvd.core import effects
-from kvd.core.handoff.payload import Cargo, legs_of
+from kvd.core.handoff.payload import Payload, legs_of
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.layout.shards import Pieced, Shard, Straight, Window, tp_shards
+from kvd.core.layout.shards import PageWindow, Pieced, Shard, Straight, tp_shards
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client, events
@@ -115,7 +115,7 @@ def test_each_shard_of_the_decode_side_has_posts_of_its_own() -> None:
     for post, shard in ((first, 0), (second, 1)):
         assert (post.component, post.peer_shard) == ("kv", shard)
         assert isinstance(post.making, Pieced)
-        assert post.making.window == Window(0, LAYERS, 0, 4)
+        assert post.making.window == PageWindow(0, LAYERS, 0, 4)
         assert count(post.source) == N_PAGES
     assert first.destination == second.destination
     assert first.seal.key != second.seal.key, "pages of two shards have other sums"
@@ -239,7 +239,7 @@ def test_the_first_shard_of_two_has_the_seal_of_an_unsharded_pool() -> None:
         offer, node = offered(world), world.p.node
         lanes = node.peers.by_name["d"].lanes
         legs = legs_of(offer, lanes)
-        cargo = Cargo(node.settings.spec, node.leases)
+        cargo = Payload(node.settings.spec, node.leases)
         keys.append([seal.key for seal in cargo.seals(offer, legs)])
 
     (alone,), (first, second) = keys

@@ -8,9 +8,9 @@ import pytest
 from kvd.core.layout.shards import MAX_SHARDS, Shard, lanes, tp_shards
 from kvd.core.layout.spec import (
     Component,
-    Held,
+    HeldShards,
     Mha,
-    Order,
+    PageOrder,
     PoolSpec,
     fingerprint,
     read_shards,
@@ -24,10 +24,10 @@ WHOLE_SHARD = Shard(0, LAYERS, 0, HEADS)
 OF_MODEL = Component("kv", LAYERS, Mha(HEADS, 16, 16, "bfloat16"), 16)
 
 
-def pool(*shards: Shard, component: Component = OF_MODEL, order: Order = Order.PAGE_FIRST):
+def pool(*shards: Shard, component: Component = OF_MODEL, order: PageOrder = PageOrder.PAGE_FIRST):
     held = None
     if shards:
-        held = Held(component.layers, component.layout.heads, shards)
+        held = HeldShards(component.layers, component.layout.heads, shards)
         component = shard_of(component, shards[0])
     return PoolSpec("main", "mha", order, (component,), (8,), held=held)
 
@@ -102,7 +102,7 @@ def test_pages_of_another_size_are_not_cut_between_shards() -> None:
 
 
 def test_the_order_in_memory_must_be_the_same() -> None:
-    found = match(pool(*ranks(2)), pool(*ranks(2), order=Order.LAYER_FIRST))
+    found = match(pool(*ranks(2)), pool(*ranks(2), order=PageOrder.LAYER_FIRST))
 
     assert found.difference == "order: ours page_first, theirs layer_first"
 

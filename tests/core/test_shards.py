@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from kvd.core.layout.shards import (
-    Lane,
+    PageWindow,
     Pieced,
     Shard,
+    ShardRoute,
     Straight,
-    Window,
     flaw,
     lacking,
     lanes,
@@ -34,7 +34,7 @@ def ranks(heads: int, size: int) -> tuple[Shard, ...]:
     return tp_shards(heads, size, (0, size), (0, LAYERS))
 
 
-def cells(part: Shard | Window) -> list[Cell]:
+def cells(part: Shard | PageWindow) -> list[Cell]:
     """Row by row, as both sides of a piece go through them."""
     return list(
         itertools.product(
@@ -43,7 +43,7 @@ def cells(part: Shard | Window) -> list[Cell]:
     )
 
 
-def of_model(shard: Shard, window: Window | None) -> list[Cell]:
+def of_model(shard: Shard, window: PageWindow | None) -> list[Cell]:
     """The cells of the model that a window of a shard shows."""
     inside = cells(window) if window is not None else None
     whole = cells(shard)
@@ -52,7 +52,7 @@ def of_model(shard: Shard, window: Window | None) -> list[Cell]:
     return [(shard.first_layer + layer, shard.first_head + head) for layer, head in inside]
 
 
-def written(ours: tuple[Shard, ...], their: Shard, lane: Lane, copy: int) -> Counter[Cell]:
+def written(ours: tuple[Shard, ...], their: Shard, lane: ShardRoute, copy: int) -> Counter[Cell]:
     """Cells of the peer's shard that a copy of the lane writes; each must get what it is."""
     making = lane.copies[copy]
     if isinstance(making, Straight):
@@ -66,7 +66,7 @@ def written(ours: tuple[Shard, ...], their: Shard, lane: Lane, copy: int) -> Cou
         assert read == put, "a piece carries cells to where they do not belong"
         assert set(read) <= set(cells(ours[piece.shard]))
         found.update(put)
-    assert making.window == (lane.window or Window(0, *_size(their)))
+    assert making.window == (lane.window or PageWindow(0, *_size(their)))
     return found
 
 
@@ -174,16 +174,16 @@ def test_rank_by_rank_the_heads_are_those_that_engines_slice(
             assert (reads, writes, n_heads) == (0, 0, src)
             continue
         (piece,) = making.pieces
-        assert piece.ours == Window(0, LAYERS, reads, reads + n_heads)
-        assert piece.theirs == Window(0, LAYERS, writes, writes + n_heads)
+        assert piece.ours == PageWindow(0, LAYERS, reads, reads + n_heads)
+        assert piece.theirs == PageWindow(0, LAYERS, writes, writes + n_heads)
 
 
 def test_equal_nodes_send_whole_pages_shard_by_shard() -> None:
     both = ranks(8, 2)
 
     assert lanes(both, both) == (
-        Lane(0, None, (Straight(0),)),
-        Lane(1, None, (Straight(1),)),
+        ShardRoute(0, None, (Straight(0),)),
+        ShardRoute(1, None, (Straight(1),)),
     )
 
 
@@ -195,9 +195,9 @@ def test_one_rank_sends_half_its_heads_to_each_of_two() -> None:
         assert lane.window is None
         assert isinstance(making, Pieced)
         assert [(piece.shard, piece.ours) for piece in making.pieces] == [
-            (0, Window(0, LAYERS, *heads))
+            (0, PageWindow(0, LAYERS, *heads))
         ]
-        assert making.window == making.pieces[0].theirs == Window(0, LAYERS, 0, 4)
+        assert making.window == making.pieces[0].theirs == PageWindow(0, LAYERS, 0, 4)
 
 
 def test_more_ranks_than_heads_share_them_by_integer_division() -> None:
@@ -212,7 +212,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_a_pipeline_stage_fills_its_layers_of_the_page() -> None:
     (lane,) = lanes(tp_shards(8, 1, (0, 1), (2, 4)), ranks(8, 1))
 
-    assert lane.window == Window(2, 4, 0, 8)
+    assert lane.window == PageWindow(2, 4, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_is_no_rectangle_is_refused(ours: tuple[Shard, ...]) -> None:
 def test_holes_that_nobody_asks_for_are_no_reason_to_refuse() -> None:
     (lane,) = lanes((Shard(0, 4, 0, 1), Shard(0, 4, 2, 3)), (Shard(0, 4, 2, 4),))
 
-    assert lane.window == Window(0, 4, 0, 1)
+    assert lane.window == PageWindow(0, 4, 0, 1)
 
 
 # ---- what is missing ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvd.core.handoff.sources import Source, Span, bad_share, shares, span_of
+from kvd.core.handoff.sources import PrefillSource, TokenSpan, bad_share, shares, span_of
 from kvd.core.layout.shards import Shard, tp_shards
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import ALL, Role, Share
@@ -29,7 +29,7 @@ def replicas(first: int, end: int) -> tuple[Shard, ...]:
 
 
 def planned(ours: tuple[Shard, ...], *theirs: tuple[Shard, ...]) -> tuple[Share, ...] | Refusal:
-    sources = tuple(Source(f"p{index}", shards) for index, shards in enumerate(theirs))
+    sources = tuple(PrefillSource(f"p{index}", shards) for index, shards in enumerate(theirs))
     return shares(ours, sources)
 
 
@@ -148,7 +148,7 @@ def test_the_spans_of_a_class_tile_what_is_not_cached(ranks, page):
                 assert span.start % page == 0
                 at = span.end
             else:
-                assert span == Span(prefix, prefix) or ranks == 1
+                assert span == TokenSpan(prefix, prefix) or ranks == 1
         assert at == prompt
         sizes = [-(-(span.end - span.start) // page) for span in spans]
         assert max(sizes) - min(sizes) <= 1

@@ -14,7 +14,7 @@ from kvd.core.layout.spec import (
     Mha,
     Mla,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -46,7 +46,9 @@ STATE = Component(
 )
 
 
-def pool(*components: Component, family: str = "mla", order: Order = Order.PAGE_FIRST) -> PoolSpec:
+def pool(
+    *components: Component, family: str = "mla", order: PageOrder = PageOrder.PAGE_FIRST
+) -> PoolSpec:
     return PoolSpec("main", family, order, components, tuple(10 for _ in components))
 
 
@@ -133,7 +135,7 @@ def test_family_tier_pages_and_buffers_make_no_difference_to_a_peer():
             "components.1.layout.dtype: ours uint8, theirs float16",
         ),
         (
-            pool(KV, INDEX, order=Order.LAYER_FIRST),
+            pool(KV, INDEX, order=PageOrder.LAYER_FIRST),
             "order: ours page_first, theirs layer_first",
         ),
         (pool(KV), "components.1.name: ours index, theirs absent"),
@@ -193,7 +195,7 @@ def test_a_difference_beside_the_page_size_is_no_split():
 
     assert page_split(pool(KV), fingerprint(pool(kv))) is None
     assert page_split(pool(KV), fingerprint(pool(KV, INDEX))) is None
-    assert page_split(pool(KV), fingerprint(pool(KV, order=Order.LAYER_FIRST))) is None
+    assert page_split(pool(KV), fingerprint(pool(KV, order=PageOrder.LAYER_FIRST))) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.cache.lease_state import STANDINGS, IllegalTurn, Standing, Turn, standing_next
+from kvd.core.cache.lease_state import (
+    STANDINGS,
+    IllegalTurn,
+    LeaseTransition,
+    Standing,
+    standing_next,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,11 +29,11 @@ def test_a_former_lease_has_no_way_but_its_end() -> None:
     assert Standing.FORMER not in rows
 
 
-@pytest.mark.parametrize("turn", Turn, ids=str)
-def test_turn_appears_in_a_row(turn: Turn) -> None:
+@pytest.mark.parametrize("turn", LeaseTransition, ids=str)
+def test_turn_appears_in_a_row(turn: LeaseTransition) -> None:
     assert turn in {fires for _, fires in STANDINGS}
 
 
 def test_a_turn_without_a_row_is_a_bug_that_says_which() -> None:
     with pytest.raises(IllegalTurn, match="lease: no row for saved in running"):
-        standing_next(Standing.RUNNING, Turn.SAVED)
+        standing_next(Standing.RUNNING, LeaseTransition.SAVED)

@@ -31,7 +31,7 @@ def engine():
 
 def ask(engine, request):
     step = engine.feed(inputs.FromOperator(engine.now_s, b"op", request))
-    (report,) = (one for one in step.effects if isinstance(one, effects.Report))
+    (report,) = (one for one in step.effects if isinstance(one, effects.AnswerOperator))
     return report.message
 
 

@@ -15,7 +15,7 @@ from tests.transfer.conftest import SHAPES, Memory, Node
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvd.core.layout.geometry import Geometry, Row
+    from kvd.core.layout.geometry import Geometry, PieceRow
     from tests.cuda.double import Double
 
 ON_DEVICE = {"kv": 0, "layered": 1}
@@ -38,7 +38,7 @@ class Seen:
         words = self.bytes.view(np.uint32)
         words[:] = np.arange(words.size, dtype=np.uint32) * 2654435761 + seed * 40503
 
-    def piece(self, row: Row, page: int) -> slice:
+    def piece(self, row: PieceRow, page: int) -> slice:
         start = row.offset_bytes + page * row.stride_bytes
         return slice(start, start + row.piece_bytes)
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes, tp_shards
-from kvd.core.layout.spec import Mla, Order
+from kvd.core.layout.spec import Mla, PageOrder
 from kvd.device.cuda import CudaError
 from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Copied, Posted, Sum, Summed, Verified, Verify
@@ -120,7 +120,8 @@ async def test_larger_pages_of_a_device_are_cut_where_they_lie(double):
     seal = Seal(Integrity.FULL, b"in parts", 0, 4)
     latent = Mla(480, 32, "bfloat16")
     large, small = (
-        {"kv": shaped(latent, size, 640 // size, Order.PAGE_FIRST, layers=4)} for size in (64, 16)
+        {"kv": shaped(latent, size, 640 // size, PageOrder.PAGE_FIRST, layers=4)}
+        for size in (64, 16)
     )
     async with (
         node_of(double, "prefill", {"kv": 0}, large) as sender,
@@ -136,7 +137,7 @@ async def test_larger_pages_of_a_device_are_cut_where_they_lie(double):
         assert receiver.memories["kv"].bytes[5 * 16384 * 4 :][:64].any()
 
 
-@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("order", list(PageOrder))
 async def test_shards_on_two_devices_are_sent_and_summed_as_one_pool_has_them(double, order):
     """Pages of two tensor-parallel ranks, each on a device of its own, to a pool on a host."""
     seal = Seal(Integrity.FULL, b"together", 0, 3)

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
-from kvd.core.layout.spec import Component, Mha, Nowhere, Order, PoolSpec, Raw
+from kvd.core.layout.spec import Component, Mha, Nowhere, PageOrder, PoolSpec, Raw
 from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
@@ -35,7 +35,7 @@ POOL = pool_memory(
     PoolSpec(
         "main",
         "mha",
-        Order.PAGE_FIRST,
+        PageOrder.PAGE_FIRST,
         (
             Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4),
             Component("ghost", 1, Raw(64), 4, tier=Nowhere()),

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
-from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import FormerEngine, Past
 from kvd.daemon.vigil import is_alive, started_ticks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POOL = PoolSpec(
-    "main", "mha", Order.PAGE_FIRST, (Component("kv", 1, Mha(1, 8, 8, "bfloat16"), 4),), (8,)
+    "main", "mha", PageOrder.PAGE_FIRST, (Component("kv", 1, Mha(1, 8, 8, "bfloat16"), 4),), (8,)
 )
 TOKEN = b"S" + b"t" * 16
 HERE = Process(os.getpid(), started_ticks(os.getpid()) or 0)

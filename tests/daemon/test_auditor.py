@@ -29,7 +29,7 @@ class Bench:
         self.auditor = Auditor(self.reactor, bus, share, lambda: self.spent_s)
         self.reactor.perform = {
             effects.Recall: self.auditor.recall,
-            effects.Answer: lambda _answer: None,
+            effects.AnswerEngine: lambda _answer: None,
         }
         turn = self.node.audit.turn
 

@@ -152,7 +152,7 @@ def test_lease_and_send_refuse_impossible_steps_and_stay_as_they_were(session):
         Code.TOO_LARGE,
     ]
     assert isinstance(session.request(client.Advance(11, sending.send, 50)), client.Done)
-    assert isinstance(session.request(client.CommitLease(12, leased.lease), b""), client.Row)
+    assert isinstance(session.request(client.CommitLease(12, leased.lease), b""), client.PageTable)
 
 
 def test_leases_with_strange_deadlines_are_granted_or_refused_at_once(session):

@@ -23,7 +23,13 @@ class Shell:
         self.reactor = kind(
             node, self.bus, clock=lambda: 0.0, on_bug=lambda what, _: self.bugs.append(what)
         )
-        kinds = (effects.Answer, effects.Report, effects.Send, effects.LoadAgent, effects.Recall)
+        kinds = (
+            effects.AnswerEngine,
+            effects.AnswerOperator,
+            effects.SendToPeer,
+            effects.LoadAgent,
+            effects.Recall,
+        )
         self.reactor.perform = dict.fromkeys(kinds, self.done.append)
         self.reactor.feed(inputs.ClientJoined(0.0, 1, "engine", 100))
 
@@ -37,7 +43,7 @@ def test_reactor_performs_effects_then_publishes_events() -> None:
 
     shell.reactor.feed(lease(1))
 
-    assert [type(effect) for effect in shell.done] == [effects.Answer]
+    assert [type(effect) for effect in shell.done] == [effects.AnswerEngine]
     lost, events = shell.bus.after(0)
     assert (lost, [event.seq for event in events]) == (0, [1, 2])
 
@@ -46,13 +52,13 @@ def test_reactor_finishes_a_step_before_the_input_that_its_effect_caused() -> No
     shell = Shell()
     order: list[str] = []
 
-    def answer(effect: effects.Answer) -> None:
+    def answer(effect: effects.AnswerEngine) -> None:
         order.append(f"begin {effect.message.call}")  # type: ignore[union-attr]
         if len(order) == 1:
             shell.reactor.feed(lease(2))
         order.append("end")
 
-    shell.reactor.perform[effects.Answer] = answer
+    shell.reactor.perform[effects.AnswerEngine] = answer
     shell.reactor.feed(lease(1))
 
     assert order == ["begin 1", "end", "begin 2", "end"]
@@ -77,12 +83,12 @@ def test_reactor_goes_on_after_an_effect_that_raises_and_tells_who_waits() -> No
     shell = Shell()
     told: list[client.Reply] = []
 
-    def encode(effect: effects.Answer) -> None:
+    def encode(effect: effects.AnswerEngine) -> None:
         if isinstance(effect.message, client.Leased):
             raise OverflowError("int too big to convert")
         told.append(effect.message)
 
-    shell.reactor.perform[effects.Answer] = encode
+    shell.reactor.perform[effects.AnswerEngine] = encode
     shell.reactor.feed(lease(7))
     shell.reactor.feed(inputs.FromClient(0.0, 1, client.ReleaseLease(8, 1)))
 
@@ -98,7 +104,7 @@ def test_reactor_goes_on_after_an_effect_that_raises_and_tells_who_waits() -> No
 
 def test_reactor_gives_up_an_answer_that_cannot_even_be_refused() -> None:
     shell = Shell()
-    shell.reactor.perform[effects.Answer] = lambda effect: 1 / 0
+    shell.reactor.perform[effects.AnswerEngine] = lambda effect: 1 / 0
 
     shell.reactor.feed(lease(7))
 
@@ -123,7 +129,7 @@ def test_reactor_answers_the_operator_who_met_a_bug() -> None:
     shell.reactor.feed(broken)
 
     [report] = shell.done
-    assert isinstance(report, effects.Report)
+    assert isinstance(report, effects.AnswerOperator)
     assert isinstance(report.message, admin.AdminFailed)
     assert (report.operator, report.message.call) == (b"op", 5)
     assert report.message.refusal.code is Code.INTERNAL
@@ -141,7 +147,7 @@ def test_paranoid_reactor_tells_and_contains_what_a_step_broke_before_the_next()
     second.row = Pages(second.row + first.row)
     shell.reactor.feed(inputs.Tick(1.0))
 
-    answers = [one.message for one in shell.done if isinstance(one, effects.Answer)]
+    answers = [one.message for one in shell.done if isinstance(one, effects.AnswerEngine)]
     assert [one.lease for one in answers] == [1, 2]
     assert {one.refusal.code for one in answers} == {Code.CONDEMNED}
     assert [type(one) for one in tape[-2:]] == [inputs.Tick, inputs.CheckedAll]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.client.attachment import dial, take_answer
-from kvd.core.layout.spec import Component, Order, PoolSpec, Raw
+from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw
 from kvd.daemon.seqpacket import AddressInUse, listen
 from kvd.errors import KvdError
 from kvd.pools.build import pool_memory
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KV = Component("kv", 2, Raw(64), 4)
-POOL = pool_memory(PoolSpec("main", "raw", Order.PAGE_FIRST, (KV,), (8,)))
+POOL = pool_memory(PoolSpec("main", "raw", PageOrder.PAGE_FIRST, (KV,), (8,)))
 
 
 def test_listen_sets_the_mode_and_replaces_a_dead_daemons_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from kvd.config.pool import components
 from kvd.config.pool_sections import PoolSection
 from kvd.core.layout.geometry import geometry
-from kvd.core.layout.spec import Order
+from kvd.core.layout.spec import PageOrder
 from kvd.demo.cache import BlockTable
 from kvd.demo.layout import PageCounts, Part
 from kvd.demo.leased import Lengths, PoolViews, leased_cache
@@ -31,7 +31,11 @@ class Memory:
     """The memory of a pool as an engine sees it, full of junk."""
 
     def __init__(
-        self, architecture: Architecture, *, order: Order = Order.PAGE_FIRST, dtype: str = "float32"
+        self,
+        architecture: Architecture,
+        *,
+        order: PageOrder = PageOrder.PAGE_FIRST,
+        dtype: str = "float32",
     ) -> None:
         layout = architecture.pool_layout(dtype=dtype, page_size=None, order=order.value)
         section = msgspec.convert(layout.section(PageCounts(PAGES, PAGES, PAGES)), PoolSection)

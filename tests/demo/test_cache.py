@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvd.core.layout.spec import Order
+from kvd.core.layout.spec import PageOrder
 from kvd.demo.layout import Part, places
 from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
 from tests.demo.memory import JUNK, PAGE, cache_over, pool, rows_for, scattered
@@ -18,9 +18,9 @@ WITH_PREFIX = pytest.mark.parametrize("name", ["llama", "deepseek", "gemma", "gp
 @EVERY
 @pytest.mark.parametrize(
     ("order", "count"),
-    [*((Order.PAGE_FIRST, count) for count in (1, 17, 112, 300)), (Order.LAYER_FIRST, 300)],
+    [*((PageOrder.PAGE_FIRST, count) for count in (1, 17, 112, 300)), (PageOrder.LAYER_FIRST, 300)],
 )
-def test_paged_cache_equals_the_models_own_cache(name: str, order: Order, count: int) -> None:
+def test_paged_cache_equals_the_models_own_cache(name: str, order: PageOrder, count: int) -> None:
     """Chunked prefill and decode, scattered pages, a partial last page: equal logits.
 
     300 tokens are far beyond a window, and chunks of 24 begin it anywhere in a page.
@@ -50,8 +50,8 @@ def test_paged_cache_equals_the_models_own_cache_in_double_precision(name: str) 
 
 
 @WITH_PREFIX
-@pytest.mark.parametrize("order", list(Order))
-def test_paged_cache_reads_another_sequences_prefix_in_place(name: str, order: Order) -> None:
+@pytest.mark.parametrize("order", list(PageOrder))
+def test_paged_cache_reads_another_sequences_prefix_in_place(name: str, order: PageOrder) -> None:
     """scenario A2: 64 of 200 tokens come from pages that a first sequence wrote."""
     model = model_of(name)
     memory, views = pool(ARCHITECTURES[name], order=order)

@@ -12,7 +12,7 @@ from kvd.core.cache.lease import ARRIVAL
 from kvd.core.handoff import send as prefill
 from kvd.core.handoff.posts import Posts
 from kvd.core.handoff.send import Prefiller
-from kvd.core.handoff.settled import LastWord
+from kvd.core.handoff.settled import SettledSends
 from kvd.core.leases.lease_table import LeaseTable
 from tests.explore.search import Violated, explore, walks
 
@@ -31,13 +31,13 @@ def frees_when_giving_up(patch: pytest.MonkeyPatch) -> None:
 
 def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
     """A Settled, or the Closed that answers it, is lost for good."""
-    settle = LastWord.settle
+    settle = SettledSends.settle
 
     def once(self, part, refusal):
         settle(self, part, refusal)
         part.resend_s = float("inf")
 
-    patch.setattr(LastWord, "settle", once)
+    patch.setattr(SettledSends, "settle", once)
 
 
 def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from kvd.core.audit.invariants import violations
 from kvd.core.cache.lease_state import Standing
 from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.core.node import Node
 from kvd.errors import Code, Refusal
@@ -266,9 +266,9 @@ class CoreSiege:
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Answer():
+            case effects.AnswerEngine():
                 self._hear(effect)
-            case effects.Report():
+            case effects.AnswerOperator():
                 self.reports += 1
             case effects.LoadAgent(incarnation=who, generation=which):
                 self._later.append(self._loaded(who, which))
@@ -278,11 +278,11 @@ class CoreSiege:
                 self._later.append(self._posted(post, after))
             case effects.Quiesce(lease=lease):
                 self._later.append(inputs.Quiet(0.0, lease))
-            case effects.Send(message=peer.Offer(handoff=handoff)):
+            case effects.SendToPeer(message=peer.Offer(handoff=handoff)):
                 self.make.known["handoff"] = [*self.make.known["handoff"][-30:], handoff]
             case effects.Copy(ticket=ticket):
                 self._later.append(self._copied(ticket))
-            case effects.Send() | effects.RestartTransfer() | effects.Forget():
+            case effects.SendToPeer() | effects.RestartTransfer() | effects.Forget():
                 pass  # no peer answers here; ``_feed`` restarts; each post is answered in a moment
             case _:
                 raise NotImplementedError(effect)  # who waits for it would wait for ever
@@ -304,7 +304,7 @@ class CoreSiege:
             return inputs.CopyFailed(0.0, ticket, COPY_REFUSED)
         return inputs.Copied(0.0, ticket, 4096)
 
-    def _hear(self, answer: effects.Answer) -> None:
+    def _hear(self, answer: effects.AnswerEngine) -> None:
         message = answer.message
         match message:
             case client.Leased(lease=lease) | client.Received(lease=lease):
@@ -362,7 +362,7 @@ def besiege_metadata(count: int, seed: int) -> int:
     """Read ``count`` frames of metadata that are damaged or lie; how many could be read."""
     make = Maker(seed)
     make.known = {"version": [VERSION], "name": ["kv", "kv", "n" * 256], "pages": [9, 64]}
-    region = RegionNote("kv", 2**40, 2**20, 64, 4096, (Row(0, 4096, 4096),))
+    region = RegionNote("kv", 2**40, 2**20, 64, 4096, (PieceRow(0, 4096, 4096),))
     sound = pack(Metadata(VERSION, "n-1", b"\x01" * 300, 2**41, 64, (region,)))
     known = 0
     for number in range(count):

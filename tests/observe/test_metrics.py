@@ -223,9 +223,9 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
     metrics.take(events.Evicted(1, 0.0, 5, 1, "room", "swa"))
     metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
-    metrics.take(events.Retracted(1, 0.0, 4, 1, 129, 5, 9, 9000, 0.1))
-    metrics.take(events.Retracted(1, 0.0, 5, 1, 129, 5, 0, 0, 0.0))
-    metrics.take(events.Resumed(1, 0.0, 4, 1, 64, 65, 5000, 4000, 0.1, 2.0))
+    metrics.take(events.LeaseRetracted(1, 0.0, 4, 1, 129, 5, 9, 9000, 0.1))
+    metrics.take(events.LeaseRetracted(1, 0.0, 5, 1, 129, 5, 0, 0, 0.0))
+    metrics.take(events.LeaseResumed(1, 0.0, 4, 1, 64, 65, 5000, 4000, 0.1, 2.0))
     metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))
     metrics.take(events.PeerLost(1, 0.0, "prefill-0", "3f", 2.5))
     metrics.take(

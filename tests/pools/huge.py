@@ -13,7 +13,7 @@ import sys
 
 from kvd.client.mapping import Mapping
 from kvd.core.layout.geometry import geometry
-from kvd.core.layout.spec import Order
+from kvd.core.layout.spec import PageOrder
 from kvd.pools.arena import NotReserved
 from kvd.pools.memory import open_memory
 from kvd.pools.mounts import free_huge_bytes
@@ -62,7 +62,7 @@ def mappings() -> dict[str, object]:
     """Where both sides map it, and that neither reaches beyond what it reserved for that."""
     with opened(PLACE) as memory:
         place = memory.placed[0]
-        shape = geometry(KV, pages=10, order=Order.PAGE_FIRST)
+        shape = geometry(KV, pages=10, order=PageOrder.PAGE_FIRST)
         note = map_region(RegionFd("kv", place.arena.fd, shape).plan())
         engines, neighbours = [], []
         for _ in range(4):  # the kernel gives addresses downwards: each just above the next

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.core.layout.spec import Component, Mha, Order, PoolSpec
+from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.pools.memory import Memory, open_memory
 from kvd.pools.place import Backing, Place
 
@@ -26,7 +26,7 @@ KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
 
 
 def spec(pages: int = 10, saved: int = 0) -> PoolSpec:
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (KV,), (pages,), saved_pages=(saved,))
+    return PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (KV,), (pages,), saved_pages=(saved,))
 
 
 LARGER = 6000

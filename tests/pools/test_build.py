@@ -13,11 +13,11 @@ from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,
-    Held,
+    HeldShards,
     Host,
     Mha,
     Nowhere,
-    Order,
+    PageOrder,
     PoolSpec,
     Raw,
 )
@@ -31,15 +31,17 @@ GHOST = Component("ghost", 1, Raw(64), 4, tier=Nowhere())
 
 
 def spec(*components: Component, pages: int = 10) -> PoolSpec:
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, components, tuple(pages for _ in components))
+    return PoolSpec(
+        "main", "mha", PageOrder.PAGE_FIRST, components, tuple(pages for _ in components)
+    )
 
 
 def test_build_reserves_one_arena_for_each_component_with_bytes() -> None:
     placed = build_pool(spec(KV, GHOST, INDEX))
 
     assert [(one.name, one.geometry, one.arena.size_bytes) for one in placed] == [
-        ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), HUGE_PAGE_BYTES),
-        ("index", geometry(INDEX, pages=10, order=Order.PAGE_FIRST), HUGE_PAGE_BYTES),
+        ("kv", geometry(KV, pages=10, order=PageOrder.PAGE_FIRST), HUGE_PAGE_BYTES),
+        ("index", geometry(INDEX, pages=10, order=PageOrder.PAGE_FIRST), HUGE_PAGE_BYTES),
     ]
     for one in placed:
         one.arena.close()
@@ -69,7 +71,7 @@ def test_what_lies_on_a_device_takes_nothing_of_the_host_but_what_is_saved_of_it
 
 def test_each_shard_lies_on_a_device_of_its_own() -> None:
     far = Component("far", 2, Mha(2, 8, 4, "bfloat16"), 4, tier=Device("cuda:2"))
-    held = Held(layers=2, heads=4, shards=tp_shards(4, 2, (0, 2), (0, 2)))
+    held = HeldShards(layers=2, heads=4, shards=tp_shards(4, 2, (0, 2), (0, 2)))
 
     placed = build_pool(msgspec.structs.replace(spec(far), held=held))
 
@@ -111,8 +113,8 @@ def test_each_component_with_bytes_has_a_saved_area_beside_it_that_is_no_part_of
     placed = build_pool(msgspec.structs.replace(spec(KV, GHOST), saved_pages=(3, 0)))
 
     assert [(one.name, one.geometry, one.is_pool) for one in placed] == [
-        ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), True),
-        ("kv.saved", geometry(KV, pages=3, order=Order.PAGE_FIRST), False),
+        ("kv", geometry(KV, pages=10, order=PageOrder.PAGE_FIRST), True),
+        ("kv.saved", geometry(KV, pages=3, order=PageOrder.PAGE_FIRST), False),
     ]
     for one in placed:
         one.arena.close()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvd.core.layout.geometry import geometry
-from kvd.core.layout.spec import Order
+from kvd.core.layout.spec import PageOrder
 from kvd.pools import memory as memory_of_pools
 from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, NotReserved
 from kvd.pools.memory import Memory, Origin, open_memory
@@ -74,8 +74,8 @@ def test_files_are_made_whole_and_zero_and_closed_to_others(directory: Path) -> 
             f"made in {directory}: there was none",
         )
         assert [(one.name, one.geometry, one.is_pool) for one in memory.placed] == [
-            ("kv", geometry(KV, pages=10, order=Order.PAGE_FIRST), True),
-            ("kv.saved", geometry(KV, pages=3, order=Order.PAGE_FIRST), False),
+            ("kv", geometry(KV, pages=10, order=PageOrder.PAGE_FIRST), True),
+            ("kv.saved", geometry(KV, pages=3, order=PageOrder.PAGE_FIRST), False),
         ]
         assert content(memory.placed[0].arena, 9) == (bytes(9), bytes(9))
         saved = os.readlink(f"/proc/self/fd/{memory.placed[1].arena.fd}")

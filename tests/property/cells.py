@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import xxhash
 from typing_extensions import override
 
-from kvd.core.layout.shards import Shard, Straight, Window
+from kvd.core.layout.shards import PageWindow, Shard, Straight
 from kvd.core.layout.spec import (
     Component,
-    Held,
+    HeldShards,
     Mha,
-    Order,
+    PageOrder,
     PoolSpec,
     page_bytes,
     shard_of,
@@ -37,7 +37,7 @@ Cell = tuple[int, int]
 """Layer and head of the model."""
 
 
-def cells_of(part: Shard | Window) -> list[Cell]:
+def cells_of(part: Shard | PageWindow) -> list[Cell]:
     """Layer by layer, head by head."""
     layers, heads = (part.first_layer, part.end_layer), (part.first_head, part.end_head)
     return list(itertools.product(range(*layers), range(*heads)))
@@ -64,7 +64,7 @@ class CellSide(SlotSide):
             return self.memory_of(region).get(page, "?")
         over: dict[Cell, str] = {}
         for one in post.making.pieces:
-            inside = Window(0, *self._size(one.shard))
+            inside = PageWindow(0, *self._size(one.shard))
             region = shard_region(post.component, one.shard)
             held = self._cut(self.memory_of(region).get(page), inside)
             for ours, theirs in zip(cells_of(one.ours), cells_of(one.theirs), strict=True):
@@ -76,7 +76,7 @@ class CellSide(SlotSide):
     @override
     def put(self, post: effects.Post, page: int, what: str) -> None:
         memory = self.memory_of(shard_region(post.component, post.peer_shard))
-        whole = Window(0, *self._size(post.peer_shard))
+        whole = PageWindow(0, *self._size(post.peer_shard))
         window = whole if isinstance(post.making, Straight) else post.making.window
         held = self._cut(memory.get(page), whole)
         new = self._cut(what, window)
@@ -95,7 +95,7 @@ class CellSide(SlotSide):
         held = self.memory_of(shard_region(verify.component, verify.shard)).get(page, "?")
         if verify.window is None:
             return held
-        parts = self._cut(held, Window(0, *self._size(verify.shard)))
+        parts = self._cut(held, PageWindow(0, *self._size(verify.shard)))
         return "".join(parts[cell] for cell in cells_of(verify.window))
 
     @override
@@ -111,7 +111,7 @@ class CellSide(SlotSide):
         one = self.shards[shard]
         return one.end_layer - one.first_layer, 0, one.end_head - one.first_head
 
-    def _cut(self, held: str | None, window: Window) -> dict[Cell, str]:
+    def _cut(self, held: str | None, window: PageWindow) -> dict[Cell, str]:
         """By cell; nothing was written yet where ``held`` is none, or not of this shape."""
         cells = cells_of(window)
         size = self.config.spec.components[0].page_size * MARK
@@ -133,9 +133,9 @@ class CellWorld(SlotWorld):
 def sharded(layers: int, heads: int, shards: tuple[Shard, ...], pages: int = 64) -> PoolSpec:
     """A pool of these shards of a model."""
     kv = Component("kv", layers, Mha(heads, 1, 1, "float32"), PAGE)
-    held = None if shards == (Shard(0, layers, 0, heads),) else Held(layers, heads, shards)
+    held = None if shards == (Shard(0, layers, 0, heads),) else HeldShards(layers, heads, shards)
     part = shard_of(kv, shards[0])
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (part,), (pages,), (13,), held=held)
+    return PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (part,), (pages,), (13,), held=held)
 
 
 def fill(side: CellSide, pages: bytes, toks: Tokens) -> None:

@@ -11,11 +11,11 @@ from kvd.core.layout.spec import (
     Buffer,
     Component,
     Device,
-    Held,
+    HeldShards,
     Host,
     Mha,
     Nowhere,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -106,7 +106,7 @@ class Drawn:
             buffer = Component("buffer", 1, _KV, page, Buffer(page * rng.randint(1, 6)))
             found.append((buffer, rng.randint(4, 20) + 1, 0))
         components, pages, saved = zip(*found, strict=True)
-        spec = PoolSpec("main", family, Order.PAGE_FIRST, components, pages, saved)
+        spec = PoolSpec("main", family, PageOrder.PAGE_FIRST, components, pages, saved)
         return self._cut(spec, is_receiver=is_receiver) if family == "sharded" else spec
 
     def _cut(self, spec: PoolSpec, *, is_receiver: bool) -> PoolSpec:
@@ -125,6 +125,6 @@ class Drawn:
             first = rng.randrange(layers)
             stage = rng.choice((stage, (first, rng.randint(first + 1, layers))))
         shards = tp_shards(heads, size, ranks, stage) * rng.choice((1, 1, 2))
-        held = Held(layers, heads, shards)
+        held = HeldShards(layers, heads, shards)
         parts = (shard_of(kv, shards[0]),)
         return msgspec.structs.replace(spec, components=parts, held=held)

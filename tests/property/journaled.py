@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from kvd.core import effects
-from kvd.core.inputs import Adopted
+from kvd.core.inputs import PoolAdopted
 from kvd.journal.engines import Process
 from kvd.journal.identity import Identity
 from kvd.journal.layout import Journal, make_journal, open_journal, size_bytes
@@ -72,7 +72,7 @@ class JournaledPool(Pool):
         self.writer.session_ended(session)
 
     @override
-    def adopted(self, proven: set[int]) -> Adopted:
+    def adopted(self, proven: set[int]) -> PoolAdopted:
         """Of engines that are alive: the others are known to be dead, and hang up right after."""
         del proven
         journal = open_journal(self.buffer, IDENTITY)
@@ -84,13 +84,13 @@ class JournaledPool(Pool):
         self.writer = reading.carry_on()
         self.unsummed = []
         sessions = tuple(one.session for one in found.engines)
-        value = Adopted(
+        value = PoolAdopted(
             self.now_s, found.generation, found.branches, sessions, found.unproven, found.last_lease
         )
         self.keep(value)
         return value
 
-    def keep(self, value: Adopted) -> None:
+    def keep(self, value: PoolAdopted) -> None:
         """The dict is what was adopted."""
         noted = self.noted
         ends: list[tuple[Tokens, int]] = []

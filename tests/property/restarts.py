@@ -1,7 +1,7 @@
 """A pool that outlives its daemons: engines go on, notes are kept, nodes come and go.
 
 The journal is the dict of ``noted``, fed by the effects and by nothing else. A restart keeps it,
-the memory and the engines; the node that comes next knows what ``Adopted`` says, made of the dict
+the memory and the engines; the node that comes next knows what ``PoolAdopted`` says, made of the dict
 the way a reader would make it. Whoever is given a page writes to it at once, so who still reads it
 sees that it was given away too early.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
-from kvd.core.inputs import Adopted, Branch, FormerLease, FormerSession
+from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
 from kvd.core.node import Node
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Pages, Tokens, count, pack_ids, page_ids
@@ -84,7 +84,7 @@ class Pool:
         reply = None
         for effect in self.node.step(happened).effects:
             self.perform(effect)
-            if isinstance(effect, effects.Answer):
+            if isinstance(effect, effects.AnswerEngine):
                 reply = effect.message
         self.check()
         return reply
@@ -196,7 +196,7 @@ class Pool:
                 if self.rng.random() < 0.5:
                     self.ask(session, client.ReleaseLease, lease=number)
             return
-        if isinstance(reply, client.Row):
+        if isinstance(reply, client.PageTable):
             held.row[reply.first :] = page_ids(Pages(reply.pages))
 
     def use_former(self, session: int, number: int) -> None:
@@ -220,7 +220,7 @@ class Pool:
         for number in [one for one in engine.leases if self.rng.random() < 0.4]:
             del engine.leases[number]
         named = tuple(engine.leases)
-        self.feed(inputs.ClientReturned(self.now_s, session, engine.pid, named))
+        self.feed(inputs.ClientCameBack(self.now_s, session, engine.pid, named))
         kept = {one.id for one in self.node.former.of_session(session)}
         assert kept == set(named), "a lease that its engine uses is not kept"
         self.done["came back"] += 1
@@ -264,7 +264,7 @@ class Pool:
             for number in engine.leases:
                 assert self.noted.leases[number][0] == session
 
-    def adopted(self, proven: set[int]) -> Adopted:
+    def adopted(self, proven: set[int]) -> PoolAdopted:
         """What a reader makes of the notes, of which it believes only ``proven``; that is kept."""
         noted = self.noted
         ended = [one for one, (session, _) in noted.leases.items() if session not in self.engines]
@@ -300,7 +300,7 @@ class Pool:
             unproven |= dict.fromkeys(page for page in whole if page not in noted.cached)
         pages = Pages(pack_ids(list(unproven)))
         branches = branches_of(noted)
-        return Adopted(self.now_s, self.generation, branches, sessions, pages, self.last_lease)
+        return PoolAdopted(self.now_s, self.generation, branches, sessions, pages, self.last_lease)
 
     def is_good(self, page: int, proven: set[int]) -> bool:
         while page:
@@ -319,7 +319,7 @@ class Pool:
             page = self.noted.cached[page].before
         return path[::-1]
 
-    def finds_all(self, value: Adopted) -> None:
+    def finds_all(self, value: PoolAdopted) -> None:
         """Each branch is found from its beginning to its end, where it was written."""
         tree = self.node.leases.tree
         toks: list[Tokens] = []

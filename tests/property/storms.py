@@ -225,7 +225,7 @@ class Storm:
             lease=one.lease,
             upto_tokens=at,
         )
-        is_slid = isinstance(answer, client.Row)
+        is_slid = isinstance(answer, client.PageTable)
         holders = one.side.node.leases.leases[one.lease].holders
         is_sent = any(holder.startswith("send") for holder in holders)
         assert is_slid or one.sends or is_sent, answer
@@ -233,7 +233,7 @@ class Storm:
 
     def see(self, one: Sequence, reply: client.Reply) -> None:
         """Its rows have changed."""
-        if isinstance(reply, client.Row) and not one.is_over:
+        if isinstance(reply, client.PageTable) and not one.is_over:
             kv = one.rows[0][: len(pack_ids([0])) * reply.first] + reply.pages
             one.rows = (kv, *reply.beside)
             one.check()
@@ -246,7 +246,7 @@ class Storm:
 
         def then(reply: client.Reply) -> None:
             self.see(one, reply)
-            one.room += n_tokens * isinstance(reply, client.Row)
+            one.room += n_tokens * isinstance(reply, client.PageTable)
 
         if not one.sends:
             self.call(one.side, client.ExtendLease, then=then, lease=one.lease, n_tokens=n_tokens)
@@ -266,7 +266,7 @@ class Storm:
         upto = one.written
 
         def then(reply: client.Reply) -> None:
-            if isinstance(reply, client.Row):
+            if isinstance(reply, client.PageTable):
                 one.committed = upto
             self.see(one, reply)
 

@@ -24,13 +24,13 @@ import pytest
 
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
-from kvd.core.cache.lease_state import Standing, Turn
+from kvd.core.cache.lease_state import LeaseTransition, Standing
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
 from tests.core.keeping import arrival, check, claim, table_of
 
 if TYPE_CHECKING:
-    from kvd.core.leases.saved_area import Moved
+    from kvd.core.leases.saved_area import SavedMove
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
 STEPS = int(os.environ.get("KVD_COMPONENT_STEPS", "130"))
@@ -52,7 +52,7 @@ class Owner:
         self.step = step
         self.upto = lease.prefix_tokens
         self.is_arriving = ENGINE not in lease.holders
-        self.copies: list[tuple[Moved, list[object], list[object]]] = []
+        self.copies: list[tuple[SavedMove, list[object], list[object]]] = []
         """Under way: what is moved, and what its pages and its slots held when it was ordered."""
 
     @property
@@ -292,7 +292,7 @@ class Storm:
         self.order(one, area.to_save(one.lease))
         done["save"] += 1
 
-    def order(self, one: Owner, moved: list[Moved]) -> None:
+    def order(self, one: Owner, moved: list[SavedMove]) -> None:
         for each in moved:
             pages, slots = self.memory[each.component], self.memory[f"{each.component}.saved"]
             one.copies.append(
@@ -346,9 +346,9 @@ class Storm:
             resumes=lease.id, match_tokens=None if lease.cache else lease.prefix_tokens,
             fresh_tokens=fresh, step_tokens=lease.step_tokens,
         )  # fmt: skip
-        table.saved.turn(lease, Turn.RESUME)
+        table.saved.turn(lease, LeaseTransition.RESUME)
         if isinstance(table.open(asked), Shortage):
-            table.saved.turn(lease, Turn.GIVEN_UP)
+            table.saved.turn(lease, LeaseTransition.GIVEN_UP)
             done["resume refused"] += 1
             return
         one.computed = n_tokens if lease.saved is not None else lease.prefix_tokens

@@ -19,7 +19,7 @@ import pytest
 
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import LockUnderflow, Node, RadixTree
+from kvd.core.cache.radix import LockUnderflow, RadixNode, RadixTree
 from kvd.types import NO_PAGES, Pages, Tokens, count, pack_ids, page_ids
 
 STEPS = int(os.environ.get("KVD_RADIX_STEPS", "300"))
@@ -32,7 +32,7 @@ Key = tuple[str, bytes]
 class Owner:
     """A lease of the test: an anchor, the tokens it wants, the pages it holds for them."""
 
-    def __init__(self, anchor: Node, tokens: Tokens, held: Pages) -> None:
+    def __init__(self, anchor: RadixNode, tokens: Tokens, held: Pages) -> None:
         self.anchor = anchor
         self.tokens = tokens
         self.held = held
@@ -261,11 +261,11 @@ class Machine:
             {node: node.lock_ref for node in self.tree.nodes() if node.lock_ref}
         )
 
-    def expected_locks(self) -> Counter[Node]:
+    def expected_locks(self) -> Counter[RadixNode]:
         """I2: a node's lock_ref is the number of owners anchored in its subtree."""
-        out: Counter[Node] = Counter()
+        out: Counter[RadixNode] = Counter()
         for owner in self.owners:
-            step: Node | None = owner.anchor
+            step: RadixNode | None = owner.anchor
             while step is not None and step.parent is not None:
                 out[step] += 1
                 step = step.parent

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.core import effects
 from kvd.core.cache.eviction import Policy
-from kvd.core.inputs import Adopted
+from kvd.core.inputs import PoolAdopted
 from kvd.journal.engines import Process
 from kvd.journal.identity import Identity
 from kvd.journal.layout import make_journal, open_journal, size_bytes
@@ -72,7 +72,7 @@ class JournaledPool(Pool):
         seen = [hash((page, self.memory[page], page in good)) for page in page_ids(pages)]
         return np.array([one & (2**64 - 1) for one in seen], dtype="<u8").tobytes()
 
-    def adopted(self, proven: set[int]) -> Adopted:
+    def adopted(self, proven: set[int]) -> PoolAdopted:
         """By the journal; what the dict says must be the same."""
         for session in self.known - self.engines.keys():
             self.noted.writer.session_ended(session)
@@ -95,7 +95,7 @@ class JournaledPool(Pool):
         assert set(page_ids(wanted.unproven)) <= set(page_ids(found.unproven))
         assert found.last_lease == wanted.last_lease
         self.noted.writer = reading.carry_on()
-        return Adopted(
+        return PoolAdopted(
             wanted.at_s,
             found.generation,
             found.branches,
@@ -105,7 +105,7 @@ class JournaledPool(Pool):
         )
 
 
-def _places(value: Adopted):
+def _places(value: PoolAdopted):
     return places_in(value, PAGE)
 
 

@@ -23,7 +23,7 @@ from kvd.core.layout.spec import (
     Buffer,
     Component,
     Mha,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     Raw,
@@ -37,7 +37,7 @@ from tests.core.world import PAGE, World, tokens
 from tests.core.writing import lost, rows_of, what, write
 
 if TYPE_CHECKING:
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Step
     from tests.core.side import Side
 
@@ -75,7 +75,7 @@ def pool(seed: int, pages: int) -> PoolSpec:
         components = (KV, INDEX, SWA, STATE, BUFFER)
         sizes = (pages, 4 * pages, pages - 4, 9, 13)
         saved = (13, 52, 9, 4, 0)
-    return PoolSpec("main", "many", Order.PAGE_FIRST, components, sizes, saved)
+    return PoolSpec("main", "many", PageOrder.PAGE_FIRST, components, sizes, saved)
 
 
 taken: set[tuple[Standing, Standing]] = set()
@@ -231,7 +231,7 @@ class Storm:
 
     def heard(self, one: Owned, kind: type[client.Request], reply: client.Reply) -> None:
         match reply:
-            case client.Row(first=first, pages=pages, beside=beside):
+            case client.PageTable(first=first, pages=pages, beside=beside):
                 one.rows = (one.rows[0][: first * ID_BYTES] + pages, *beside)
                 if kind is client.CommitLease:
                     one.named_tokens = count(one.toks)
@@ -266,7 +266,7 @@ class Storm:
                     found = side.memory_of(component.name).get(page)
                     assert found == what(component, toks, upto, node.namespace)
 
-    def lying_at(self, node: Node) -> list[tuple[Component, list[int]]]:
+    def lying_at(self, node: RadixNode) -> list[tuple[Component, list[int]]]:
         """The components that a node of the tree has, and their pages there."""
         keepers = self.side.node.leases.beside.each
         return [(KV, page_ids(node.pages))] + [

@@ -97,7 +97,8 @@ def test_a_format_of_another_version_is_refused_with_the_version_that_can_read_i
 
 def test_an_input_that_this_version_does_not_know_ends_the_replay_with_its_number(file):
     tick, tack = b"\xa4Tick", b"\xa4Tack"
-    resealed(file, lambda data: data.replace(tick, tack, 3).replace(tack, tick, 2))
+    # The first is the name of the kind in the frozen node, the others are inputs.
+    resealed(file, lambda data: data.replace(tick, tack, 4).replace(tack, tick, 3))
     saved = recording.read(file)
 
     with pytest.raises(recording.Damaged, match=r"input 3 is none that this kvd knows"):

@@ -109,7 +109,7 @@ def test_a_key_that_is_not_listed_gets_no_answer_and_is_told_to_the_operator(key
     daemon = keyed.pair.prefill
     with Caller(daemon, curve.new_pair(), keyed.server) as stranger:
         stranger.tell(stranger.hello("stranger"))
-        seen = event(daemon, events.HandshakeFailed, reason="unknown-key")
+        seen = event(daemon, events.PeerHandshakeFailed, reason="unknown-key")
         assert stranger.hears_nothing()
 
     assert (seen.peer, seen.address) == ("", "127.0.0.1")
@@ -123,7 +123,7 @@ def test_a_client_without_a_key_gets_no_answer(keyed):
         stranger.tell(stranger.hello("stranger"))
         assert stranger.handshake().startswith("FAILED")
         assert stranger.hears_nothing()
-        event(daemon, events.HandshakeFailed, reason="no-curve")
+        event(daemon, events.PeerHandshakeFailed, reason="no-curve")
     assert daemon.snapshot().totals.messages_refused == refused, "nothing of it was read"
 
 
@@ -133,7 +133,7 @@ def test_a_client_that_takes_this_node_for_another_gets_no_answer(keyed):
         mallory.tell(mallory.hello("mallory"))
         assert mallory.handshake() == "FAILED_NO_DETAIL"
         assert mallory.hears_nothing()
-        event(daemon, events.HandshakeFailed, reason="wrong-server-key")
+        event(daemon, events.PeerHandshakeFailed, reason="wrong-server-key")
 
 
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, b"\xff" * 64])
@@ -160,7 +160,7 @@ def test_failed_handshakes_are_counted_by_reason_and_told_seldom(keyed):
 
     with AdminClient(daemon.admin) as client:
         told = client.request(admin.ListEvents(1, 0), timeout_s=5)
-    seen = [one for one in told.events if type(one) is events.HandshakeFailed]
+    seen = [one for one in told.events if type(one) is events.PeerHandshakeFailed]
     seen = [one for one in seen if one.reason == "no-curve" and not one.peer]
     apart_s = [later.at_s - one.at_s for one, later in itertools.pairwise(seen)]
     assert all(seconds >= 10 for seconds in apart_s)
@@ -186,7 +186,7 @@ def test_who_is_not_let_in_yet_is_let_in_once_its_key_is_listed(tmp_path):
         daemon.wait_ready()
         with Caller(daemon, late, server) as caller:
             caller.tell(caller.hello("late"))
-            event(daemon, events.HandshakeFailed, reason="unknown-key")
+            event(daemon, events.PeerHandshakeFailed, reason="unknown-key")
             daemon.stop()
             daemon.trusts("late", late.public)
             daemon.start()
@@ -197,7 +197,7 @@ def test_who_is_not_let_in_yet_is_let_in_once_its_key_is_listed(tmp_path):
 
 
 def test_a_daemon_that_answers_with_another_key_is_not_talked_to(keyed):
-    seen = event(keyed.pair.decode, events.HandshakeFailed, peer="changed")
+    seen = event(keyed.pair.decode, events.PeerHandshakeFailed, peer="changed")
 
     assert (seen.address, seen.reason) == (keyed.changed, "refused")
     assert f"the key {public_of(keyed.pair.decode.directory)} of this node must be in" in seen.why
@@ -205,7 +205,7 @@ def test_a_daemon_that_answers_with_another_key_is_not_talked_to(keyed):
 
 
 def test_a_daemon_that_answers_without_a_key_is_not_talked_to(keyed):
-    seen = event(keyed.pair.decode, events.HandshakeFailed, peer="bare", reason="no-curve")
+    seen = event(keyed.pair.decode, events.PeerHandshakeFailed, peer="bare", reason="no-curve")
 
     assert seen.address == keyed.bare
     assert seen.why == f"bare at {keyed.bare} has no key: set peers.secret_key_file there"
@@ -214,7 +214,7 @@ def test_a_daemon_that_answers_without_a_key_is_not_talked_to(keyed):
 def test_a_daemon_that_answers_without_a_key_is_dialed_again(keyed):
     """libzmq would give it up for ever, and a key that it is given later would not help."""
     daemon = keyed.pair.decode
-    event(daemon, events.HandshakeFailed, peer="bare", reason="no-curve")
+    event(daemon, events.PeerHandshakeFailed, peer="bare", reason="no-curve")
     before = without_curve(daemon)
     until(lambda: without_curve(daemon) > before)
 
@@ -226,10 +226,10 @@ async def test_new_keys_come_with_a_restart_and_either_side_may_be_first(tmp_pat
         d.stop()
         p.trusts("d", d.make_keys())
         d.start()
-        seen = event(p, events.HandshakeFailed, reason="unknown-key")
+        seen = event(p, events.PeerHandshakeFailed, reason="unknown-key")
         assert seen.address == "127.0.0.1"
         d.wait_ready()
-        refused = event(d, events.HandshakeFailed, peer="p")
+        refused = event(d, events.PeerHandshakeFailed, peer="p")
         assert public_of(d.directory) in refused.why
 
         p.stop()  # d has dialed in vain for a while, and must not have given up

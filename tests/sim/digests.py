@@ -158,7 +158,9 @@ def main() -> int:
 
 def _other_blocks(kept, found, name: str) -> list[str]:
     pairs = zip(found[name]["steps"], kept[name]["steps"], strict=False)
-    return [f"seeds {k * BLOCK} to {k * BLOCK + BLOCK - 1}" for k, (a, b) in enumerate(pairs) if a != b]
+    return [
+        f"seeds {k * BLOCK} to {k * BLOCK + BLOCK - 1}" for k, (a, b) in enumerate(pairs) if a != b
+    ]
 
 
 def _other_answers(kept, found, name: str) -> list[str]:

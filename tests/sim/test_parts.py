@@ -125,10 +125,10 @@ def test_an_engine_computes_as_far_as_windows_are_mapped_and_reads_what_is_behin
     rows.check(prompt, 64, "what is written")
     with pytest.raises(Violated, match="beyond its window pages"):
         rows.write(prompt, 64, 80)
-    rows.change(client.Row(1, 5, b"", (pack_ids([0, 0, 3, 4, 1]),)))
+    rows.change(client.PageTable(1, 5, b"", (pack_ids([0, 0, 3, 4, 1]),)))
     rows.write(prompt, 64, 80)
     rows.check(prompt, 80, "the rest")
-    rows.change(client.Row(1, 5, b"", (pack_ids([0, 0, 0, 4, 1]),)))
+    rows.change(client.PageTable(1, 5, b"", (pack_ids([0, 0, 0, 4, 1]),)))
     with pytest.raises(Violated, match="null page in the window of swa"):
         rows.check(prompt, 80, "a page of the window is gone")
 

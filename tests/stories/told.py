@@ -146,7 +146,7 @@ def input_line(happened: inputs.Input, name: str) -> str | None:
 def effect_line(effect: effects.Effect) -> str | None:
     """What is carried out; messages are told when they arrive."""
     match effect:
-        case effects.Answer(message=message):
+        case effects.AnswerEngine(message=message):
             line = answer_line(message)
             return line and f"engine hears: {line}"
         case effects.Post():

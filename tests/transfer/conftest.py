@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.base import RegionFd
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import (
@@ -43,15 +43,15 @@ DEADLINE_S = 20.0
 HUGE = 2 * 2**20
 PAGES = 25
 
-PAGE_FIRST = Geometry(PAGES, HUGE // 2, (Row(0, HUGE // 2, HUGE // 2),), ())
+PAGE_FIRST = Geometry(PAGES, HUGE // 2, (PieceRow(0, HUGE // 2, HUGE // 2),), ())
 LAYER_FIRST = Geometry(
     PAGES,
     2 * (4096 + 12288),
     (
-        Row(0, 4096, 4096),
-        Row(PAGES * 4096, 12288, 12288),
-        Row(PAGES * 16384, 4096, 4096),
-        Row(PAGES * 20480, 12288, 12288),
+        PieceRow(0, 4096, 4096),
+        PieceRow(PAGES * 4096, 12288, 12288),
+        PieceRow(PAGES * 16384, 4096, 4096),
+        PieceRow(PAGES * 20480, 12288, 12288),
     ),
     (),
 )
@@ -60,15 +60,15 @@ SAVED = 9
 SHAPES = {
     "kv": PAGE_FIRST,
     "layered": LAYER_FIRST,
-    "kv.saved": Geometry(SAVED, HUGE // 2, (Row(0, HUGE // 2, HUGE // 2),), ()),
+    "kv.saved": Geometry(SAVED, HUGE // 2, (PieceRow(0, HUGE // 2, HUGE // 2),), ()),
     "layered.saved": Geometry(
         SAVED,
         2 * (4096 + 12288),
         (
-            Row(0, 4096, 4096),
-            Row(SAVED * 4096, 12288, 12288),
-            Row(SAVED * 16384, 4096, 4096),
-            Row(SAVED * 20480, 12288, 12288),
+            PieceRow(0, 4096, 4096),
+            PieceRow(SAVED * 4096, 12288, 12288),
+            PieceRow(SAVED * 16384, 4096, 4096),
+            PieceRow(SAVED * 20480, 12288, 12288),
         ),
         (),
     ),
@@ -92,7 +92,7 @@ class Memory:
         words = self.bytes.view(np.uint32)
         words[:] = np.arange(words.size, dtype=np.uint32) * 2654435761 + seed * 40503
 
-    def piece(self, row: Row, page: int) -> slice:
+    def piece(self, row: PieceRow, page: int) -> slice:
         start = row.offset_bytes + page * row.stride_bytes
         return slice(start, start + row.piece_bytes)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core.layout.geometry import Geometry, geometry
-from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Order
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, PageOrder
 from kvd.transfer.metadata import RegionNote
 from kvd.types import Pages, pack_ids
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def shaped(layout: Layout, page_size: int, pages: int, order: Order, layers: int = 3) -> Geometry:
+def shaped(
+    layout: Layout, page_size: int, pages: int, order: PageOrder, layers: int = 3
+) -> Geometry:
     """A component of this layout."""
     return geometry(Component("kv", layers, layout, page_size), pages=pages, order=order)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.shards import Shard, tp_shards
-from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, shard_region
+from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, PageOrder, shard_region
 from kvd.transfer.copies import Area
 from kvd.transfer.orders import Post
 from tests.transfer.layouts import ids, note
@@ -42,7 +42,7 @@ MHA = Model(4, Mha(4, 6, 2, "bfloat16"), 4)
 LATENT = Model(4, Mla(5, 2, "uint8"), 4)
 
 
-def memory_of(model: Model, shard: Shard, pages: int, order: Order) -> Geometry:
+def memory_of(model: Model, shard: Shard, pages: int, order: PageOrder) -> Geometry:
     """What a shard keeps of it."""
     layout = model.layout
     if isinstance(layout, Mha):

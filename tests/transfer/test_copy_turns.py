@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.copies import PASSING_BYTES, SLICE_BYTES, Area, Turns, begin
 from kvd.transfer.orders import Copy
 from tests.transfer.layouts import ids, note
@@ -16,7 +16,7 @@ class Desk:
     """Copies between two arrays, a slice at each step."""
 
     def __init__(self):
-        shape = Geometry(100, PAGE_BYTES, (Row(0, PAGE_BYTES, PAGE_BYTES),), ())
+        shape = Geometry(100, PAGE_BYTES, (PieceRow(0, PAGE_BYTES, PAGE_BYTES),), ())
         memory = np.zeros(shape.total_bytes, np.uint8)
         self.areas = {name: Area(note(shape, name=name), memory) for name in ("a", "b")}
         self.turns = Turns()

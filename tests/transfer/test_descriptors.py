@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.descriptors import CUT_BYTES, writes
 from kvd.transfer.metadata import RegionNote
 from kvd.types import Pages, pack_ids
@@ -19,7 +19,7 @@ def note(address: int, *, pieces: list[int], gap: int) -> RegionNote:
     """A region whose rows leave ``gap`` bytes after each piece."""
     rows, at = [], 0
     for piece in pieces:
-        rows.append(Row(at, piece + gap, piece))
+        rows.append(PieceRow(at, piece + gap, piece))
         at += PAGES * (piece + gap)
     return RegionNote("kv", address, at, PAGES, sum(pieces), tuple(rows))
 

@@ -14,7 +14,16 @@ import pytest
 import pytest_asyncio
 
 from kvd.core.layout.seal import Seal, page_sum
-from kvd.core.layout.spec import Layout, Mha, Mla, Order, Raw, State, StateTensor, companion_pages
+from kvd.core.layout.spec import (
+    Layout,
+    Mha,
+    Mla,
+    PageOrder,
+    Raw,
+    State,
+    StateTensor,
+    companion_pages,
+)
 from kvd.transfer.copies import Area, begin
 from kvd.transfer.orders import Copied, Copy, Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
@@ -66,12 +75,12 @@ KINDS = {
 KEPT = ("mla.saved", "scale.saved", "state.saved", "buffer")
 """Regions that no peer writes into."""
 
-PAIRS = [("loopback", here, there) for here in Order for there in Order] + [
-    ("nixl", order, order) for order in Order
+PAIRS = [("loopback", here, there) for here in PageOrder for there in PageOrder] + [
+    ("nixl", order, order) for order in PageOrder
 ]
 
 
-def regions(order: Order, *, is_receiver: bool) -> dict[str, Geometry]:
+def regions(order: PageOrder, *, is_receiver: bool) -> dict[str, Geometry]:
     """All components of one side."""
     found = {}
     for name, kind in KINDS.items():
@@ -292,7 +301,7 @@ async def test_pages_are_copied_between_a_component_and_what_is_kept_of_it(pools
     assert np.array_equal(theirs.bytes, expected)
 
 
-@pytest.mark.parametrize("orders", [tuple(Order), tuple(reversed(Order))])
+@pytest.mark.parametrize("orders", [tuple(PageOrder), tuple(reversed(PageOrder))])
 async def test_a_copy_between_memory_of_different_orders_goes_tensor_by_tensor(orders):
     ours, theirs = (Memory(order.value, shaped(SCALE, 8, 5, order)) for order in orders)
     for memory in (ours, theirs):

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import (
     VERSION,
@@ -26,7 +26,7 @@ from kvd.transfer.metadata import (
 )
 from kvd.types import Pages, pack_ids
 
-REGION = RegionNote("kv", 2**40, 3 * 4096, 3, 4096, (Row(0, 4096, 4096),))
+REGION = RegionNote("kv", 2**40, 3 * 4096, 3, 4096, (PieceRow(0, 4096, 4096),))
 GOOD = Metadata(VERSION, "node-1", b"nixl", 2**41, 4096, (REGION,))
 
 
@@ -55,12 +55,12 @@ def test_any_truncation_is_noticed(size):
         {"pages": 0},
         {"address": -1},
         {"address": 2**63},
-        {"rows": (Row(1, 4096, 4096),)},
-        {"rows": (Row(-4096, 4096, 4096),)},
-        {"rows": (Row(0, 4096, 0),)},
-        {"rows": (Row(0, 0, 4096),)},
-        {"rows": (Row(0, 2**63, 4096),), "pages": 1},
-        {"rows": (Row(0, 4096, 2048),)},
+        {"rows": (PieceRow(1, 4096, 4096),)},
+        {"rows": (PieceRow(-4096, 4096, 4096),)},
+        {"rows": (PieceRow(0, 4096, 0),)},
+        {"rows": (PieceRow(0, 0, 4096),)},
+        {"rows": (PieceRow(0, 2**63, 4096),), "pages": 1},
+        {"rows": (PieceRow(0, 4096, 2048),)},
         {"rows": ()},
         {"page_bytes": 8192},
         {"pages": 2**31 + 1},
@@ -94,7 +94,7 @@ WIDE = RegionNote(
     3 * 4096,
     3,
     4096,
-    (Row(0, 1024, 1024), Row(3072, 3072, 3072)),
+    (PieceRow(0, 1024, 1024), PieceRow(3072, 3072, 3072)),
     16,
     (1024, 2048, 1024),
 )
@@ -182,7 +182,7 @@ def test_layers_and_heads_that_are_not_those_of_the_tensors_are_refused(wrong):
 
 
 def test_layers_that_are_not_evenly_spaced_are_refused():
-    rows = (Row(0, 1024, 1024), Row(3072, 1024, 1024), Row(9216, 1024, 1024))
+    rows = (PieceRow(0, 1024, 1024), PieceRow(3072, 1024, 1024), PieceRow(9216, 1024, 1024))
     wrong = RegionNote("kv", 2**40, 2**14, 3, 3072, rows, 4, (1024,) * 3, 3, 1)
 
     with pytest.raises(BadMetadata, match="are those of 3 layers, all alike"):
@@ -255,7 +255,7 @@ def regions(draw):
         st.sampled_from([(), (4096,), (1024, 3072)]) | st.lists(NUMBERS, max_size=3).map(tuple)
     )
     region |= {"page_tokens": draw(st.sampled_from([0, 1, 512]) | NUMBERS), "strips": strips}
-    return RegionNote(draw(st.sampled_from(["kv", "swa"])), rows=(Row(**row),), **region)
+    return RegionNote(draw(st.sampled_from(["kv", "swa"])), rows=(PieceRow(**row),), **region)
 
 
 @given(
@@ -288,13 +288,13 @@ def test_random_fields_are_refused_or_can_be_computed_with(fields):
 
 def by_tensor(region):
     """A region whose rows are the tensors of this one, so that what is written goes by tensor."""
-    rows = tuple(Row(2**20 * i, size, size) for i, size in enumerate(region.strips))
+    rows = tuple(PieceRow(2**20 * i, size, size) for i, size in enumerate(region.strips))
     return msgspec.structs.replace(region, rows=rows or region.rows)
 
 
 def twice(region):
     """A region whose pages are two of this one."""
-    rows = tuple(Row(0, 2 * row.piece_bytes, 2 * row.piece_bytes) for row in region.rows)
+    rows = tuple(PieceRow(0, 2 * row.piece_bytes, 2 * row.piece_bytes) for row in region.rows)
     strips = tuple(2 * size for size in region.strips)
     return msgspec.structs.replace(
         region, rows=rows, strips=strips, page_tokens=2 * region.page_tokens

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core.effects import Doubt
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
 from kvd.transfer.orders import (
     Begin,
@@ -28,7 +28,7 @@ from kvd.transfer.orders import (
 from kvd.types import Pages, pack_ids
 
 ORDERS = [
-    Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
+    Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (PieceRow(0, 4096, 4096),)),)),
     Load("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),

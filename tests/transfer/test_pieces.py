@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.core.layout.geometry import Row
-from kvd.core.layout.shards import Piece, Pieced, Shard, Straight, Window, lanes, tp_shards
-from kvd.core.layout.spec import Mha, Order
+from kvd.core.layout.geometry import PieceRow
+from kvd.core.layout.shards import PageWindow, Piece, Pieced, Shard, Straight, lanes, tp_shards
+from kvd.core.layout.spec import Mha, PageOrder
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.descriptors import packed_writes
 from kvd.transfer.metadata import Kind, Place, RegionNote
@@ -62,7 +62,7 @@ def write_packed(rows, packing, there):
     return often
 
 
-each_order = pytest.mark.parametrize("orders", list(product(Order, repeat=2)))
+each_order = pytest.mark.parametrize("orders", list(product(PageOrder, repeat=2)))
 each_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -116,7 +116,7 @@ DEEP = Model(5, Mha(2, 2048, 2048, "float32"), 32)
 """A layer is 1 MiB, two of them a slot."""
 
 
-@pytest.mark.parametrize("orders", list(product(Order, repeat=2)))
+@pytest.mark.parametrize("orders", list(product(PageOrder, repeat=2)))
 @pytest.mark.parametrize("ours", [(2, 0, 5), (2, 1, 4)])
 def test_pages_larger_than_a_slot_are_packed_some_layers_at_a_time(ours, orders):
     size, *layers = ours
@@ -140,7 +140,7 @@ class Afar(Mapped):
 
 
 def test_memory_that_the_processor_cannot_read_goes_as_it_lies_each_from_its_device():
-    here, there = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    here, there = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     (order, regions, _, _) = next(every_post(here, there))
     packed_first = plan(order, regions)
     assert packed_first.packing is not None
@@ -165,7 +165,7 @@ def test_memory_that_the_processor_cannot_read_goes_as_it_lies_each_from_its_dev
     assert (made.writes.destination[:, 2] == 5).all()
 
 
-FIRST, LAYERS = Order.PAGE_FIRST, Order.LAYER_FIRST
+FIRST, LAYERS = PageOrder.PAGE_FIRST, PageOrder.LAYER_FIRST
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_pieces_as_large_as_a_good_descriptor_are_not_packed():
     assert plan(order, regions).packing is None
 
 
-WHOLE, LOW, HIGH = Window(0, 4, 0, 4), Window(0, 4, 0, 2), Window(0, 4, 2, 4)
-OWN = Window(0, 4, 0, 2)
+WHOLE, LOW, HIGH = PageWindow(0, 4, 0, 4), PageWindow(0, 4, 0, 2), PageWindow(0, 4, 2, 4)
+OWN = PageWindow(0, 4, 0, 2)
 MERGED = Pieced(WHOLE, (Piece(0, OWN, LOW), Piece(1, OWN, HIGH)))
 
 
@@ -227,28 +227,28 @@ MERGED = Pieced(WHOLE, (Piece(0, OWN, LOW), Piece(1, OWN, HIGH)))
         (Straight(1), {"split": 2}, "cannot be cut into 2 pieces on their way between shards"),
         (Straight(1), {}, "8 pieces of 512 bytes a page here and 8 of 1024 there"),
         (
-            Pieced(Window(0, 5, 0, 4), MERGED.pieces),
+            Pieced(PageWindow(0, 5, 0, 4), MERGED.pieces),
             {},
             "layers 0 to 5 and heads 0 to 4 are no part of a page of region 'kv' there, which "
             "has 4 layers of 4 heads",
         ),
         (
-            Pieced(Window(0, 4, 2, 2), ()),
+            Pieced(PageWindow(0, 4, 2, 2), ()),
             {},
             "layers 0 to 4 and heads 2 to 2 are no part of a page of region 'kv' there",
         ),
         (
-            Pieced(LOW, (Piece(1, Window(0, 4, 1, 3), LOW),)),
+            Pieced(LOW, (Piece(1, PageWindow(0, 4, 1, 3), LOW),)),
             {},
             "layers 0 to 4 and heads 1 to 3 are no part of a page of region 'kv#1' here",
         ),
         (
-            Pieced(LOW, (Piece(1, Window(-1, 3, 0, 2), LOW),)),
+            Pieced(LOW, (Piece(1, PageWindow(-1, 3, 0, 2), LOW),)),
             {},
             "layers -1 to 3 and heads 0 to 2 are no part of a page of region 'kv#1' here",
         ),
         (
-            Pieced(LOW, (Piece(0, Window(0, 2, 0, 2), LOW),)),
+            Pieced(LOW, (Piece(0, PageWindow(0, 2, 0, 2), LOW),)),
             {},
             "layers 0 to 2 and heads 0 to 2 of shard 0 here cannot be layers 0 to 4 and heads",
         ),
@@ -312,10 +312,10 @@ def test_tensors_whose_pages_are_not_equally_far_apart_are_not_joined(far):
     ours, theirs = (
         RegionNote("kv", at, 4096, 5, 64, rows, 4, (32, 32), layers=1, heads=2)
         for at, step in zip((2**20, 2**30), far, strict=True)
-        for rows in [(Row(0, 64, 32), Row(32, step, 32))]
+        for rows in [(PieceRow(0, 64, 32), PieceRow(32, step, 32))]
     )
 
-    found = pieced([Source(ours, Piece(0, Window(0, 1, 0, 2), Window(0, 1, 0, 2)))], theirs)
+    found = pieced([Source(ours, Piece(0, PageWindow(0, 1, 0, 2), PageWindow(0, 1, 0, 2)))], theirs)
 
     assert found.at.tolist() == [2**20, 2**20 + 32]
     assert (found.at_step.tolist(), found.to_step.tolist()) == ([64, far[0]], [64, far[1]])

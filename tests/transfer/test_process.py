@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from kvd.core.effects import Doubt
-from kvd.core.layout.geometry import Geometry, Row
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
 from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
@@ -206,7 +206,7 @@ async def test_regions_are_collapsed_or_it_is_said_why_not(real):
 
 
 async def test_a_region_larger_than_its_file_stops_the_start():
-    row = Row(0, 4096, 4096)
+    row = PieceRow(0, 4096, 4096)
     fd = os.memfd_create("short")
     os.ftruncate(fd, 8192)
     region = RegionFd("kv", fd, Geometry(3, 4096, (row,), ()))

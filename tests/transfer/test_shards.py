@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import Shard, Straight, lanes, page_share, tp_shards
-from kvd.core.layout.spec import Mha, Order, shard_region
+from kvd.core.layout.spec import Mha, PageOrder, shard_region
 from kvd.transfer.orders import Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Rig
@@ -70,7 +70,7 @@ def pages_of(name: str) -> tuple[list[int], list[int]]:
     ).tolist()
 
 
-def regions(order: Order, side: int) -> dict[str, Geometry]:
+def regions(order: PageOrder, side: int) -> dict[str, Geometry]:
     """Every shard of every component of one side."""
     found = {}
     for name, (model, *shards) in CASES.items():
@@ -80,10 +80,10 @@ def regions(order: Order, side: int) -> dict[str, Geometry]:
     return found
 
 
-PAIRS = [("loopback", here, there) for here in Order for there in Order] + [
-    ("nixl", Order.PAGE_FIRST, Order.PAGE_FIRST),
-    ("nixl", Order.LAYER_FIRST, Order.LAYER_FIRST),
-    ("nixl", Order.LAYER_FIRST, Order.PAGE_FIRST),
+PAIRS = [("loopback", here, there) for here in PageOrder for there in PageOrder] + [
+    ("nixl", PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST),
+    ("nixl", PageOrder.LAYER_FIRST, PageOrder.LAYER_FIRST),
+    ("nixl", PageOrder.LAYER_FIRST, PageOrder.PAGE_FIRST),
 ]
 
 

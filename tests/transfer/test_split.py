@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.layout.geometry import Row
+from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.spec import (
     Mha,
     Mla,
-    Order,
+    PageOrder,
     Raw,
     State,
     StateTensor,
@@ -38,7 +38,7 @@ LAYOUTS = (
 
 @given(
     layout=st.sampled_from(LAYOUTS),
-    orders=st.tuples(st.sampled_from(Order), st.sampled_from(Order)),
+    orders=st.tuples(st.sampled_from(PageOrder), st.sampled_from(PageOrder)),
     split=st.sampled_from([1, 2, 4, 8]),
     pages=st.lists(st.integers(1, OURS - 1), min_size=1, max_size=4, unique=True),
     onto=st.permutations(range(1, THEIRS)),
@@ -74,7 +74,7 @@ def test_every_slot_lands_where_the_peer_looks_for_it(
     assert sum(plan.sizes) == pieces.size * theirs.page_bytes
 
 
-FIRST, LAYERS = Order.PAGE_FIRST, Order.LAYER_FIRST
+FIRST, LAYERS = PageOrder.PAGE_FIRST, PageOrder.LAYER_FIRST
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_pieces_that_touch_on_both_sides_travel_as_one(here, there, split, descr
     assert len(plan.source) == descriptors
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", PageOrder)
 def test_the_tensors_of_a_page_follow_each_other_through_its_rows(order):
     shape = shaped(LAYOUTS[0], 8, 9, order)
 
     assert strips(note(shape)) == tuple(
-        Row(place.offset_bytes, place.page_stride_bytes, size)
+        PieceRow(place.offset_bytes, place.page_stride_bytes, size)
         for place, size in zip(shape.tensors, shape.strips, strict=True)
     )
 
 
 def test_a_region_without_tensors_has_its_rows():
-    rows = (Row(0, 64, 64), Row(640, 32, 32))
+    rows = (PieceRow(0, 64, 64), PieceRow(640, 32, 32))
 
     assert strips(RegionNote("kv", 0, 960, 10, 96, rows)) == rows
 

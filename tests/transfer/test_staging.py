@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvd.core.layout.spec import Mha, Mla, Order, companion_pages
+from kvd.core.layout.spec import Mha, Mla, PageOrder, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
 from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
@@ -33,7 +33,7 @@ LATENT = Mla(480, 32, "bfloat16")
 class Memory:
     """A component at a real address of this process."""
 
-    def __init__(self, layout, page_size, pages, order=Order.PAGE_FIRST):
+    def __init__(self, layout, page_size, pages, order=PageOrder.PAGE_FIRST):
         self.shape = shaped(layout, page_size, pages, order, layers=16)
         self._map = mmap.mmap(-1, self.shape.total_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)
@@ -179,7 +179,7 @@ def test_slots_of_handles_in_flight_are_free_when_the_agent_is_gone():
 
 
 def test_handles_of_packed_pages_begin_at_byte_0_and_join_what_touches():
-    theirs = note(shaped(LATENT, 16, 40, Order.PAGE_FIRST, layers=16))
+    theirs = note(shaped(LATENT, 16, 40, PageOrder.PAGE_FIRST, layers=16))
     onto = [5, 6, 7, 8, 20, 21, 9, 10, 11]
 
     plan = packed_writes(ids(onto), theirs, handle_pages=4)
@@ -219,7 +219,7 @@ def test_pieces_are_packed_tensor_by_tensor_from_wherever_they_begin():
     )
 
 
-FIRST, LAYERS = Order.PAGE_FIRST, Order.LAYER_FIRST
+FIRST, LAYERS = PageOrder.PAGE_FIRST, PageOrder.LAYER_FIRST
 WIDE = Mla(4096, 0, "float32")
 
 

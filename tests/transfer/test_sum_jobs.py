@@ -6,7 +6,7 @@ import msgspec
 
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes
-from kvd.core.layout.spec import Order
+from kvd.core.layout.spec import PageOrder
 from kvd.transfer.orders import Posted
 from kvd.transfer.sums import Summers, Sums
 from kvd.wire.peer import Integrity
@@ -16,7 +16,7 @@ SEAL = Seal(Integrity.FULL, b"k" * 16, 0, len(PAGES))
 
 
 def test_a_late_word_of_a_thread_concludes_no_later_post_of_the_same_number():
-    here, there = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    here, there = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     (lane,) = lanes(here.shards, there.shards)
     order = msgspec.structs.replace(post(lane.copies[0], lane.peer_shard), seal=SEAL)
     reports = []

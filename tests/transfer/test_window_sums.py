@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvd.core.layout.seal import Seal, page_sum
-from kvd.core.layout.shards import Piece, Pieced, Straight, Window, lanes
-from kvd.core.layout.spec import Order
+from kvd.core.layout.shards import PageWindow, Piece, Pieced, Straight, lanes
+from kvd.core.layout.spec import PageOrder
 from kvd.transfer.copies import Area
 from kvd.transfer.orders import Verified, Verify
 from kvd.transfer.sums import post_job, verdict, verify_job
@@ -26,7 +26,7 @@ FIRST = 3
 FULL = Seal(Integrity.FULL, b"w" * 16, FIRST, FIRST + len(PAGES))
 SAMPLED = msgspec.structs.replace(FULL, integrity=Integrity.SAMPLED)
 
-each_order = pytest.mark.parametrize("orders", list(product(Order, repeat=2)))
+each_order = pytest.mark.parametrize("orders", list(product(PageOrder, repeat=2)))
 
 
 def written(here, lane, making, seal):
@@ -51,7 +51,7 @@ def verified(there, lane, sums, seal=FULL):
 def modelled(there, lane):
     """The sums of what the receiver has, one head of one slot of one tensor at a time."""
     shard = there.shards[lane.peer_shard]
-    window = lane.window or Window(
+    window = lane.window or PageWindow(
         0, shard.end_layer - shard.first_layer, 0, shard.end_head - shard.first_head
     )
     inside = [
@@ -101,12 +101,12 @@ def test_every_byte_of_the_window_counts_and_no_other(name, orders):
 
 
 def test_a_window_of_another_place_has_other_sums():
-    here, there = sides("one rank of two", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    here, there = sides("one rank of two", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     (lane,) = lanes(here.shards, there.shards)
     there.memory[:], _ = delivered(here, there, lane)
     sums = written(here, lane, lane.copies[0], FULL)
 
-    moved = msgspec.structs.replace(lane, window=Window(0, 4, 1, 3))
+    moved = msgspec.structs.replace(lane, window=PageWindow(0, 4, 1, 3))
 
     assert verified(there, moved, sums).bad_pages == tuple(range(FIRST, FIRST + len(PAGES)))
 
@@ -116,21 +116,25 @@ def test_a_window_of_another_place_has_other_sums():
     [
         (1, None, "there is no region 'kv#1' here"),
         (-1, None, "there is no region 'kv#-1' here"),
-        (0, Window(0, 5, 0, 4), "layers 0 to 5 and heads 0 to 4 are no part of a page of region"),
-        (0, Window(0, 4, -1, 4), "heads -1 to 4 are no part of a page of region 'kv' here"),
-        (0, Window(2, 2, 0, 4), "layers 2 to 2 and heads 0 to 4 are no part"),
+        (
+            0,
+            PageWindow(0, 5, 0, 4),
+            "layers 0 to 5 and heads 0 to 4 are no part of a page of region",
+        ),
+        (0, PageWindow(0, 4, -1, 4), "heads -1 to 4 are no part of a page of region 'kv' here"),
+        (0, PageWindow(2, 2, 0, 4), "layers 2 to 2 and heads 0 to 4 are no part"),
     ],
 )
 def test_windows_that_are_not_there_are_not_summed(shard, window, why):
-    _, there = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    _, there = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
 
     found = verify_job(Verify(9, "kv", FULL, ids(ONTO), b"", shard, window), there.areas)
 
     assert why in found.why
 
 
-LOW, HIGH, OWN = Window(0, 4, 0, 2), Window(0, 4, 2, 4), Window(0, 4, 0, 2)
-MERGED = Pieced(Window(0, 4, 0, 4), (Piece(0, OWN, LOW), Piece(1, OWN, HIGH)))
+LOW, HIGH, OWN = PageWindow(0, 4, 0, 2), PageWindow(0, 4, 2, 4), PageWindow(0, 4, 0, 2)
+MERGED = Pieced(PageWindow(0, 4, 0, 4), (Piece(0, OWN, LOW), Piece(1, OWN, HIGH)))
 
 
 @pytest.mark.parametrize(
@@ -141,19 +145,19 @@ MERGED = Pieced(Window(0, 4, 0, 4), (Piece(0, OWN, LOW), Piece(1, OWN, HIGH)))
         (Pieced(MERGED.window, ()), {}),
         (Pieced(MERGED.window, MERGED.pieces[:1]), {}),
         (Pieced(MERGED.window, (Piece(0, OWN, LOW), Piece(2, OWN, HIGH))), {}),
-        (Pieced(LOW, (Piece(0, Window(0, 4, 1, 3), LOW),)), {}),
+        (Pieced(LOW, (Piece(0, PageWindow(0, 4, 1, 3), LOW),)), {}),
         (MERGED, {"source": ids([1, 2, 3, 4, 6])}),
     ],
 )
 def test_a_post_that_will_be_refused_is_not_summed(making, change):
-    here, _ = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     order = msgspec.structs.replace(post(making), seal=FULL, first_page=FIRST, **change)
 
     assert post_job(order, here.areas) is None
 
 
 def test_shards_that_are_laid_out_otherwise_are_not_summed_together():
-    here, _ = sides("4 heads, 2 to 1", (Order.PAGE_FIRST, Order.PAGE_FIRST))
+    here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     other = msgspec.structs.replace(here.notes["kv#1"], strips=(24, 40) * 4)
     areas = here.areas | {"kv#1": Area(other, here.memory)}
     order = msgspec.structs.replace(post(MERGED), seal=FULL, first_page=FIRST)

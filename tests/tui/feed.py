@@ -8,7 +8,17 @@ import time
 import msgspec
 
 from kvd.wire.admin import Because, Frame
-from kvd.wire.console import Column, Holder, Latency, MapQuery, PageMap, Row, Sources, Table, Vitals
+from kvd.wire.console import (
+    Column,
+    Holder,
+    Latency,
+    MapQuery,
+    PageMap,
+    Sources,
+    Table,
+    TableRow,
+    Vitals,
+)
 from kvd.wire.snapshot import Totals
 from tui.app import KvdTui, Options
 from tui.model.mirror import Mirror
@@ -52,12 +62,12 @@ def vitals(at_s: float = 100.0, **fields) -> Vitals:
     return msgspec.structs.replace(one, **fields)
 
 
-def row(view: str, number: int) -> Row:
+def row(view: str, number: int) -> TableRow:
     """Row ``number`` of a view."""
     name = HOSTILE if number == 1 else f"{view}-{number}"
     holders = (Holder("engine", 95.0, "lease:7"),) if number % 2 else ()
     kind = KINDS.get(view, view)
-    return Row(f"{kind}:{number}", (name, "alive", number * 10, holders, 90.0 - number))
+    return TableRow(f"{kind}:{number}", (name, "alive", number * 10, holders, 90.0 - number))
 
 
 class Feed:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from kvd.wire.admin import Frame
-from kvd.wire.console import Column, Latency, Level, PageMap, Query, Row, Sources, Table, Vitals
+from kvd.wire.console import (
+    Column,
+    Latency,
+    Level,
+    PageMap,
+    Query,
+    Sources,
+    Table,
+    TableRow,
+    Vitals,
+)
 from kvd.wire.snapshot import Totals
 
 LEASES = Query("leases", limit=10)
@@ -49,7 +59,7 @@ def vitals(at_s=100.0, *, incarnation="a" * 32, node="decode-0", **fields):
 
 def lease(number, held=4, since_s=90.0, *, state="held", owner="engine-1"):
     """One row of ``COLUMNS``."""
-    return Row(f"lease:{number}", (f"lease:{number}", state, owner, held, since_s))
+    return TableRow(f"lease:{number}", (f"lease:{number}", state, owner, held, since_s))
 
 
 def table(*rows, revision=1, at_s=100.0, **fields):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvd.wire.console import Column, Holder, Level, MapQuery, PageMap, Row, Table
+from kvd.wire.console import Column, Holder, Level, MapQuery, PageMap, Table, TableRow
 from tests.tui.feed import Feed
 from tui.app import KvdTui, Options
 from tui.model.mirror import Mirror
@@ -101,21 +101,21 @@ class Memory(Feed):
             return TREE_COLUMNS, list(self._below(1, 0, set(query.opened)))
         numbers = self.orphans if query.view == "orphans" else (4, 6)
         rows = [
-            Row(f"node:{n}", (HOSTILE, 320, NAMES[n], n, "locked by 1", rank))
+            TableRow(f"node:{n}", (HOSTILE, 320, NAMES[n], n, "locked by 1", rank))
             for rank, n in enumerate(numbers, start=1)
         ]
         return LIST_COLUMNS, rows
 
     def _pool(self, name, tier, total, holders, saved):
         cells = (name, tier, "ok", total, total // 2, 10, total // 4, 3, total // 8, 5)
-        return Row(f"pool:{name}", (*cells, self.evicted, saved, "", holders))
+        return TableRow(f"pool:{name}", (*cells, self.evicted, saved, "", holders))
 
     def _below(self, number, depth, opened):
         holders = (Holder(HOSTILE, 95.0, "lease:7"), Holder("gone", 60.0, "lease:8", "gone"))
         below = CHILDREN[number]
         locks = holders if number in {1, 2} else ()
         cells = (depth, NAMES[number], 320, 20, 20 + 20 * len(below), len(below), len(locks), locks)
-        yield Row(f"node:{number}", cells)
+        yield TableRow(f"node:{number}", cells)
         if number in opened:
             for child in below:
                 yield from self._below(child, depth + 1, opened)

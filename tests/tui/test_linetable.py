@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.wire.console import Column, Query, Row
+from kvd.wire.console import Column, Query, TableRow
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.draw.spans import text_of
@@ -109,7 +109,7 @@ async def test_a_tree_is_indented_and_says_what_is_opened():
         await settle(app, pilot)
         table = app.page.table()
         table.opened = (3,)
-        rows = (Row("node:3", (0, "root", 100)), Row("node:4", (1, "chat", 40)))
+        rows = (TableRow("node:3", (0, "root", 100)), TableRow("node:4", (1, "chat", 40)))
         table.show(moment(table, TREE, rows))
         text = [text_of(line).rstrip() for line in table.lines]
         assert text[2].startswith("▸ ▾ root")
@@ -124,13 +124,13 @@ async def test_only_lines_that_changed_are_painted():
         table = app.page.table()
         painted = []
         table.refresh = lambda *regions, **_: painted.extend(region.y for region in regions)
-        rows = [Row(f"peer:{n}", (f"p{n}", n)) for n in range(4)]
+        rows = [TableRow(f"peer:{n}", (f"p{n}", n)) for n in range(4)]
         kinds = (Column("name", "text"), Column("n", "count"))
         table.show(moment(table, kinds, rows))
         painted.clear()
         table.show(moment(table, kinds, rows))
         assert painted == []
-        rows[2] = Row("peer:2", ("p2", 7))
+        rows[2] = TableRow("peer:2", ("p2", 7))
         table.show(moment(table, kinds, rows))
         assert painted == [4]
 
@@ -182,7 +182,7 @@ async def test_columns_that_do_not_fit_are_counted_and_reached_to_the_right():
         await settle(app, pilot)
         table = app.page.table()
         kinds = tuple(Column(f"column-{n:02}", "count") for n in range(20))
-        table.show(moment(table, kinds, [Row("peer:1", tuple(range(20)))]))
+        table.show(moment(table, kinds, [TableRow("peer:1", tuple(range(20)))]))
         assert "columns hidden" in text_of(table.lines[0])
         assert "column-12" not in text_of(table.lines[1])
         await pilot.press(*["right"] * 12)

@@ -8,7 +8,7 @@ import io
 import msgspec
 import pytest
 
-from kvd.wire.console import Column, Holder, Query, Row
+from kvd.wire.console import Column, Holder, Query, TableRow
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.model.export import export
 from tui.model.sheets import Sheet
@@ -27,8 +27,8 @@ NOW_S = 100.0
 @pytest.fixture
 def sheet():
     rows = (
-        Row("lease:1", ("lease:1", HOSTILE, 2048, 97.5, None, ())),
-        Row(
+        TableRow("lease:1", ("lease:1", HOSTILE, 2048, 97.5, None, ())),
+        TableRow(
             "lease:2",
             (
                 *("lease:2", '=cmd|"x"', 10, 90.0, 130.0),
@@ -86,7 +86,10 @@ def test_only_tagged_rows_are_written_where_there_are_any(sheet):
 def test_a_figure_that_is_no_number_is_nothing_in_json(sheet):
     broken = msgspec.structs.replace(
         sheet,
-        rows={**sheet.rows, "lease:1": Row("lease:1", ("a", "b", float("nan"), 0.0, None, ()))},
+        rows={
+            **sheet.rows,
+            "lease:1": TableRow("lease:1", ("a", "b", float("nan"), 0.0, None, ())),
+        },
     )
 
     assert msgspec.json.decode(export(broken, "json", NOW_S))["rows"][0]["held"] is None

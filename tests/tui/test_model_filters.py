@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.wire.console import Column, Filter, Row
+from kvd.wire.console import Column, Filter, TableRow
 from tui.model.filters import Flaw, parse
 from tui.model.local import holds
 
@@ -82,7 +82,7 @@ def test_both_ends_are_where_they_were_asked_for(text, passing):
     [condition] = parse(text, COLUMNS)
     columns = (COLUMNS[2],)
 
-    found = [n for n in (9, 10, 11) if holds(condition, Row("x", (n,)), columns, 0.0)]
+    found = [n for n in (9, 10, 11) if holds(condition, TableRow("x", (n,)), columns, 0.0)]
 
     assert found == passing
 

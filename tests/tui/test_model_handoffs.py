@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvd.wire.console import Column, Query, Row
+from kvd.wire.console import Column, Query, TableRow
 from tui.model import cells, engines, handoffs, neighbours
 from tui.model.dress import Facts, Wardrobe, facts_of
 from tui.model.rates import RowRates
@@ -21,7 +21,7 @@ KINDS = {
 
 def sheet(at_s: float = 100.0, key: str = "receive:4", **cells_by_name) -> Sheet:
     columns = tuple(Column(name, KINDS[name]) for name in cells_by_name)
-    row = Row(key, tuple(cells_by_name.values()))
+    row = TableRow(key, tuple(cells_by_name.values()))
     return Sheet(Query("rooms"), columns, (key,), {key: row}, 1, 1, at_s, 1)
 
 
@@ -100,7 +100,7 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
     traffic = neighbours.Traffic()
     for second, (got, gave) in enumerate([(0, 0), (4096, 0), (8192, 1024)]):
         columns = (Column("in_bytes", "bytes"), Column("out_bytes", "bytes"))
-        row = Row("peer:p", (got, gave))
+        row = TableRow("peer:p", (got, gave))
         one = Sheet(Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1)
         traffic.incoming.take(one)
         traffic.outgoing.take(one)

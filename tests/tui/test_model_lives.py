@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import Because, Mark, OtherEnd
-from kvd.wire.console import Column, Query, Row
+from kvd.wire.console import Column, Query, TableRow
 from tui.model import lives
 from tui.model.dress import Facts, facts_of
 from tui.model.lives import Life, ends, story
@@ -31,7 +31,7 @@ THERE = OtherEnd(
 def facts(**more) -> Facts:
     cells = {"side": "decode", "state": "receiving", "peer": "peer:p0", "since": 97.0, **more}
     columns = tuple(Column(name, KINDS.get(name, "text")) for name in cells)
-    row = Row("receive:4", tuple(cells.values()))
+    row = TableRow("receive:4", tuple(cells.values()))
     one = Sheet(Query("rooms"), columns, ("receive:4",), {"receive:4": row}, 1, 1, 100.0, 1)
     found = facts_of(one, "receive:4")
     assert found is not None

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvd.console.view import Field, View
-from kvd.wire.console import Filter, Holder, Query, Row, Table
+from kvd.wire.console import Filter, Holder, Query, Table, TableRow
 from tui.model.local import derive
 from tui.model.sheets import fold
 
@@ -60,7 +60,7 @@ def test_a_window_made_here_is_the_one_that_the_daemon_would_make(_):
     rng = random.Random(seed)
     for _ in range(250):
         rows = [
-            Row(f"row:{at}", tuple(any_cell(rng, kind) for kind in KINDS.values()))
+            TableRow(f"row:{at}", tuple(any_cell(rng, kind) for kind in KINDS.values()))
             for at in range(rng.randrange(12))
         ]
         view = view_of(rows)

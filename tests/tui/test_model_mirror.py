@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvd.wire.admin import Look
-from kvd.wire.console import EventQuery, MapQuery, Query, Row
+from kvd.wire.console import EventQuery, MapQuery, Query, TableRow
 from kvd.wire.events import Evicted
 from tests.tui.frames import LEASES, changes, frame, lease, page_map, table, vitals
 from tui.model.log import Gap
@@ -84,7 +84,7 @@ def test_rows_that_are_no_longer_in_the_order_are_gone(talk):
             "leases: row 'lease:5' is in the order and nowhere else",
         ),
         (
-            changes(Row("lease:1", ("x",)), since=1, revision=2),
+            changes(TableRow("lease:1", ("x",)), since=1, revision=2),
             "leases: row 'lease:1' has not one cell for each column",
         ),
         (table(view="rooms"), "asked for leases, answered with rooms"),

@@ -14,7 +14,7 @@ import pytest
 from kvd.errors import Code
 from kvd.wire.admin import Flush
 from kvd.wire.codec import ADMIN_REPLIES
-from kvd.wire.console import EventQuery, MapQuery, Query, Row
+from kvd.wire.console import EventQuery, MapQuery, Query, TableRow
 from kvd.wire.events import Evicted
 from tests.tui.frames import COLUMNS, LEASES, changes, frame, lease, page_map, table, vitals
 from tui.model.mirror import Mirror, Wanted
@@ -315,7 +315,10 @@ def test_the_maps_of_all_components_are_asked_for_in_some_thousand_cells():
     mirror = Mirror()
     columns = (COLUMNS[0], msgspec.structs.replace(COLUMNS[2], name="component"))
     columns = (*columns, msgspec.structs.replace(COLUMNS[3], name="total"))
-    rows = (Row("pool:kv", ("pool:kv", "kv", 1_000_000)), Row("pool:x", ("pool:x", "x", None)))
+    rows = (
+        TableRow("pool:kv", ("pool:kv", "kv", 1_000_000)),
+        TableRow("pool:x", ("pool:x", "x", None)),
+    )
     mirror.look(1, Wanted((Query("pools"),)))
     mirror.take(frame(1, table(*rows, columns=columns, view="pools")), 0.0)
 

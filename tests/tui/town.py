@@ -15,7 +15,7 @@ from kvd.core import inputs
 from kvd.core.layout.spec import (
     Component,
     Mha,
-    Order,
+    PageOrder,
     PerRequest,
     PoolSpec,
     State,
@@ -42,7 +42,7 @@ SYSTEM = (1, 20 * PAGE)
 def spec(pages: int) -> PoolSpec:
     """A page of 16 tokens of 28 layers: 1.75 MiB."""
     component = Component("kv", 28, Mha(8, 128, 128, "bfloat16"), PAGE)
-    return PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
+    return PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (component,), (pages,), (SAVED + 1,))
 
 
 def mixed(pages: int) -> PoolSpec:
@@ -55,7 +55,7 @@ def mixed(pages: int) -> PoolSpec:
         Component("state", 20, State((StateTensor("ssm", (32, 128), "float32"),)), 1, PerRequest()),
     )
     counts = (pages, 4 * pages, pages // 2, 64)
-    return PoolSpec("main", "swa", Order.PAGE_FIRST, components, counts)
+    return PoolSpec("main", "swa", PageOrder.PAGE_FIRST, components, counts)
 
 
 class Resident(Side):

@@ -120,7 +120,7 @@ EARLIER = [
         "9aa772656365697665010791a170a00000cb403e000000000000c3c0",
     ),
     (CLIENT_REPLIES, client.Leased(1, 2, 16, b"\x01\0\0\0"), "95a66c65617365640102 10c40401000000"),
-    (CLIENT_REPLIES, client.Row(1, 2, b"\x01\0\0\0"), "94a3726f770102c40401000000"),
+    (CLIENT_REPLIES, client.PageTable(1, 2, b"\x01\0\0\0"), "94a3726f770102c40401000000"),
     (
         CLIENT_REPLIES,
         client.Resumed(1, 4, 3, 7, b"\x01\0\0\0"),

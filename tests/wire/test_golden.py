@@ -31,7 +31,9 @@ def test_written_bytes_are_read_as_what_was_written(union):
 
 def test_both_forms_of_a_member_differ_where_it_has_defaults():
     differing = [
-        cls for union in UNIONS.values() for cls in members(union)
+        cls
+        for union in UNIONS.values()
+        for cls in members(union)
         if made(cls, is_full=True) != made(cls, is_full=False)
     ]
     assert len(differing) > 40

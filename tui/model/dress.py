@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.wire.console import Cell, Column, Row
+from kvd.wire.console import Cell, Column, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class Facts:
 
     __slots__ = ("_at", "at_s", "row")
 
-    def __init__(self, row: Row, at: Mapping[str, int], at_s: float) -> None:
+    def __init__(self, row: TableRow, at: Mapping[str, int], at_s: float) -> None:
         self.row = row
         self.at_s = at_s
         self._at = at
@@ -78,7 +78,7 @@ class Wardrobe:
         self._order: tuple[int, ...] = ()
         self._at: dict[str, int] = {}
         self._dressed: tuple[Column, ...] = ()
-        self._known: dict[str, tuple[Row, tuple[Cell, ...], Row]] = {}
+        self._known: dict[str, tuple[TableRow, tuple[Cell, ...], TableRow]] = {}
 
     def dress(self, sheet: Sheet) -> Sheet:
         """The sheet with the new columns; as it is where the daemon has no such table."""
@@ -101,7 +101,7 @@ class Wardrobe:
         )
         self._dressed = tuple(both[at] for at in self._order)
 
-    def _row(self, row: Row, at_s: float) -> tuple[Row, tuple[Cell, ...], Row]:
+    def _row(self, row: TableRow, at_s: float) -> tuple[TableRow, tuple[Cell, ...], TableRow]:
         made = self._make(Facts(row, self._at, at_s))
         known = self._known.get(row.key)
         if known is not None and known[0] is row and known[1] == made:
@@ -112,4 +112,4 @@ class Wardrobe:
             if column.name not in self._at
         ]
         cells = (*row.cells, *own)
-        return row, made, Row(row.key, tuple([cells[at] for at in self._order]))
+        return row, made, TableRow(row.key, tuple([cells[at] for at in self._order]))

@@ -20,7 +20,7 @@ from tui.model.cells import holder, is_figure, text_of
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvd.wire.console import Cell, Row
+    from kvd.wire.console import Cell, TableRow
     from tui.model.sheets import Sheet
 
 FORMATS = ("csv", "json", "text")
@@ -40,7 +40,7 @@ def export(sheet: Sheet, form: str, now_s: float, tagged: Collection[str] = ()) 
             return _text(sheet, rows, now_s)
 
 
-def _csv(sheet: Sheet, rows: list[Row], now_s: float) -> str:
+def _csv(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["key", *(_heading(one.name, one.kind) for one in sheet.columns)])
@@ -59,7 +59,7 @@ def _harmless(value: str | float | None) -> str | float | None:
     return f"'{text}" if text[:1] in {"=", "+", "-", "@"} else text
 
 
-def _json(sheet: Sheet, rows: list[Row], now_s: float) -> str:
+def _json(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
     made = {
         "view": sheet.view,
         "at_s": sheet.at_s,
@@ -79,7 +79,7 @@ def _json(sheet: Sheet, rows: list[Row], now_s: float) -> str:
     return msgspec.json.format(msgspec.json.encode(made), indent=2).decode() + "\n"
 
 
-def _text(sheet: Sheet, rows: list[Row], now_s: float) -> str:
+def _text(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
     heads = [clean(one.name) for one in sheet.columns]
     lines = [
         [text_of(cell, one.kind, now_s) for cell, one in zip(row.cells, sheet.columns, strict=True)]

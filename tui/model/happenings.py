@@ -10,7 +10,7 @@ import string
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kvd.text import clean, duration
-from kvd.wire.console import Column, Row
+from kvd.wire.console import Column, TableRow
 from kvd.wire.events import Event, HandoffEnded, Moved, PagesCorrupt
 from tui.model import cells
 
@@ -272,10 +272,12 @@ COLUMNS = (
 _UNITS = {"_bytes": "bytes", "_tokens": "tokens", "_pages": "pages", "_s": "seconds"}
 
 
-def row_of(event: Event) -> Row:
+def row_of(event: Event) -> TableRow:
     """An event as a row of ``COLUMNS``."""
     about = " ".join(links_of(event))
-    return Row(key_of(event), (tag_of(event), level_of(event), words(event), about, event.at_s))
+    return TableRow(
+        key_of(event), (tag_of(event), level_of(event), words(event), about, event.at_s)
+    )
 
 
 def key_of(event: Event) -> str:
@@ -283,7 +285,7 @@ def key_of(event: Event) -> str:
     return f"event:{event.seq}"
 
 
-def record_of(event: Event) -> tuple[Row, tuple[Column, ...]]:
+def record_of(event: Event) -> tuple[TableRow, tuple[Column, ...]]:
     """Every field of an event, and what it names, as a row with columns of its own."""
     made: list[tuple[str, str, Cell]] = [
         ("what", "text", words(event)),
@@ -302,7 +304,7 @@ def record_of(event: Event) -> tuple[Row, tuple[Column, ...]]:
             kind = next((kind for end, kind in _UNITS.items() if name.endswith(end)), "text")
             made.append((name, kind if isinstance(value, int | float) else "text", value))
     columns = tuple(Column(name, kind) for name, kind, _ in made)
-    return Row(key_of(event), tuple(cell for _, _, cell in made)), columns
+    return TableRow(key_of(event), tuple(cell for _, _, cell in made)), columns
 
 
 def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.wire.console import Cell, Column, Filter, MapQuery, PageMap, Query, Row
+    from kvd.wire.console import Cell, Column, Filter, MapQuery, PageMap, Query, TableRow
     from tui.model.sheets import Sheet
 
 WORDS = frozenset({"text", "state", "ref", "holders"})
@@ -65,7 +65,7 @@ def _covers(have: Query, want: Query) -> bool:
     return have.first <= want.first and last <= have.first + have.limit
 
 
-def _sorted(rows: list[Row], sort: str, sheet: Sheet) -> list[Row]:
+def _sorted(rows: list[TableRow], sort: str, sheet: Sheet) -> list[TableRow]:
     at = sheet.index(sort.removeprefix("-"))
     if at < 0:
         return rows
@@ -116,11 +116,13 @@ def rank(cell: Cell, nowhere: int) -> tuple[int, str, float]:
             return (1 - nowhere, "", float(cell))
 
 
-def _passes(row: Row, filters: Sequence[Filter], columns: Sequence[Column], now_s: float) -> bool:
+def _passes(
+    row: TableRow, filters: Sequence[Filter], columns: Sequence[Column], now_s: float
+) -> bool:
     return all(holds(one, row, columns, now_s) for one in filters)
 
 
-def holds(condition: Filter, row: Row, columns: Sequence[Column], now_s: float) -> bool:
+def holds(condition: Filter, row: TableRow, columns: Sequence[Column], now_s: float) -> bool:
     """Whether one condition is true of ``row`` at ``now_s`` on the daemon's clock."""
     pairs = list(zip(columns, row.cells, strict=True))
     if not condition.column:

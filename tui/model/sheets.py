@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.wire.console import Column, MapQuery, PageMap, Query, Row, Table
+from kvd.wire.console import Column, MapQuery, PageMap, Query, Table, TableRow
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell
@@ -41,7 +41,7 @@ class Sheet(msgspec.Struct, frozen=True):
     slot: Query
     columns: tuple[Column, ...]
     order: tuple[str, ...]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, TableRow]
     total: int
     of: int
     at_s: float
@@ -54,7 +54,7 @@ class Sheet(msgspec.Struct, frozen=True):
         """The name of the table."""
         return self.slot.view
 
-    def listed(self) -> tuple[Row, ...]:
+    def listed(self) -> tuple[TableRow, ...]:
         """The rows in their order."""
         rows = self.rows
         return tuple([rows[key] for key in self.order])
@@ -89,7 +89,7 @@ def fold(before: Sheet | None, slot: Query, table: Table) -> Sheet | Misfit:
         return Misfit(f"asked for {slot.view}, answered with {table.view}")
     if table.trouble:
         return _troubled(before, slot, table)
-    columns, rows, order = table.columns, dict[str, Row](), table.order
+    columns, rows, order = table.columns, dict[str, TableRow](), table.order
     if table.since:
         if before is None or before.revision != table.since:
             have = before.revision if before is not None else 0

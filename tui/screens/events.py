@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.worker import Worker
 
-    from kvd.wire.console import Column, Row
+    from kvd.wire.console import Column, TableRow
     from kvd.wire.events import Event
     from tui.model.logbook import Entry
     from tui.model.moments import Moment
@@ -54,7 +54,7 @@ class EventsPage(Page):
         self._book = Logbook()
         self._told: list[Entry] = []
         self._moment: Moment | None = None
-        self._record: tuple[Row, tuple[Column, ...]] | None = None
+        self._record: tuple[TableRow, tuple[Column, ...]] | None = None
 
     @override
     def compose(self) -> ComposeResult:
@@ -100,7 +100,7 @@ class EventsPage(Page):
         return entry.ref if entry is not None else ""
 
     @override
-    def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
+    def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         """The record of an event that is here; of the last one also when it no longer is."""
         event = self._event(ref)
         if event is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from textual.widget import Widget
 
-    from kvd.wire.console import Column, EventQuery, Row
+    from kvd.wire.console import Column, EventQuery, TableRow
     from tui.model.moments import Moment
     from tui.model.sheets import Slot
 
@@ -106,7 +106,7 @@ class Page(Container):
                 return True
         return False
 
-    def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
+    def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         """What the page has in its rows about this, and their columns."""
         for table in self.tables():
             if table.sheet is not None and ref in table.sheet.rows:

@@ -14,7 +14,7 @@ from tui.widgets.poollines import ASKS, PoolLines
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from kvd.wire.console import Column, Row
+    from kvd.wire.console import Column, TableRow
     from tui.model.moments import Moment
     from tui.model.sheets import Slot
 
@@ -65,7 +65,7 @@ class PoolsPage(Page):
         return self.map.ref
 
     @override
-    def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
+    def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         sheet = self.lines.sheet
         if sheet is None or ref not in sheet.rows:
             return None, ()

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from kvd.errors import Refusal
 from kvd.text import clean, duration
 from kvd.wire.admin import Because, Why
-from kvd.wire.console import Column, Row
+from kvd.wire.console import Column, TableRow
 from tui.draw import spans
 from tui.draw.spans import Line, Span, said
 from tui.model import cells
@@ -50,7 +50,7 @@ class Told(msgspec.Struct, frozen=True):
 
     ref: str
     answer: Because | Refusal | None = None
-    row: Row | None = None
+    row: TableRow | None = None
     columns: tuple[Column, ...] = ()
     now_s: float = 0.0
 

@@ -15,7 +15,7 @@ from tui.widgets.reach import console
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvd.wire.console import Column, Row
+    from kvd.wire.console import Column, TableRow
     from tui.draw.spans import Style
     from tui.model.dress import Wardrobe
     from tui.model.moments import Moment
@@ -98,7 +98,7 @@ class DressedTable(LineTable):
         super().sort_by(self._stands_for.get(name, name))
 
     @override
-    def _cell(self, row: Row, at: int) -> tuple[str, Style]:
+    def _cell(self, row: TableRow, at: int) -> tuple[str, Style]:
         paint = self._painters.get(self.columns[at].name)
         if paint is None:
             return super()._cell(row, at)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from textual import events
 
-    from kvd.wire.console import Column, Row
+    from kvd.wire.console import Column, TableRow
     from tui.draw.spans import Style
     from tui.model.moments import Moment
     from tui.model.sheets import Sheet
@@ -43,7 +43,7 @@ Shown = tuple[str, "Style"]
 class _Cells(NamedTuple):
     """What is known of a row until it changes; ``texts`` has all its cells."""
 
-    row: Row
+    row: TableRow
     texts: list[Shown]
 
 
@@ -132,7 +132,7 @@ class LineTable(Canvas):
         """The key of the row under the cursor; empty where there is none."""
         return self._key
 
-    def row(self) -> Row | None:
+    def row(self) -> TableRow | None:
         """The row under the cursor."""
         return self._sheet.rows.get(self._key) if self._sheet is not None else None
 
@@ -196,7 +196,7 @@ class LineTable(Canvas):
             lines.append((Span("  "), spans.said(why, "bad" if sheet.trouble else "dim")))
         return lines
 
-    def _texts(self, row: Row) -> list[Shown]:
+    def _texts(self, row: TableRow) -> list[Shown]:
         """The cells of a row as text; those that time does not change are made once."""
         known = self._known.get(row.key)
         if known is None or known.row is not row:
@@ -208,14 +208,14 @@ class LineTable(Canvas):
                 known.texts[at] = self._cell(row, at)
         return known.texts
 
-    def _cell(self, row: Row, at: int) -> Shown:
+    def _cell(self, row: TableRow, at: int) -> Shown:
         column = self.columns[at]
         text, style = cells.show(row.cells[at], column.kind, self._now_s, WIDEST)
         if at and self.columns[at - 1].kind == "depth":
             text = self.indented(row, text)
         return text, style
 
-    def indented(self, row: Row, text: str) -> str:
+    def indented(self, row: TableRow, text: str) -> str:
         """The text of the column after ``depth``: as deep as it is, opened or closed."""
         depth = next(
             (

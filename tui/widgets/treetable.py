@@ -12,7 +12,7 @@ from tui.widgets.fitting import Rules
 from tui.widgets.linetable import LineTable
 
 if TYPE_CHECKING:
-    from kvd.wire.console import Cell, Row
+    from kvd.wire.console import Cell, TableRow
     from tui.model.moments import Moment
     from tui.model.sheets import Sheet
 
@@ -126,7 +126,7 @@ class TreeTable(LineTable):
         if parent:
             self.seek(parent)
 
-    def is_parent(self, row: Row) -> bool:
+    def is_parent(self, row: TableRow) -> bool:
         """Whether anything is below it; where that is not known yet, it may be."""
         children = self._of(row, "children")
         if isinstance(children, int):
@@ -151,7 +151,7 @@ class TreeTable(LineTable):
             key = self._above.get(key, "")
         return tuple(reversed(made))
 
-    def _before(self, row: Row) -> str:
+    def _before(self, row: TableRow) -> str:
         """What of a prompt is above a node of a list."""
         start = self._of(row, "start")
         return f"{start} tokens" if isinstance(start, int) and start else ""
@@ -175,12 +175,12 @@ class TreeTable(LineTable):
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _of(self, row: Row, name: str) -> Cell:
+    def _of(self, row: TableRow, name: str) -> Cell:
         at = self.sheet.index(name) if self.sheet is not None else -1
         return row.cells[at] if at >= 0 else None
 
     @override
-    def indented(self, row: Row, text: str) -> str:
+    def indented(self, row: TableRow, text: str) -> str:
         if not self.is_tree:
             return text
         depth = self._of(row, "depth")

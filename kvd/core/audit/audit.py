@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from kvd.core.audit.backrefs import Cross
 from kvd.core.audit.containment import misgiven_fault
 from kvd.core.audit.findings import Findings
-from kvd.core.audit.sweep import Phase, Sweep, pools
+from kvd.core.audit.sweep import Sweep, SweepPhase, pools
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ EVERY_S = 0.25
 """From the beginning of one sweep to that of the next, at least."""
 
 
-class Audit:
+class StandingAudit:
     """Sweeps, and what they found.
 
     ``work_done`` is what the last turn took, in the units of ``AuditTurn.work``.
@@ -76,12 +76,12 @@ class Audit:
         node = self._node
         sweep.learn(node)
         cross = Cross(node)
-        while self.work_done < got.work and sweep.phase is not Phase.OVER:
+        while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
             self.work_done += sweep.look(node, cross, got.work - self.work_done)
         faults, sweep.faults = sweep.faults, []
         for fault in faults:
             self.findings.saw(fault, self._look)
-        if sweep.phase is Phase.OVER:
+        if sweep.phase is SweepPhase.OVER:
             self._end(sweep)
 
     def looked_at_all(self, faults: list[Fault]) -> None:

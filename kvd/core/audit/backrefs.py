@@ -14,8 +14,8 @@ from kvd.core.handoff.protocol import Decode
 
 if TYPE_CHECKING:
     from kvd.core.audit.beside_rules import Needs
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.node import Node
 
 
@@ -36,13 +36,13 @@ class Cross:
         return needs(self._node)
 
     @cached_property
-    def receives(self) -> dict[int, DecodePart]:
+    def receives(self) -> dict[int, ReceivePart]:
         """By lease id, the part whose pages it holds until the writer is over."""
         parts = self._node.decoder.parts.values()
         return {part.lease.id: part for part in parts if part.lease is not None}
 
     @cached_property
-    def sends(self) -> dict[int, PrefillPart]:
+    def sends(self) -> dict[int, SendPart]:
         """By send id, the parts that may still read their lease."""
         return {part.id: part for part in self._node.prefiller.rooms.live()}
 

@@ -23,8 +23,8 @@ from kvd.core.audit.fault import Fault
 from kvd.core.audit.radix_rules import is_linked
 from kvd.core.audit.saved_rules import AWAY
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.state import States
-from kvd.core.components.windows import Windows
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import Place, tile_faults
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Cross
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.components.component_pages import Keeper
-    from kvd.core.components.state import Held
-    from kvd.core.components.window_pages import Stretch
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.components.state import LeaseStates
+    from kvd.core.components.window_pages import LeaseWindow
     from kvd.core.node import Node
 
 Needs = tuple[Counter["TreeNode"], ...]
@@ -47,23 +47,23 @@ Needs = tuple[Counter["TreeNode"], ...]
 # ---- who needs what ------------------------------------------------------------------------------
 
 
-def needed_nodes(keeper: Keeper, lease: Lease) -> list[TreeNode]:
+def needed_nodes(keeper: ComponentPages, lease: Lease) -> list[TreeNode]:
     """The nodes whose part of this component the lease needs, the deepest first.
 
     Found by walking up from its anchor, not by what is locked.
     """
     match keeper:
-        case Windows():
+        case WindowPages():
             held = keeper.held.get(lease.id)
             return [] if held is None else _behind(keeper, lease, held)
-        case States():
+        case StatePages():
             state = keeper.held.get(lease.id)
             return [] if state is None or state.source is None else [state.source]
         case _:
             return []
 
 
-def _behind(keeper: Windows, lease: Lease, held: Stretch) -> list[TreeNode]:
+def _behind(keeper: WindowPages, lease: Lease, held: LeaseWindow) -> list[TreeNode]:
     """The nodes of ``[fence, start)`` on the lease's path."""
     if held.fence >= held.start:
         return []
@@ -112,17 +112,17 @@ def beside_faults(node: Node, cross: Cross) -> list[Fault]:
     return found
 
 
-def page_faults(node: Node, keeper: Keeper) -> list[Fault]:
+def page_faults(node: Node, keeper: ComponentPages) -> list[Fault]:
     """I1 of one keeper, and I9 of what lies at its nodes: exact, and as long as its pool."""
     return [*_tile_faults(node, keeper), *_gone_faults(keeper)]
 
 
-def _tile_faults(node: Node, keeper: Keeper) -> list[Fault]:
+def _tile_faults(node: Node, keeper: ComponentPages) -> list[Fault]:
     places = list(beside_places(node, keeper))
     return tile_faults(places, keeper.pool, keeper.component.name)
 
 
-def beside_places(node: Node, keeper: Keeper) -> Iterator[Place]:
+def beside_places(node: Node, keeper: ComponentPages) -> Iterator[Place]:
     """All places of one keeper's pages."""
     yield Place("the free list", keeper.pool.free_ids())
     for edge in keeper.nodes:
@@ -139,14 +139,14 @@ def register_faults(node: Node) -> Iterator[Fault]:
     yield from _lockstep_faults(node)
 
 
-def is_uncounted(keeper: Keeper) -> bool:
+def is_uncounted(keeper: ComponentPages) -> bool:
     """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
     pool = keeper.pool
     counted = 1 + pool.free_pages + keeper.cached_pages + keeper.held_pages
     return counted != pool.total_pages and not pool.condemned_pages
 
 
-def _gone_faults(keeper: Keeper) -> Iterator[Fault]:
+def _gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I9: what lies at nodes lies at nodes of the tree."""
     name = keeper.component.name
     for edge in keeper.nodes:
@@ -163,13 +163,13 @@ def _gone_faults(keeper: Keeper) -> Iterator[Fault]:
             )
 
 
-def _evictable_faults(keeper: Keeper) -> Iterator[Fault]:
+def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I3: the sum of what no lease needs, and that nothing else is handed out."""
     # In one piece, so as fast as it goes: 0.1 us a node.
     match keeper:
-        case Windows():
+        case WindowPages():
             free = [len(one.pages) for one in keeper.live.at.values() if not one.locks]
-        case States():
+        case StatePages():
             free = [len(one.page) for one in keeper.snapshots.values() if not one.locks]
         case _:
             free = []
@@ -182,7 +182,7 @@ def _evictable_faults(keeper: Keeper) -> Iterator[Fault]:
         yield Fault("I3", "beside-evictable", what, component=keeper.component.name)
 
 
-def _record_faults(node: Node, keeper: Keeper) -> Iterator[Fault]:
+def _record_faults(node: Node, keeper: ComponentPages) -> Iterator[Fault]:
     """I9: nothing is kept for a lease that is gone."""
     for lease_id in keeper.leases:
         if lease_id not in node.leases.leases:
@@ -209,7 +209,9 @@ def _lockstep_faults(node: Node) -> Iterator[Fault]:
 # ---- one node ------------------------------------------------------------------------------------
 
 
-def node_faults(keeper: Keeper, edge: TreeNode, needed: Counter[TreeNode]) -> Iterator[Fault]:
+def node_faults(
+    keeper: ComponentPages, edge: TreeNode, needed: Counter[TreeNode]
+) -> Iterator[Fault]:
     """I2, I3 and I4 of what lies at one node, and of what does not."""
     name = keeper.component.name
     pages, locks = keeper.pages_at(edge), keeper.locks_at(edge)
@@ -218,7 +220,7 @@ def node_faults(keeper: Keeper, edge: TreeNode, needed: Counter[TreeNode]) -> It
         yield Fault("I2", "beside-locks", what, node=edge.id, component=keeper.component.name)
     if edge not in keeper.nodes:
         return
-    due = len(edge.pages) if isinstance(keeper, Windows) else ID_BYTES
+    due = len(edge.pages) if isinstance(keeper, WindowPages) else ID_BYTES
     if len(pages) != due:
         what = f"{edge.describe()} has {count(pages)} pages of {name}, {due // ID_BYTES} are due"
         yield Fault("I4", "beside-length", what, node=edge.id, component=keeper.component.name)
@@ -244,16 +246,16 @@ def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
             )
 
 
-def _broken(node: Node, keeper: Keeper, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken(node: Node, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
     if is_noted == (lease.standing in AWAY):
         what = f"is noted, and it is {lease.standing.value}" if is_noted else "is not noted"
         yield "beside-record", what
     elif is_noted:
         match keeper:
-            case Windows():
+            case WindowPages():
                 yield from _broken_stretch(keeper, lease, keeper.held[lease.id])
-            case States():
+            case StatePages():
                 yield from _broken_state(keeper, lease, keeper.held[lease.id])
             case Buffers():
                 yield from _broken_buffer(node, keeper, lease)
@@ -261,7 +263,9 @@ def _broken(node: Node, keeper: Keeper, lease: Lease) -> Iterator[tuple[str, str
                 pass
 
 
-def _broken_stretch(keeper: Windows, lease: Lease, held: Stretch) -> Iterator[tuple[str, str]]:
+def _broken_stretch(
+    keeper: WindowPages, lease: Lease, held: LeaseWindow
+) -> Iterator[tuple[str, str]]:
     """What is mapped is one stretch of the row; up to its own it is what the path has."""
     room = held.room if lease.quarantine is not None else count(lease.row)
     if not (held.fence <= held.start and held.floor <= held.top <= held.room == room):
@@ -283,7 +287,7 @@ def _broken_stretch(keeper: Windows, lease: Lease, held: Stretch) -> Iterator[tu
             yield "beside-row", "is not the windows of the path that it locks"
 
 
-def _broken_state(keeper: States, lease: Lease, held: Held) -> Iterator[tuple[str, str]]:
+def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterator[tuple[str, str]]:
     """One state of its own, and the snapshot that it goes on from is on its path."""
     if len(held.own) != ID_BYTES:
         yield "state", f"has {count(held.own)} pages of its own, one is due"

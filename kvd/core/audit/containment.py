@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvd.core.cache.pages import Misgiven, PagePool
-    from kvd.core.cache.radix_node import Node as TreeNode
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import Node
 

@@ -21,7 +21,7 @@ from kvd.wire import events, snapshot
 if TYPE_CHECKING:
     from kvd.core.audit.fault import Fault, Key
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.node import Node
 
 MAX_FINDINGS = 64
@@ -34,7 +34,7 @@ PAGES_NAMED = 8
 HOLDERS_NAMED = 3
 
 
-class Finding:
+class AuditFinding:
     """One fault over time. ``story`` is what the core knows, ``recalled`` what the shell heard.
 
     ``done`` is what was done about it when it was first seen: empty where it was only told.
@@ -75,7 +75,7 @@ class Findings:
     """By fault. Invariant: at most ``MAX_FINDINGS``, and a broken one never gives way."""
 
     def __init__(self, node: Node) -> None:
-        self.by_key: dict[Key, Finding] = {}
+        self.by_key: dict[Key, AuditFinding] = {}
         self.containment = Containment(node)
         self._node = node
         self._out = node.out
@@ -98,7 +98,7 @@ class Findings:
         is_news = found is None or not found.is_broken
         if found is None:
             self._last_id += 1
-            found = self.by_key[fault.key] = Finding(self._last_id, fault, now_s)
+            found = self.by_key[fault.key] = AuditFinding(self._last_id, fault, now_s)
         has_changed = fault.what != found.fault.what and now_s >= found.told_s + TELL_AGAIN_S
         found.fault = fault
         found.is_broken = True
@@ -140,7 +140,7 @@ class Findings:
             del self.by_key[healed]
         return True
 
-    def _tell(self, found: Finding) -> None:
+    def _tell(self, found: AuditFinding) -> None:
         """Who it is about, and what was done, for everybody."""
         out, fault = self._out, found.fault
         found.told_s = out.at_s
@@ -163,7 +163,7 @@ class Findings:
         )
         out.effects.append(effects.Recall(found.id, fault.lease, fault.node, found.room))
 
-    def _describe(self, found: Finding) -> None:
+    def _describe(self, found: AuditFinding) -> None:
         node, fault = self._node, found.fault
         lease = node.leases.leases.get(fault.lease)
         part = self._part(fault)
@@ -183,7 +183,7 @@ class Findings:
             found.owner, found.pid = owner_of(node, session)
         found.story = tuple(lines)
 
-    def _part(self, fault: Fault) -> DecodePart | PrefillPart | None:
+    def _part(self, fault: Fault) -> ReceivePart | SendPart | None:
         """The part that it is about, or that its lease belongs to."""
         decoder, prefiller = self._node.decoder, self._node.prefiller
         prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
@@ -196,7 +196,7 @@ class Findings:
                 return send
         return None
 
-    def _state(self, found: Finding) -> snapshot.Finding:
+    def _state(self, found: AuditFinding) -> snapshot.Finding:
         fault, now_s = found.fault, self._out.at_s
         return snapshot.Finding(
             rule=fault.rule,

@@ -19,7 +19,7 @@ from kvd.types import ID_BYTES, NULL_PAGE, Pages
 if TYPE_CHECKING:
     from kvd.core.cache.eviction import EvictionOrder
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
 
 _PAGES = attrgetter("pages")
 
@@ -64,7 +64,7 @@ def total_faults(tree: RadixTree) -> list[Fault]:
     ]
 
 
-def is_sound(node: Node, order: EvictionOrder, page_bytes: int) -> bool:
+def is_sound(node: RadixNode, order: EvictionOrder, page_bytes: int) -> bool:
     """Whether ``node_faults`` has nothing to say; ``node`` is no root."""
     parent, edge, key = node.parent, node.edge, node.key
     n_bytes = len(edge)
@@ -81,12 +81,12 @@ def is_sound(node: Node, order: EvictionOrder, page_bytes: int) -> bool:
     )
 
 
-def is_linked(node: Node) -> bool:
+def is_linked(node: RadixNode) -> bool:
     """Whether its parent knows it: what was evicted or flushed no longer is."""
     return node.parent is not None and node.parent.children.get(node.key) is node
 
 
-def node_faults(node: Node, order: EvictionOrder, page_bytes: int) -> list[Fault]:
+def node_faults(node: RadixNode, order: EvictionOrder, page_bytes: int) -> list[Fault]:
     """Every violation of I2, I3 and I4 at one node that is no root."""
     parent, edge, name = node.parent, node.edge, node.describe()
     n_tokens = len(edge) // ID_BYTES
@@ -108,7 +108,7 @@ def node_faults(node: Node, order: EvictionOrder, page_bytes: int) -> list[Fault
     return [Fault(rule, check, what, node=node.id) for rule, check, what in found]
 
 
-def _page_faults(nodes: list[Node]) -> list[Fault]:
+def _page_faults(nodes: list[RadixNode]) -> list[Fault]:
     pages = np.frombuffer(b"".join(node.pages for node in nodes), "<i4")
     ids, times = np.unique(pages, return_counts=True)
     twice = ids[times > 1]

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Cross
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.handoff.parts import DecodePart, PrefillPart, Reception
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.leases.admission import Waiter
     from kvd.core.node import Node
 
@@ -159,7 +159,7 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def receive_faults(node: Node, part: DecodePart, cross: Cross) -> Iterator[Fault]:
+def receive_faults(node: Node, part: ReceivePart, cross: Cross) -> Iterator[Fault]:
     """I4 and I9 at one part of the decode side that is not over."""
     wrong = _unqueued(part, cross) if part.state is Decode.QUEUED else _unclaimed(node, part, cross)
     if node.decoder.parts.get(part.id) is not part:
@@ -175,19 +175,19 @@ def receive_faults(node: Node, part: DecodePart, cross: Cross) -> Iterator[Fault
         yield _receive_fault("I4", "prefix", part, f"begins at token {part.prefix_tokens}")
 
 
-def _is_preloading(node: Node, part: DecodePart) -> bool:
+def _is_preloading(node: Node, part: ReceivePart) -> bool:
     """Whether it waits for its device buffer, after it was verified."""
     return part.lease is not None and part.lease.id in node.fetcher.turns
 
 
-def _unqueued(part: DecodePart, cross: Cross) -> str:
+def _unqueued(part: ReceivePart, cross: Cross) -> str:
     """Why nobody would ever admit it; empty where somebody will."""
     if part.waiter is None or id(part.waiter) not in cross.queued or part.lease is not None:
         return "is queued, and not in the queue"
     return ""
 
 
-def _unclaimed(node: Node, part: DecodePart, cross: Cross) -> str:
+def _unclaimed(node: Node, part: ReceivePart, cross: Cross) -> str:
     """Why its pages are not kept for it as its state demands; empty where they are."""
     lease, state = part.lease, part.state
     if lease is None or node.leases.leases.get(lease.id) is not lease:
@@ -200,7 +200,7 @@ def _unclaimed(node: Node, part: DecodePart, cross: Cross) -> str:
     return _unfound(node, part, cross) or _unjoined(node, part)
 
 
-def _unfound(node: Node, part: DecodePart, cross: Cross) -> str:
+def _unfound(node: Node, part: ReceivePart, cross: Cross) -> str:
     """Why nobody would hear of it; empty where somebody does."""
     if node.decoder.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
@@ -209,7 +209,7 @@ def _unfound(node: Node, part: DecodePart, cross: Cross) -> str:
     return ""
 
 
-def _unjoined(node: Node, part: DecodePart) -> str:
+def _unjoined(node: Node, part: ReceivePart) -> str:
     """Why it does not go together with the other parts of its receive; empty where it does."""
     reception = part.reception
     if part not in reception.parts or node.decoder.receptions.get(reception.id) is not reception:
@@ -219,7 +219,7 @@ def _unjoined(node: Node, part: DecodePart) -> str:
     return ""
 
 
-def _is_named(part: DecodePart, lease: Lease) -> bool:
+def _is_named(part: ReceivePart, lease: Lease) -> bool:
     """I7 of one of several: whether a quarantine names its writer, while that may write."""
     held = lease.quarantine
     if held is None:
@@ -227,7 +227,7 @@ def _is_named(part: DecodePart, lease: Lease) -> bool:
     return any(writer.incarnation == part.incarnation for writer in held.writers)
 
 
-def ready_faults(node: Node, lease_id: int, reception: Reception) -> Iterator[Fault]:
+def ready_faults(node: Node, lease_id: int, reception: ReceiveAttempt) -> Iterator[Fault]:
     """I9 at a delivered receive, which stays until its lease is released."""
     lease = node.leases.leases.get(lease_id)
     for part in reception.parts:
@@ -239,7 +239,7 @@ def ready_faults(node: Node, lease_id: int, reception: Reception) -> Iterator[Fa
             yield _receive_fault("I9", "ready", part, wrong)
 
 
-def _receive_fault(rule: str, check: str, part: DecodePart, wrong: str) -> Fault:
+def _receive_fault(rule: str, check: str, part: ReceivePart, wrong: str) -> Fault:
     return Fault(
         rule,
         check,
@@ -250,7 +250,7 @@ def _receive_fault(rule: str, check: str, part: DecodePart, wrong: str) -> Fault
     )
 
 
-def send_faults(node: Node, part: PrefillPart, cross: Cross) -> Iterator[Fault]:
+def send_faults(node: Node, part: SendPart, cross: Cross) -> Iterator[Fault]:
     """I4, I5, I6 and I9 at one part of the prefill side that is not CLOSED."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -276,7 +276,7 @@ def send_faults(node: Node, part: PrefillPart, cross: Cross) -> Iterator[Fault]:
         yield fault("I9", "send", wrong)
 
 
-def _misfiled(node: Node, part: PrefillPart) -> str:
+def _misfiled(node: Node, part: SendPart) -> str:
     """Why a part of this state cannot be found where it should be; empty where it can."""
     prefiller = node.prefiller
     last_word = prefiller.last_word
@@ -290,7 +290,7 @@ def _misfiled(node: Node, part: PrefillPart) -> str:
     return ""
 
 
-def _unowned(node: Node, part: PrefillPart, cross: Cross) -> str:
+def _unowned(node: Node, part: SendPart, cross: Cross) -> str:
     """Why the lease that it reads, or the engine it works for, is not there; empty: they are."""
     engine = part.engine
     if engine is None:
@@ -305,7 +305,7 @@ def _unowned(node: Node, part: PrefillPart, cross: Cross) -> str:
     return ""
 
 
-def post_faults(node: Node, post: int, part: PrefillPart) -> Iterator[Fault]:
+def post_faults(node: Node, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
     is_live = node.prefiller.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:

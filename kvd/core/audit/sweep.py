@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from kvd.core.audit.fault import Fault
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.components.component_pages import Keeper
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.node import Node
     from kvd.types import Pages
 
@@ -131,7 +131,7 @@ LEASE_UNITS = 8
 PART_UNITS = 8
 
 
-class Phase(enum.Enum):
+class SweepPhase(enum.Enum):
     """What a sweep looks at now."""
 
     FREE = "free"
@@ -163,7 +163,7 @@ class Sweep:
 
     def __init__(self, node: Node, at_s: float) -> None:
         self.began_s = at_s
-        self.phase = Phase.FREE
+        self.phase = SweepPhase.FREE
         self.objects = 0
         """Nodes, leases and parts looked at."""
         self.faults: list[Fault] = []
@@ -190,19 +190,19 @@ class Sweep:
         """One slice of at most about ``work`` units; returns how many it took."""
         used = work
         match self.phase:
-            case Phase.FREE:
+            case SweepPhase.FREE:
                 used = self._look_at_free(node, cross, work)
-            case Phase.TREE:
+            case SweepPhase.TREE:
                 used = self._look_at_tree(node, cross, work)
-            case Phase.LEASES:
+            case SweepPhase.LEASES:
                 used = self._look_at_leases(node, cross, work)
-            case Phase.PARTS:
+            case SweepPhase.PARTS:
                 used = self._look_at_parts(node, cross, work)
-            case Phase.TOTALS:
+            case SweepPhase.TOTALS:
                 used = self._look_at_totals(node, cross)
-            case Phase.PAGES:
+            case SweepPhase.PAGES:
                 used = self._judge(node, work)
-            case Phase.OVER:
+            case SweepPhase.OVER:
                 pass
         return used
 
@@ -215,7 +215,7 @@ class Sweep:
         self._tallies[self._pool].see([pages])
         self._next += wanted
         if self._next >= pool.free_pages and self._is_last_pool():
-            self._begin(Phase.TREE)
+            self._begin(SweepPhase.TREE)
             self._stack = list(node.leases.tree.roots.values())
             self._anchored = cross.anchored
             self._needs = cross.needs
@@ -247,7 +247,7 @@ class Sweep:
             n_pages += self._look_beside(index, keeper, edges, cross)
             used += len(edges) * BESIDE_UNITS
         if not stack:
-            self._begin(Phase.LEASES)
+            self._begin(SweepPhase.LEASES)
             self._anchored = Counter()
             self._needs = ()
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
@@ -263,7 +263,7 @@ class Sweep:
             self.faults += lock_faults(edge, cross)
 
     def _look_beside(
-        self, index: int, keeper: Keeper, edges: Sequence[TreeNode], cross: Cross
+        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], cross: Cross
     ) -> int:
         """What a component has at these nodes; returns how many pages.
 
@@ -298,7 +298,7 @@ class Sweep:
         for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
             tally.see([keeper.own(lease) for lease in leases])
         if self._next >= len(self._parts):
-            self._begin(Phase.PARTS)
+            self._begin(SweepPhase.PARTS)
             self._parts = list(_all_parts(node))
         return 1 + used
 
@@ -310,7 +310,7 @@ class Sweep:
         self.objects += used
         self._next = last
         if last >= len(self._parts):
-            self._begin(Phase.TOTALS)
+            self._begin(SweepPhase.TOTALS)
         return 1 + used * PART_UNITS
 
     def _look_at_totals(self, node: Node, cross: Cross) -> int:
@@ -326,7 +326,7 @@ class Sweep:
         for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
             tally.is_suspicious |= beside_rules.is_uncounted(keeper)
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
-        self._begin(Phase.PAGES)
+        self._begin(SweepPhase.PAGES)
         return 1 + things // 16
 
     def _judge(self, node: Node, work: int) -> int:
@@ -342,12 +342,12 @@ class Sweep:
             self.faults += found
             last = tally.total_pages
         if last == tally.total_pages and self._is_last_pool():
-            self._begin(Phase.OVER)
+            self._begin(SweepPhase.OVER)
         return 1 + slice_pages // PAGES_JUDGED_PER_UNIT
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: SweepPhase) -> None:
         self.phase = phase
         self._pool = self._next = 0
         self._parts = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.cache.lease import Claim
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
 
 SLOTS = 2**16
 """64 KiB: ten minutes of a node that evicts a hundred nodes a second."""
@@ -36,7 +36,7 @@ _PLACE = SLOTS - 1
 _TAG_SHIFT = 56
 
 
-class Departed:
+class EvictedFilter:
     """The marks, by the low bits of their hash; the high byte is what is kept, 0 is none."""
 
     __slots__ = ("_is_single", "_marks")
@@ -46,7 +46,7 @@ class Departed:
         """Whether nothing is beside the first component."""
         self._marks = bytearray(SLOTS)
 
-    def left(self, nodes: Iterable[Node]) -> None:
+    def left(self, nodes: Iterable[RadixNode]) -> None:
         """These nodes have left the tree; they still know what was above them."""
         marks, hashed = self._marks, xxh3_64_intdigest
         for node in nodes:
@@ -60,7 +60,7 @@ class Departed:
             mark = hashed(node.key, hashed(root.key, start_tokens) if root.key else start_tokens)
             marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
 
-    def why_missed(self, claim: Claim, root: Node, anchor: Node, page_bytes: int) -> str:
+    def why_missed(self, claim: Claim, root: RadixNode, anchor: RadixNode, page_bytes: int) -> str:
         """Why nothing of the claim's prompt is found behind ``anchor``, of which a page misses."""
         start_tokens = anchor.end_tokens
         start = start_tokens * ID_BYTES

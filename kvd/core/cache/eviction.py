@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
 
 Key = tuple[int, ...]
 """Compares with the other keys of the same policy; the smallest is evicted first."""
@@ -56,28 +56,28 @@ class Policy(enum.Enum):
 class EvictionOrder(Protocol):
     """The nodes of a tree, the next victim first."""
 
-    def add(self, node: Node) -> None:
+    def add(self, node: RadixNode) -> None:
         """Takes in ``node``, which is new and unlocked; touch its parent next, if unlocked."""
 
-    def release(self, node: Node) -> None:
+    def release(self, node: RadixNode) -> None:
         """Gives ``node`` its place: its last lock is gone; of a path, the deepest node first."""
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: RadixNode) -> None:
         """Lets go of ``node``, which leaves the tree."""
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: RadixNode) -> None:
         """``node`` and its path were used: matched, or continued by a new leaf."""
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """``upper`` is the new upper half of ``lower``, which is touched next."""
 
-    def prefer(self, node: Node, priority: int) -> None:
+    def prefer(self, node: RadixNode, priority: int) -> None:
         """Gives the path of ``node`` at least this ``priority``."""
 
-    def take(self, n_bytes: int) -> list[Node]:
+    def take(self, n_bytes: int) -> list[RadixNode]:
         """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
 
-    def ahead(self) -> Iterator[Node | None]:
+    def ahead(self) -> Iterator[RadixNode | None]:
         """All that ``take`` would come upon, in its order; changes nothing.
 
         The unlocked ones are its next victims. A locked one, which it would pass, is named where
@@ -85,12 +85,12 @@ class EvictionOrder(Protocol):
         not change meanwhile.
         """
 
-    def peek(self, limit: int) -> list[Node]:
+    def peek(self, limit: int) -> list[RadixNode]:
         """The first ``limit`` nodes of ``ahead``: fewer where they are not found soon."""
 
     def __contains__(self, node: object) -> bool: ...
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[RadixNode]:
         """All nodes, in no order that means anything."""
 
     def __len__(self) -> int: ...
@@ -102,41 +102,41 @@ class LruOrder:
     __slots__ = ("_nodes", "add", "release")
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        self._nodes: OrderedDict[RadixNode, None] = OrderedDict()
         # The dict's own methods, because these two run for the nodes of every path.
-        self.add: Callable[[Node], None] = self._nodes.setdefault
-        self.release: Callable[[Node], None] = self._nodes.move_to_end
+        self.add: Callable[[RadixNode], None] = self._nodes.setdefault
+        self.release: Callable[[RadixNode], None] = self._nodes.move_to_end
 
     def __contains__(self, node: object) -> bool:
         return node in self._nodes
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[RadixNode]:
         return dict.__iter__(self._nodes)  # unordered, and so three times as fast
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: RadixNode) -> None:
         """Takes ``node`` out, wherever it is."""
         del self._nodes[node]
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: RadixNode) -> None:
         """Moves the unlocked part of the path to the recent end; above it everything is locked."""
         to_end = self._nodes.move_to_end
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None and not step.lock_ref:
             to_end(step)
             step = step.parent
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Puts ``upper`` at the recent end; the touch that follows puts ``lower`` before it."""
         del lower
         self._nodes[upper] = None
 
-    def prefer(self, node: Node, priority: int) -> None:
+    def prefer(self, node: RadixNode, priority: int) -> None:
         """Nothing: priorities are not recency."""
 
-    def take(self, n_bytes: int) -> list[Node]:
+    def take(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes used longest ago."""
         nodes = self._nodes
         out = []
@@ -149,16 +149,16 @@ class LruOrder:
                 out.append(node)
         return out
 
-    def ahead(self) -> Iterator[Node | None]:
+    def ahead(self) -> Iterator[RadixNode | None]:
         """The nodes as they stand."""
         return iter(self._nodes)
 
-    def peek(self, limit: int) -> list[Node]:
+    def peek(self, limit: int) -> list[RadixNode]:
         """The first nodes as they stand."""
         return list(islice(self._nodes, limit))
 
 
-class Rank:
+class EvictionRank:
     """What a ranked order remembers of a node beside what the tree does."""
 
     __slots__ = ("grown", "priority", "used")
@@ -177,29 +177,29 @@ class RankedOrder:
 
     __slots__ = ("_clock", "_heap", "_key", "_ranks")
 
-    def __init__(self, key: Callable[[Node, Rank], Key]) -> None:
+    def __init__(self, key: Callable[[RadixNode, EvictionRank], Key]) -> None:
         self._key = key
         self._clock = 0
-        self._ranks: dict[Node, Rank] = {}
-        self._heap: list[tuple[Key, int, Node]] = []
+        self._ranks: dict[RadixNode, EvictionRank] = {}
+        self._heap: list[tuple[Key, int, RadixNode]] = []
 
     def __contains__(self, node: object) -> bool:
         return node in self._ranks
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[RadixNode]:
         return iter(self._ranks)
 
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def add(self, node: Node) -> None:
+    def add(self, node: RadixNode) -> None:
         """Takes in ``node`` as used now, and makes its path as young as it is."""
-        self._ranks[node] = Rank(0, 0, 0)
+        self._ranks[node] = EvictionRank(0, 0, 0)
         for step in _path(node):
             self._ranks[step].grown = self._clock + 1
         self.release(node)
 
-    def release(self, node: Node) -> None:
+    def release(self, node: RadixNode) -> None:
         """Ranks ``node`` as used now."""
         self._clock = self._ranks[node].used = self._clock + 1
         if len(self._heap) > 2 * len(self._ranks) + HEAP_SLACK:
@@ -209,33 +209,33 @@ class RankedOrder:
         else:
             heappush(self._heap, self._entry(node))
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: RadixNode) -> None:
         """Forgets ``node``; its entry goes when it comes up."""
         del self._ranks[node]
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: RadixNode) -> None:
         """Stamps the path as used now."""
         self._clock += 1
         for step in _path(node):
             self._ranks[step].used = self._clock
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Ranks ``upper`` like ``lower``, after it because it ends earlier."""
         rank = self._ranks[lower]
-        self._ranks[upper] = Rank(rank.used, rank.grown, rank.priority)
+        self._ranks[upper] = EvictionRank(rank.used, rank.grown, rank.priority)
         if not upper.lock_ref:
             self.release(upper)
 
-    def prefer(self, node: Node, priority: int) -> None:
+    def prefer(self, node: RadixNode, priority: int) -> None:
         """Raises the priority along the path, as far as it is lower."""
         for step in _path(node):
             rank = self._ranks[step]
             rank.priority = max(rank.priority, priority)
 
-    def take(self, n_bytes: int) -> list[Node]:
+    def take(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes of the lowest keys."""
         heap = self._heap
-        out: list[Node] = []
+        out: list[RadixNode] = []
         while n_bytes > 0:
             node = heap[0][2]
             if node.lock_ref or node not in self._ranks:
@@ -249,7 +249,7 @@ class RankedOrder:
                 out.append(node)
         return out
 
-    def ahead(self) -> Iterator[Node | None]:
+    def ahead(self) -> Iterator[RadixNode | None]:
         """The nodes by their keys: what ``take`` does to the heap is done to what comes up of it.
 
         Whatever of the heap may be next is in ``front``, with its place there; an entry that was
@@ -257,7 +257,7 @@ class RankedOrder:
         """
         heap = self._heap
         front = [(entry, 0) for entry in heap[:1]]
-        passed: set[Node] = set()
+        passed: set[RadixNode] = set()
         while front:
             entry, place = heappop(front)
             if place >= 0:
@@ -273,37 +273,37 @@ class RankedOrder:
                 passed.add(node)
                 yield node
 
-    def peek(self, limit: int) -> list[Node]:
+    def peek(self, limit: int) -> list[RadixNode]:
         """The first nodes by their keys, at most ``PEEK_STALE`` entries passed on the way."""
         found = (node for node in islice(self.ahead(), limit + PEEK_STALE) if node is not None)
         return list(islice(found, limit))
 
-    def _entry(self, node: Node) -> tuple[Key, int, Node]:
+    def _entry(self, node: RadixNode) -> tuple[Key, int, RadixNode]:
         return self._key(node, self._ranks[node]), node.id, node
 
 
-def _path(node: Node) -> Iterator[Node]:
+def _path(node: RadixNode) -> Iterator[RadixNode]:
     """``node`` and what is above it, without the root, which is never evicted."""
     while node.parent is not None:
         yield node
         node = node.parent
 
 
-def _by_hits(node: Node, rank: Rank) -> Key:
+def _by_hits(node: RadixNode, rank: EvictionRank) -> Key:
     return node.hits, rank.used, -node.end_tokens
 
 
-def _by_age(node: Node, rank: Rank) -> Key:
+def _by_age(node: RadixNode, rank: EvictionRank) -> Key:
     return rank.grown, -node.end_tokens
 
 
-def _by_priority(node: Node, rank: Rank) -> Key:
+def _by_priority(node: RadixNode, rank: EvictionRank) -> Key:
     return rank.priority, rank.used, -node.end_tokens
 
 
-def victims(order: EvictionOrder, n_bytes: int) -> list[Node]:
+def victims(order: EvictionOrder, n_bytes: int) -> list[RadixNode]:
     """What ``order.take(n_bytes)`` would take now; that much must be unlocked."""
-    out: list[Node] = []
+    out: list[RadixNode] = []
     ahead = order.ahead()
     while n_bytes > 0:
         node = next(ahead)

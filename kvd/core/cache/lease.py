@@ -23,7 +23,7 @@ from kvd.core.cache.lease_state import Standing
 from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
 
 if TYPE_CHECKING:
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.errors import Refusal
 
 ENGINE = "engine"
@@ -88,7 +88,7 @@ class Claimed:
 
     __slots__ = ("anchor", "claim", "demand")
 
-    def __init__(self, claim: Claim, anchor: Node, demand: Demand) -> None:
+    def __init__(self, claim: Claim, anchor: RadixNode, demand: Demand) -> None:
         self.claim = claim
         self.anchor = anchor
         self.demand = demand
@@ -184,7 +184,7 @@ class Lease:
         "written_tokens",
     )
 
-    def __init__(self, lease_id: int, claim: Claim, anchor: Node, row: Pages) -> None:
+    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, row: Pages) -> None:
         self.id = lease_id
         self.session = claim.session
         self.reason = claim.reason
@@ -195,7 +195,7 @@ class Lease:
         self.step_tokens = claim.step_tokens
         self.tokens = claim.tokens
         self.room_tokens = claim.room_tokens
-        self.anchor: Node | None = anchor
+        self.anchor: RadixNode | None = anchor
         self.row = row
         self.owned = 0
         self.prefix_tokens = anchor.end_tokens

@@ -31,7 +31,7 @@ class Standing(enum.Enum):
     """Of before the restart: it keeps what it kept, and can only be released."""
 
 
-class Turn(enum.Enum):
+class LeaseTransition(enum.Enum):
     """What can happen to a lease on the way out and back."""
 
     RETRACT = "retract"
@@ -53,9 +53,9 @@ class Turn(enum.Enum):
     pages go back, the saved bytes stay."""
 
 
-S, T = Standing, Turn
+S, T = Standing, LeaseTransition
 
-STANDINGS: dict[tuple[Standing, Turn], Standing] = {
+STANDINGS: dict[tuple[Standing, LeaseTransition], Standing] = {
     (S.RUNNING, T.RETRACT): S.SAVING,
     (S.RUNNING, T.DROP): S.RETRACTED,
     (S.SAVING, T.SAVED): S.RETRACTED,
@@ -75,7 +75,7 @@ class IllegalTurn(Exception):
     """A turn without a row: a bug in the daemon."""
 
 
-def standing_next(standing: Standing, turn: Turn) -> Standing:
+def standing_next(standing: Standing, turn: LeaseTransition) -> Standing:
     """The standing after ``turn``; raises ``IllegalTurn`` where the table has no row."""
     try:
         return STANDINGS[standing, turn]

@@ -42,11 +42,11 @@ from kvd.core.audit.radix_rules import tree_faults
 from kvd.core.cache.moves import Moves
 from kvd.core.cache.radix_node import (
     NO_CHILDREN,
-    Evicted,
+    EvictedNodes,
     Extension,
-    Flushed,
+    FlushedNodes,
     LockUnderflow,
-    Node,
+    RadixNode,
     path_between,
     too_few,
 )
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.components.component_pages import Keeper
+    from kvd.core.components.component_pages import ComponentPages
 
 
 FIRST_SPAN_BYTES = 2048
@@ -93,7 +93,7 @@ def outdone_pages(mine: Pages, tree: Pages) -> tuple[Pages, Pages]:
     return Pages(losers.tobytes()), Pages(tree + mine[len(tree) :])
 
 
-__all__ = ["Evicted", "Extension", "Flushed", "LockUnderflow", "Node", "RadixTree"]
+__all__ = ["EvictedNodes", "Extension", "FlushedNodes", "LockUnderflow", "RadixNode", "RadixTree"]
 
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
@@ -135,7 +135,7 @@ class RadixTree:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
-        self.beside: tuple[Keeper, ...] = ()
+        self.beside: tuple[ComponentPages, ...] = ()
         # In bytes of page ids: what a node has is len(node.pages), without a division.
         self.evictable_bytes = 0
         self.protected_bytes = 0
@@ -146,7 +146,7 @@ class RadixTree:
         self._take = order.take
         self._release = order.release
         self._touch = order.touch
-        self.roots: dict[str, Node] = {}
+        self.roots: dict[str, RadixNode] = {}
         self._sweep_above = BARE_ROOTS
         self._last_id = 0
 
@@ -167,7 +167,7 @@ class RadixTree:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def match(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
+    def match(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> RadixNode:
         """Finds the longest cached prefix in whole pages; its length is the node's ``end_tokens``.
 
         Splits an edge when the match ends inside it, and counts as a use of the path.
@@ -206,15 +206,15 @@ class RadixTree:
             break
         return pos // ID_BYTES
 
-    def path_pages(self, node: Node) -> Pages:
+    def path_pages(self, node: RadixNode) -> Pages:
         """The pages from the root to the end of ``node``, in token order."""
         return Pages(b"".join([step.pages for step in reversed(path_between(None, node))]))
 
-    def path_tokens(self, node: Node) -> Tokens:
+    def path_tokens(self, node: RadixNode) -> Tokens:
         """The tokens from the root to the end of ``node``."""
         return Tokens(b"".join([step.edge for step in reversed(path_between(None, node))]))
 
-    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+    def nodes(self, namespace: str | None = None) -> Iterator[RadixNode]:
         """Every node but the roots, parents first; of one namespace, or of all."""
         stack = [root for name, root in self.roots.items() if namespace in {None, name}]
         while stack:
@@ -225,7 +225,7 @@ class RadixTree:
 
     # --- locks ---------------------------------------------------------------------------------
 
-    def hold(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> Node:
+    def hold(self, tokens: Tokens, namespace: str, limit_tokens: int | None = None) -> RadixNode:
         """Does ``match`` and ``lock`` in one: the shorter way to the same state.
 
         Its use of the path counts when the lock goes, which is later than now.
@@ -237,10 +237,10 @@ class RadixTree:
         self.lock(node)
         return node
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         """Keeps ``node`` and its path from eviction until ``unlock``; locks nest."""
         kept = 0
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None:
             locks = step.lock_ref
             if not locks:
@@ -252,7 +252,7 @@ class RadixTree:
             self.evictable_bytes -= kept
             self.protected_bytes += kept
 
-    def relock(self, old: Node, new: Node) -> None:
+    def relock(self, old: RadixNode, new: RadixNode) -> None:
         """Moves one lock from ``old`` down to ``new``; only the nodes between them change.
 
         Raises:
@@ -272,7 +272,7 @@ class RadixTree:
         self.evictable_bytes -= kept
         self.protected_bytes += kept
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: RadixNode) -> None:
         """Takes one lock off ``node`` and its path.
 
         Raises:
@@ -281,7 +281,7 @@ class RadixTree:
         if node.lock_ref < (1 if node.parent is not None else 2):
             raise LockUnderflow(f"{node.describe()} was unlocked more often than it was locked")
         freed = 0
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None:
             step.lock_ref = locks = step.lock_ref - 1
             if not locks:
@@ -296,7 +296,7 @@ class RadixTree:
 
     def extend(
         self,
-        anchor: Node,
+        anchor: RadixNode,
         tokens: Tokens,
         pages: Pages,
         *,
@@ -338,7 +338,7 @@ class RadixTree:
             first_page = tokens[start : start + self._page_bytes]
         if start < end:
             self._last_id = node_id = self._last_id + 1
-            leaf = Node(node_id, node, first_page, tokens[start:end], pages)
+            leaf = RadixNode(node_id, node, first_page, tokens[start:end], pages)
             leaf.touched_at = self.at
             if node.children is NO_CHILDREN:
                 node.children = {first_page: leaf}
@@ -354,11 +354,11 @@ class RadixTree:
             self.order.prefer(leaf, priority)
         return Extension(leaf, duplicates, tree_pages, pages)
 
-    def _add_root(self, namespace: str) -> Node:
+    def _add_root(self, namespace: str) -> RadixNode:
         if len(self.roots) >= self._sweep_above:
             self._sweep_roots()
         self._last_id += 1
-        root = Node(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
+        root = RadixNode(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
         root.lock_ref = 1
         self.roots[namespace] = root
         return root
@@ -369,7 +369,7 @@ class RadixTree:
         }
         self._sweep_above = 2 * len(self.roots) + BARE_ROOTS
 
-    def _walk(self, node: Node, tokens: Tokens, pos: int, end: int) -> Node:
+    def _walk(self, node: RadixNode, tokens: Tokens, pos: int, end: int) -> RadixNode:
         """Follows ``tokens[pos:end]`` (bytes) down from ``node``, splitting where it must end."""
         page_bytes = self._page_bytes
         while pos < end:
@@ -388,12 +388,12 @@ class RadixTree:
             break
         return node
 
-    def _split(self, lower: Node, at_bytes: int) -> Node:
+    def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
         self._moves.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
-        upper = Node(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
         upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
         upper.touched_at = lower.touched_at
         if parent is not None:
@@ -407,14 +407,14 @@ class RadixTree:
             keeper.split(upper, lower)
         return upper
 
-    def cut(self, node: Node, at_tokens: int) -> None:
+    def cut(self, node: RadixNode, at_tokens: int) -> None:
         """Splits ``node``, so that the half above it ends at that token, inside its edge."""
         self._split(node, (at_tokens - node.end_tokens) * ID_BYTES + len(node.edge))
         self._touch(node)
 
     # --- shrinking -----------------------------------------------------------------------------
 
-    def evict(self, n_pages: int) -> Evicted:
+    def evict(self, n_pages: int) -> EvictedNodes:
         """Drops whole unlocked leaves in the policy's order until ``n_pages`` or more are out.
 
         Fewer come back only when nothing unlocked is left.
@@ -432,9 +432,9 @@ class RadixTree:
         self.evictable_bytes -= len(pages)
         for keeper in self.beside:
             keeper.dropped(victims)
-        return Evicted(pages, victims)
+        return EvictedNodes(pages, victims)
 
-    def flush(self, namespace: str | None = None) -> Flushed:
+    def flush(self, namespace: str | None = None) -> FlushedNodes:
         """Drops every unlocked node, of one namespace or of all; what is locked stays."""
         pieces, gone, kept = [], [], 0
         for node in list(self.nodes(namespace)):
@@ -452,7 +452,7 @@ class RadixTree:
         for keeper in self.beside:
             keeper.dropped(gone)
         self._sweep_roots()
-        return Flushed(pages, kept // ID_BYTES, gone)
+        return FlushedNodes(pages, kept // ID_BYTES, gone)
 
     # --- audit ---------------------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ class RadixTree:
         return [fault.sentence for fault in tree_faults(self)]
 
 
-def subtree(node: Node) -> list[Node]:
+def subtree(node: RadixNode) -> list[RadixNode]:
     """``node`` and all below, parents first."""
     found = [node]
     for one in found:  # grows while it is walked
@@ -469,7 +469,7 @@ def subtree(node: Node) -> list[Node]:
     return found
 
 
-def hide(tree: RadixTree, node: Node) -> None:
+def hide(tree: RadixTree, node: RadixNode) -> None:
     """No prompt finds ``node`` or what is below it any more; whoever locks it keeps it.
 
     Its first page of tokens becomes one that no engine has: negative, and nobody can guess it.
@@ -489,7 +489,7 @@ def hide(tree: RadixTree, node: Node) -> None:
     parent.children[node.key] = node
 
 
-def drop(tree: RadixTree, node: Node) -> Pages:
+def drop(tree: RadixTree, node: RadixNode) -> Pages:
     """Takes ``node`` and all below, which nobody locks, out of the tree; returns their pages."""
     gone = subtree(node)
     for one in gone:
@@ -516,7 +516,7 @@ def recount(tree: RadixTree) -> None:
     tree.evictable_bytes, tree.protected_bytes = evictable, protected
 
 
-def _unlink(node: Node, parent: Node) -> None:
+def _unlink(node: RadixNode, parent: RadixNode) -> None:
     """Under whatever key its parent knows it."""
     for key in [key for key, child in parent.children.items() if child is node]:
         del parent.children[key]

@@ -15,7 +15,7 @@ class LockUnderflow(Exception):
     """A node was unlocked more often than it was locked; nothing was changed."""
 
 
-class Node:
+class RadixNode:
     """One edge of the tree and its end. Read it; only ``RadixTree`` and its order write it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, parent: Node | None, key: bytes, edge: bytes, pages: bytes
+        self, node_id: int, parent: RadixNode | None, key: bytes, edge: bytes, pages: bytes
     ) -> None:
         self.id = node_id
         self.parent = parent
@@ -81,14 +81,14 @@ class Node:
         )
 
 
-NO_CHILDREN: dict[bytes, Node] = {}
+NO_CHILDREN: dict[bytes, RadixNode] = {}
 """The children of every leaf, never written: most nodes are leaves, and a dict each costs time."""
 
 
-def path_between(above: Node | None, node: Node) -> list[Node]:
+def path_between(above: RadixNode | None, node: RadixNode) -> list[RadixNode]:
     """From ``node`` up to below ``above``; empty when ``above`` is not above."""
     path = []
-    step: Node | None = node
+    step: RadixNode | None = node
     while step is not above:
         if step is None:
             return []
@@ -108,7 +108,7 @@ def too_few(tokens: Tokens, start_tokens: int, needed_tokens: int) -> ValueError
 class Extension(msgspec.Struct, frozen=True, gc=False):
     """What ``extend`` did with the caller's pages."""
 
-    node: Node
+    node: RadixNode
     """The node that ends where the stretch ends; not locked by this."""
     duplicates: Pages
     """The caller's pages that were not taken, because the tree held these tokens on others."""
@@ -118,19 +118,19 @@ class Extension(msgspec.Struct, frozen=True, gc=False):
     """The caller's pages that were taken: those of ``node``, or none."""
 
 
-class Evicted(msgspec.Struct, frozen=True, gc=False):
+class EvictedNodes(msgspec.Struct, frozen=True, gc=False):
     """What ``evict`` took out of the tree."""
 
     pages: Pages
     """The caller's now."""
-    victims: list[Node]
+    victims: list[RadixNode]
     """The nodes as they were, children before parents; nothing else refers to them."""
 
 
-class Flushed(msgspec.Struct, frozen=True):
+class FlushedNodes(msgspec.Struct, frozen=True):
     """What ``flush`` took out of the tree, and how much a lock kept in it."""
 
     pages: Pages
     kept_pages: int
-    nodes: list[Node]
+    nodes: list[RadixNode]
     """Those that left, parents before children."""

@@ -24,8 +24,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.state import States
-from kvd.core.components.windows import Windows
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
 from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Rows
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.errors import Refusal
     from kvd.types import Pages
 
 
-class Keeper(Protocol):
+class ComponentPages(Protocol):
     """One component beside the first."""
 
     component: Component
@@ -66,21 +66,21 @@ class Keeper(Protocol):
     # ---- what there is, for reports and audits ----
 
     @property
-    def nodes(self) -> KeysView[Node]:
+    def nodes(self) -> KeysView[RadixNode]:
         """Nodes that have something of it."""
 
     @property
-    def unlocked(self) -> KeysView[Node]:
+    def unlocked(self) -> KeysView[RadixNode]:
         """Those whose pages can be had now."""
 
     @property
     def leases(self) -> KeysView[int]:
         """Leases that it has something for, by number."""
 
-    def pages_at(self, node: Node) -> Pages:
+    def pages_at(self, node: RadixNode) -> Pages:
         """Its pages beside that node; none at a tombstone."""
 
-    def locks_at(self, node: Node) -> int:
+    def locks_at(self, node: RadixNode) -> int:
         """How many leases need what is beside that node."""
 
     # ---- a claim: match, lock, count, then take ----
@@ -91,25 +91,25 @@ class Keeper(Protocol):
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
         """The token of a received prompt from which on this component of it is always sent."""
 
-    def usable(self, node: Node, claim: Claim) -> Node:
+    def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
         """``node``, or the nearest above it, from where the sequence can go on."""
 
-    def lock(self, anchor: Node, claim: Claim) -> None:
+    def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Keep what the claim needs of the path; undone by ``unlock`` or when the lease ends."""
 
-    def unlock(self, anchor: Node, claim: Claim) -> None:
+    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
 
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
         """Pages of its own that it takes behind that prefix."""
 
-    def kept(self, anchor: Node, claim: Claim) -> int:
+    def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """Pages of the tree that it keeps locked while it goes on from there."""
 
     def make_room(self, n_pages: int) -> None:
         """Have so many free pages; there is headroom for them."""
 
-    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages: the lease begins, or has pages again."""
 
     # ---- a lease that lives ----
@@ -145,14 +145,14 @@ class Keeper(Protocol):
 
     # ---- the tree moves ----
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """``upper`` is the new upper half of ``lower``."""
 
-    def dropped(self, nodes: Iterable[Node]) -> None:
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
         """``nodes`` left the tree: what was beside them is free."""
 
 
-class Keepers:
+class AllComponentPages:
     """Each keeper in the order of the specification; what is asked of one is asked of all."""
 
     __slots__ = ("_tree", "each")
@@ -162,13 +162,13 @@ class Keepers:
         self._tree = tree
         tree.beside = self.each
 
-    def named(self, component: str) -> Keeper | None:
+    def named(self, component: str) -> ComponentPages | None:
         """The keeper of that component; None for the first, and for those in lockstep."""
         return next((one for one in self.each if one.component.name == component), None)
 
     # ---- a claim -----------------------------------------------------------------------------
 
-    def lock_prefix(self, claim: Claim) -> Node:
+    def lock_prefix(self, claim: Claim) -> RadixNode:
         """Lock the longest cached prefix from which every component can go on."""
         limits = [claim.match_tokens, *(keeper.limit_tokens(claim) for keeper in self.each)]
         limit = min((one for one in limits if one is not None), default=None)
@@ -185,7 +185,7 @@ class Keepers:
             keeper.lock(found, claim)
         return found
 
-    def _may_fit(self, anchor: Node, claim: Claim) -> bool:
+    def _may_fit(self, anchor: RadixNode, claim: Claim) -> bool:
         """False where what it would keep and what it takes are more pages than there are.
 
         It would wait for ever, and everybody behind it: with nothing cached it may fit.
@@ -204,7 +204,7 @@ class Keepers:
             return None
         return min([one.fresh_tokens(prompt_tokens, cached=cached) for one in self.each])
 
-    def unlock(self, anchor: Node, claim: Claim) -> None:
+    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
         for keeper in self.each:
             keeper.unlock(anchor, claim)
@@ -257,16 +257,16 @@ class Keepers:
             keeper.end(lease)
 
 
-def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[Keeper, ...]:
-    made: list[Keeper] = []
+def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages, ...]:
+    made: list[ComponentPages] = []
     for component, pages in zip(spec.components[1:], spec.pages[1:], strict=True):
         match component.extent:
             case Whole():
                 continue
             case Tail():
-                made.append(Windows(component, pages, tree, out))
+                made.append(WindowPages(component, pages, tree, out))
             case PerRequest():
-                made.append(States(component, pages, out))
+                made.append(StatePages(component, pages, out))
             case Buffer():
                 made.append(Buffers(component, pages))
             case _:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView, Sequence
 
     from kvd.core.cache.lease import Claim, Lease
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
 
 
-_NOWHERE: dict[Node, None] = {}
+_NOWHERE: dict[RadixNode, None] = {}
 
 
 class Buffers:
@@ -66,12 +66,12 @@ class Buffers:
     # ---- what there is: nothing at nodes -----------------------------------------------------
 
     @property
-    def nodes(self) -> KeysView[Node]:
+    def nodes(self) -> KeysView[RadixNode]:
         """None."""
         return _NOWHERE.keys()
 
     @property
-    def unlocked(self) -> KeysView[Node]:
+    def unlocked(self) -> KeysView[RadixNode]:
         """None."""
         return _NOWHERE.keys()
 
@@ -80,11 +80,11 @@ class Buffers:
         """Leases that it has something for."""
         return self.held.keys()
 
-    def pages_at(self, node: Node) -> Pages:
+    def pages_at(self, node: RadixNode) -> Pages:
         """None."""
         return NO_PAGES
 
-    def locks_at(self, node: Node) -> int:
+    def locks_at(self, node: RadixNode) -> int:
         """None."""
         return 0
 
@@ -98,14 +98,14 @@ class Buffers:
         """None of it is sent token by token."""
         return prompt_tokens
 
-    def usable(self, node: Node, claim: Claim) -> Node:
+    def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
         """Any node."""
         return node
 
-    def lock(self, anchor: Node, claim: Claim) -> None:
+    def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Nothing of the tree is needed."""
 
-    def unlock(self, anchor: Node, claim: Claim) -> None:
+    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """Nothing was locked."""
 
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
@@ -115,14 +115,14 @@ class Buffers:
     def _wanted(self, room_tokens: int) -> int:
         return min(self.most_pages, -(-room_tokens // self.component.page_size))
 
-    def kept(self, anchor: Node, claim: Claim) -> int:
+    def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """Nothing of the tree."""
         return 0
 
     def make_room(self, n_pages: int) -> None:
         """Nothing is ever cached, so there is nothing to drop."""
 
-    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages."""
         self.held[lease.id] = self.pool.take(n_pages)
         self.resident[lease.id] = Residency(n_pages)
@@ -190,8 +190,8 @@ class Buffers:
         resident = self.resident.pop(lease.id, None)
         assert resident is None or not resident.n_copying, f"copies write the buffer of {lease.id}"
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Nothing is beside nodes."""
 
-    def dropped(self, nodes: Iterable[Node]) -> None:
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
         """Nothing is beside nodes."""

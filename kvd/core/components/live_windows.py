@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvd.core.components.window_pages import Window
+from kvd.core.components.window_pages import NodeWindow
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.moves import Moves
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
 
 
 class LiveWindows:
@@ -30,8 +30,8 @@ class LiveWindows:
     __slots__ = ("_moves", "_page", "_tree", "at", "evictable_bytes", "unlocked")
 
     def __init__(self, page_tokens: int, tree: RadixTree, moves: Moves) -> None:
-        self.at: dict[Node, Window] = {}
-        self.unlocked: OrderedDict[Node, None] = OrderedDict()
+        self.at: dict[RadixNode, NodeWindow] = {}
+        self.unlocked: OrderedDict[RadixNode, None] = OrderedDict()
         """Live nodes without a lock, used longest ago first."""
         self.evictable_bytes = 0
         """Of the ids of their pages."""
@@ -44,12 +44,12 @@ class LiveWindows:
         """All of them."""
         return sum([len(window.pages) for window in self.at.values()]) // ID_BYTES
 
-    def nearest(self, node: Node, span_tokens: int) -> Node:
+    def nearest(self, node: RadixNode, span_tokens: int) -> RadixNode:
         """``node``, or the nearest above it, with so much of its path live before it, or all."""
         best = node
         start = node.end_tokens
         """Everything from here to the end of ``best`` is live."""
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None and step.parent is not None:
             parent = step.parent
             if step in self.at:
@@ -61,10 +61,10 @@ class LiveWindows:
             step = parent
         return best
 
-    def behind(self, anchor: Node, fence_tokens: int) -> bytes:
+    def behind(self, anchor: RadixNode, fence_tokens: int) -> bytes:
         """The window pages of the path from ``fence_tokens`` to the end of ``anchor``."""
         pieces: list[Pages] = []
-        step: Node | None = anchor
+        step: RadixNode | None = anchor
         while step is not None and step.end_tokens > fence_tokens:
             pieces.append(self.at[step].pages)
             step = step.parent
@@ -72,7 +72,7 @@ class LiveWindows:
 
     # ---- locks -------------------------------------------------------------------------------
 
-    def lock(self, anchor: Node, fence_tokens: int) -> None:
+    def lock(self, anchor: RadixNode, fence_tokens: int) -> None:
         """Keep what is between ``fence_tokens`` and the end of ``anchor``."""
         step = anchor
         while step.parent is not None and step.end_tokens > fence_tokens:
@@ -85,9 +85,9 @@ class LiveWindows:
             window.locks += 1
             step = step.parent
 
-    def unlock(self, below: Node, end_tokens: int, fence_tokens: int) -> None:
+    def unlock(self, below: RadixNode, end_tokens: int, fence_tokens: int) -> None:
         """Undo one lock of ``[fence, end)``; ``below`` is on the path, at its end or deeper."""
-        step: Node | None = below
+        step: RadixNode | None = below
         while step is not None and step.end_tokens > fence_tokens:
             if step.end_tokens <= end_tokens:
                 window = self.at[step]
@@ -96,13 +96,13 @@ class LiveWindows:
                     self._let_go(step, window)
             step = step.parent
 
-    def _let_go(self, node: Node, window: Window) -> None:
+    def _let_go(self, node: RadixNode, window: NodeWindow) -> None:
         self.unlocked[node] = None
         self.evictable_bytes += len(window.pages)
 
     # ---- coming and going --------------------------------------------------------------------
 
-    def adopt(self, anchor: Node, first: int, own: Pages) -> Pages:
+    def adopt(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
         """Pages of the row from ``first`` to ``anchor`` go to tombstones; returns the others."""
         others: list[Pages] = []
         step = anchor
@@ -120,7 +120,7 @@ class LiveWindows:
                 others.append(pages)
             else:
                 self._moves.log.append(pages)
-                window = self.at[step] = Window(pages, 0)
+                window = self.at[step] = NodeWindow(pages, 0)
                 self._let_go(step, window)
             step = step.parent
         return Pages(b"".join(others))
@@ -137,7 +137,7 @@ class LiveWindows:
         self.evictable_bytes -= len(freed)
         return freed, len(pieces)
 
-    def forget(self, nodes: Iterable[Node]) -> Pages:
+    def forget(self, nodes: Iterable[RadixNode]) -> Pages:
         """``nodes``, which nobody locks, left the tree; returns their pages."""
         pieces: list[Pages] = []
         for node in nodes:
@@ -149,14 +149,14 @@ class LiveWindows:
         self.evictable_bytes -= len(freed)
         return freed
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Both halves are as live and as locked as the whole was."""
         window = self.at.get(lower)
         if window is None:
             return
         self._moves.log.append(window.pages)
         size = len(upper.pages)
-        self.at[upper] = Window(Pages(window.pages[:size]), window.locks)
+        self.at[upper] = NodeWindow(Pages(window.pages[:size]), window.locks)
         window.pages = Pages(window.pages[size:])
         if not window.locks:
             self.unlocked[upper] = None

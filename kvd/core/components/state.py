@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
     from kvd.core.cache.lease import Claim, Lease
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
@@ -36,7 +36,7 @@ NONE = Pages(bytes(ID_BYTES))
 assert NULL_PAGE == 0
 
 
-class Snapshot:
+class StateSnapshot:
     """The state at the end of one node, and the leases that go on from it."""
 
     __slots__ = ("locks", "page")
@@ -46,26 +46,26 @@ class Snapshot:
         self.locks = 0
 
 
-class Held:
+class LeaseStates:
     """What one lease has: the snapshot that it reads, and its own page."""
 
     __slots__ = ("own", "source")
 
-    def __init__(self, source: Node | None, own: Pages) -> None:
+    def __init__(self, source: RadixNode | None, own: Pages) -> None:
         self.source = source
         self.own = own
 
 
-class States:
+class StatePages:
     """The keeper of one component of states. ``snapshots``: by the node at whose end they are."""
 
     def __init__(self, component: Component, total_pages: int, out: Outbox) -> None:
         self.component = component
         self.pool = PagePool(component.name, total_pages)
-        self.snapshots: dict[Node, Snapshot] = {}
-        self.held: dict[int, Held] = {}
+        self.snapshots: dict[RadixNode, StateSnapshot] = {}
+        self.held: dict[int, LeaseStates] = {}
         """By lease."""
-        self._unlocked: OrderedDict[Node, None] = OrderedDict()
+        self._unlocked: OrderedDict[RadixNode, None] = OrderedDict()
         """Snapshots without a lock, used longest ago first."""
         self._out = out
 
@@ -92,12 +92,12 @@ class States:
     # ---- what there is -----------------------------------------------------------------------
 
     @property
-    def nodes(self) -> KeysView[Node]:
+    def nodes(self) -> KeysView[RadixNode]:
         """Nodes with a snapshot at their end."""
         return self.snapshots.keys()
 
     @property
-    def unlocked(self) -> KeysView[Node]:
+    def unlocked(self) -> KeysView[RadixNode]:
         """Those whose snapshot no lease goes on from."""
         return self._unlocked.keys()
 
@@ -106,12 +106,12 @@ class States:
         """Leases that it has something for."""
         return self.held.keys()
 
-    def pages_at(self, node: Node) -> Pages:
+    def pages_at(self, node: RadixNode) -> Pages:
         """The snapshot at the end of that node."""
         snapshot = self.snapshots.get(node)
         return NO_PAGES if snapshot is None else snapshot.page
 
-    def locks_at(self, node: Node) -> int:
+    def locks_at(self, node: RadixNode) -> int:
         """Leases that go on from there."""
         snapshot = self.snapshots.get(node)
         return 0 if snapshot is None else snapshot.locks
@@ -128,7 +128,7 @@ class States:
         """None of it is sent token by token."""
         return prompt_tokens
 
-    def usable(self, node: Node, claim: Claim) -> Node:
+    def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
         """The nearest node with a snapshot; else the root, from where everything is computed."""
         if claim.fresh_tokens is not None:
             return node
@@ -136,7 +136,7 @@ class States:
             node = node.parent
         return node
 
-    def lock(self, anchor: Node, claim: Claim) -> None:
+    def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Keep the snapshot that is gone on from."""
         source = self._source(anchor, claim)
         if source is not None:
@@ -144,7 +144,7 @@ class States:
             snapshot.locks += 1
             self._unlocked.pop(source, None)
 
-    def unlock(self, anchor: Node, claim: Claim) -> None:
+    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
         self._let_go(self._source(anchor, claim))
 
@@ -152,7 +152,7 @@ class States:
         """One, whatever its length."""
         return 1
 
-    def kept(self, anchor: Node, claim: Claim) -> int:
+    def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """The snapshot that it goes on from."""
         return int(self._source(anchor, claim) is not None)
 
@@ -170,11 +170,11 @@ class States:
         )
         self.make_room(n_pages)  # more only where what it dropped is condemned
 
-    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the page."""
-        self.held[lease.id] = Held(self._source(anchor, claim), self.pool.take(n_pages))
+        self.held[lease.id] = LeaseStates(self._source(anchor, claim), self.pool.take(n_pages))
 
-    def _source(self, anchor: Node, claim: Claim) -> Node | None:
+    def _source(self, anchor: RadixNode, claim: Claim) -> RadixNode | None:
         return anchor if claim.fresh_tokens is None and anchor.parent is not None else None
 
     # ---- a lease that lives ------------------------------------------------------------------
@@ -226,7 +226,7 @@ class States:
         )
         if is_exact and anchor is not None:
             self.pool.moves.log.append(held.own)
-            self.snapshots[anchor] = Snapshot(held.own)
+            self.snapshots[anchor] = StateSnapshot(held.own)
             self._unlocked[anchor] = None
         else:
             self.pool.give(held.own)
@@ -237,7 +237,7 @@ class States:
         self._let_go(held.source)
         held.source = None
 
-    def _let_go(self, source: Node | None) -> None:
+    def _let_go(self, source: RadixNode | None) -> None:
         if source is None:
             return
         snapshot = self.snapshots[source]
@@ -247,10 +247,10 @@ class States:
 
     # ---- the tree moves ----------------------------------------------------------------------
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """The lower half keeps the end, and with it the snapshot."""
 
-    def dropped(self, nodes: Iterable[Node]) -> None:
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
         """Their tokens are no longer cached: their snapshots are free."""
         pieces = []
         for node in nodes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count
 
 
-class Window:
+class NodeWindow:
     """The window pages beside one node, and the leases that need them."""
 
     __slots__ = ("locks", "pages")
@@ -27,7 +27,7 @@ class Window:
         self.locks = locks
 
 
-class Stretch:
+class LeaseWindow:
     """What one lease has, counted in pages of its row; see the picture above."""
 
     __slots__ = ("fence", "floor", "pages", "room", "spare", "start", "step", "top", "upto")

@@ -21,7 +21,7 @@ from kvd.core.cache.lease import Rows
 from kvd.core.cache.pages import PagePool
 from kvd.core.components.live_windows import LiveWindows
 from kvd.core.components.tail import most_pages, slid_start, span, tail_start
-from kvd.core.components.window_pages import Stretch
+from kvd.core.components.window_pages import LeaseWindow
 from kvd.core.layout.spec import Tail
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease import Claim, Lease
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
 
 
-class Windows:
+class WindowPages:
     """The keeper of one windowed component."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Windows:
         self.component = component
         self.pool = PagePool(component.name, total_pages)
         self.live = LiveWindows(component.page_size, tree, self.pool.moves)
-        self.held: dict[int, Stretch] = {}
+        self.held: dict[int, LeaseWindow] = {}
         """By lease."""
         self.slides = 0
         self._window = component.extent.window_tokens
@@ -78,12 +78,12 @@ class Windows:
     # ---- what there is -----------------------------------------------------------------------
 
     @property
-    def nodes(self) -> KeysView[Node]:
+    def nodes(self) -> KeysView[RadixNode]:
         """Nodes with a live window."""
         return self.live.at.keys()
 
     @property
-    def unlocked(self) -> KeysView[Node]:
+    def unlocked(self) -> KeysView[RadixNode]:
         """Live nodes that no lease needs."""
         return self.live.unlocked.keys()
 
@@ -92,11 +92,11 @@ class Windows:
         """Leases that it has something for."""
         return self.held.keys()
 
-    def pages_at(self, node: Node) -> Pages:
+    def pages_at(self, node: RadixNode) -> Pages:
         """The window pages of that node."""
         return self.live.at[node].pages if node in self.live.at else NO_PAGES
 
-    def locks_at(self, node: Node) -> int:
+    def locks_at(self, node: RadixNode) -> int:
         """Leases whose window crosses that node."""
         return self.live.at[node].locks if node in self.live.at else 0
 
@@ -114,17 +114,17 @@ class Windows:
         """Where the tail begins."""
         return tail_start(prompt_tokens, self._window, self._page, cached=cached)
 
-    def usable(self, node: Node, claim: Claim) -> Node:
+    def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
         """The nearest node with a live window behind it."""
         if claim.fresh_tokens is not None:
             return node
         return self.live.nearest(node, self._span)
 
-    def lock(self, anchor: Node, claim: Claim) -> None:
+    def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Keep the window behind ``anchor``, exactly: the node that it begins in is cut there."""
         self.live.lock(anchor, self._fence_tokens(anchor, claim))
 
-    def unlock(self, anchor: Node, claim: Claim) -> None:
+    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
         self.live.unlock(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
 
@@ -134,7 +134,7 @@ class Windows:
         room = self._pages(claim.room_tokens)
         return self._budget(max(0, room - start // self._page), claim.step_tokens)
 
-    def kept(self, anchor: Node, claim: Claim) -> int:
+    def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """The window behind ``anchor``."""
         return (anchor.end_tokens - self._fence_tokens(anchor, claim)) // self._page
 
@@ -148,7 +148,7 @@ class Windows:
             out, name = self._out, self.component.name
             out.emit(events.Evicted(out.next_seq(), out.at_s, count(freed), n_nodes, "room", name))
 
-    def grant(self, lease: Lease, claim: Claim, anchor: Node, n_pages: int) -> None:
+    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages and map as many as the lease computes next."""
         fresh = claim.fresh_tokens
         start = (anchor.end_tokens if fresh is None else fresh) // self._page
@@ -157,7 +157,7 @@ class Windows:
         room = self._pages(claim.room_tokens)
         if fresh is not None:
             fence = start
-        held = Stretch(start, fence, room, claim.step_tokens, first_tokens)
+        held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
             held.pages += self.live.behind(anchor, fence * self._page)
         held.spare = self.pool.take(n_pages)
@@ -192,7 +192,7 @@ class Windows:
         self._trim(held)
         return None
 
-    def _trim(self, held: Stretch) -> None:
+    def _trim(self, held: LeaseWindow) -> None:
         """Give back what the rest of the sequence can never need at once."""
         needed = self._budget(held.room - max(held.floor, held.start), held.step)
         kept = len(held.spare) - min(len(held.spare), (held.own_pages - needed) * ID_BYTES)
@@ -282,18 +282,18 @@ class Windows:
         held.pages, held.spare = bytearray(), own
         held.floor = held.top = held.start = held.fence = held.room = 0
 
-    def _release_fence(self, held: Stretch, lease: Lease) -> None:
+    def _release_fence(self, held: LeaseWindow, lease: Lease) -> None:
         if held.fence < held.start and lease.anchor is not None:
             self.live.unlock(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start
 
     # ---- the tree moves ----------------------------------------------------------------------
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Both halves are as live and as locked as the whole was."""
         self.live.split(upper, lower)
 
-    def dropped(self, nodes: Iterable[Node]) -> None:
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
         """Their tokens are no longer cached, so their windows are free."""
         freed = self.live.forget(nodes)
         if freed:
@@ -304,7 +304,7 @@ class Windows:
     def _pages(self, n_tokens: int) -> int:
         return -(-n_tokens // self._page)
 
-    def _fence_tokens(self, anchor: Node, claim: Claim) -> int:
+    def _fence_tokens(self, anchor: RadixNode, claim: Claim) -> int:
         """Where the window behind ``anchor`` begins; at ``anchor`` where none is needed."""
         if claim.fresh_tokens is not None:
             return anchor.end_tokens
@@ -316,7 +316,7 @@ class Windows:
             return max(0, rest)
         return max(0, min(rest, most_pages(self._window, step, self._page)))
 
-    def _top(self, held: Stretch, upto_tokens: int) -> int:
+    def _top(self, held: LeaseWindow, upto_tokens: int) -> int:
         """End of what must be mapped to compute from ``upto_tokens``."""
         if not held.step or self._page == 1:
             return held.room

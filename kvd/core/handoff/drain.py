@@ -37,7 +37,7 @@ from kvd.wire.snapshot import DrainState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import StopAsked
     from kvd.core.leases.admission import Waiter
     from kvd.core.node import Node
@@ -53,7 +53,7 @@ WAITING = {Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER}
 """A send of which one side is here: it has not begun."""
 
 
-class Drain(msgspec.Struct, frozen=True):
+class Draining(msgspec.Struct, frozen=True):
     """Who wants it and why, since when, until when what is under way may take (FOREVER: always)."""
 
     who: str
@@ -69,7 +69,7 @@ class Drainer:
     """Whether this node begins anything new, and which peers do."""
 
     def __init__(self, node: Node) -> None:
-        self.drain: Drain | None = None
+        self.drain: Draining | None = None
         self.is_drained = False
         self.has_left = False
         """The process ends: nothing is said to peers any more, and nothing heard."""
@@ -85,13 +85,13 @@ class Drainer:
         """An operator drains this node; 0: what is under way has all the time that it takes."""
         until_s = self._out.at_s + deadline_s if deadline_s > 0 else FOREVER
         since_s = self._out.at_s if self.drain is None else self.drain.since_s
-        self._begin(Drain(who, why, since_s, until_s))
+        self._begin(Draining(who, why, since_s, until_s))
 
     def stop(self, got: StopAsked) -> None:
         """The process ends as soon as it is drained, and soon after the deadline in any case."""
         if self.drain is None or not self.drain.is_stop:
             until_s = self._out.at_s + max(0.0, got.drain_s)
-            self._begin(Drain("", got.why, self._out.at_s, until_s, is_stop=True))
+            self._begin(Draining("", got.why, self._out.at_s, until_s, is_stop=True))
 
     def end(self) -> None:
         """Serve again."""
@@ -101,7 +101,7 @@ class Drainer:
             self._tell_peers(SERVING, "")
             out.emit(drain_events.DrainEnded(out.next_seq(), out.at_s, out.at_s - drain.since_s))
 
-    def _begin(self, drain: Drain) -> None:
+    def _begin(self, drain: Draining) -> None:
         told = self.would_refuse()
         receives, sends = self.under_way()
         self.drain, self.is_drained, self.cut = drain, False, 0
@@ -124,7 +124,7 @@ class Drainer:
         self._tell_peers(DRAINING, drain.why)
         self.tick()
 
-    def _refuse(self, waiters: list[Waiter], sends: list[PrefillPart]) -> None:
+    def _refuse(self, waiters: list[Waiter], sends: list[SendPart]) -> None:
         refusal = self.refusal()
         assert refusal is not None
         self._node.admission.turn_away(waiters, refusal)
@@ -175,7 +175,7 @@ class Drainer:
         if drain.is_stop:
             self._leave(drain)
 
-    def _leave(self, drain: Drain) -> None:
+    def _leave(self, drain: Draining) -> None:
         node = self._node
         if not node.settings.is_journaled:
             for lease in [one for one in node.leases.leases.values() if ENGINE in one.holders]:
@@ -239,7 +239,7 @@ class Drainer:
 
     # ---- what is under way -------------------------------------------------------------------
 
-    def would_refuse(self) -> tuple[list[Waiter], list[PrefillPart]]:
+    def would_refuse(self) -> tuple[list[Waiter], list[SendPart]]:
         """Who waits in the queue for something new, and the sends that wait for a side.
 
         A lease that resumes is nothing new.
@@ -248,17 +248,17 @@ class Drainer:
         sends = [one for one in self._node.prefiller.rooms.live() if one.state in WAITING]
         return waiters, sends
 
-    def under_way(self) -> tuple[list[DecodePart], list[PrefillPart]]:
+    def under_way(self) -> tuple[list[ReceivePart], list[SendPart]]:
         """Receives and sends that end by themselves, if everybody goes on."""
         return list(self._receives()), list(self._sends())
 
-    def _receives(self) -> Iterator[DecodePart]:
+    def _receives(self) -> Iterator[ReceivePart]:
         is_lost = self._node.peers.is_lost
         for part in self._node.decoder.parts.values():
             if part.waiter is None and not is_lost(part.incarnation):
                 yield part
 
-    def _sends(self) -> Iterator[PrefillPart]:
+    def _sends(self) -> Iterator[SendPart]:
         prefiller, is_lost = self._node.prefiller, self._node.peers.is_lost
         for part in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
             if part.state not in WAITING and not is_lost(part.incarnation):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from kvd.core.effects import worse
 from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode, tell_ended
-from kvd.core.handoff.quarantine import Settling
+from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import of_source
 from kvd.wire import client
 from kvd.wire.peer import Abort, Outcome
 
 if TYPE_CHECKING:
     from kvd.core.effects import Doubt, Outbox
-    from kvd.core.handoff.parts import DecodePart, Reception
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart
     from kvd.core.handoff.verify import Verifying
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peers
@@ -48,14 +48,14 @@ class Endings:
         verifying: Verifying,
         out: Outbox,
     ) -> None:
-        self.parts: dict[int, DecodePart] = {}
+        self.parts: dict[int, ReceivePart] = {}
         """By number: queued, under way, draining."""
-        self.receptions: dict[int, Reception] = {}
+        self.receptions: dict[int, ReceiveAttempt] = {}
         """By receive id: those that have such a part."""
-        self.by_handoff: dict[int, DecodePart] = {}
+        self.by_handoff: dict[int, ReceivePart] = {}
         """Those that have been offered."""
         self.outcomes = Outcomes(settings, out)
-        self.settling = Settling(settings, leases, peers, out)
+        self.settling = Quarantines(settings, leases, peers, out)
         self.delivered = self.failed = 0
         self._settings = settings
         self._leases = leases
@@ -63,7 +63,7 @@ class Endings:
         self._verifying = verifying
         self._out = out
 
-    def drop(self, reception: Reception, refusal: Refusal) -> None:
+    def drop(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
         """What its sources still send is given up, what they have sent is of no use."""
         asking, delivered = reception.in_state(*ASKING), reception.in_state(D.VERIFYING)
         for part in asking:
@@ -82,7 +82,7 @@ class Endings:
             self.close(part, Outcome.ABORTED, refusal)
 
     def end(
-        self, part: DecodePart, outcome: Outcome, why: Refusal, *, cause: str, doubt: Doubt
+        self, part: ReceivePart, outcome: Outcome, why: Refusal, *, cause: str, doubt: Doubt
     ) -> None:
         """A part is CLOSED without its bytes: nothing comes of the others either."""
         reception = part.reception
@@ -94,12 +94,12 @@ class Endings:
         self._over(part, cause, doubt)
         self.close(part, outcome, why)
 
-    def drained(self, part: DecodePart, proof: str, doubt: Doubt) -> None:
+    def drained(self, part: ReceivePart, proof: str, doubt: Doubt) -> None:
         """DRAINING -> CLOSED: the writer is done."""
         self._over(part, proof, doubt)
         self.close(part, Outcome.ABORTED, part.ended)
 
-    def _over(self, part: DecodePart, proof: str, doubt: Doubt) -> None:
+    def _over(self, part: ReceivePart, proof: str, doubt: Doubt) -> None:
         """A writer writes no more; the pages go back with the last one, unless bytes are in doubt.
 
         Only where the attempt has failed: what is delivered is committed.
@@ -116,7 +116,7 @@ class Endings:
         else:
             self.settling.free(part, lease, proof, reception.doubt)
 
-    def close(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
+    def close(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
         del self.parts[part.id]
         del self.by_handoff[part.handoff]
@@ -134,18 +134,18 @@ class Endings:
             if not is_committed:
                 reception.parts = ()
 
-    def fail(self, reception: Reception, refusal: Refusal) -> None:
+    def fail(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine hears why nothing comes of it."""
         reception.ended = refusal
         self._out.answer(reception.session, client.ReceiveFailed(reception.id, refusal))
 
-    def tell(self, part: DecodePart, outcome: Outcome, reason: Refusal | None) -> None:
+    def tell(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
         """Bytes that need not be sent are told with one part, that of the first component's end."""
         is_told = outcome is Outcome.COMMITTED and part.share.is_authoritative
         saved_bytes = self._leases.bytes_of(part.prefix_tokens) if is_told else 0
         tell_ended(part, outcome, reason, saved_bytes, self._out)
 
-    def resend(self, part: DecodePart) -> None:
+    def resend(self, part: ReceivePart) -> None:
         """Say to the prefill side again what it has not answered, and when the next time is."""
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None and part.unanswered is not None:

@@ -9,14 +9,14 @@ import numpy as np
 from kvd.core.components.tail import tail_start
 from kvd.core.handoff.frames import long_settled
 from kvd.core.handoff.payload import parts_of
-from kvd.core.handoff.sources import Span, bad_share, span_of
+from kvd.core.handoff.sources import TokenSpan, bad_share, span_of
 from kvd.core.layout.spec import PerRequest, Tail
 from kvd.errors import Code, Number, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import Engine, PrefillPart
-    from kvd.core.handoff.payload import Cargo, Freight
+    from kvd.core.handoff.parts import SendingEngine, SendPart
+    from kvd.core.handoff.payload import Payload, PayloadPart
     from kvd.core.handoff.rooms import Rooms
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def bad_offer(
-    offer: Offer, cargo: Cargo, split: tuple[int, ...], page_size: int, side: str
+    offer: Offer, cargo: Payload, split: tuple[int, ...], page_size: int, side: str
 ) -> Refusal | None:
     """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13).
 
@@ -83,23 +83,23 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:8]) or "nothing"
 
 
-def _ranges(offer: Offer, freight: Freight, span: Span) -> set[Span]:
+def _ranges(offer: Offer, freight: PayloadPart, span: TokenSpan) -> set[TokenSpan]:
     """The token ranges that both sides work out for what is sent of one component."""
     prompt, component = offer.prompt_tokens, freight.component
     if not freight.streams and not offer.share.is_authoritative:
-        return {Span(prompt, prompt)}
+        return {TokenSpan(prompt, prompt)}
     match component.extent:
         case Tail(window):
             size = component.page_size
             starts = {tail_start(prompt, window, size, cached=cached) for cached in (True, False)}
-            return {Span(start, prompt) for start in starts}
+            return {TokenSpan(start, prompt) for start in starts}
         case PerRequest():
-            return {Span(0, prompt)}
+            return {TokenSpan(0, prompt)}
         case _:
             return {span}
 
 
-def _bad_range(grant: Grant, ranges: set[Span], side: str) -> Refusal | None:
+def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | None:
     if (grant.start_tokens, grant.end_tokens) in ranges:
         return None
     should = " or ".join(f"[{start}, {end})" for start, end in sorted(ranges))
@@ -111,7 +111,7 @@ def _bad_range(grant: Grant, ranges: set[Span], side: str) -> Refusal | None:
     )
 
 
-def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal | None:
+def _bad_pages(freight: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
     first, end = freight.units(grant, unit)
     if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(
@@ -135,7 +135,7 @@ def _bad_pages(freight: Freight, grant: Grant, unit: int, side: str) -> Refusal 
     return None
 
 
-def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+def slid_past(offer: Offer, engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
     """Why the prefill engine has no longer all that the decode side is to get."""
     if cargo.is_streamed or not offer.share.is_authoritative:
         return None
@@ -154,7 +154,7 @@ def slid_past(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal 
     return None
 
 
-def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+def not_reached(engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
     """Why what the engine has is not that of the whole prompt and of nothing else.
 
     Some of it has no window page yet, or a state stands for tokens behind it.
@@ -181,7 +181,7 @@ def not_reached(engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
     return None
 
 
-def disagreement(offer: Offer, engine: Engine, cargo: Cargo, side: str) -> Refusal | None:
+def disagreement(offer: Offer, engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
     """How the two sides' prompts differ; None when they are the same, and there to be sent."""
     if offer.prompt_tokens != engine.prompt_tokens:
         difference = (
@@ -212,7 +212,7 @@ _REPEATED = {
 """What an Offer is, and how it is refused where that has changed; its times are its own."""
 
 
-def differs(known: PrefillPart, offer: Offer, side: str) -> Refusal | None:
+def differs(known: SendPart, offer: Offer, side: str) -> Refusal | None:
     """How an Offer that comes again is another one than the one that was accepted.
 
     None for one that is over too: what is said of it is not about its pages.
@@ -246,7 +246,7 @@ def _n_pages(offer: Offer) -> int:
 
 
 def unacceptable(
-    offer: Offer, peer: Peer, rooms: Rooms, cargo: Cargo, mine: Settings
+    offer: Offer, peer: Peer, rooms: Rooms, cargo: Payload, mine: Settings
 ) -> Refusal | None:
     """Why the Offer cannot be served here and now, whatever the engine has."""
     side = mine.name

@@ -13,7 +13,7 @@ from kvd.core.handoff.frames import is_short, long_offer, long_settled
 from kvd.core.handoff.payload import legs_of
 from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.handoff.refusals import of_source
-from kvd.core.handoff.sources import Source, is_whole, shares, span_of
+from kvd.core.handoff.sources import PrefillSource, is_whole, shares, span_of
 from kvd.core.layout.spec import shards_of
 from kvd.core.leases.admission import OWN_TRANSFER
 from kvd.core.peers.peer_drain import peer_drains
@@ -24,8 +24,8 @@ from kvd.wire.peer import ALL, Offer
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import Reception
-    from kvd.core.handoff.payload import Cargo
+    from kvd.core.handoff.parts import ReceiveAttempt
+    from kvd.core.handoff.payload import Payload
     from kvd.core.peers.peer import Peers
     from kvd.core.settings import Settings
     from kvd.wire.peer import Share
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Offering:
     """Who sends what, and the Offers that say so."""
 
-    def __init__(self, settings: Settings, cargo: Cargo, peers: Peers, out: Outbox) -> None:
+    def __init__(self, settings: Settings, cargo: Payload, peers: Peers, out: Outbox) -> None:
         self._settings = settings
         self._shards = shards_of(settings.spec)
         self._cargo = cargo
@@ -88,7 +88,7 @@ class Offering:
     def _wrong(self, what: str) -> Refusal:
         return Refusal(Code.BAD_REQUEST, what, side=self._settings.name)
 
-    def blocked(self, reception: Reception) -> str | None:
+    def blocked(self, reception: ReceiveAttempt) -> str | None:
         """What it waits for apart from memory: a source, or sources that have all of it."""
         for part in reception.parts:
             why = self._peers.not_ready(part.peer)
@@ -97,7 +97,7 @@ class Offering:
         found = self.shares([part.peer for part in reception.parts])
         return found.message if isinstance(found, Refusal) else None
 
-    def awaits(self, reception: Reception) -> tuple[str, ...]:
+    def awaits(self, reception: ReceiveAttempt) -> tuple[str, ...]:
         """The same as names: of the source, of all of them, of our own transfer process."""
         peers, names = self._peers, [part.peer for part in reception.parts]
         for name in names:
@@ -111,13 +111,13 @@ class Offering:
         if len(names) == 1 and is_whole(by_name[names[0]].incoming, len(self._shards)):
             return (ALL,)
         # Of one with other page sizes no shards are known: neither side has any then.
-        sources = [Source(name, by_name[name].shards or self._shards) for name in names]
+        sources = [PrefillSource(name, by_name[name].shards or self._shards) for name in names]
         found = shares(self._shards, tuple(sources))
         if isinstance(found, Refusal):
             return msgspec.structs.replace(found, side=self._settings.name)
         return found
 
-    def too_long(self, reception: Reception) -> Refusal | None:
+    def too_long(self, reception: ReceiveAttempt) -> Refusal | None:
         """Why a message that a part needs would be too long for who is to read it."""
         mine = self._settings
         for part in reception.parts:
@@ -132,7 +132,7 @@ class Offering:
                 return of_source(part, refusal)
         return None
 
-    def prepare(self, reception: Reception, lease: Lease) -> None:
+    def prepare(self, reception: ReceiveAttempt, lease: Lease) -> None:
         """Give each part its share and its Offer; their handoff ids are there already."""
         shared = self.shares([part.peer for part in reception.parts])
         assert not isinstance(shared, Refusal)  # or it had been blocked

@@ -16,7 +16,7 @@ from kvd.wire.peer import Closed, Outcome
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import DecodePart
+    from kvd.core.handoff.parts import ReceivePart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
 
@@ -35,7 +35,7 @@ class Outcomes:
         self._out = out
 
     def keep(
-        self, peer: Peer | None, part: DecodePart, outcome: Outcome, reason: Refusal | None
+        self, peer: Peer | None, part: ReceivePart, outcome: Outcome, reason: Refusal | None
     ) -> None:
         """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
         if peer is not None:

@@ -29,7 +29,7 @@ from kvd.wire.peer import ALL, Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.handoff.payload import Leg
+    from kvd.core.handoff.payload import PayloadRoute
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
     from kvd.core.settings import Settings
@@ -40,7 +40,7 @@ STORY_LENGTH = 16
 """Transitions kept per part: twice the longest path through either table."""
 
 
-class Story:
+class PartHistory:
     """A bounded list of (time, sentence)."""
 
     __slots__ = ("_lines",)
@@ -81,7 +81,7 @@ class Flow:
         self.moved_bytes = 0
 
 
-def stalled(part: PrefillPart, at_s: float, mine: Settings) -> Refusal | None:
+def stalled(part: SendPart, at_s: float, mine: Settings) -> Refusal | None:
     """Why the part is given up; None while it moves. Begins the next window when one is over."""
     flow = part.flow
     window_s = at_s - flow.since_s
@@ -102,7 +102,7 @@ def stalled(part: PrefillPart, at_s: float, mine: Settings) -> Refusal | None:
     )
 
 
-class Reception:
+class ReceiveAttempt:
     """What an engine asked for with one ``receive``: one lease, filled by one part per source.
 
     Its number is that of its first part. It ends as a whole: every part is delivered and verified,
@@ -134,7 +134,7 @@ class Reception:
         self.deadline_s = at_s
         self.prompt_tokens = 0
         self.prefix_tokens = 0
-        self.parts: tuple[DecodePart, ...] = ()
+        self.parts: tuple[ReceivePart, ...] = ()
         """In the order in which the engine named the sources; none when it is over."""
         self.aux = b""
         self.is_preloaded = False
@@ -151,12 +151,12 @@ class Reception:
         """Their names."""
         return ", ".join([part.peer for part in self.parts])
 
-    def in_state(self, *states: Decode) -> list[DecodePart]:
+    def in_state(self, *states: Decode) -> list[ReceivePart]:
         """Its parts that are in one of these states."""
         return [part for part in self.parts if part.state in states]
 
 
-class DecodePart:
+class ReceivePart:
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
     __slots__ = (
@@ -179,7 +179,7 @@ class DecodePart:
         "unanswered",
     )
 
-    def __init__(self, part_id: int, peer: str, reception: Reception) -> None:
+    def __init__(self, part_id: int, peer: str, reception: ReceiveAttempt) -> None:
         self.id = part_id
         self.peer = peer
         self.reception = reception
@@ -192,7 +192,7 @@ class DecodePart:
         self.moved_bytes = 0
         self.total_bytes = 0
         """Of the pages that it was granted."""
-        self.legs: tuple[Leg, ...] = ()
+        self.legs: tuple[PayloadRoute, ...] = ()
         """What it was granted, for each of our shards."""
         self.seals: tuple[Seal, ...] = ()
         """One per leg; none where nothing is summed."""
@@ -202,7 +202,7 @@ class DecodePart:
         """What it sent is good; it waits for the other sources, if there are any."""
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""
-        self.story = Story()
+        self.story = PartHistory()
 
     @property
     def room(self) -> int:
@@ -250,18 +250,18 @@ class DecodePart:
         return self.reception.ended
 
 
-def waits_for_others(part: DecodePart) -> bool:
+def waits_for_others(part: ReceivePart) -> bool:
     """Whether what it sent is good, and that of another source is not known to be."""
     return part.is_verified and not all(one.is_verified for one in part.reception.parts)
 
 
-def is_wanted(room: int, peer: str, parts: Iterable[DecodePart]) -> bool:
+def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
     """Whether a receive waits for that room of that peer, as where two attempts overlap."""
     same = [one for one in parts if one.room == room]  # a thousand may expire at once
     return any(one.peer == peer for one in same)
 
 
-class Engine(msgspec.Struct, frozen=True):
+class SendingEngine(msgspec.Struct, frozen=True):
     """The engine's half of a send: who, which pages, and the prompt it has."""
 
     session: int
@@ -300,7 +300,7 @@ class Awaited:
         return self.destination in {"", peer}
 
 
-class PrefillPart:
+class SendPart:
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
     __slots__ = (
@@ -360,7 +360,7 @@ class PrefillPart:
         self.resend_gap_s = 0.0
         self.session = 0
         """Of the engine; 0 while there is none."""
-        self.engine: Engine | None = None
+        self.engine: SendingEngine | None = None
         self.offer: Offer | None = None
         self.awaited = Awaited()
         self.peer = ""
@@ -378,7 +378,7 @@ class PrefillPart:
         self.posted_tokens = self.posted_pages = self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
-        self.legs: tuple[Leg, ...] = ()
+        self.legs: tuple[PayloadRoute, ...] = ()
         """What was granted, for each shard of the decode side."""
         self.seals: tuple[Seal, ...] = ()
         """One per leg; none where nothing is summed."""
@@ -397,7 +397,7 @@ class PrefillPart:
         self.in_doubt = False
         """A post ended with bytes sent and not confirmed."""
         self.ended: Refusal | None = None
-        self.story = Story()
+        self.story = PartHistory()
 
     @property
     def is_posted(self) -> bool:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from kvd.core.components.windows import Windows
+from kvd.core.components.windows import WindowPages
 from kvd.core.layout.seal import Seal, seal_of
-from kvd.core.layout.shards import Lane, Straight
+from kvd.core.layout.shards import ShardRoute, Straight
 from kvd.core.layout.spec import (
     Buffer,
     Component,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.sources import Span
+    from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.wire.peer import Offer, Share
@@ -58,19 +58,21 @@ def parts_of(split: tuple[int, ...], place: int = 0) -> int:
     return split[place] if split else 1
 
 
-class Leg(msgspec.Struct, frozen=True):
+class PayloadRoute(msgspec.Struct, frozen=True):
     """One grant of an Offer along one lane; ``grant`` is its place among the grants."""
 
     grant: int
-    lane: Lane
+    lane: ShardRoute
 
 
-def legs_of(offer: Offer, lanes: tuple[Lane, ...]) -> tuple[Leg, ...]:
+def legs_of(offer: Offer, lanes: tuple[ShardRoute, ...]) -> tuple[PayloadRoute, ...]:
     """The legs of what an Offer grants, along the lanes between the two nodes."""
-    return tuple([Leg(grant, lane) for grant in range(len(offer.grants)) for lane in lanes])
+    return tuple(
+        [PayloadRoute(grant, lane) for grant in range(len(offer.grants)) for lane in lanes]
+    )
 
 
-class Freight:
+class PayloadPart:
     """One component that travels. ``place`` is its place among those that peers compare."""
 
     __slots__ = ("component", "factor", "page_bytes", "place", "streams")
@@ -85,7 +87,7 @@ class Freight:
         self.streams = isinstance(component.extent, Whole)
         """Whether it is posted as it is computed; otherwise with the last chunk."""
 
-    def lane_bytes(self, lane: Lane) -> int:
+    def lane_bytes(self, lane: ShardRoute) -> int:
         """Bytes that go along a lane for each page, wherever the two shards are of another size."""
         making = lane.copies[0]
         if isinstance(making, Straight):
@@ -103,13 +105,13 @@ class Freight:
         return grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens)
 
 
-class Cargo:
+class Payload:
     """The components of one pool that travel, in the order of the grants."""
 
     def __init__(self, spec: PoolSpec, table: LeaseTable) -> None:
         compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
         self.freights = tuple(
-            Freight(one, companion_factor(spec, one), place)
+            PayloadPart(one, companion_factor(spec, one), place)
             for place, one in enumerate(compared)
             if has_bytes(one)
         )
@@ -120,14 +122,14 @@ class Cargo:
         self.has_state = any(isinstance(one.extent, PerRequest) for one in compared)
         self._table = table
 
-    def unit_tokens(self, freight: Freight, split: tuple[int, ...]) -> int:
+    def unit_tokens(self, freight: PayloadPart, split: tuple[int, ...]) -> int:
         """Tokens of one unit towards a peer with that split of our pages."""
         return freight.component.page_size // parts_of(split, freight.place)
 
     # ---- the decode side ---------------------------------------------------------------------
 
     def grants(
-        self, lease: Lease, prompt_tokens: int, share: Share, span: Span
+        self, lease: Lease, prompt_tokens: int, share: Share, span: TokenSpan
     ) -> tuple[Grant, ...]:
         """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
         grants = []
@@ -141,7 +143,7 @@ class Cargo:
             grants.append(grant)
         return tuple(grants)
 
-    def _streamed(self, freight: Freight, lease: Lease, span: Span) -> Grant:
+    def _streamed(self, freight: PayloadPart, lease: Lease, span: TokenSpan) -> Grant:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
         size, table = freight.component.page_size, self._table
         own = Pages(
@@ -153,14 +155,14 @@ class Cargo:
         pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
         return Grant(freight.component.name, span.start, span.end, pages)
 
-    def _last(self, freight: Freight, lease: Lease, prompt_tokens: int) -> Grant:
+    def _last(self, freight: PayloadPart, lease: Lease, prompt_tokens: int) -> Grant:
         """Of what goes with the last chunk."""
         component, table = freight.component, self._table
         size = component.page_size
         match component.extent:
             case Tail():
                 keeper = table.beside.named(component.name)
-                assert isinstance(keeper, Windows)
+                assert isinstance(keeper, WindowPages)
                 start = keeper.start_tokens(lease)
                 last = -(-prompt_tokens // size)
                 row = keeper.row(lease)
@@ -178,7 +180,7 @@ class Cargo:
         return NO_PAGES if keeper is None else keeper.own(lease)
 
     def granted_bytes(
-        self, grants: tuple[Grant, ...], legs: tuple[Leg, ...], split: tuple[int, ...] = ()
+        self, grants: tuple[Grant, ...], legs: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
     ) -> int:
         """Bytes that land on the granted pages, in all shards of the decode side."""
         total = 0
@@ -190,12 +192,12 @@ class Cargo:
 
     # ---- both sides --------------------------------------------------------------------------
 
-    def carried(self, share: Share) -> tuple[Freight, ...]:
+    def carried(self, share: Share) -> tuple[PayloadPart, ...]:
         """What an Offer of that share has grants for."""
         return () if share.role is Role.DUMMY else self.freights
 
     def seals(
-        self, offer: Offer, legs: tuple[Leg, ...], split: tuple[int, ...] = ()
+        self, offer: Offer, legs: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
     ) -> tuple[Seal, ...]:
         """One per leg; none where nothing is summed."""
         if offer.integrity is Integrity.OFF:
@@ -208,16 +210,18 @@ class Cargo:
             seals.append(seal_of(offer, region, units))
         return tuple(seals)
 
-    def windows(self) -> Iterator[tuple[int, Windows]]:
+    def windows(self) -> Iterator[tuple[int, WindowPages]]:
         """The keeper of each windowed component, with the number of its grant."""
         for index, freight in enumerate(self.freights):
             keeper = self._table.beside.named(freight.component.name)
-            if isinstance(keeper, Windows):
+            if isinstance(keeper, WindowPages):
                 yield index, keeper
 
     # ---- the prefill side --------------------------------------------------------------------
 
-    def source(self, freight: Freight, lease: Lease, units: tuple[int, int], parts: int) -> Pages:
+    def source(
+        self, freight: PayloadPart, lease: Lease, units: tuple[int, int], parts: int
+    ) -> Pages:
         """Our pages behind the units ``[first, end)``; for several parts, the ids of parts.
 
         Part ``s`` of page ``p`` has the id ``p * parts + s``.

@@ -31,9 +31,9 @@ from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import Engine, PrefillPart
-    from kvd.core.handoff.payload import Cargo
-    from kvd.core.layout.shards import Making
+    from kvd.core.handoff.parts import SendingEngine, SendPart
+    from kvd.core.handoff.payload import Payload
+    from kvd.core.layout.shards import ShardCopy
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer, Peers
     from kvd.wire.peer import Offer
@@ -58,9 +58,11 @@ def no_event(after: bytes, side: str) -> Refusal | None:
 class Posts:
     """The posts that are under way, by id."""
 
-    def __init__(self, cargo: Cargo, leases: LeaseTable, peers: Peers, out: effects.Outbox) -> None:
+    def __init__(
+        self, cargo: Payload, leases: LeaseTable, peers: Peers, out: effects.Outbox
+    ) -> None:
         self._cargo = cargo
-        self.parts: dict[int, PrefillPart] = {}
+        self.parts: dict[int, SendPart] = {}
         self.sent_bytes = 0
         self._legs: dict[int, int] = {}
         """Of each post under way: which leg of its part it goes along."""
@@ -71,7 +73,7 @@ class Posts:
         self._out = out
         self._last = 0
 
-    def plan(self, part: PrefillPart, offer: Offer, peer: Peer) -> None:
+    def plan(self, part: SendPart, offer: Offer, peer: Peer) -> None:
         """What of the prompt is to be posted for an Offer, and along which legs."""
         part.generation = offer.generation
         part.prompt_tokens = offer.prompt_tokens
@@ -87,7 +89,7 @@ class Posts:
         part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
         part.posted_last = self._cargo.is_streamed or not offer.share.is_authoritative
 
-    def push(self, part: PrefillPart) -> None:
+    def push(self, part: SendPart) -> None:
         """Post what has become whole, if there is an agent to post through.
 
         An agent of another generation than the Offer's is none: nobody would end a post to it, and
@@ -123,12 +125,12 @@ class Posts:
             part.posted_tokens = upto
         part.posted_last = part.posted_last or is_last
 
-    def page_tokens(self, part: PrefillPart) -> int:
+    def page_tokens(self, part: SendPart) -> int:
         """The decode side's page size, which is what it can be given piece by piece."""
         return self._leases.page_size // parts_of(part.split)
 
     def _post_copies(
-        self, part: PrefillPart, engine: Engine, index: int, units: tuple[int, int, int]
+        self, part: SendPart, engine: SendingEngine, index: int, units: tuple[int, int, int]
     ) -> None:
         """Units ``[start, end)`` of a leg whose first is ``base``, each from one of our copies."""
         base, start, end = units
@@ -140,9 +142,9 @@ class Posts:
 
     def _post(
         self,
-        part: PrefillPart,
-        engine: Engine,
-        way: tuple[int, Making],
+        part: SendPart,
+        engine: SendingEngine,
+        way: tuple[int, ShardCopy],
         units: tuple[int, int, int],
     ) -> None:
         """Units ``[start, end)``, by one way to make them, of a leg whose first is ``base``."""
@@ -176,12 +178,12 @@ class Posts:
             )
         )
 
-    def forget(self, part: PrefillPart) -> None:
+    def forget(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
         if part.after:
             self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
 
-    def moved(self, post: int, moved_bytes: int) -> PrefillPart | None:
+    def moved(self, post: int, moved_bytes: int) -> SendPart | None:
         """A running post has moved so much."""
         part = self.parts.get(post)
         if part is not None:
@@ -189,12 +191,12 @@ class Posts:
             self._moved[post] = moved_bytes
         return part
 
-    def live_bytes(self, part: PrefillPart) -> int:
+    def live_bytes(self, part: SendPart) -> int:
         """What has left for the part, of posts that are under way too."""
         moved = self._moved
         return part.moved_bytes + sum(moved.get(post, 0) for post in part.outstanding)
 
-    def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> PrefillPart | None:
+    def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> SendPart | None:
         """The post can write no more: it is done, or its agent is destroyed."""
         part = self.moved(post, moved_bytes)
         if part is None:

@@ -32,7 +32,7 @@ from kvd.wire.events import HandoffEnded, Moved
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.errors import Refusal
     from kvd.wire.peer import Outcome
 
@@ -210,7 +210,7 @@ def prefill_next(state: Prefill, trigger: PrefillTrigger) -> Prefill:
         ) from None
 
 
-def move_decode(part: DecodePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
+def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the decode side."""
     before = part.state
     part.state = decode_next(before, trigger)
@@ -218,7 +218,7 @@ def move_decode(part: DecodePart, trigger: DecodeTrigger, why: str, out: Outbox)
         _tell(part, ("decode", before.value, part.state.value, trigger.value), why, out)
 
 
-def move_prefill(part: PrefillPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
+def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the prefill side."""
     before = part.state
     part.state = prefill_next(before, trigger)
@@ -227,7 +227,7 @@ def move_prefill(part: PrefillPart, trigger: PrefillTrigger, why: str, out: Outb
 
 
 def tell_ended(
-    part: DecodePart, outcome: Outcome, reason: Refusal | None, saved_bytes: int, out: Outbox
+    part: ReceivePart, outcome: Outcome, reason: Refusal | None, saved_bytes: int, out: Outbox
 ) -> None:
     """A part of the decode side is over."""
     out.emit(
@@ -252,7 +252,7 @@ def tell_ended(
 
 
 def _tell(
-    part: DecodePart | PrefillPart, edge: tuple[str, str, str, str], why: str, out: Outbox
+    part: ReceivePart | SendPart, edge: tuple[str, str, str, str], why: str, out: Outbox
 ) -> None:
     side, before, after, trigger = edge
     reason = f"{trigger}: {why}" if why else trigger

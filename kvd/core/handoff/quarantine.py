@@ -28,7 +28,7 @@ from kvd.types import short
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import DecodePart
+    from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer, Peers
@@ -38,7 +38,7 @@ MAX_NAMED = 3
 """Connections that a sentence names."""
 
 
-class Awaited(msgspec.Struct, frozen=True):
+class AwaitedStreams(msgspec.Struct, frozen=True):
     """Connections that a lease waits for, since when, and the last ping that left before."""
 
     streams: tuple[str, ...]
@@ -51,7 +51,7 @@ class Awaited(msgspec.Struct, frozen=True):
         return owner is not None and owner.claim.number > self.last_ping
 
 
-class Settling:
+class Quarantines:
     """Quarantined leases whose writers are over, until this host is quiet; and the way there."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Settling:
     ) -> None:
         self.leases: dict[int, Lease] = {}
         """By lease id."""
-        self.awaited: dict[int, Awaited] = {}
+        self.awaited: dict[int, AwaitedStreams] = {}
         """Of these leases: which connections they wait for, where it is not done at once."""
         self._settings = settings
         self._table = leases
@@ -67,18 +67,18 @@ class Settling:
         self._out = out
         self._fenced_generation = self._claims = 0
 
-    def quarantine(self, lease: Lease, parts: list[DecodePart], why: str) -> None:
+    def quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
-    def narrow(self, lease: Lease, parts: list[DecodePart]) -> None:
+    def narrow(self, lease: Lease, parts: list[ReceivePart]) -> None:
         """Of the writers of a quarantined lease, those of these parts are left."""
         self._table.narrow_quarantine(
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
-    def free(self, part: DecodePart, lease: Lease, cause: str, doubt: Doubt) -> None:
+    def free(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
         if doubt is Doubt.NONE:
             self._table.release(lease, ARRIVAL, cause)
@@ -102,7 +102,7 @@ class Settling:
                 known = self.awaited.get(lease_id)
                 since_s = known.since_s if known else got.at_s
                 last_ping = known.last_ping if known else self._peers.pulse.last_ping
-                self.awaited[lease_id] = Awaited(got.streams, since_s, last_ping)
+                self.awaited[lease_id] = AwaitedStreams(got.streams, since_s, last_ping)
 
     def exempt(self) -> None:
         """Wait no more for what living peers have claimed since."""
@@ -163,7 +163,7 @@ class Settling:
         )
         return f"{writers} to settle, to restart, or a fence{by_itself}"
 
-    def _ends(self, awaited: Awaited) -> str:
+    def _ends(self, awaited: AwaitedStreams) -> str:
         """Which connections have to end, whose they are, and what ends them."""
         owners = claimed(self._peers.by_name.values())
         names = []

@@ -1,8 +1,7 @@
 """The decode side of handoffs: ask for a prompt's KV, and own the pages it lands on.
 
-One ``Reception`` is one attempt; it has one ``DecodePart`` for each source, which is one in most
-cases. The states and triggers of parts are ``tables.DECODE``; this file is what happens on the
-edges. The rules that keep memory safe live here:
+One ``ReceiveAttempt`` has one ``ReceivePart`` for each source, which is one in most cases. The states
+and triggers of parts are ``protocol.DECODE``; this file is what happens on the edges. The rules that keep memory safe live here:
 
 - pages are held before the Offer goes out, and a part that may have been accepted is never freed:
   giving up means Abort, an unlocked prefix and *quarantined* pages, until the writer's Settled, a
@@ -23,8 +22,8 @@ from kvd.core.cache.lease import ARRIVAL, Claim, Lease
 from kvd.core.effects import Doubt
 from kvd.core.handoff.endings import ASKING, WRITABLE, Endings
 from kvd.core.handoff.offering import Offering
-from kvd.core.handoff.parts import DecodePart, Reception, is_wanted
-from kvd.core.handoff.payload import Cargo
+from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
+from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode
 from kvd.core.handoff.receive_askers import PreloadAsker, ReceiveAsker
 from kvd.core.handoff.refusals import (
@@ -35,7 +34,7 @@ from kvd.core.handoff.refusals import (
     writer_restarted,
     writer_silent,
 )
-from kvd.core.handoff.verify import Finding, Verifying
+from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, Waiter
 from kvd.core.leases.tiers import DEVICE
 from kvd.errors import Code, Refusal
@@ -73,7 +72,7 @@ class Decoder:
         peers: Peers,
         out: Outbox,
     ) -> None:
-        cargo = Cargo(settings.spec, leases)
+        cargo = Payload(settings.spec, leases)
         self.verifying = Verifying(settings, cargo, peers, out)
         self.offering = Offering(settings, cargo, peers, out)
         self.endings = Endings(settings, leases, peers, self.verifying, out)
@@ -83,7 +82,7 @@ class Decoder:
         self.by_handoff = self.endings.by_handoff
         self.outcomes = self.endings.outcomes
         self.settling = self.endings.settling
-        self.ready: dict[int, Reception] = {}
+        self.ready: dict[int, ReceiveAttempt] = {}
         """By lease id: delivered, until the engine releases the lease."""
         self.received_bytes = self.saved_bytes = 0
         self._settings = settings
@@ -104,7 +103,7 @@ class Decoder:
         """Parts that ended otherwise after they were offered."""
         return self.endings.failed
 
-    def known(self) -> list[DecodePart]:
+    def known(self) -> list[ReceivePart]:
         """Every part that is not over: those under way, then those that were delivered."""
         delivered = [part for one in self.ready.values() for part in one.parts]
         return [*self.parts.values(), *delivered]
@@ -134,7 +133,7 @@ class Decoder:
         reception.waiter = Waiter(claim, reception.deadline_s, asker)
         self._admission.submit(reception.waiter)
 
-    def cancel(self, reception: Reception, refusal: Refusal) -> None:
+    def cancel(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
         waiter = reception.waiter
         if waiter is not None:
@@ -258,7 +257,7 @@ class Decoder:
 
     # ---- edges -------------------------------------------------------------------------------
 
-    def admitted(self, reception: Reception, lease: Lease, call: int) -> None:
+    def admitted(self, reception: ReceiveAttempt, lease: Lease, call: int) -> None:
         """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offers.
 
         -> CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
@@ -287,7 +286,7 @@ class Decoder:
             part.resend_gap_s = self._settings.resend_s
             self.endings.resend(part)
 
-    def not_admitted(self, reception: Reception, why: Refusal, call: int) -> None:
+    def not_admitted(self, reception: ReceiveAttempt, why: Refusal, call: int) -> None:
         """QUEUED -> CLOSED: nothing was held."""
         reception.waiter = None
         for part in reception.parts:
@@ -308,12 +307,12 @@ class Decoder:
             mine, code = self._settings.incarnation, why.code.value
             self._out.send(peer.link, Withdrawn(mine, peer.incarnation, room, code))
 
-    def _judge(self, part: DecodePart, found: Finding | Refusal) -> None:
+    def _judge(self, part: ReceivePart, found: SumFinding | Refusal) -> None:
         if isinstance(found, Refusal):
             self._reject(part, found)
             return
         reception, lease = part.reception, part.lease
-        part.is_verified = found is Finding.GOOD
+        part.is_verified = found is SumFinding.GOOD
         if lease is None or not all(one.is_verified for one in reception.parts):
             return
         if reception.is_preloaded and reception.ended is None:
@@ -321,14 +320,14 @@ class Decoder:
         else:
             self._commit(reception, lease)
 
-    def preloaded(self, reception: Reception, refusal: Refusal | None) -> None:
+    def preloaded(self, reception: ReceiveAttempt, refusal: Refusal | None) -> None:
         """The prompt is in the device buffer too, or cannot be; its bytes are good all the same."""
         if refusal is not None and reception.ended is None:
             self.endings.fail(reception, refusal)
         if reception.lease is not None:
             self._commit(reception, reception.lease)
 
-    def _commit(self, reception: Reception, lease: Lease) -> None:
+    def _commit(self, reception: ReceiveAttempt, lease: Lease) -> None:
         """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""
         for part in reception.parts:
             self._move(part, T.VERIFIED, "")
@@ -350,19 +349,19 @@ class Decoder:
             self._leases.release(lease, ARRIVAL, left.code.value)
             self._released(reception, left.message)
 
-    def _released(self, reception: Reception, why: str) -> None:
+    def _released(self, reception: ReceiveAttempt, why: str) -> None:
         """READY -> CLOSED."""
         for part in reception.parts:
             self._move(part, T.RELEASED, why)
         reception.parts = ()
 
-    def _reject(self, part: DecodePart, why: Refusal) -> None:
+    def _reject(self, part: ReceivePart, why: Refusal) -> None:
         """VERIFYING -> CLOSED: nothing was cached, and nobody gets the pages before Quiet."""
         self._move(part, T.CORRUPTED, why.message)
         # Delivered is a proof of the writer's that all has arrived; the sums say it is none.
         self.endings.end(part, Outcome.CORRUPT, why, cause="corrupt", doubt=Doubt.ARRIVED)
 
-    def _give_up(self, reception: Reception, refusal: Refusal) -> None:
+    def _give_up(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
         """-> DRAINING: tell the engine and the writers, keep the pages from everybody."""
         if reception.ended is not None or reception.lease is None:
             return
@@ -378,15 +377,17 @@ class Decoder:
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _new_reception(self, session: int, message: client.Receive, n_tokens: int) -> Reception:
+    def _new_reception(
+        self, session: int, message: client.Receive, n_tokens: int
+    ) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
-        reception = Reception(number, message.room, session, at_s)
+        reception = ReceiveAttempt(number, message.room, session, at_s)
         reception.prompt_tokens = n_tokens
         reception.deadline_s += min(self._settings.max_deadline_s, message.deadline_s)
         parts = []
         for source in message.source:
             self._last_part += 1
-            part = DecodePart(self._last_part, self.peers.find(source) or source, reception)
+            part = ReceivePart(self._last_part, self.peers.find(source) or source, reception)
             part.story.tell(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
             parts.append(part)
@@ -394,19 +395,19 @@ class Decoder:
         self.receptions[number] = reception
         return reception
 
-    def _moved(self, part: DecodePart, moved_bytes: int) -> None:
+    def _moved(self, part: ReceivePart, moved_bytes: int) -> None:
         """What the writer says has landed, as far as it can be."""
         part.moved_bytes = min(max(part.moved_bytes, moved_bytes), part.total_bytes)
 
-    def _part(self, peer: Peer, handoff: int) -> DecodePart | None:
+    def _part(self, peer: Peer, handoff: int) -> ReceivePart | None:
         part = self.by_handoff.get(handoff)
         return part if part is not None and part.incarnation == peer.incarnation else None
 
-    def _move(self, part: DecodePart, trigger: DecodeTrigger, why: str) -> None:
+    def _move(self, part: ReceivePart, trigger: DecodeTrigger, why: str) -> None:
         move_decode(part, trigger, why, self._out)
 
 
-def _wanted(part: DecodePart) -> str:
+def _wanted(part: ReceivePart) -> str:
     """What it asks for."""
     offer = part.unanswered
     assert isinstance(offer, Offer)

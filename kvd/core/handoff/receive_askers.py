@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import Reception
+    from kvd.core.handoff.parts import ReceiveAttempt
     from kvd.core.handoff.receive import Decoder
     from kvd.core.leases.fetch import Fetch
     from kvd.errors import Refusal
@@ -18,7 +18,7 @@ class ReceiveAsker:
 
     __slots__ = ("_call", "_decoder", "_reception")
 
-    def __init__(self, decoder: Decoder, reception: Reception, call: int) -> None:
+    def __init__(self, decoder: Decoder, reception: ReceiveAttempt, call: int) -> None:
         self._decoder = decoder
         self._reception = reception
         self._call = call
@@ -45,7 +45,7 @@ class PreloadAsker:
 
     __slots__ = ("_decoder", "_reception")
 
-    def __init__(self, decoder: Decoder, reception: Reception) -> None:
+    def __init__(self, decoder: Decoder, reception: ReceiveAttempt) -> None:
         self._decoder = decoder
         self._reception = reception
 

@@ -13,7 +13,7 @@ from kvd.types import short
 from kvd.wire.peer import Outcome, Settled
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import DecodePart, PrefillPart, Reception
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
 
@@ -33,7 +33,7 @@ def bounded(message: Settled, mine: Settings) -> Settled:
     return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
 
 
-def long_aux(part: PrefillPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:
+def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:
     """Why an aux could not be delivered: our own limit, or that of a known peer.
 
     Where another source sends the aux, this one stays here.
@@ -72,7 +72,7 @@ def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
     )
 
 
-def of_source(part: DecodePart, refusal: Refusal) -> Refusal:
+def of_source(part: ReceivePart, refusal: Refusal) -> Refusal:
     """The refusal, naming the source that it is about where there are several."""
     share = part.share
     if share.parts == 1:
@@ -84,7 +84,7 @@ def of_source(part: DecodePart, refusal: Refusal) -> Refusal:
     )
 
 
-def begun_elsewhere(part: DecodePart, begins: int, mine: Settings) -> Refusal:
+def begun_elsewhere(part: ReceivePart, begins: int, mine: Settings) -> Refusal:
     """The prefill side sends from another token on than the Offer says."""
     prefix = part.prefix_tokens
     return Refusal(
@@ -96,14 +96,14 @@ def begun_elsewhere(part: DecodePart, begins: int, mine: Settings) -> Refusal:
     )
 
 
-def took_too_long(reception: Reception, now_s: float, mine: Settings) -> Refusal:
+def took_too_long(reception: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
     """The receive passed its deadline: what it waited for, of several sources the first late."""
     late = [part for part in reception.parts if part.state is not Decode.VERIFYING]
     part = late[0] if late else reception.parts[0]
     return of_source(part, _too_long(part, now_s, mine))
 
 
-def _too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
+def _too_long(part: ReceivePart, now_s: float, mine: Settings) -> Refusal:
     waited_s = now_s - part.since_s
     doing = "verifying them" if part.sums else "copying them to the device buffer"
     what = {
@@ -119,7 +119,7 @@ def _too_long(part: DecodePart, now_s: float, mine: Settings) -> Refusal:
     )
 
 
-def _not_offered(part: PrefillPart) -> str:
+def _not_offered(part: SendPart) -> str:
     awaited = part.awaited
     who = awaited.destination or "no decode side"
     what = f"{who} has not offered" if awaited.destination else f"{who} offered"
@@ -127,7 +127,7 @@ def _not_offered(part: PrefillPart) -> str:
     return f"{what} pages{turned_away}"
 
 
-def too_late(part: PrefillPart, now_s: float, mine: Settings) -> Refusal:
+def too_late(part: SendPart, now_s: float, mine: Settings) -> Refusal:
     """The send passed its deadline: what it waited for."""
     waited_s = now_s - part.since_s
     what = {

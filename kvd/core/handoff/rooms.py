@@ -32,8 +32,8 @@ from kvd.core.peers.life import Life
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import Engine, PrefillPart
-    from kvd.core.handoff.payload import Cargo
+    from kvd.core.handoff.parts import SendingEngine, SendPart
+    from kvd.core.handoff.payload import Payload
     from kvd.core.peers.peer import Peers
     from kvd.core.settings import Settings
 
@@ -55,7 +55,7 @@ class _Lapse(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
-class LapsedRooms:
+class ExpiredRooms:
     """Why each such room ended, for as long as a decode side may wait for it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -102,7 +102,7 @@ MAX_WAITING = 64
 class Turned(NamedTuple):
     """An Offer that is not served, and why."""
 
-    part: PrefillPart
+    part: SendPart
     refusal: Refusal
 
 
@@ -112,7 +112,7 @@ class Meeting(NamedTuple):
     ``refusal``: why the engine itself is refused.
     """
 
-    part: PrefillPart | None
+    part: SendPart | None
     turned: tuple[Turned, ...]
     refusal: Refusal | None = None
 
@@ -123,38 +123,38 @@ NOBODY = Meeting(None, ())
 class Rooms:
     """The parts of the prefill side that are in a LIVE state."""
 
-    def __init__(self, cargo: Cargo, side: str) -> None:
+    def __init__(self, cargo: Payload, side: str) -> None:
         self._cargo = cargo
         self._side = side
-        self.by_room: dict[int, PrefillPart] = {}
+        self.by_room: dict[int, SendPart] = {}
         """The part that has the room; of Offers that wait for an engine, the first."""
-        self.behind: dict[int, list[PrefillPart]] = {}
+        self.behind: dict[int, list[SendPart]] = {}
         """The other Offers that wait for the same engine, oldest first."""
 
-    def live(self) -> list[PrefillPart]:
+    def live(self) -> list[SendPart]:
         """All of them."""
         found = list(self.by_room.values())
         for parts in self.behind.values():
             found += parts
         return found
 
-    def of(self, room: int) -> list[PrefillPart]:
+    def of(self, room: int) -> list[SendPart]:
         """Those of one room, the one that has it first."""
         part = self.by_room.get(room)
         return [] if part is None else [part, *self.behind.get(room, ())]
 
-    def has(self, part: PrefillPart) -> bool:
+    def has(self, part: SendPart) -> bool:
         """Whether the part is one of them."""
         return any(one is part for one in self.of(part.room))
 
-    def enter(self, part: PrefillPart) -> None:
+    def enter(self, part: SendPart) -> None:
         """It has the room, or waits behind the Offer that came first."""
         if part.room in self.by_room:
             self.behind.setdefault(part.room, []).append(part)
         else:
             self.by_room[part.room] = part
 
-    def leave(self, part: PrefillPart) -> None:
+    def leave(self, part: SendPart) -> None:
         """It is over for the room: the next Offer moves up, or the room is free."""
         behind = self.behind.get(part.room)
         if self.by_room.get(part.room) is not part:
@@ -167,7 +167,7 @@ class Rooms:
         if behind is not None and not behind:
             del self.behind[part.room]
 
-    def meet(self, room: int, destination: str, engine: Engine) -> Meeting:
+    def meet(self, room: int, destination: str, engine: SendingEngine) -> Meeting:
         """Which waiting Offer an engine serves: of the peer that it names, or the first that fits.
 
         The engine is refused where the peer that it names has another prompt, and where it has not
@@ -175,7 +175,7 @@ class Rooms:
         """
         if room not in self.by_room:
             return NOBODY
-        chosen: PrefillPart | None = None
+        chosen: SendPart | None = None
         turned: list[Turned] = []
         for part in self.of(room):
             assert part.offer is not None
@@ -212,7 +212,7 @@ class Rooms:
         return taken(part, self._side)
 
 
-def taken(part: PrefillPart, side: str, whose: str = "") -> Refusal:
+def taken(part: SendPart, side: str, whose: str = "") -> Refusal:
     """The room is another part's: in the words of who asks, a handoff or a send."""
     whose = whose or f"handoff {part.handoff} of {part.peer}"
     return Refusal(
@@ -232,7 +232,7 @@ def not_for(room: int, destination: str, peer: str, side: str) -> Refusal:
     )
 
 
-def may_offer_still(part: PrefillPart, peers: Peers) -> list[str]:
+def may_offer_still(part: SendPart, peers: Peers) -> list[str]:
     """Who else could offer pages for a room, now that those in ``withdrawn`` do not."""
     if part.awaited.destination:
         return []

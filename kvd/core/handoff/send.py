@@ -1,6 +1,6 @@
 """The prefill side of handoffs: write what the decode side lacks, then never write again.
 
-One ``PrefillPart`` joins two halves that come in any order: the engine's ``send`` and the decode
+One ``SendPart`` joins two halves that come in any order: the engine's ``send`` and the decode
 side's Offer. Its states and triggers are ``tables.PREFILL``; this file is what happens on the
 edges, with ``posts`` for the pages under way, ``transfers`` for what becomes of them and
 ``last_word`` for the end. The rules that keep memory safe:
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvd.core.handoff.frames import page_bytes
 from kvd.core.handoff.offer import differs, disagreement, not_reached, unacceptable
-from kvd.core.handoff.parts import Engine, FailedSend, PrefillPart, stalled
-from kvd.core.handoff.payload import Cargo
+from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart, stalled
+from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.refusals import long_aux, too_late
-from kvd.core.handoff.rooms import LapsedRooms, Rooms, may_offer_still, taken
-from kvd.core.handoff.settled import LastWord
+from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
+from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
 from kvd.core.peers.agents import Agent
 from kvd.core.peers.peer_drain import lost_because
@@ -57,16 +57,16 @@ class Prefiller:
     drainer: Drainer
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self._cargo = Cargo(settings.spec, leases)
+        self._cargo = Payload(settings.spec, leases)
         self.rooms = Rooms(self._cargo, settings.name)
         """Every part in a LIVE state."""
         self.by_room = self.rooms.by_room
-        self.by_send: dict[int, PrefillPart] = {}
+        self.by_send: dict[int, SendPart] = {}
         """Every part an engine has opened and neither finished nor heard to have failed."""
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
-        self.lapsed = LapsedRooms(settings)
-        self.last_word = LastWord(settings, leases, peers, out)
+        self.lapsed = ExpiredRooms(settings)
+        self.last_word = SettledSends(settings, leases, peers, out)
         self.posts = Posts(self._cargo, leases, peers, out)
         self._settings = settings
         self._leases = leases
@@ -76,7 +76,7 @@ class Prefiller:
 
     # ---- the engine --------------------------------------------------------------------------
 
-    def open(self, message: client.Send, engine: Engine) -> Refusal | None:
+    def open(self, message: client.Send, engine: SendingEngine) -> Refusal | None:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.by_room.get(message.room)
         if part is not None and part.state is not P.AWAIT_ENGINE:
@@ -107,7 +107,7 @@ class Prefiller:
             self._stream(part, T.ENGINE_OPENED)
         return None
 
-    def advance(self, part: PrefillPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
+    def advance(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
         """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
         refusal = no_event(after, self._settings.name)
         if refusal is not None:
@@ -126,7 +126,7 @@ class Prefiller:
             self.posts.push(part)
         return None
 
-    def finish(self, part: PrefillPart, message: client.Finish) -> Refusal | None:
+    def finish(self, part: SendPart, message: client.Finish) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
         peer = self._peers.by_incarnation.get(part.incarnation)
         refusal = long_aux(part, len(message.aux), peer, self._settings)
@@ -148,7 +148,7 @@ class Prefiller:
         self.push(part)
         return None
 
-    def abandon(self, part: PrefillPart, refusal: Refusal) -> None:
+    def abandon(self, part: SendPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
         self.give_up(part, refusal)
         self.failed.pop(part.id, None)
@@ -165,7 +165,7 @@ class Prefiller:
         """Nobody is left to end what has failed."""
         self.failed = {send: one for send, one in self.failed.items() if one.session != session}
 
-    def give_up(self, part: PrefillPart, refusal: Refusal) -> None:
+    def give_up(self, part: SendPart, refusal: Refusal) -> None:
         """Engine failed, client gone, post failed, peer lost, deadline, operator."""
         if part.state in LIVE:
             before = part.state
@@ -208,7 +208,7 @@ class Prefiller:
         if part.state is P.AWAIT_OFFER:
             self._stream(part, T.OFFERED)
 
-    def _unserved(self, peer: Peer, offer: Offer, part: PrefillPart | None) -> Refusal | None:
+    def _unserved(self, peer: Peer, offer: Offer, part: SendPart | None) -> Refusal | None:
         """Why an Offer is not served; ``part`` has its room."""
         refusal = self.drainer.refusal()
         refusal = refusal or unacceptable(offer, peer, self.rooms, self._cargo, self._settings)
@@ -221,7 +221,7 @@ class Prefiller:
             self._turned_away(part, peer.name, refusal)
         return refusal
 
-    def _turned_away(self, part: PrefillPart, peer: str, refusal: Refusal) -> None:
+    def _turned_away(self, part: SendPart, peer: str, refusal: Refusal) -> None:
         """The Offer of this peer is not what the engine waits for, and it waits on."""
         part.awaited.turned_away = f"the Offer of {peer} was refused: {refusal.message}"
         part.story.tell(self._out.at_s, part.awaited.turned_away)
@@ -287,16 +287,16 @@ class Prefiller:
 
     # ---- the transfer process ----------------------------------------------------------------
 
-    def parts_of(self, incarnation: str) -> list[PrefillPart]:
+    def parts_of(self, incarnation: str) -> list[SendPart]:
         """The live parts that were offered by this incarnation."""
         return [part for part in self.rooms.live() if part.incarnation == incarnation]
 
-    def push(self, part: PrefillPart) -> None:
+    def push(self, part: SendPart) -> None:
         """Post what can be posted now, and settle if nothing is left."""
         self.posts.push(part)
         self._flush(part)
 
-    def post_over(self, part: PrefillPart) -> None:
+    def post_over(self, part: SendPart) -> None:
         """One of its posts can write no more."""
         if part.state is P.DRAINING:
             self._drain(part)
@@ -326,7 +326,7 @@ class Prefiller:
 
     # ---- edges -------------------------------------------------------------------------------
 
-    def _stream(self, part: PrefillPart, trigger: PrefillTrigger) -> None:
+    def _stream(self, part: SendPart, trigger: PrefillTrigger) -> None:
         """-> STREAMING: both halves are here and agree."""
         self._move(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
@@ -342,7 +342,7 @@ class Prefiller:
             self._move(part, T.FINISHED, "")
         self.push(part)
 
-    def _flush(self, part: PrefillPart) -> None:
+    def _flush(self, part: SendPart) -> None:
         """FLUSHING -> SETTLED when everything is posted and nothing outstanding."""
         if part.state is P.FLUSHING and part.is_posted and not part.outstanding:
             part.outcome = Outcome.DELIVERED
@@ -350,7 +350,7 @@ class Prefiller:
             del self.by_send[part.id]
             self._settle(part, None)
 
-    def _stop(self, part: PrefillPart, refusal: Refusal) -> None:
+    def _stop(self, part: SendPart, refusal: Refusal) -> None:
         """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
         part.drain_s = self._out.at_s + self._settings.drain_s
         self.last_word.tell_engine(part, refusal)
@@ -370,39 +370,39 @@ class Prefiller:
                 self.lapsed.remember(part.room, refusal, self._out.at_s)
             self.last_word.forgotten(part, refusal)
 
-    def _drain(self, part: PrefillPart) -> None:
+    def _drain(self, part: SendPart) -> None:
         if not part.outstanding:
             self._move(part, T.DRAINED, "")
             self._settle(part, part.ended)
 
-    def _refuse(self, part: PrefillPart, refusal: Refusal) -> None:
+    def _refuse(self, part: SendPart, refusal: Refusal) -> None:
         """AWAIT_ENGINE -> SETTLED(REFUSED): the two sides do not agree."""
         part.outcome = Outcome.REFUSED
         self._move(part, T.REFUSED, refusal.message)
         self._settle(part, refusal)
 
-    def _settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
+    def _settle(self, part: SendPart, refusal: Refusal | None) -> None:
         self.rooms.leave(part)
         self.last_word.settle(part, refusal)
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _new_part(self, room: int, state: Prefill) -> PrefillPart:
+    def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
-        return PrefillPart(self._last_part, room, state, self._out.at_s)
+        return SendPart(self._last_part, room, state, self._out.at_s)
 
-    def _join(self, part: PrefillPart, peer: Peer, handoff: int) -> None:
+    def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name
         part.incarnation = peer.incarnation
         part.handoff = handoff
         self.last_word.join(part)
 
-    def _accept(self, peer: Peer, part: PrefillPart) -> None:
+    def _accept(self, peer: Peer, part: SendPart) -> None:
         mine = self._settings.incarnation
         accept = Accept(mine, part.incarnation, part.handoff, part.decode_prefix_len)
         self._out.send(peer.link, accept)
 
-    def _answer_again(self, peer: Peer, part: PrefillPart) -> None:
+    def _answer_again(self, peer: Peer, part: SendPart) -> None:
         """A repeated Offer or Abort: say again what we said last."""
         if part.state in WRITING:
             self._accept(peer, part)
@@ -413,5 +413,5 @@ class Prefiller:
         # In this order a NaN of the caller loses.
         return self._out.at_s + min(self._settings.max_deadline_s, deadline_s)
 
-    def _move(self, part: PrefillPart, trigger: PrefillTrigger, why: str) -> None:
+    def _move(self, part: SendPart, trigger: PrefillTrigger, why: str) -> None:
         move_prefill(part, trigger, why, self._out)

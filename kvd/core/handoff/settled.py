@@ -31,7 +31,7 @@ from kvd.wire.peer import Closed, Outcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer, Peers
     from kvd.core.settings import Settings
@@ -44,7 +44,7 @@ class Records:
     __slots__ = ("closed", "kept_bytes", "open", "parts")
 
     def __init__(self) -> None:
-        self.parts: dict[int, PrefillPart] = {}
+        self.parts: dict[int, SendPart] = {}
         """By handoff id."""
         self.open: list[int] = []
         """Those that may still be asked for pages, or wait for Closed."""
@@ -53,7 +53,7 @@ class Records:
         self.kept_bytes = 0
         """Of page ids in the Offers of the open ones."""
 
-    def join(self, part: PrefillPart) -> None:
+    def join(self, part: SendPart) -> None:
         """It has met its Offer or Abort."""
         self.parts[part.handoff] = part
         insort(self.open, part.handoff)
@@ -91,13 +91,13 @@ MIN_KEPT_BYTES = 1024 * 1024
 """And so many at least: 256 page ids for each of ``MAX_OPEN`` Offers."""
 
 
-class LastWord:
+class SettledSends:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
         self.records: dict[str, Records] = {}
         """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
-        self.settled: dict[int, PrefillPart] = {}
+        self.settled: dict[int, SendPart] = {}
         """By send id: those that wait for Closed."""
         components = len(settings.spec.components)
         longest = settings.max_prompt_tokens * ID_BYTES * components
@@ -114,19 +114,19 @@ class LastWord:
         """Handoffs of all peers, tombstones included."""
         return sum(len(one.parts) for one in self.records.values())
 
-    def join(self, part: PrefillPart) -> None:
+    def join(self, part: SendPart) -> None:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""
         records = self.records.get(part.incarnation)
         if records is None:
             records = self.records[part.incarnation] = Records()
         records.join(part)
 
-    def keep(self, part: PrefillPart, offer: Offer, kept_bytes: int) -> None:
+    def keep(self, part: SendPart, offer: Offer, kept_bytes: int) -> None:
         """The Offer stays with its part until that is CLOSED, and so many bytes of page ids."""
         part.offer = offer
         self.records[part.incarnation].kept_bytes += kept_bytes
 
-    def find(self, incarnation: str, handoff: int) -> PrefillPart | None:
+    def find(self, incarnation: str, handoff: int) -> SendPart | None:
         """The part that answers for this handoff."""
         records = self.records.get(incarnation)
         return None if records is None else records.parts.get(handoff)
@@ -160,7 +160,7 @@ class LastWord:
         )
         return True
 
-    def settle(self, part: PrefillPart, refusal: Refusal | None) -> None:
+    def settle(self, part: SendPart, refusal: Refusal | None) -> None:
         """The part is SETTLED: let the source lease go, and say so from now on."""
         part.ended = refusal
         self.settled[part.id] = part
@@ -178,20 +178,20 @@ class LastWord:
             self.outlive(part)
             self._fold(part.incarnation, FOREVER)
 
-    def forgotten(self, part: PrefillPart, refusal: Refusal) -> None:
+    def forgotten(self, part: SendPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
         self._let_go(part, "never-offered")
         if refusal.code is Code.ABORTED:
             part.outcome = Outcome.ABORTED
         self._tell_ended(part, refusal)
 
-    def _let_go(self, part: PrefillPart, cause: str) -> None:
+    def _let_go(self, part: SendPart, cause: str) -> None:
         """No page of it is read any more: its prompt and its lease are the engine's alone."""
         if part.engine is not None:
             self._leases.release(part.engine.lease, f"send {part.id}", cause)
             part.engine = None
 
-    def say(self, part: PrefillPart) -> None:
+    def say(self, part: SendPart) -> None:
         """Say Settled, now, and again later."""
         part.resend_s = self._out.at_s + part.resend_gap_s
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
@@ -217,7 +217,7 @@ class LastWord:
                 ),
             )
 
-    def _aux(self, part: PrefillPart) -> bytes:
+    def _aux(self, part: SendPart) -> bytes:
         """What the engine gave; the aux of the other sources of a handoff stays at home."""
         return (part.aux or b"") if part.share.is_authoritative else b""
 
@@ -239,7 +239,7 @@ class LastWord:
         move_prefill(part, PrefillTrigger.CLOSED, message.outcome.value, self._out)
         self._bury(part, refusal)
 
-    def outlive(self, part: PrefillPart) -> None:
+    def outlive(self, part: SendPart) -> None:
         """Nobody will say Closed: SETTLED -> CLOSED without an answer."""
         move_prefill(part, PrefillTrigger.OUTLIVED, "", self._out)
         self._bury(
@@ -297,14 +297,14 @@ class LastWord:
         still_open = records.open[:1] if records is not None else []
         return min([peer.offer_floor, *still_open])
 
-    def tell_engine(self, part: PrefillPart, refusal: Refusal) -> None:
+    def tell_engine(self, part: SendPart, refusal: Refusal) -> None:
         """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""
         part.ended = refusal
         if part.session:
             self._out.answer(part.session, client.SendFailed(part.id, refusal))
             self._answer_finish(part, refusal)
 
-    def _answer_finish(self, part: PrefillPart, refusal: Refusal | None) -> None:
+    def _answer_finish(self, part: SendPart, refusal: Refusal | None) -> None:
         if part.finish_call is not None:
             self._out.answer(
                 part.session,
@@ -318,7 +318,7 @@ class LastWord:
             )
             part.finish_call = None
 
-    def _bury(self, part: PrefillPart, refusal: Refusal | None) -> None:
+    def _bury(self, part: SendPart, refusal: Refusal | None) -> None:
         """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
@@ -332,12 +332,12 @@ class LastWord:
         part.aux = b""
         part.sums = {}
 
-    def _saved_bytes(self, part: PrefillPart) -> int:
+    def _saved_bytes(self, part: SendPart) -> int:
         """What was not sent because it was cached over there: this source's share of it."""
         cached = span_of(part.share, 0, part.decode_prefix_len, self._leases.page_size)
         return self._leases.bytes_of(cached.end - cached.start)
 
-    def _tell_ended(self, part: PrefillPart, refusal: Refusal | None) -> None:
+    def _tell_ended(self, part: SendPart, refusal: Refusal | None) -> None:
         if refusal is None:
             self.delivered += 1
         else:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.core.layout.shards import Lane, Shard, lacking, listed, page_share
+from kvd.core.layout.shards import Shard, ShardRoute, lacking, listed, page_share
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.peer import Role, Share
@@ -30,17 +30,17 @@ from kvd.wire.sent_share import SentShare
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
 
 
-class Source(msgspec.Struct, frozen=True):
+class PrefillSource(msgspec.Struct, frozen=True):
     """One source of a receive, and what it has of the model."""
 
     name: str
     shards: tuple[Shard, ...]
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens ``[start, end)`` of a prompt."""
 
     start: int
@@ -51,13 +51,15 @@ Area = tuple[int, ...]
 """By layer of the model, a bit for each head."""
 
 
-def is_whole(lanes: tuple[Lane, ...], n_shards: int) -> bool:
+def is_whole(lanes: tuple[ShardRoute, ...], n_shards: int) -> bool:
     """Whether these lanes fill every page of each of so many shards."""
     return len(lanes) == n_shards and all(lane.window is None for lane in lanes)
 
 
 @lru_cache(maxsize=1024)
-def shares(ours: tuple[Shard, ...], sources: tuple[Source, ...]) -> tuple[Share, ...] | Refusal:
+def shares(
+    ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]
+) -> tuple[Share, ...] | Refusal:
     """What each source sends of what we keep, in their order; or what is missing, or there twice.
 
     A refusal has no side: the caller is it.
@@ -92,20 +94,20 @@ def shares(ours: tuple[Shard, ...], sources: tuple[Source, ...]) -> tuple[Share,
     return tuple(found)
 
 
-def span_of(share: Share, prefix_tokens: int, prompt_tokens: int, page_tokens: int) -> Span:
+def span_of(share: Share, prefix_tokens: int, prompt_tokens: int, page_tokens: int) -> TokenSpan:
     """The tokens whose KV a source sends, in whole pages but for the prompt's last one.
 
     With more ranks than pages the last ones have none: their range has length 0, as a dummy's has.
     """
     if share.role is Role.DUMMY:
-        return Span(prefix_tokens, prefix_tokens)
+        return TokenSpan(prefix_tokens, prefix_tokens)
     if share.ranks == 1:
-        return Span(prefix_tokens, prompt_tokens)
+        return TokenSpan(prefix_tokens, prompt_tokens)
     first, last = prefix_tokens // page_tokens, -(-prompt_tokens // page_tokens)
     start, end = page_share(first, last, share.rank, share.ranks)
     if start == end:
-        return Span(prefix_tokens, prefix_tokens)
-    return Span(start * page_tokens, min(end * page_tokens, prompt_tokens))
+        return TokenSpan(prefix_tokens, prefix_tokens)
+    return TokenSpan(start * page_tokens, min(end * page_tokens, prompt_tokens))
 
 
 def bad_share(share: Share, side: str) -> Refusal | None:
@@ -124,7 +126,7 @@ def bad_share(share: Share, side: str) -> Refusal | None:
     return Refusal(Code.BAD_REQUEST, f"a share that is none: {what}", side=side)
 
 
-def share_words(share: Share, span: Span, page_tokens: int) -> str:
+def share_words(share: Share, span: TokenSpan, page_tokens: int) -> str:
     """Which part of a handoff this is: ``part 2 of 3, pages 4..8``; empty for the only one."""
     if share.parts == 1:
         return ""
@@ -137,7 +139,7 @@ def share_words(share: Share, span: Span, page_tokens: int) -> str:
     return f"part {share.part + 1} of {share.parts}, {what}{aux}"
 
 
-def accepted(part: PrefillPart) -> client.Accepted:
+def accepted(part: SendPart) -> client.Accepted:
     """What the engine of a source hears when both sides have met."""
     share = part.share
     return client.Accepted(
@@ -154,7 +156,7 @@ def accepted(part: PrefillPart) -> client.Accepted:
     )
 
 
-def _all_shards(sources: Iterable[Source]) -> Iterable[Shard]:
+def _all_shards(sources: Iterable[PrefillSource]) -> Iterable[Shard]:
     return (shard for one in sources for shard in one.shards)
 
 
@@ -172,11 +174,11 @@ def _both(one: Area, other: Area) -> Area:
     return tuple(mine & theirs for mine, theirs in zip(one, other, strict=True))
 
 
-def _end_layer(source: Source) -> int:
+def _end_layer(source: PrefillSource) -> int:
     return max((one.end_layer for one in source.shards), default=0)
 
 
-def _missing(ours: tuple[Shard, ...], sources: tuple[Source, ...]) -> Refusal | None:
+def _missing(ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]) -> Refusal | None:
     """Together they must have all that we keep."""
     missing = lacking(ours, tuple(_all_shards(sources)))
     if not missing:
@@ -189,7 +191,7 @@ def _missing(ours: tuple[Shard, ...], sources: tuple[Source, ...]) -> Refusal | 
     )
 
 
-def _doubled(classes: dict[Area, list[int]], sources: tuple[Source, ...]) -> Refusal | None:
+def _doubled(classes: dict[Area, list[int]], sources: tuple[PrefillSource, ...]) -> Refusal | None:
     """They must have the same of what we keep, or nothing in common."""
     areas = list(classes)
     for index, one in enumerate(areas):
@@ -205,5 +207,5 @@ def _doubled(classes: dict[Area, list[int]], sources: tuple[Source, ...]) -> Ref
     return None
 
 
-def _has(source: Source) -> str:
+def _has(source: PrefillSource) -> str:
     return listed(lacking(source.shards, ()))

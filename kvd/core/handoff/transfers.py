@@ -18,7 +18,7 @@ from kvd.wire.peer import Progress
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
     from kvd.core.peers.peer import Peer, Peers
@@ -111,7 +111,7 @@ class Transfers:
                 self._tell_progress(part, part.moved_bytes)
             self._prefiller.post_over(part)
 
-    def _tell_progress(self, part: PrefillPart, moved_bytes: int) -> None:
+    def _tell_progress(self, part: SendPart, moved_bytes: int) -> None:
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None:
             self._out.send(

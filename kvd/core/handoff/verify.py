@@ -25,8 +25,8 @@ from kvd.wire.peer import Grant, Offer
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.handoff.parts import DecodePart
-    from kvd.core.handoff.payload import Cargo
+    from kvd.core.handoff.parts import ReceivePart
+    from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
     from kvd.core.peers.peer import Peers
     from kvd.core.settings import Settings
@@ -40,7 +40,7 @@ ADVICE = (
 )
 
 
-class Finding(enum.Enum):
+class SumFinding(enum.Enum):
     """What is known of a part's pages, where they are not known to be wrong."""
 
     ASKED = "asked"
@@ -50,8 +50,10 @@ class Finding(enum.Enum):
 class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
-    def __init__(self, settings: Settings, cargo: Cargo, peers: Peers, out: effects.Outbox) -> None:
-        self.parts: dict[int, DecodePart] = {}
+    def __init__(
+        self, settings: Settings, cargo: Payload, peers: Peers, out: effects.Outbox
+    ) -> None:
+        self.parts: dict[int, ReceivePart] = {}
         """By ticket: what has been asked and not answered."""
         self._legs: dict[int, int] = {}
         """By ticket: which leg of the part it is about."""
@@ -61,12 +63,12 @@ class Verifying:
         self._out = out
         self._last_ticket = 0
 
-    def begin(self, part: DecodePart, checksums: bytes) -> Finding | Refusal:
+    def begin(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
         sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
         wanted_bytes = sum(sizes)
         if not wanted_bytes:
-            return Finding.GOOD
+            return SumFinding.GOOD
         if len(checksums) != wanted_bytes:
             return self._unsummed(part, len(checksums), wanted_bytes)
         at, first_ticket = 0, self._last_ticket + 1
@@ -80,13 +82,13 @@ class Verifying:
         part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
-        return Finding.ASKED
+        return SumFinding.ASKED
 
     def ask_again(self) -> None:
         """The transfer process that was asked is gone, and a new one serves."""
         self._ask(list(self.parts))
 
-    def judge(self, got: Verified) -> Finding | Refusal:
+    def judge(self, got: Verified) -> SumFinding | Refusal:
         """Our transfer process has looked at the pages of one leg."""
         part = self.parts.pop(got.ticket)
         index = self._legs.pop(got.ticket)
@@ -101,9 +103,9 @@ class Verifying:
         if got.bad_pages:
             self.forget(part)
             return self._corrupt(part, index, got.bad_pages, checked)
-        return Finding.ASKED if part.sums else Finding.GOOD
+        return SumFinding.ASKED if part.sums else SumFinding.GOOD
 
-    def forget(self, part: DecodePart) -> None:
+    def forget(self, part: ReceivePart) -> None:
         """It is decided: no further answer about it matters."""
         for ticket in [one for one, of in self.parts.items() if of is part]:
             del self.parts[ticket], self._legs[ticket]
@@ -125,11 +127,11 @@ class Verifying:
                 )
             )
 
-    def _told(self, part: DecodePart) -> str:
+    def _told(self, part: ReceivePart) -> str:
         checked = sum(len(sums) for sums in part.sums.values()) // SUM_BYTES
         return f"{checked} of {_sent_pages(part)}"
 
-    def _unsummed(self, part: DecodePart, got_bytes: int, wanted_bytes: int) -> Refusal:
+    def _unsummed(self, part: ReceivePart, got_bytes: int, wanted_bytes: int) -> Refusal:
         mode, n_pages = part.seals[0].integrity.value, _sent_pages(part)
         return Refusal(
             Code.CORRUPT,
@@ -142,7 +144,7 @@ class Verifying:
         )
 
     def _corrupt(
-        self, part: DecodePart, index: int, bad_pages: tuple[int, ...], checked: int
+        self, part: ReceivePart, index: int, bad_pages: tuple[int, ...], checked: int
     ) -> Refusal:
         """Name the wrong pages, in a refusal and an event."""
         seal, grant, out = part.seals[index], _grant(part, index), self._out
@@ -195,12 +197,12 @@ class Verifying:
         )
 
 
-def _grant(part: DecodePart, index: int) -> Grant:
+def _grant(part: ReceivePart, index: int) -> Grant:
     """The grant of a leg; the Offer is what it said last while its pages are verified."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
     return offer.grants[part.legs[index].grant]
 
 
-def _sent_pages(part: DecodePart) -> int:
+def _sent_pages(part: ReceivePart) -> int:
     return sum(seal.end - seal.first for seal in part.seals)

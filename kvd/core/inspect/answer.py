@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeEdge
+    from kvd.core.cache.radix_node import RadixNode as TreeEdge
 
 MAX_LINKS = 20
 """Of one kind: enough to go on from, few enough to choose from."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Explanation(msgspec.Struct, frozen=True):
     """See ``Because``: who, why and since when in one sentence, then the rest."""
 
     sentence: str

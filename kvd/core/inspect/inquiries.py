@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.handoff.parts import DecodePart
+from kvd.core.handoff.parts import ReceivePart
 from kvd.core.inspect.words import receive_waits_for, send_waits_for
 from kvd.core.peers.life import Life
 from kvd.errors import Code, Refusal
@@ -23,7 +23,7 @@ from kvd.wire import admin
 from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import PrefillPart
+    from kvd.core.handoff.parts import SendPart
     from kvd.core.inputs import FromOperator
     from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
@@ -95,7 +95,7 @@ class Inquiries:
         refusal = self._refusal(message.room, len(parts))
         if refusal is not None:
             failed = admin.AdminFailed(message.call, refusal)
-            self._out.effects.append(effects.Report(got.operator, failed))
+            self._out.effects.append(effects.AnswerOperator(got.operator, failed))
             return
         inquiry = Inquiry(got.operator, message.call, self._out.at_s)
         self.open.append(inquiry)
@@ -136,18 +136,18 @@ class Inquiries:
             numbers={"limit": MAX_INQUIRIES},
         )
 
-    def _parts_of(self, room: int) -> list[DecodePart | PrefillPart]:
+    def _parts_of(self, room: int) -> list[ReceivePart | SendPart]:
         decoder, prefiller = self._node.decoder, self._node.prefiller
-        parts: list[DecodePart | PrefillPart] = [
+        parts: list[ReceivePart | SendPart] = [
             part for part in decoder.known() if part.room == room
         ]
         parts += prefiller.rooms.of(room)
         parts += [part for part in prefiller.last_word.settled.values() if part.room == room]
         return parts
 
-    def _ask_about(self, inquiry: Inquiry, part: DecodePart | PrefillPart) -> None:
-        side = PREFILL if isinstance(part, DecodePart) else DECODE
-        ours = f"receive:{part.id}" if isinstance(part, DecodePart) else f"send:{part.id}"
+    def _ask_about(self, inquiry: Inquiry, part: ReceivePart | SendPart) -> None:
+        side = PREFILL if isinstance(part, ReceivePart) else DECODE
+        ours = f"receive:{part.id}" if isinstance(part, ReceivePart) else f"send:{part.id}"
         peer = self._node.peers.by_incarnation.get(part.incarnation)
         why = self._why_not_asked(part, peer)
         if peer is not None and not why:
@@ -162,7 +162,7 @@ class Inquiries:
             )
         inquiry.ends.append(admin.OtherEnd(ours, part.peer, side, why_none=why))
 
-    def _why_not_asked(self, part: DecodePart | PrefillPart, peer: Peer | None) -> str:
+    def _why_not_asked(self, part: ReceivePart | SendPart, peer: Peer | None) -> str:
         if not part.peer:
             return "no peer yet"
         if not part.handoff:
@@ -179,7 +179,7 @@ class Inquiries:
             for ask in [ask for ask, one in self.questions.items() if one.inquiry is inquiry]:
                 del self.questions[ask]
         answer = admin.OtherEnds(inquiry.call, tuple(inquiry.ends))
-        self._out.effects.append(effects.Report(inquiry.operator, answer))
+        self._out.effects.append(effects.AnswerOperator(inquiry.operator, answer))
 
     # ---- we are asked ------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Inquiries:
                 story = self._of_send(send, message.ask)
         self._out.send(peer.link, story)
 
-    def _receive_with(self, peer: Peer, message: AskStory) -> DecodePart | None:
+    def _receive_with(self, peer: Peer, message: AskStory) -> ReceivePart | None:
         decoder = self._node.decoder
         part = decoder.by_handoff.get(message.handoff) or next(
             (one for one in decoder.known() if one.handoff == message.handoff), None
@@ -210,17 +210,17 @@ class Inquiries:
         is_its_own = part is not None and part.incarnation == peer.incarnation
         return part if is_its_own and part is not None and part.room == message.room else None
 
-    def _of_receive(self, part: DecodePart, ask: int) -> Story:
+    def _of_receive(self, part: ReceivePart, ask: int) -> Story:
         waits_for = receive_waits_for(self._node, part)
         return self._story(part, ask, waits_for, part.prefix_tokens, 0)
 
-    def _of_send(self, part: PrefillPart, ask: int) -> Story:
+    def _of_send(self, part: SendPart, ask: int) -> Story:
         waits_for = send_waits_for(part)
         return self._story(part, ask, waits_for, part.decode_prefix_len, len(part.outstanding))
 
     def _story(
         self,
-        part: DecodePart | PrefillPart,
+        part: ReceivePart | SendPart,
         ask: int,
         waits_for: str,
         decode_prefix_len: int,

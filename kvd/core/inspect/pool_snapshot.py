@@ -8,7 +8,7 @@ import numpy as np
 
 from kvd.core.audit.beside_rules import beside_places, needed_nodes
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.windows import Windows
+from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import nobodys, places
 from kvd.core.layout.geometry import shard_places
 from kvd.core.layout.spec import (
@@ -24,7 +24,7 @@ from kvd.wire.snapshot import BufferState, CompanionState, HeldState, PoolState,
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.components.component_pages import Keeper
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.node import Node
 
 
@@ -47,7 +47,7 @@ def held_states(node: Node, lease: Lease) -> tuple[HeldState, ...]:
     )
 
 
-def _use(keeper: Keeper, lease: Lease) -> tuple[int, int]:
+def _use(keeper: ComponentPages, lease: Lease) -> tuple[int, int]:
     """Hits and misses of the lease in its buffer."""
     if not isinstance(keeper, Buffers) or lease.id not in keeper.resident:
         return (0, 0)
@@ -108,7 +108,7 @@ def _companions(node: Node) -> tuple[CompanionState, ...]:
     )
 
 
-def _beside(node: Node, keeper: Keeper) -> PoolState:
+def _beside(node: Node, keeper: ComponentPages) -> PoolState:
     held = quarantined = 0
     for lease in node.leases.leases.values():
         if lease.quarantine is None:
@@ -138,8 +138,8 @@ def _beside(node: Node, keeper: Keeper) -> PoolState:
     )
 
 
-def _window(node: Node, keeper: Keeper) -> WindowState | None:
-    if not isinstance(keeper, Windows):
+def _window(node: Node, keeper: ComponentPages) -> WindowState | None:
+    if not isinstance(keeper, WindowPages):
         return None
     running = [one for one in node.leases.leases.values() if one.quarantine is None]
     return WindowState(
@@ -150,7 +150,7 @@ def _window(node: Node, keeper: Keeper) -> WindowState | None:
     )
 
 
-def _buffer(keeper: Keeper) -> BufferState | None:
+def _buffer(keeper: ComponentPages) -> BufferState | None:
     if not isinstance(keeper, Buffers):
         return None
     return BufferState(

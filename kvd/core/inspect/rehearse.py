@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeEdge
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.cache.radix_node import RadixNode as TreeEdge
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.node import Node
 
 UNLOCKED = "unlocked"
@@ -129,12 +129,12 @@ def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
     return admin.Report(got.call, changed, (), notes=_bounded(notes, len(notes)))
 
 
-def _would_drain(part: DecodePart) -> bool:
+def _would_drain(part: ReceivePart) -> bool:
     """Whether the writer may still write when the part is given up now."""
     return part.state in ASKING and part.ended is None
 
 
-def _said_of_receive(part: DecodePart) -> str:
+def _said_of_receive(part: ReceivePart) -> str:
     lease = part.lease
     if lease is None:
         return f"receive {part.id} leaves the queue: it holds nothing"
@@ -149,7 +149,7 @@ def _said_of_receive(part: DecodePart) -> str:
     return f"{what}: everything has arrived; they are verified first, and then let go"
 
 
-def _freed_by_sender(part: PrefillPart) -> int:
+def _freed_by_sender(part: SendPart) -> int:
     """Pages that nobody needs when the send is given up now."""
     if part.engine is None or part.outstanding or part.state is Prefill.DRAINING:
         return 0
@@ -157,7 +157,7 @@ def _freed_by_sender(part: PrefillPart) -> int:
     return lease.held_pages if lease.holders == {f"send {part.id}"} else 0
 
 
-def _said_of_send(part: PrefillPart, freed: int) -> str:
+def _said_of_send(part: SendPart, freed: int) -> str:
     who = f"send {part.id} to {part.peer or 'nobody yet'}"
     if part.engine is None:
         return f"{who}: no engine has opened it, it holds nothing"

@@ -36,7 +36,7 @@ from kvd.wire.snapshot import (
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.leases.admission import Waiter
     from kvd.core.leases.sessions import Session
     from kvd.core.node import Node
@@ -191,7 +191,7 @@ def room_states(node: Node) -> list[RoomState]:
     ]
 
 
-def decode_room(node: Node, part: DecodePart) -> RoomState:
+def decode_room(node: Node, part: ReceivePart) -> RoomState:
     """One part of the decode side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.prefix_tokens
@@ -221,7 +221,7 @@ def decode_room(node: Node, part: DecodePart) -> RoomState:
     )
 
 
-def prefill_room(node: Node, part: PrefillPart) -> RoomState:
+def prefill_room(node: Node, part: SendPart) -> RoomState:
     """One part of the prefill side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.decode_prefix_len

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvd.core.inspect import why_beside, why_held, why_moving
 from kvd.core.inspect.answer import (
     MAX_LINKS,
-    Answer,
+    Explanation,
     has_page,
     holder_refs,
     lease_refs,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import Node as TreeEdge
+    from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.node import Node
     from kvd.wire.admin import Why
 
@@ -48,7 +48,7 @@ def because(node: Node, got: Why) -> Because | Refusal:
 
     A page or a node is looked for in the whole tree, once: some 0.5 us for each node.
     """
-    answers: dict[str, Callable[[], Answer | Refusal]] = {
+    answers: dict[str, Callable[[], Explanation | Refusal]] = {
         "page": lambda: _page_of(node, got.component, got.id),
         "node": lambda: _node(node, got.id),
         "room": lambda: why_moving.of_room(node, got.id),
@@ -118,7 +118,7 @@ def tree_node(node: Node, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
     )
 
 
-def _page_of(node: Node, component: str, page: int) -> Answer | Refusal:
+def _page_of(node: Node, component: str, page: int) -> Explanation | Refusal:
     """A page of any component: one in lockstep with the first is where that one's page is."""
     first = why_beside.first_page(node, component, page)
     if first is None:
@@ -130,14 +130,14 @@ def _page_of(node: Node, component: str, page: int) -> Answer | Refusal:
     return replace(said, sentence=goes_with)
 
 
-def _page(node: Node, page: int) -> Answer | Refusal:
+def _page(node: Node, page: int) -> Explanation | Refusal:
     table = node.leases
     if not NULL_PAGE <= page < table.pool.total_pages:
         return Refusal(
             Code.BAD_REQUEST, f"page {page}: this pool has pages 0..{table.pool.total_pages - 1}"
         )
     if page == NULL_PAGE:
-        return Answer("page 0 is the null page: never handed out, never freed")
+        return Explanation("page 0 is the null page: never handed out, never freed")
     wanted = pack_ids([page])
     if table.pool.is_condemned(page):
         return why_beside.condemned(node, f"page {page}", page, "")
@@ -152,22 +152,22 @@ def _page(node: Node, page: int) -> Answer | Refusal:
                 sentence=f"page {page} is cached in {said.sentence}",
                 links=links_of(f"node:{edge.id}", *said.links),
             )
-    return Answer(f"page {page} is free")
+    return Explanation(f"page {page} is free")
 
 
-def _held(node: Node, lease: Lease, page: int) -> Answer:
+def _held(node: Node, lease: Lease, page: int) -> Explanation:
     verb = "in quarantine under" if lease.quarantine else "held by"
     waits_for = lease_waits_for(node, lease)
     said = [f"waits for {waits_for}"] if waits_for else []
     said += [f"because {lease.quarantine.why}"] if lease.quarantine else []
-    return Answer(
+    return Explanation(
         f"page {page} is {verb} {describe_holder(node, lease)}",
         tuple(said),
         links_of(*holder_refs(lease)),
     )
 
 
-def _node(node: Node, number: int) -> Answer | Refusal:
+def _node(node: Node, number: int) -> Explanation | Refusal:
     roots = node.leases.tree.roots.items()
     namespace = next((name for name, root in roots if root.id == number), None)
     if namespace is not None:
@@ -178,14 +178,14 @@ def _node(node: Node, number: int) -> Answer | Refusal:
     return _edge(node, edge)
 
 
-def _root(node: Node, namespace: str) -> Answer:
+def _root(node: Node, namespace: str) -> Explanation:
     """A root has no pages; every lease of its namespace locks it, cached or not."""
     root = node.leases.tree.roots[namespace]
     crossing = holders(node).get(root.id, [])
     first = [describe_holder(node, lease) for lease in crossing[:MAX_LINKS]]
     of = f"namespace {namespace!r}" if namespace else "no namespace"
     by = f"{len(crossing)} leases" if crossing else "nobody"
-    return Answer(
+    return Explanation(
         f"node {root.id} (the root of {of}, {len(root.children)} children), locked by {by}",
         (*first, *_more(len(crossing) - len(first))),
         links_of(
@@ -198,7 +198,7 @@ def _more(n_leases: int) -> list[str]:
     return [f"and {n_leases} more leases"] if n_leases > 0 else []
 
 
-def _edge(node: Node, edge: TreeEdge) -> Answer:
+def _edge(node: Node, edge: TreeEdge) -> Explanation:
     crossing = holders(node).get(edge.id, [])
     shown = tree_node(node, edge, crossing[:MAX_LINKS])
     where = (
@@ -216,4 +216,4 @@ def _edge(node: Node, edge: TreeEdge) -> Answer:
     said += why_beside.said_of_node(node, edge)
     parent = [edge.parent] if edge.parent is not None and edge.parent.parent is not None else []
     around = node_refs([*parent, *islice(edge.children.values(), CHILDREN_LINKED)])
-    return Answer(said[0], tuple(said[1:]), links_of(*lease_refs(crossing), *around))
+    return Explanation(said[0], tuple(said[1:]), links_of(*lease_refs(crossing), *around))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvd.core.audit.beside_rules import needed_nodes
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.state import States
-from kvd.core.components.windows import Windows
-from kvd.core.inspect.answer import Answer, has_page, holder_refs, lease_refs, links_of
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
+from kvd.core.inspect.answer import Explanation, has_page, holder_refs, lease_refs, links_of
 from kvd.core.inspect.words import lease_waits_for
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.core.leases.owners import describe_holder
@@ -21,8 +21,8 @@ from kvd.wire.admin import Beside
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node as TreeEdge
-    from kvd.core.components.component_pages import Keeper
+    from kvd.core.cache.radix_node import RadixNode as TreeEdge
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.node import Node
     from kvd.types import Pages
 
@@ -42,7 +42,7 @@ def first_page(node: Node, component: str, page: int) -> int | None:
     return None
 
 
-def page_beside(node: Node, component: str, page: int) -> Answer | Refusal:
+def page_beside(node: Node, component: str, page: int) -> Explanation | Refusal:
     """Who has this page of a component with page ids of its own, or of a saved area."""
     keeper, area = node.leases.beside.named(component), node.leases.saved.pools
     saved = next((name for name, pool in area.items() if pool.name == component), "")
@@ -54,7 +54,7 @@ def page_beside(node: Node, component: str, page: int) -> Answer | Refusal:
     if not NULL_PAGE <= page < pool.total_pages:
         return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{pool.total_pages - 1}")
     if page == NULL_PAGE:
-        return Answer(
+        return Explanation(
             f"{what} is the null page: never handed out, never freed; in a row it means none"
         )
     if pool.is_condemned(page):
@@ -62,38 +62,38 @@ def page_beside(node: Node, component: str, page: int) -> Answer | Refusal:
     return _saved(node, saved, page, what) if keeper is None else _held(node, keeper, page, what)
 
 
-def condemned(node: Node, what: str, page: int, component: str) -> Answer:
+def condemned(node: Node, what: str, page: int, component: str) -> Explanation:
     """Nobody has it, or nobody should: it was in two places, or its lease was broken."""
     why = node.audit.findings.containment.why(component, page)
-    return Answer(
+    return Explanation(
         f"{what} is condemned: nobody gets it before the daemon is started again",
         (f"because {why}",),
     )
 
 
-def _saved(node: Node, component: str, page: int, what: str) -> Answer:
+def _saved(node: Node, component: str, page: int, what: str) -> Explanation:
     """Whose retracted lease wants it back, in the area of that component."""
     for lease in node.leases.leases.values():
         for part in () if lease.saved is None else lease.saved.parts:
             if part.component == component and _has(part.slots, page):
                 kept = part.first + page_ids(part.slots).index(page)
-                return Answer(
+                return Explanation(
                     f"{what} is held by {describe_holder(node, lease)}, which is "
                     f"{lease.standing.value}",
                     (f"it keeps page {kept} of its row",),
                     links_of(*holder_refs(lease)),
                 )
-    return Answer(f"{what} is free")
+    return Explanation(f"{what} is free")
 
 
-def _held(node: Node, keeper: Keeper, page: int, what: str) -> Answer:
+def _held(node: Node, keeper: ComponentPages, page: int, what: str) -> Explanation:
     """Which lease, or which node of the tree, has it."""
     for lease in node.leases.leases.values():
         if _has(keeper.own(lease), page):
             verb = "in quarantine under" if lease.quarantine else "held by"
             waits_for = lease_waits_for(node, lease)
             said = [f"waits for {waits_for}"] if waits_for else []
-            return Answer(
+            return Explanation(
                 f"{what} is {verb} {describe_holder(node, lease)}",
                 (_in_lease(keeper, lease, page), *said),
                 links_of(*holder_refs(lease)),
@@ -104,30 +104,30 @@ def _held(node: Node, keeper: Keeper, page: int, what: str) -> Answer:
             needing = [
                 one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
             ]
-            return Answer(
+            return Explanation(
                 f"{what} is cached {_at(keeper, edge, page)}",
                 tuple(_needing(node, needing)),
                 links_of(f"node:{edge.id}", *lease_refs(needing)),
             )
-    return Answer(f"{what} is free")
+    return Explanation(f"{what} is free")
 
 
 def _has(pages: Pages, page: int) -> bool:
     return has_page(pages, pack_ids([page]))
 
 
-def _in_lease(keeper: Keeper, lease: Lease, page: int) -> str:
+def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
     """Where in the lease it is, and what keeps it there."""
     size = keeper.component.page_size
     match keeper:
         case _ if lease.quarantine is not None:
             return f"because {lease.quarantine.why}"
-        case Windows() if _has(keeper.row(lease), page):
+        case WindowPages() if _has(keeper.row(lease), page):
             at = page_ids(keeper.row(lease)).index(page)
             return f"it is the window of tokens {at * size} to {(at + 1) * size}"
-        case Windows():
+        case WindowPages():
             return "it is spare: the lease maps it further on when it slides"
-        case States():
+        case StatePages():
             return "it is the state that the lease writes"
         case Buffers():
             return _in_slot(keeper, lease, page_ids(keeper.own(lease)).index(page))
@@ -145,9 +145,9 @@ def _in_slot(keeper: Buffers, lease: Lease, slot: int) -> str:
     return f"{where}, and free"
 
 
-def _at(keeper: Keeper, edge: TreeEdge, page: int) -> str:
+def _at(keeper: ComponentPages, edge: TreeEdge, page: int) -> str:
     """Where in the tree it is: a window stands for tokens, a snapshot for all before a token."""
-    if isinstance(keeper, States):
+    if isinstance(keeper, StatePages):
         return f"at node {edge.id}: the state behind its last token, {edge.end_tokens}"
     size = keeper.component.page_size
     start = edge.end_tokens - count(edge.edge) + page_ids(keeper.pages_at(edge)).index(page) * size
@@ -168,7 +168,7 @@ def beside(node: Node, edge: TreeEdge) -> tuple[Beside, ...]:
     return tuple(
         Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
         for keeper in node.leases.beside.each
-        if isinstance(keeper, Windows) or edge in keeper.nodes
+        if isinstance(keeper, WindowPages) or edge in keeper.nodes
     )
 
 
@@ -179,12 +179,12 @@ def said_of_node(node: Node, edge: TreeEdge) -> list[str]:
         name = keeper.component.name
         if edge in keeper.nodes:
             n_pages = count(keeper.pages_at(edge))
-            what = "a snapshot" if isinstance(keeper, States) else f"{n_pages} pages"
+            what = "a snapshot" if isinstance(keeper, StatePages) else f"{n_pages} pages"
             needing = [
                 one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
             ]
             said += [f"{name}: {what}, {one}" for one in _needing(node, needing)]
-        elif isinstance(keeper, Windows):
+        elif isinstance(keeper, WindowPages):
             said.append(f"{name}: a tombstone, its tokens are cached and their window is gone")
     return said
 
@@ -195,7 +195,7 @@ def said_of_lease(node: Node, lease: Lease) -> list[str]:
     for keeper in node.leases.beside.each:
         name, size = keeper.component.name, keeper.component.page_size
         needed = [edge.id for edge in needed_nodes(keeper, lease)]
-        if isinstance(keeper, Windows) and lease.id in keeper.leases:
+        if isinstance(keeper, WindowPages) and lease.id in keeper.leases:
             held = keeper.held[lease.id]
             said.append(
                 f"{name}: mapped at tokens {held.floor * size} to {held.top * size}, its own from "

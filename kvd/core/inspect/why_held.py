@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease_state import Standing
 from kvd.core.inspect import why_beside
-from kvd.core.inspect.answer import MAX_LINKS, Answer, lease_refs, links_of
+from kvd.core.inspect.answer import MAX_LINKS, Explanation, lease_refs, links_of
 from kvd.core.inspect.snapshot import lease_state
 from kvd.core.inspect.words import death_of, lease_word
 from kvd.core.leases.owners import describe_holder, owner_of
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.node import Node
 
 
-def of_lease(node: Node, number: int) -> Answer | Refusal:
+def of_lease(node: Node, number: int) -> Explanation | Refusal:
     """What it holds and locks, for whom, and what it waits for."""
     lease = node.leases.leases.get(number)
     if lease is None:
@@ -53,7 +53,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
     peers = [part.peer for _, part in parts]
     peers += [writer.peer for writer in lease.quarantine.writers] if lease.quarantine else []
     refs += [f"peer:{name}" for name in peers if name]
-    return Answer(
+    return Explanation(
         f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
         f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
         tuple(said),
@@ -62,7 +62,7 @@ def of_lease(node: Node, number: int) -> Answer | Refusal:
     )
 
 
-def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, DecodePart | PrefillPart]]:
+def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, ReceivePart | SendPart]]:
     """The handoffs that fill it, have filled it, or read it, as links."""
     decoder, prefiller = node.decoder, node.prefiller
     for receive in decoder.known():
@@ -73,7 +73,7 @@ def _parts_of(node: Node, lease: Lease) -> Iterator[tuple[str, DecodePart | Pref
             yield f"send:{send.id}", send
 
 
-def of_client(node: Node, number: int) -> Answer | Refusal:
+def of_client(node: Node, number: int) -> Explanation | Refusal:
     """Who it is and what it holds; one that is gone may have left leases behind."""
     session = node.sessions.by_id.get(number)
     leases = [one for one in node.leases.leases.values() if one.session == number]
@@ -117,7 +117,9 @@ def of_client(node: Node, number: int) -> Answer | Refusal:
         oldest_s = node.out.at_s - min(one.since_s for one in waiting)
         facts.append(f"{len(waiting)} requests of it wait for room, the first for {oldest_s:.1f} s")
     under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
-    return Answer(sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS]))
+    return Explanation(
+        sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS])
+    )
 
 
 def _lease_fact(node: Node, lease: Lease) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.inspect.answer import MAX_LINKS, Answer, links_of
+from kvd.core.inspect.answer import MAX_LINKS, Explanation, links_of
 from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
 from kvd.core.inspect.words import agent_words, layout_words
 from kvd.core.layout.shards import lacking, listed
@@ -15,13 +15,13 @@ from kvd.errors import Code, Refusal
 from kvd.types import short
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
     from kvd.wire.snapshot import RoomState
 
 
-def of_receive(node: Node, number: int) -> Answer | Refusal:
+def of_receive(node: Node, number: int) -> Explanation | Refusal:
     """One part of the decode side; also one that is delivered, while its lease lives."""
     decoder = node.decoder
     part = next((one for one in decoder.known() if one.id == number), None)
@@ -32,7 +32,7 @@ def of_receive(node: Node, number: int) -> Answer | Refusal:
     return _handoff(node, [part], [], f"receive:{number}")
 
 
-def of_send(node: Node, number: int) -> Answer | Refusal:
+def of_send(node: Node, number: int) -> Explanation | Refusal:
     """One part of the prefill side."""
     part = next((one for one in _sends(node) if one.id == number), None)
     if part is None:
@@ -42,7 +42,7 @@ def of_send(node: Node, number: int) -> Answer | Refusal:
     return _handoff(node, [], [part], f"send:{number}")
 
 
-def of_room(node: Node, room: int) -> Answer | Refusal:
+def of_room(node: Node, room: int) -> Explanation | Refusal:
     """Every part of a room on this node."""
     decoder = node.decoder
     receives = [one for one in decoder.known() if one.room == room]
@@ -52,16 +52,16 @@ def of_room(node: Node, room: int) -> Answer | Refusal:
     return _handoff(node, receives, sends, f"room:{room}")
 
 
-def _sends(node: Node) -> list[PrefillPart]:
+def _sends(node: Node) -> list[SendPart]:
     prefiller = node.prefiller
     return [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
 
 
 def _handoff(
-    node: Node, receives: list[DecodePart], sends: list[PrefillPart], asked: str
-) -> Answer:
+    node: Node, receives: list[ReceivePart], sends: list[SendPart], asked: str
+) -> Explanation:
     """Parts of one room: what each is at, for whom, and what it waits for."""
-    parts: list[DecodePart | PrefillPart] = [*receives, *sends]
+    parts: list[ReceivePart | SendPart] = [*receives, *sends]
     states = [decode_room(node, part) for part in receives]
     states += [prefill_room(node, part) for part in sends]
     room = states[0].room
@@ -78,7 +78,7 @@ def _handoff(
     sessions = [part.session for part in parts if part.session]
     peers = [part.peer for part in states if part.peer]
     marks = [mark for part in parts for mark in part.story.marks(node.out.at_s)]
-    return Answer(
+    return Explanation(
         said[0],
         tuple(said[1:]),
         links_of(
@@ -119,7 +119,7 @@ def _figures(part: RoomState) -> list[str]:
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def of_peer(node: Node, name: str) -> Answer | Refusal:
+def of_peer(node: Node, name: str) -> Explanation | Refusal:
     """One other daemon: how it is, since when, and what is open with it."""
     peers = node.peers
     dialed = next((one for one in peers.dialed.values() if one.name == name), None)
@@ -144,7 +144,7 @@ def of_peer(node: Node, name: str) -> Answer | Refusal:
         facts.append(f"{pages} pages of {len(quarantined)} leases wait for it to settle")
     open_now = f"{len(receives)} receives and {len(sends)} sends under way"
     under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
-    return Answer(
+    return Explanation(
         f"{_how(node, name, peer)}, {open_now}",
         tuple(facts),
         links_of(*under_way[:MAX_LINKS], *[f"lease:{one.id}" for one in quarantined[:MAX_LINKS]]),

@@ -11,12 +11,12 @@ from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.cache.lease_state import Standing
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.handoff.sources import Span, share_words, span_of
+from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.handoff.parts import DecodePart, PrefillPart
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.leases.sessions import Session
     from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
@@ -104,7 +104,7 @@ def _running_waits_for(lease: Lease) -> str:
     return "the last post that reads its pages"
 
 
-def receive_waits_for(node: Node, part: DecodePart) -> str:
+def receive_waits_for(node: Node, part: ReceivePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
@@ -119,14 +119,14 @@ def receive_waits_for(node: Node, part: DecodePart) -> str:
     return _DECODE_WAITS.get(part.state.value, "")
 
 
-def send_waits_for(part: PrefillPart) -> str:
+def send_waits_for(part: SendPart) -> str:
     """What would take a send further."""
     if part.state is Prefill.AWAIT_OFFER:
         return offer_awaited(part)
     return _PREFILL_WAITS.get(part.state.value, "")
 
 
-def offer_awaited(part: PrefillPart) -> str:
+def offer_awaited(part: SendPart) -> str:
     """Whose Offer a send waits for, and who has said that it will not come, or was refused."""
     awaited = part.awaited
     waits = f"{awaited.destination or 'the decode side'} to offer pages"
@@ -136,16 +136,16 @@ def offer_awaited(part: PrefillPart) -> str:
     return f"{waits}{withdrawn}{turned_away}"
 
 
-def receive_share(node: Node, part: DecodePart) -> str:
+def receive_share(node: Node, part: ReceivePart) -> str:
     """Which part of its prompt a source sends; empty where it sends all of it."""
     size = node.settings.spec.components[0].page_size
     span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
     return share_words(part.share, span, size)
 
 
-def send_share(node: Node, part: PrefillPart) -> str:
+def send_share(node: Node, part: SendPart) -> str:
     """The same of a send, in pages of the decode side."""
-    span = Span(part.start_tokens, part.end_tokens)
+    span = TokenSpan(part.start_tokens, part.end_tokens)
     return share_words(part.share, span, node.prefiller.posts.page_tokens(part))
 
 

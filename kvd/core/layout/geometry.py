@@ -23,7 +23,7 @@ from kvd.core.layout.spec import (
     Component,
     Mha,
     Mla,
-    Order,
+    PageOrder,
     PoolSpec,
     Raw,
     State,
@@ -32,7 +32,7 @@ from kvd.core.layout.spec import (
 from kvd.wire.memory import ShardPlace, TensorPlace
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class PieceRow(msgspec.Struct, frozen=True, array_like=True):
     """Piece ``i`` is ``[offset_bytes + i * stride_bytes, + piece_bytes)``: one piece of page i."""
 
     offset_bytes: int
@@ -45,7 +45,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
     pages: int
     page_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[PieceRow, ...]
     tensors: tuple[TensorPlace, ...]
     page_tokens: int = 0
     """Slots along the first axis of each tensor's page; 0: they are not slots, or unknown."""
@@ -74,7 +74,7 @@ class Geometry(msgspec.Struct, frozen=True):
         return self.pages * self.page_bytes
 
 
-def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
+def geometry(component: Component, *, pages: int, order: PageOrder) -> Geometry:
     """Lay out ``pages`` pages of ``component`` in ``order``.
 
     A component without a byte has no rows and no tensors.
@@ -84,18 +84,18 @@ def geometry(component: Component, *, pages: int, order: Order) -> Geometry:
     inside = 0
     for layer in range(component.layers):
         for part, dtype, shape, size in _parts(component):
-            if order is Order.PAGE_FIRST:
+            if order is PageOrder.PAGE_FIRST:
                 offset, stride = inside, block
             else:
                 offset, stride = inside * pages, size
             tensors.append(TensorPlace(layer, part, dtype, offset, stride, shape))
             inside += size
-    rows: tuple[Row, ...]
-    if order is Order.PAGE_FIRST:
-        rows = (Row(0, block, block),) if block else ()
+    rows: tuple[PieceRow, ...]
+    if order is PageOrder.PAGE_FIRST:
+        rows = (PieceRow(0, block, block),) if block else ()
     else:
         rows = tuple(
-            Row(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
+            PieceRow(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
             for place in tensors
         )
     return Geometry(pages, block, rows, tuple(tensors), _page_tokens(component))
@@ -122,7 +122,7 @@ def misplaced(component: Component) -> TensorPlace | None:
 
     Only a state can have one: its tensors differ in type. None when all are well.
     """
-    for order in Order:
+    for order in PageOrder:
         for place in geometry(component, pages=2, order=order).tensors:
             width = DTYPE_BYTES[place.dtype]
             if place.offset_bytes % width or place.page_stride_bytes % width:

@@ -50,7 +50,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, order=True):
         return layers * heads if layers > 0 and heads > 0 else 0
 
 
-class Window(msgspec.Struct, frozen=True, array_like=True):
+class PageWindow(msgspec.Struct, frozen=True, array_like=True):
     """A part of each page of one shard, in that shard's own numbers, which begin at 0."""
 
     first_layer: int
@@ -68,8 +68,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """``ours`` of the pages of our ``shard`` goes over ``theirs`` of the peer's pages."""
 
     shard: int
-    ours: Window
-    theirs: Window
+    ours: PageWindow
+    theirs: PageWindow
 
 
 class Straight(msgspec.Struct, frozen=True, tag="straight"):
@@ -81,15 +81,15 @@ class Straight(msgspec.Struct, frozen=True, tag="straight"):
 class Pieced(msgspec.Struct, frozen=True, tag="pieced"):
     """``window`` of each of the peer's pages is made of pieces of ours, which tile it."""
 
-    window: Window
+    window: PageWindow
     pieces: tuple[Piece, ...]
 
 
-Making = Straight | Pieced
+ShardCopy = Straight | Pieced
 """How a page of a peer's shard is made of pages of ours."""
 
 
-class Lane(msgspec.Struct, frozen=True):
+class ShardRoute(msgspec.Struct, frozen=True):
     """What this node sends to one shard of a peer.
 
     ``window``: which part of each of the peer's pages it fills; None is all of it. ``copies`` are
@@ -97,8 +97,8 @@ class Lane(msgspec.Struct, frozen=True):
     """
 
     peer_shard: int
-    window: Window | None
-    copies: tuple[Making, ...]
+    window: PageWindow | None
+    copies: tuple[ShardCopy, ...]
 
 
 def tp_shards(
@@ -186,7 +186,7 @@ def listed(shards: tuple[Shard, ...]) -> str:
     return ", ".join(kinds[:SHOWN]) + more
 
 
-def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[Lane, ...]:
+def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[ShardRoute, ...]:
     """What a node with ``ours`` can send to one with ``theirs``, a lane for each shard it can.
 
     Raises:
@@ -203,7 +203,7 @@ def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[Lane, ...
     )
 
 
-def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> Lane | None:
+def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> ShardRoute | None:
     """``replicas``: the places of each of our shards, in the order of the shards."""
     found = [(kind, both) for kind in replicas if (both := _common(kind, their)).cells]
     if not found:
@@ -219,7 +219,7 @@ def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> Lane | 
         msg = f"what {ours} have of {said(their)} is no rectangle of layers and heads"
         raise ValueError(msg)
     n_copies = min(len(replicas[kind]) for kind, _ in found)
-    copies: list[Making] = []
+    copies: list[ShardCopy] = []
     for copy in range(n_copies):
         if found[0][0] == their:
             copies.append(Straight(replicas[their][copy]))
@@ -230,7 +230,7 @@ def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> Lane | 
         )
         copies.append(Pieced(_within(union, their), pieces))
     window = None if union == their else _within(union, their)
-    return Lane(index, window, tuple(copies))
+    return ShardRoute(index, window, tuple(copies))
 
 
 def _common(one: Shard, other: Shard) -> Shard:
@@ -242,9 +242,9 @@ def _common(one: Shard, other: Shard) -> Shard:
     )
 
 
-def _within(part: Shard, whole: Shard) -> Window:
+def _within(part: Shard, whole: Shard) -> PageWindow:
     """A part of a shard in the shard's own numbers."""
-    return Window(
+    return PageWindow(
         part.first_layer - whole.first_layer,
         part.end_layer - whole.first_layer,
         part.first_head - whole.first_head,

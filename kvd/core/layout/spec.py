@@ -194,14 +194,14 @@ class Component(msgspec.Struct, frozen=True):
     tier: Tier = Device("cpu")
 
 
-class Order(enum.Enum):
+class PageOrder(enum.Enum):
     """Which index varies slowest in memory."""
 
     PAGE_FIRST = "page_first"
     LAYER_FIRST = "layer_first"
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldShards(msgspec.Struct, frozen=True):
     """Which shards of a model's KV a pool keeps; ``layers`` and ``heads`` are the model's."""
 
     layers: int
@@ -217,13 +217,13 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
     name: str
     family: str
-    order: Order
+    order: PageOrder
     components: tuple[Component, ...]
     pages: tuple[int, ...]
     saved_pages: tuple[int, ...] = ()
     """Pages of host memory beside each component for retracted leases, a null page included; 0 for
     none, and left out for none at all."""
-    held: Held | None = None
+    held: HeldShards | None = None
     """Where the first component is sharded: components are as one shard has them, and all shards of
     a node are alike. None: the pool has all of the model, in one shard."""
 
@@ -398,7 +398,7 @@ def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
     )
 
 
-def _of_model(component: Component, held: Held | None) -> Component:
+def _of_model(component: Component, held: HeldShards | None) -> Component:
     """A component as the model has it, of which a pool's shards have parts."""
     return component if held is None else _resized(component, held.layers, held.heads)
 

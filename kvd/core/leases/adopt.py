@@ -29,8 +29,8 @@ from kvd.wire import restart_events
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.radix_node import Node as TreeNode
-    from kvd.core.inputs import Adopted, Branch, FormerLease, FormerSession
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
     from kvd.core.node import Node
 
 REASON = "before the restart"
@@ -41,7 +41,7 @@ class NotAdopted(Exception):
     """This cannot be what the pool held; the message says why. Nothing was changed."""
 
 
-class Former:
+class Adoption:
     """The leases of before the restart, and the one that keeps what their engines may still read.
 
     Invariant: ``leases`` are those with an engine that stand as FORMER; ``unproven`` is there only
@@ -58,7 +58,7 @@ class Former:
         """Those of one engine."""
         return [lease for lease in self.leases.values() if lease.session == session]
 
-    def adopted(self, got: Adopted) -> None:
+    def adopted(self, got: PoolAdopted) -> None:
         """Take all of it in.
 
         Raises:
@@ -160,7 +160,7 @@ class Former:
 # ---- what came ---------------------------------------------------------------------------------
 
 
-def why_not(node: Node, got: Adopted) -> str:
+def why_not(node: Node, got: PoolAdopted) -> str:
     """Why it cannot be taken in, the first reason found; empty when it can."""
     page_bytes = node.leases.page_size * ID_BYTES
     for reasons in (
@@ -188,14 +188,14 @@ def _not_new(node: Node) -> Iterator[str]:
         )
 
 
-def _pages_of(got: Adopted) -> Pages:
+def _pages_of(got: PoolAdopted) -> Pages:
     """All that leave the free list."""
     held = [lease.held for session in got.sessions for lease in session.leases]
     kept = [got.unproven] if got.sessions else []
     return Pages(b"".join([*(one.pages for one in got.branches), *held, *kept]))
 
 
-def _bad_pages(got: Adopted, total: int) -> Iterator[str]:
+def _bad_pages(got: PoolAdopted, total: int) -> Iterator[str]:
     ids = np.frombuffer(_pages_of(got), dtype="<i4")
     strays = ids[(ids < 1) | (ids >= total)]
     if strays.size:
@@ -228,7 +228,7 @@ def _key(branch: Branch, page_bytes: int) -> tuple[int, str, bytes]:
     return branch.parent, branch.namespace, branch.tokens[:page_bytes]
 
 
-def _bad_sessions(got: Adopted) -> Iterator[str]:
+def _bad_sessions(got: PoolAdopted) -> Iterator[str]:
     sessions = [session.id for session in got.sessions]
     leases = [lease.id for session in got.sessions for lease in session.leases]
     for what, numbers in (("session", sessions), ("lease", leases)):
@@ -242,7 +242,7 @@ def _some(numbers: list[int]) -> str:
     return ", ".join(map(str, sorted(numbers)[:8]))
 
 
-def _bad_prefixes(got: Adopted, page_bytes: int) -> Iterator[str]:
+def _bad_prefixes(got: PoolAdopted, page_bytes: int) -> Iterator[str]:
     """A lease whose path is not cached would have its pages given to others."""
     by_key = {_key(one, page_bytes): number for number, one in enumerate(got.branches)}
     for session in got.sessions:

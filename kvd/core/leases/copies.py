@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.layout.spec import Component, PoolSpec
-    from kvd.core.leases.saved_area import Moved
+    from kvd.core.leases.saved_area import SavedMove
     from kvd.types import Pages
 
 
@@ -85,7 +85,7 @@ def _pairs(spec: PoolSpec, component: Component) -> list[tuple[str, str]]:
     return list(zip(pools, region_names(spec, saved_region(component)), strict=True))
 
 
-class Copying:
+class CopyRound:
     """All copies of one lease, and what came of those that are over."""
 
     __slots__ = ("lease", "n_bytes", "tickets", "why")
@@ -102,7 +102,7 @@ class LeaseCopies:
     """Those that are under way. ``by_ticket``: to the copies of the same lease."""
 
     def __init__(self, spec: PoolSpec, copies: Copies) -> None:
-        self.by_ticket: dict[int, Copying] = {}
+        self.by_ticket: dict[int, CopyRound] = {}
         self._regions = {one.name: _pairs(spec, one) for one in spec.components}
         """By component: its regions, each with that of its saved pages."""
         self._copies = copies
@@ -111,25 +111,25 @@ class LeaseCopies:
         """Those that have copies under way, each as often as it has."""
         return [one.lease for one in self.by_ticket.values()]
 
-    def save(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+    def save(self, asker: CopyAsker, lease: Lease, moved: list[SavedMove]) -> None:
         """Order the copies out."""
-        copying, order = Copying(lease), self._copies.order
+        copying, order = CopyRound(lease), self._copies.order
         for one in moved:
             for region, saved in self._regions[one.component]:
                 self._note(copying, order(asker, region, one.pages, saved, one.slots))
 
-    def restore(self, asker: CopyAsker, lease: Lease, moved: list[Moved]) -> None:
+    def restore(self, asker: CopyAsker, lease: Lease, moved: list[SavedMove]) -> None:
         """Order the copies back."""
-        copying, order = Copying(lease), self._copies.order
+        copying, order = CopyRound(lease), self._copies.order
         for one in moved:
             for region, saved in self._regions[one.component]:
                 self._note(copying, order(asker, saved, one.slots, region, one.pages))
 
-    def _note(self, copying: Copying, ticket: int) -> None:
+    def _note(self, copying: CopyRound, ticket: int) -> None:
         copying.tickets.add(ticket)
         self.by_ticket[ticket] = copying
 
-    def over(self, ticket: int, n_bytes: int, why: str) -> Copying | None:
+    def over(self, ticket: int, n_bytes: int, why: str) -> CopyRound | None:
         """One is over; all of its lease's if it was the last, None before."""
         copying = self.by_ticket.pop(ticket)
         copying.tickets.discard(ticket)

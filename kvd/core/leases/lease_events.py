@@ -13,11 +13,11 @@ from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
 
 
-def tell_opened(out: Outbox, lease: Lease, anchor: Node, missed: int, why: str) -> None:
+def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: str) -> None:
     """A prefix is locked and pages are held."""
     out.seq = seq = out.seq + 1
     out.events.append(
@@ -45,7 +45,7 @@ def tell_extended(out: Outbox, lease: Lease) -> None:
     out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages, locked))
 
 
-def tell_committed(out: Outbox, lease: Lease, node: Node, duplicate_pages: int) -> None:
+def tell_committed(out: Outbox, lease: Lease, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
     out.seq = seq = out.seq + 1
     out.events.append(

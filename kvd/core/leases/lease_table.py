@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.evicted_filter import Departed
+from kvd.core.cache.evicted_filter import EvictedFilter
 from kvd.core.cache.eviction import eviction_order
 from kvd.core.cache.lease import ENGINE, Claimed, Demand, Lease, Shortage
 from kvd.core.cache.moves import Moves
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import RadixTree
-from kvd.core.components.component_pages import Keepers
+from kvd.core.components.component_pages import AllComponentPages
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
 from kvd.core.leases.notes import Notes
@@ -43,7 +43,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.cache.eviction import Policy
     from kvd.core.cache.lease import Claim, Demand, Quarantine, Writer
-    from kvd.core.cache.radix_node import Node
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import PoolSpec
 
@@ -109,8 +109,8 @@ class LeaseTable:
         self.moves = Moves()
         self.pool = PagePool(component.name, spec.pages[0], self.moves)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
-        self.beside = Keepers(spec, self.tree, out)
-        self.departed = Departed(is_single=not self.beside.each)
+        self.beside = AllComponentPages(spec, self.tree, out)
+        self.departed = EvictedFilter(is_single=not self.beside.each)
         self.budgets = Budgets(self)
         self.saved = SavedArea(spec, self, out)
         self.page_size = component.page_size
@@ -217,7 +217,7 @@ class LeaseTable:
             self.beside.grant(lease, claimed)
         return lease
 
-    def _opened(self, claim: Claim, anchor: Node, row: Pages, owned: int) -> Lease:
+    def _opened(self, claim: Claim, anchor: RadixNode, row: Pages, owned: int) -> Lease:
         """A new lease."""
         self.opened += 1
         out = self._out
@@ -280,7 +280,7 @@ class LeaseTable:
             self._cache(lease, lease.anchor, last)
         return first
 
-    def _cache(self, lease: Lease, anchor: Node, last: int) -> None:
+    def _cache(self, lease: Lease, anchor: RadixNode, last: int) -> None:
         """Move the pages ``[owned, last)`` of the row into the tree; the lock follows them."""
         first = lease.owned
         row = lease.row
@@ -330,7 +330,7 @@ class LeaseTable:
         lease.room_tokens = max(lease.room_tokens, count(tokens))
         self.releases += 1
 
-    def _again(self, lease: Lease, anchor: Node, row: Pages) -> Lease:
+    def _again(self, lease: Lease, anchor: RadixNode, row: Pages) -> Lease:
         """A retracted lease has a lock and pages again."""
         lease.anchor = anchor
         lease.row = row

@@ -22,7 +22,7 @@ from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import Extension, Node
+    from kvd.core.cache.radix_node import Extension, RadixNode
     from kvd.core.effects import Outbox
     from kvd.types import Pages
 
@@ -87,6 +87,6 @@ class Notes:
             self._out.effects.append(NoteEnded(lease.id))
 
 
-def last_page(node: Node | None) -> int:
+def last_page(node: RadixNode | None) -> int:
     """The page at which the path to ``node`` ends; 0 for a root, which has none."""
     return int.from_bytes(node.pages[-ID_BYTES:] if node is not None else NO_PAGES, "little")

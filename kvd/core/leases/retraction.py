@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
-from kvd.core.cache.lease_state import Standing, Turn
+from kvd.core.cache.lease_state import LeaseTransition, Standing
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.copies import LeaseCopies
 from kvd.core.leases.holding import arriving, before_restart, lease_of, running_lease_of
@@ -27,7 +27,7 @@ from kvd.wire import client, events
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Copied, CopyFailed
-    from kvd.core.leases.saved_area import Moved
+    from kvd.core.leases.saved_area import SavedMove
     from kvd.core.node import Node
 
 HOST = "host"
@@ -184,7 +184,7 @@ class Retractor:
                 Code.WRONG_STATE,
                 f"lease {lease.id} is {lease.standing.value}: only a retracted one can resume",
             )
-        node.leases.saved.turn(lease, Turn.RESUME)
+        node.leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
             session,
             message.call,
@@ -235,10 +235,10 @@ class Retractor:
 
     def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
-        self._node.leases.saved.turn(lease, Turn.GIVEN_UP)
+        self._node.leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
-    def _restore(self, lease: Lease, moved: list[Moved]) -> None:
+    def _restore(self, lease: Lease, moved: list[SavedMove]) -> None:
         """Order the copies now, or as soon as a transfer process serves."""
         if not self._node.peers.generation:
             self.uncopied[lease.id] = lease
@@ -318,7 +318,7 @@ class Retractor:
                     ),
                 )
             elif ENGINE in lease.holders:
-                area.turn(lease, Turn.CUT)
+                area.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
                 area.undo_restore(lease)
@@ -352,7 +352,7 @@ class Retractor:
         self.retracted += 1
         out = self._out
         out.emit(
-            events.Retracted(
+            events.LeaseRetracted(
                 out.next_seq(),
                 out.at_s,
                 lease.id,
@@ -380,7 +380,7 @@ class Retractor:
         self.spared_bytes += spared_bytes
         out = self._out
         out.emit(
-            events.Resumed(
+            events.LeaseResumed(
                 out.next_seq(),
                 out.at_s,
                 lease.id,

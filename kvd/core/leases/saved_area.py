@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.cache.lease import RESTORE, SAVE, Rows, Saved, SavedPart, Shortage
-from kvd.core.cache.lease_state import Turn, standing_next
+from kvd.core.cache.lease_state import LeaseTransition, standing_next
 from kvd.core.cache.pages import PagePool
 from kvd.core.layout.spec import (
     Buffer,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvd.types import Tokens
 
 
-class Moved(msgspec.Struct, frozen=True):
+class SavedMove(msgspec.Struct, frozen=True):
     """Pages of one component that are saved or restored: ``pages[i]`` of it and ``slots[i]``."""
 
     component: str
@@ -99,7 +99,7 @@ class SavedArea:
             pool, needed = self.pools[component], count(rows.pages)
             if needed > pool.free_pages:
                 return Shortage(needed, pool.free_pages, component)
-        self.turn(lease, Turn.RETRACT)
+        self.turn(lease, LeaseTransition.RETRACT)
         parts = tuple(
             SavedPart(component, rows.first, self.pools[component].take(count(rows.pages)))
             for component, rows in wanted.items()
@@ -147,7 +147,7 @@ class SavedArea:
 
     def cut_save(self, lease: Lease) -> None:
         """The pages were not saved: the lease runs on as before."""
-        self.turn(lease, Turn.CUT)
+        self.turn(lease, LeaseTransition.CUT)
         self.drop(lease)
         self._table.release(lease, SAVE, "cut")
 
@@ -156,42 +156,42 @@ class SavedArea:
         lease.retracted_s = self._out.at_s
         if lease.saved is not None:
             self._table.vacate(lease, lease.saved.tokens)
-        self.turn(lease, Turn.SAVED)
+        self.turn(lease, LeaseTransition.SAVED)
         self._table.release(lease, SAVE, "retracted")
 
     def leave(self, lease: Lease, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; nothing of them is kept."""
         lease.retracted_s = self._out.at_s
         self._table.vacate(lease, tokens)
-        self.turn(lease, Turn.DROP)
+        self.turn(lease, LeaseTransition.DROP)
 
     # ---- and back ----------------------------------------------------------------------------
 
     def begin_restore(self, lease: Lease) -> None:
         """Saved bytes are on their way into the row's pages."""
-        self.turn(lease, Turn.ADMITTED)
+        self.turn(lease, LeaseTransition.ADMITTED)
         lease.holders.add(RESTORE)
 
     def end_restore(self, lease: Lease) -> None:
         """The row holds what was saved: the area's pages are free now."""
-        self.turn(lease, Turn.RESTORED)
+        self.turn(lease, LeaseTransition.RESTORED)
         self.drop(lease)
         self._table.release(lease, RESTORE, "restored")
 
     def undo_restore(self, lease: Lease) -> None:
         """It is not restored: the pages go back, the bytes stay saved for whoever wants them."""
         self._table.vacate(lease, lease.tokens)
-        self.turn(lease, Turn.REFUSED)
+        self.turn(lease, LeaseTransition.REFUSED)
         self._table.release(lease, RESTORE, "refused")
 
     def give_up(self, lease: Lease) -> None:
         """Its row cannot take what was saved: the pages go back, the bytes stay saved."""
         self._table.vacate(lease, lease.tokens)
-        self.turn(lease, Turn.GIVEN_UP)
+        self.turn(lease, LeaseTransition.GIVEN_UP)
 
     def complete(self, lease: Lease) -> None:
         """The row needs nothing of what was saved."""
-        self.turn(lease, Turn.COMPLETE)
+        self.turn(lease, LeaseTransition.COMPLETE)
         self.drop(lease)
 
     def drop(self, lease: Lease) -> None:
@@ -201,23 +201,23 @@ class SavedArea:
             for part in saved.parts:
                 self.pools[part.component].give(part.slots)
 
-    def turn(self, lease: Lease, turn: Turn) -> None:
+    def turn(self, lease: Lease, turn: LeaseTransition) -> None:
         """The lease goes on to its next standing."""
         lease.standing = standing_next(lease.standing, turn)
 
     # ---- what is copied ----------------------------------------------------------------------
 
-    def to_save(self, lease: Lease) -> list[Moved]:
+    def to_save(self, lease: Lease) -> list[SavedMove]:
         """Everything that the lease has, of every component."""
         moved = self._moved(lease, 0)
         assert not isinstance(moved, Refusal), "what was taken for its rows fits them"
         return moved
 
-    def to_restore(self, lease: Lease) -> list[Moved] | Refusal:
+    def to_restore(self, lease: Lease) -> list[SavedMove] | Refusal:
         """What the tree did not give it; or which row was mapped and never saved."""
         return self._moved(lease, lease.owned)
 
-    def _moved(self, lease: Lease, first: int) -> list[Moved] | Refusal:
+    def _moved(self, lease: Lease, first: int) -> list[SavedMove] | Refusal:
         """Saved pages and the row's pages for them, kv from page ``first`` on."""
         saved = lease.saved
         if saved is None:
@@ -235,10 +235,10 @@ class SavedArea:
             slots = _slots_for(parts.get(component), now)
             if slots is None:
                 return self._unsaved(lease, component, now, parts.get(component))
-            moved.append(Moved(component, now.pages, slots))
+            moved.append(SavedMove(component, now.pages, slots))
             if component == self._first:
                 moved += [
-                    Moved(one.name, companion_pages(now.pages, k), companion_pages(slots, k))
+                    SavedMove(one.name, companion_pages(now.pages, k), companion_pages(slots, k))
                     for one, k in self._companions
                 ]
         return [one for one in moved if one.pages]

@@ -28,9 +28,9 @@ from kvd.wire import events, restart_events, session_events
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.inputs import (
+        ClientCameBack,
         ClientHungUp,
         ClientJoined,
-        ClientReturned,
         FormerSession,
         HungUpOn,
     )
@@ -92,7 +92,7 @@ class Sessions:
         session.pids = list(former.pids) or [0]
         session.is_former = True
 
-    def returned(self, got: ClientReturned) -> None:
+    def returned(self, got: ClientCameBack) -> None:
         """Its engine is here again: what it does not use any more is given back."""
         session = self.by_id.get(got.session)
         if session is None:

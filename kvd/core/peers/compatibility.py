@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.layout.shards import MAX_SHARDS, Lane, Shard, Straight, flaw, lanes
+from kvd.core.layout.shards import MAX_SHARDS, Shard, ShardRoute, Straight, flaw, lanes
 from kvd.core.layout.spec import (
     Exchanged,
     Host,
-    Order,
+    PageOrder,
     PoolSpec,
     Raw,
     Whole,
@@ -54,10 +54,10 @@ class PageSplit(msgspec.Struct, frozen=True):
     parts: tuple[int, ...]
 
 
-def read_fingerprint(theirs: str) -> tuple[Order, tuple[Exchanged, ...]] | None:
+def read_fingerprint(theirs: str) -> tuple[PageOrder, tuple[Exchanged, ...]] | None:
     """What a peer says of its pool; None when that is no fingerprint."""
     try:
-        return msgspec.json.decode(theirs, type=tuple[Order, tuple[Exchanged, ...]])
+        return msgspec.json.decode(theirs, type=tuple[PageOrder, tuple[Exchanged, ...]])
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -93,7 +93,7 @@ def _is_token_by_token(component: Exchanged) -> bool:
     return isinstance(component.extent, Whole) and not isinstance(component.layout, Raw)
 
 
-WHOLE = (Lane(0, None, (Straight(),)),)
+WHOLE = (ShardRoute(0, None, (Straight(),)),)
 """Between two pools that have all of the model in one shard."""
 
 
@@ -109,8 +109,8 @@ class LayoutMatch(msgspec.Struct, frozen=True):
     split: tuple[int, ...]
     difference: str
     shards: tuple[Shard, ...] = ()
-    lanes: tuple[Lane, ...] = WHOLE
-    incoming: tuple[Lane, ...] = WHOLE
+    lanes: tuple[ShardRoute, ...] = WHOLE
+    incoming: tuple[ShardRoute, ...] = WHOLE
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -212,7 +212,7 @@ def _between_shards(
 
 def _lanes(
     source: tuple[Shard, ...], target: tuple[Shard, ...], here: str, there: str
-) -> tuple[Refusal | None, tuple[Lane, ...]]:
+) -> tuple[Refusal | None, tuple[ShardRoute, ...]]:
     try:
         return None, lanes(source, target)
     except ValueError as exc:

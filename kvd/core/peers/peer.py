@@ -31,7 +31,7 @@ from kvd.wire.peer import Hello, Message, Reject
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import HandshakeFailed
-    from kvd.core.layout.shards import Lane, Shard
+    from kvd.core.layout.shards import Shard, ShardRoute
     from kvd.core.settings import Settings
     from kvd.errors import Refusal
 
@@ -90,9 +90,9 @@ class Peer:
         """How many of its pages each of ours is, for each component compared."""
         self.shards: tuple[Shard, ...] = ()
         """What of the model it has."""
-        self.lanes: tuple[Lane, ...] = ()
+        self.lanes: tuple[ShardRoute, ...] = ()
         """What of its shards ours can fill."""
-        self.incoming: tuple[Lane, ...] = ()
+        self.incoming: tuple[ShardRoute, ...] = ()
         """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
         self.agent = Agent.NONE
         self.agent_since_s = 0.0
@@ -184,7 +184,7 @@ class Peers:
         if dialed is not None:
             name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, out.at_s
         out.emit(
-            events.HandshakeFailed(
+            events.PeerHandshakeFailed(
                 out.next_seq(), out.at_s, name, got.address, got.reason, got.why, got.times
             )
         )

@@ -28,7 +28,7 @@ import kvd.errors
 import kvd.types
 import kvd.wire
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Grows when rows or values are written in another way."""
 
 PACKAGES: Final = (kvd.core, kvd.wire)
@@ -81,22 +81,33 @@ def modules() -> dict[str, ModuleType]:
     return dict(sorted(found.items()))
 
 
+@functools.cache
+def kinds() -> dict[str, object]:
+    """What a node may be made of, by its name alone: classes, functions, constant containers.
+
+    A name that two modules give to two things stands for neither, so that a recording does not
+    notice in which module a thing lives.
+    """
+    found: dict[str, object] = {}
+    ambiguous = set()
+    for module in modules().values():
+        for name, thing in vars(module).items():
+            is_constant = type(thing) in CONTAINERS and name.isupper()
+            is_own = isinstance(thing, type | FunctionType) and thing.__module__ == module.__name__
+            if (is_constant or is_own) and found.setdefault(name, thing) is not thing:
+                ambiguous.add(name)
+    return {name: thing for name, thing in found.items() if name not in ambiguous}
+
+
 def name_of(thing: type | FunctionType) -> str | None:
-    """``module:name`` of a class or function of ours; None if it has no name to be found by."""
-    module, name = modules().get(thing.__module__), thing.__qualname__
-    if module is None or vars(module).get(name) is not thing:
-        return None
-    return f"{module.__name__}:{name}"
+    """The kind of a class or function of ours; None if it has no name to be found by."""
+    name = thing.__qualname__
+    return name if kinds().get(name) is thing else None
 
 
 def constants() -> dict[int, str]:
     """The containers that modules of ours hold for good, by identity: ``NO_CHILDREN`` for one."""
-    found: dict[int, str] = {}
-    for module_name, module in modules().items():
-        for name, thing in vars(module).items():
-            if type(thing) in CONTAINERS and name.isupper():
-                found.setdefault(id(thing), f"{module_name}:{name}")
-    return found
+    return {id(thing): name for name, thing in kinds().items() if type(thing) in CONTAINERS}
 
 
 def named(name: str) -> Any:
@@ -107,12 +118,7 @@ def named(name: str) -> Any:
     Raises:
         KeyError: there is none, or none that may be in a node.
     """
-    module_name, _, own = name.partition(":")
-    thing = vars(modules()[module_name])[own]
-    if type(thing) in CONTAINERS and own.isupper():
-        return thing
-    if not isinstance(thing, type | FunctionType) or thing.__module__ != module_name:
-        raise KeyError(name)
+    thing: Any = kinds()[name]
     if isinstance(thing, type) and issubclass(thing, BaseException):
         raise KeyError(name)
     return thing
