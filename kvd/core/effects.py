@@ -6,6 +6,7 @@ What of a writer that is over may still land: how far the bytes in doubt reach.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import msgspec
 
@@ -16,6 +17,11 @@ from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
 from kvd.wire.events import Event
 from kvd.wire.peer import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
 
 
 class Doubt(enum.Enum):
@@ -252,14 +258,12 @@ class Outbox:
         self.seq = 0
         self.at_s = 0.0
 
-    def next_seq(self) -> int:
-        """The number of the event that is being made."""
+    def emit(
+        self, kind: Callable[Concatenate[int, float, P], Event], *args: P.args, **fields: P.kwargs
+    ) -> None:
+        """Publish an event of that kind; its number and its time are given here alone."""
         self.seq += 1
-        return self.seq
-
-    def emit(self, event: Event) -> None:
-        """Publish ``event``, made with ``next_seq()``."""
-        self.events.append(event)
+        self.events.append(kind(self.seq, self.at_s, *args, **fields))
 
     def answer(self, session: int, message: Reply) -> None:
         """Tell the engine."""

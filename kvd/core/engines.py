@@ -44,7 +44,14 @@ class LeaseAsker:
         """Answer with the lease."""
         rows = self._leases.beside.rows(lease)
         self._out.answer(
-            self._session, client.Leased(self._call, lease.id, lease.prefix_tokens, lease.row, rows)
+            self._session,
+            client.Leased(
+                call=self._call,
+                lease=lease.id,
+                prefix_tokens=lease.prefix_tokens,
+                pages=lease.row,
+                beside=rows,
+            ),
         )
 
     def refused(self, refusal: Refusal) -> None:
@@ -123,15 +130,15 @@ class Engines:
             )
         node = self._node
         claim = Claim(
-            session,
-            message.call,
-            "lease",
-            0,
-            message.namespace,
-            tokens,
-            message.reserve_tokens,
-            message.priority,
-            message.cache,
+            session=session,
+            call=message.call,
+            reason="lease",
+            room=0,
+            namespace=message.namespace,
+            tokens=tokens,
+            reserve_tokens=message.reserve_tokens,
+            priority=message.priority,
+            cache=message.cache,
             step_tokens=message.step_tokens,
         )
         asker = LeaseAsker(session, message.call, node.leases, self._out)
@@ -216,7 +223,10 @@ class Engines:
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
         rows = self._node.leases.beside.rows(lease)
         self._out.answer(
-            session, client.PageTable(call, first, lease.row[first * ID_BYTES :], rows)
+            session,
+            client.PageTable(
+                call=call, first=first, pages=lease.row[first * ID_BYTES :], beside=rows
+            ),
         )
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
@@ -302,7 +312,9 @@ class Engines:
                 side=self._name,
             )
         digest = prompt_digest(tokens, message.namespace)
-        return self._node.prefiller.open(message, SendingEngine(session, lease, tokens, digest))
+        return self._node.prefiller.open(
+            message, SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
+        )
 
     def _advance(self, session: int, message: client.Advance, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -351,10 +363,10 @@ class Engines:
         self._out.answer(
             session,
             client.Matched(
-                message.call,
-                node.leases.tree.probe(tokens, message.namespace),
-                load,
-                node.leases.headroom_pages,
+                call=message.call,
+                tokens=node.leases.tree.probe(tokens, message.namespace),
+                load=load,
+                free=node.leases.headroom_pages,
             ),
         )
         return None

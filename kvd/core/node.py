@@ -168,14 +168,11 @@ class Node:
         self.refused += 1
         out = self.out
         out.emit(
-            events.MessageRefused(
-                out.next_seq(),
-                out.at_s,
-                got.socket,
-                got.sender,
-                got.refusal.code.value,
-                got.refusal.message,
-            )
+            events.MessageRefused,
+            socket=got.socket,
+            sender=got.sender,
+            code=got.refusal.code.value,
+            why=got.refusal.message,
         )
 
     # ---- peers -------------------------------------------------------------------------------
@@ -213,7 +210,7 @@ class Node:
         code, why = Code.PEER_STALE, f"{kind} of {source} is for another life of this node"
         if message.source not in self.peers.by_incarnation:
             code, why = Code.PEER_UNKNOWN, f"{kind} of {source}, which has not said Hello"
-        out.emit(events.MessageRefused(out.next_seq(), out.at_s, "peers", link, code.value, why))
+        out.emit(events.MessageRefused, socket="peers", sender=link, code=code.value, why=why)
 
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)
@@ -240,13 +237,10 @@ class Node:
     def _rejected(self, peer: Any, message: Reject) -> None:
         out = self.out
         out.emit(
-            events.PeerRefused(
-                out.next_seq(),
-                out.at_s,
-                peer.name,
-                message.refusal.code.value,
-                f"it refused our message: {message.refusal.message}",
-            )
+            events.PeerRefused,
+            peer=peer.name,
+            code=message.refusal.code.value,
+            why=f"it refused our message: {message.refusal.message}",
         )
 
     # ---- the transfer process ----------------------------------------------------------------
@@ -254,7 +248,7 @@ class Node:
     def _transfer_ready(self, got: i.TransferReady) -> None:
         self.transport = got.transport
         out = self.out
-        out.emit(events.TransferStarted(out.next_seq(), out.at_s, got.generation, got.why))
+        out.emit(events.TransferStarted, generation=got.generation, why=got.why)
         self.peers.announce(got.generation, got.metadata)
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)

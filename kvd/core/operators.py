@@ -124,13 +124,13 @@ class Operators:
         self._node.audit.looked_at_all(found)
         table = self._node.leases
         return admin.Report(
-            got.call,
-            {
+            call=got.call,
+            changed={
                 "pages": sum(pool.total_pages for pool in pools(self._node)),
                 "leases": len(table.leases),
                 "nodes": sum(1 for _ in table.tree.nodes()),
                 "violations": len(found),
             },
-            tuple(fault.sentence for fault in found),
-            self._node.audit.state(),
+            refused=tuple(fault.sentence for fault in found),
+            standing=self._node.audit.state(),
         )

@@ -45,11 +45,13 @@ class FlightRecorder:
         out = self._out
         self._since_s = out.at_s
         if got.recorder.state == RECORDING:
-            out.emit(events.RecordingStarted(out.next_seq(), out.at_s))
+            out.emit(
+                events.RecordingStarted,
+            )
         else:
-            out.emit(events.RecordingEnded(out.next_seq(), out.at_s, got.recorder.why))
+            out.emit(events.RecordingEnded, why=got.recorder.why)
 
     def saved(self, got: RecorderSaved) -> None:
         """It wrote a file."""
         out = self._out
-        out.emit(events.RecordingSaved(out.next_seq(), out.at_s, got.path, got.why))
+        out.emit(events.RecordingSaved, path=got.path, why=got.why)

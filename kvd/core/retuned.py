@@ -34,9 +34,9 @@ class Retuned:
         node.peers.allow = got.allow
         node.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
         out = node.out
-        out.emit(ConfigReloaded(out.next_seq(), out.at_s, got.changed, got.needs_restart))
+        out.emit(ConfigReloaded, changed=got.changed, needs_restart=got.needs_restart)
 
     def refused(self, got: inputs.ReloadRefused) -> None:
         """Nothing changes."""
         out = self._node.out
-        out.emit(ConfigRefused(out.next_seq(), out.at_s, got.errors))
+        out.emit(ConfigRefused, errors=got.errors)

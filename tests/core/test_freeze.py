@@ -25,7 +25,7 @@ from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze, state_ha
 from kvd.core.replay.thaw import NotFrozen, thaw
 from kvd.sim.profile import PROFILES
 from kvd.sim.world import World
-from kvd.wire import client
+from kvd.wire import client, events
 from tests.core.families import SPECS, worked
 from tests.core.side import settings, tokens
 
@@ -143,7 +143,7 @@ def test_a_process_that_has_only_thawed_a_node_goes_on_to_the_same_state():
     [
         lambda node: node.leases.pool.give(node.leases.pool.take(2)[4:] + b"\1\0\0\0"),
         lambda node: node.leases.tree.match(tokens((1, 32), (900, 48)), ""),
-        lambda node: node.out.next_seq(),
+        lambda node: node.out.emit(events.RecordingSaved, "a file", "asked"),
         lambda node: node.sessions.by_id[1].pids.append(8),
         lambda node: node.leases.leases[1].holders.add("send 1"),
     ],

@@ -18,6 +18,7 @@ from kvd.recorder.orders import Begin
 from kvd.recorder.player import Strayed
 from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.recorder.twin import Twin
+from kvd.wire.drain_events import DrainEnded
 from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
 
@@ -154,7 +155,7 @@ def test_a_twin_that_is_not_what_the_node_was_is_found_at_the_next_mark(tape):
 @pytest.mark.parametrize("tape", [4], indirect=True)
 def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, monkeypatch):
     def _quiet(node, got):
-        node.out.next_seq()
+        node.out.emit(DrainEnded, 1.0)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Node, "_quiet", _quiet)

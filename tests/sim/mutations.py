@@ -147,9 +147,9 @@ def skips_an_event_number(settings, at_s):
     class Skipping(type(node.out)):
         __slots__ = ()
 
-        def next_seq(self):
-            self.seq += 2 if self.seq % 100 == 99 else 1
-            return self.seq
+        def emit(self, kind, *args, **fields):
+            self.seq += self.seq % 100 == 99
+            super().emit(kind, *args, **fields)
 
     node.out.__class__ = Skipping
     return node

@@ -362,5 +362,11 @@ def misgiven_fault(table: LeaseTable, one: Misgiven) -> Fault:
     component = "" if one.pool == table.pool.name else one.pool
     what = f"{who} gave back {one.why}{f' of {component}' if component else ''}"
     return Fault(
-        "I1", "misgiven", what, number, pages=one.pages, component=component, session=session
+        rule="I1",
+        check="misgiven",
+        what=what,
+        lease=number,
+        pages=one.pages,
+        component=component,
+        session=session,
     )

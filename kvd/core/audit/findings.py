@@ -119,7 +119,7 @@ class Findings:
                 found.is_broken = False
                 lasted_s = out.at_s - found.first_seen_s
                 what = found.fault.sentence
-                out.emit(events.ViolationHealed(out.next_seq(), out.at_s, what, lasted_s))
+                out.emit(events.ViolationHealed, what=what, lasted_s=lasted_s)
 
     def recalled(self, finding_id: int, lines: tuple[str, ...]) -> None:
         """The last events about it, as the shell remembers them."""
@@ -146,22 +146,21 @@ class Findings:
         found.told_s = out.at_s
         self._node.violations += 1
         out.emit(
-            events.Violation(
-                out.next_seq(),
-                out.at_s,
-                fault.sentence,
-                fault.rule,
-                fault.lease,
-                fault.node,
-                found.owner,
-                found.pid,
-                found.room,
-                count(fault.pages),
-                found.story,
-                found.done,
-            )
+            events.Violation,
+            what=fault.sentence,
+            rule=fault.rule,
+            lease=fault.lease,
+            tree_node=fault.node,
+            owner=found.owner,
+            pid=found.pid,
+            room=found.room,
+            pages=count(fault.pages),
+            transitions=found.story,
+            done=found.done,
         )
-        out.effects.append(effects.Recall(found.id, fault.lease, fault.node, found.room))
+        out.effects.append(
+            effects.Recall(finding=found.id, lease=fault.lease, node=fault.node, room=found.room)
+        )
 
     def _describe(self, found: AuditFinding) -> None:
         node, fault = self._node, found.fault

@@ -217,7 +217,9 @@ class PagePool:
             if rest.size:
                 self.give(Pages(rest.tobytes()), giver)
             return
-        self.misgiven.append(Misgiven(self.name, pages, self._told(ids), giver))
+        self.misgiven.append(
+            Misgiven(pool=self.name, pages=pages, why=self._told(ids), giver=giver)
+        )
 
     def _told(self, ids: np.ndarray) -> str:
         """What is wrong with the first wrong one."""

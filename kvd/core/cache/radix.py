@@ -352,7 +352,7 @@ class RadixTree:
             self._touch(node)
         if priority:
             self.order.prefer(leaf, priority)
-        return Extension(leaf, duplicates, tree_pages, pages)
+        return Extension(node=leaf, duplicates=duplicates, tree_pages=tree_pages, joined=pages)
 
     def _add_root(self, namespace: str) -> RadixNode:
         if len(self.roots) >= self._sweep_above:

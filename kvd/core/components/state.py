@@ -166,7 +166,7 @@ class StatePages:
         self.pool.give(freed)
         out = self._out
         out.emit(
-            events.Evicted(out.next_seq(), out.at_s, short, short, "room", self.component.name)
+            events.Evicted, pages=short, nodes=short, reason="room", component=self.component.name
         )
         self.make_room(n_pages)  # more only where what it dropped is condemned
 

@@ -146,7 +146,9 @@ class WindowPages:
             freed, n_nodes = self.live.drop_oldest(short)
             self.pool.give(freed)
             out, name = self._out, self.component.name
-            out.emit(events.Evicted(out.next_seq(), out.at_s, count(freed), n_nodes, "room", name))
+            out.emit(
+                events.Evicted, pages=count(freed), nodes=n_nodes, reason="room", component=name
+            )
 
     def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages and map as many as the lease computes next."""

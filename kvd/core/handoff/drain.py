@@ -85,13 +85,15 @@ class Drainer:
         """An operator drains this node; 0: what is under way has all the time that it takes."""
         until_s = self._out.at_s + deadline_s if deadline_s > 0 else FOREVER
         since_s = self._out.at_s if self.drain is None else self.drain.since_s
-        self._begin(Draining(who, why, since_s, until_s))
+        self._begin(Draining(who=who, why=why, since_s=since_s, until_s=until_s))
 
     def stop(self, got: StopAsked) -> None:
         """The process ends as soon as it is drained, and soon after the deadline in any case."""
         if self.drain is None or not self.drain.is_stop:
             until_s = self._out.at_s + max(0.0, got.drain_s)
-            self._begin(Draining("", got.why, self._out.at_s, until_s, is_stop=True))
+            self._begin(
+                Draining(who="", why=got.why, since_s=self._out.at_s, until_s=until_s, is_stop=True)
+            )
 
     def end(self) -> None:
         """Serve again."""
@@ -99,7 +101,7 @@ class Drainer:
         if drain is not None:
             self.drain, self.is_drained, self.cut = None, False, 0
             self._tell_peers(SERVING, "")
-            out.emit(drain_events.DrainEnded(out.next_seq(), out.at_s, out.at_s - drain.since_s))
+            out.emit(drain_events.DrainEnded, lasted_s=out.at_s - drain.since_s)
 
     def _begin(self, drain: Draining) -> None:
         told = self.would_refuse()
@@ -107,18 +109,15 @@ class Drainer:
         self.drain, self.is_drained, self.cut = drain, False, 0
         out = self._out
         out.emit(
-            drain_events.DrainBegan(
-                out.next_seq(),
-                out.at_s,
-                drain.who,
-                drain.why,
-                len(receives),
-                len(sends),
-                self._leases(),
-                sum(len(one) for one in told),
-                drain.until_s - out.at_s if drain.until_s < FOREVER else 0.0,
-                drain.is_stop,
-            )
+            drain_events.DrainBegan,
+            who=drain.who,
+            why=drain.why,
+            receives=len(receives),
+            sends=len(sends),
+            leases=self._leases(),
+            refused=sum(len(one) for one in told),
+            deadline_s=drain.until_s - out.at_s if drain.until_s < FOREVER else 0.0,
+            is_stop=drain.is_stop,
         )
         self._refuse(*told)
         self._tell_peers(DRAINING, drain.why)
@@ -171,7 +170,7 @@ class Drainer:
         assert drain is not None
         self.is_drained = True
         lasted_s = out.at_s - drain.since_s
-        out.emit(drain_events.Drained(out.next_seq(), out.at_s, lasted_s, self.cut, self._leases()))
+        out.emit(drain_events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._leases())
         if drain.is_stop:
             self._leave(drain)
 
@@ -295,12 +294,12 @@ class Drainer:
         refusal = peer_drains(peer, now_s, self._name)
         if refusal is None:
             if not before.is_serving:
-                out.emit(drain_events.PeerDraining(out.next_seq(), now_s, peer.name, state, why, 0))
+                out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=0)
             return
         queued = [part for part in node.decoder.parts.values() if part.peer == peer.name]
         waiters = [part.waiter for part in queued if part.waiter is not None]
         n_refused = len(waiters)
-        out.emit(drain_events.PeerDraining(out.next_seq(), now_s, peer.name, state, why, n_refused))
+        out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=n_refused)
         node.admission.turn_away(waiters, refusal)
         if state == LEAVING and peer.life is not Life.LOST:
             node.peers.lose(peer)

@@ -75,7 +75,13 @@ class Endings:
             self.settling.quarantine(reception.lease, asking, refusal.message)
         for part in asking:
             mine, code = self._settings.incarnation, refusal.code.value
-            part.unanswered = Abort(mine, part.incarnation, part.handoff, part.room, code)
+            part.unanswered = Abort(
+                source=mine,
+                target=part.incarnation,
+                handoff=part.handoff,
+                room=part.room,
+                reason=code,
+            )
             part.resend_gap_s = self._settings.resend_s
             self.resend(part)
         for part in delivered:

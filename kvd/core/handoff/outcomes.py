@@ -41,7 +41,11 @@ class Outcomes:
         if peer is not None:
             reason = as_told(reason, peer)
             closed = Closed(
-                self._settings.incarnation, part.incarnation, part.handoff, outcome, reason
+                source=self._settings.incarnation,
+                target=part.incarnation,
+                handoff=part.handoff,
+                outcome=outcome,
+                reason=reason,
             )
             kept = self.kept.setdefault(part.incarnation, {})
             kept[part.handoff] = closed
@@ -54,11 +58,11 @@ class Outcomes:
         kept = self.kept.get(peer.incarnation, {}).get(handoff)
         if kept is None:
             kept = Closed(
-                self._settings.incarnation,
-                peer.incarnation,
-                handoff,
-                Outcome.FAILED,
-                Refusal(
+                source=self._settings.incarnation,
+                target=peer.incarnation,
+                handoff=handoff,
+                outcome=Outcome.FAILED,
+                reason=Refusal(
                     Code.UNKNOWN_OUTCOME,
                     f"handoff {handoff} ended here before; its outcome was folded away",
                     side=self._settings.name,

@@ -139,7 +139,12 @@ class Payload:
             elif share.is_authoritative:
                 grant = self._last(one, lease, prompt_tokens)
             else:
-                grant = Grant(one.component.name, prompt_tokens, prompt_tokens, NO_PAGES)
+                grant = Grant(
+                    component=one.component.name,
+                    start_tokens=prompt_tokens,
+                    end_tokens=prompt_tokens,
+                    pages=NO_PAGES,
+                )
             grants.append(grant)
         return tuple(grants)
 
@@ -153,7 +158,12 @@ class Payload:
         )
         n_pages = -(-span.end // size) - span.start // size
         pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
-        return Grant(freight.component.name, span.start, span.end, pages)
+        return Grant(
+            component=freight.component.name,
+            start_tokens=span.start,
+            end_tokens=span.end,
+            pages=pages,
+        )
 
     def _last(self, freight: PayloadPart, lease: Lease, prompt_tokens: int) -> Grant:
         """Of what goes with the last chunk."""
@@ -173,7 +183,9 @@ class Payload:
                 raise AssertionError(component.name)
             case _:
                 assert_never(component.extent)
-        return Grant(component.name, start, prompt_tokens, pages)
+        return Grant(
+            component=component.name, start_tokens=start, end_tokens=prompt_tokens, pages=pages
+        )
 
     def _own(self, component: Component, lease: Lease) -> Pages:
         keeper = self._table.beside.named(component.name)

@@ -163,18 +163,18 @@ class Posts:
         is_open = offer.integrity is Integrity.OFF
         self._out.effects.append(
             effects.Post(
-                self._last,
-                part.incarnation,
-                part.generation,
-                grant.component,
-                self._cargo.source(freight, engine.lease, (start, end), parts),
-                Pages(grant.pages[(start - base) * ID_BYTES : (end - base) * ID_BYTES]),
-                UNSEALED if is_open else part.seals[index],
-                0 if is_open else start,
-                parts,
-                leg.lane.peer_shard,
-                making,
-                part.after,
+                post=self._last,
+                incarnation=part.incarnation,
+                generation=part.generation,
+                component=grant.component,
+                source=self._cargo.source(freight, engine.lease, (start, end), parts),
+                destination=Pages(grant.pages[(start - base) * ID_BYTES : (end - base) * ID_BYTES]),
+                seal=UNSEALED if is_open else part.seals[index],
+                first_page=0 if is_open else start,
+                split=parts,
+                peer_shard=leg.lane.peer_shard,
+                making=making,
+                after=part.after,
             )
         )
 

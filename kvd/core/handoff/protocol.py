@@ -231,23 +231,20 @@ def tell_ended(
 ) -> None:
     """A part of the decode side is over."""
     out.emit(
-        HandoffEnded(
-            out.next_seq(),
-            out.at_s,
-            "decode",
-            part.id,
-            part.room,
-            part.peer,
-            outcome.value,
-            reason.code.value if reason else "",
-            reason.message if reason else "",
-            part.prompt_tokens,
-            part.prefix_tokens,
-            part.moved_bytes,
-            saved_bytes,
-            out.at_s - part.since_s,
-            part.lease.id if part.lease is not None else 0,
-        )
+        HandoffEnded,
+        side="decode",
+        part=part.id,
+        room=part.room,
+        peer=part.peer,
+        outcome=outcome.value,
+        code=reason.code.value if reason else "",
+        reason=reason.message if reason else "",
+        prompt_tokens=part.prompt_tokens,
+        decode_prefix_len=part.prefix_tokens,
+        moved_bytes=part.moved_bytes,
+        saved_bytes=saved_bytes,
+        took_s=out.at_s - part.since_s,
+        lease=part.lease.id if part.lease is not None else 0,
     )
 
 
@@ -258,16 +255,13 @@ def _tell(
     reason = f"{trigger}: {why}" if why else trigger
     part.story.tell(out.at_s, f"{before} -> {after} ({reason})")
     out.emit(
-        Moved(
-            out.next_seq(),
-            out.at_s,
-            side,
-            part.id,
-            part.room,
-            part.peer,
-            before,
-            after,
-            trigger,
-            why,
-        )
+        Moved,
+        side=side,
+        part=part.id,
+        room=part.room,
+        peer=part.peer,
+        before=before,
+        after=after,
+        trigger=trigger,
+        why=why,
     )

@@ -116,16 +116,16 @@ class Decoder:
         reception.is_preloaded = message.tier == DEVICE
         fresh = self._leases.beside.fresh_tokens(reception.prompt_tokens, cached=message.cache)
         claim = Claim(
-            session,
-            message.call,
-            f"receive from {reception.sources}",
-            message.room,
-            message.namespace,
-            tokens,
-            message.reserve_tokens,
-            message.priority,
-            message.cache,
-            ARRIVAL,
+            session=session,
+            call=message.call,
+            reason=f"receive from {reception.sources}",
+            room=message.room,
+            namespace=message.namespace,
+            tokens=tokens,
+            reserve_tokens=message.reserve_tokens,
+            priority=message.priority,
+            cache=message.cache,
+            holder=ARRIVAL,
             fresh_tokens=fresh,
             step_tokens=message.step_tokens,
         )
@@ -305,7 +305,9 @@ class Decoder:
         peer = self.peers.by_name.get(source)
         if peer and peer.incarnation and not is_wanted(room, source, self.parts.values()):
             mine, code = self._settings.incarnation, why.code.value
-            self._out.send(peer.link, Withdrawn(mine, peer.incarnation, room, code))
+            self._out.send(
+                peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=code)
+            )
 
     def _judge(self, part: ReceivePart, found: SumFinding | Refusal) -> None:
         if isinstance(found, Refusal):
@@ -340,7 +342,13 @@ class Decoder:
         if left is None:
             self.ready[lease.id] = reception
             rows = self._leases.beside.rows(lease)
-            received = client.Received(reception.id, lease.id, lease.row, reception.aux, rows)
+            received = client.Received(
+                receive=reception.id,
+                lease=lease.id,
+                pages=lease.row,
+                aux=reception.aux,
+                beside=rows,
+            )
             self._out.answer(reception.session, received)
         reception.aux = b""
         for part in reception.parts:

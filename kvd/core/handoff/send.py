@@ -399,7 +399,12 @@ class Prefiller:
 
     def _accept(self, peer: Peer, part: SendPart) -> None:
         mine = self._settings.incarnation
-        accept = Accept(mine, part.incarnation, part.handoff, part.decode_prefix_len)
+        accept = Accept(
+            source=mine,
+            target=part.incarnation,
+            handoff=part.handoff,
+            decode_prefix_len=part.decode_prefix_len,
+        )
         self._out.send(peer.link, accept)
 
     def _answer_again(self, peer: Peer, part: SendPart) -> None:

@@ -205,15 +205,15 @@ class SettledSends:
             self._out.send(
                 peer.link,
                 Settled(
-                    self._settings.incarnation,
-                    part.incarnation,
-                    part.handoff,
-                    outcome,
-                    as_told(why, peer),
-                    self._aux(part) if outcome is Outcome.DELIVERED else b"",
-                    part.moved_bytes,
-                    part.in_doubt,
-                    part.checksums if outcome is Outcome.DELIVERED else b"",
+                    source=self._settings.incarnation,
+                    target=part.incarnation,
+                    handoff=part.handoff,
+                    outcome=outcome,
+                    reason=as_told(why, peer),
+                    aux=self._aux(part) if outcome is Outcome.DELIVERED else b"",
+                    moved_bytes=part.moved_bytes,
+                    in_doubt=part.in_doubt,
+                    checksums=part.checksums if outcome is Outcome.DELIVERED else b"",
                 ),
             )
 
@@ -225,7 +225,12 @@ class SettledSends:
         """An Abort of a handoff that is over, and folded: true for ever, so nothing is kept."""
         self._out.send(
             peer.link,
-            Settled(self._settings.incarnation, peer.incarnation, handoff, Outcome.ABORTED),
+            Settled(
+                source=self._settings.incarnation,
+                target=peer.incarnation,
+                handoff=handoff,
+                outcome=Outcome.ABORTED,
+            ),
         )
 
     def closed(self, peer: Peer, message: Closed) -> None:
@@ -309,11 +314,11 @@ class SettledSends:
             self._out.answer(
                 part.session,
                 client.Finished(
-                    part.finish_call,
-                    refusal,
-                    part.decode_prefix_len,
-                    part.posted_pages,
-                    part.moved_bytes,
+                    call=part.finish_call,
+                    failure=refusal,
+                    decode_prefix_len=part.decode_prefix_len,
+                    sent_pages=part.posted_pages,
+                    sent_bytes=part.moved_bytes,
                 ),
             )
             part.finish_call = None
@@ -344,20 +349,17 @@ class SettledSends:
             self.failed += 1
         out = self._out
         out.emit(
-            events.HandoffEnded(
-                out.next_seq(),
-                out.at_s,
-                "prefill",
-                part.id,
-                part.room,
-                part.peer,
-                (Outcome.COMMITTED if refusal is None else part.outcome).value,
-                refusal.code.value if refusal else "",
-                refusal.message if refusal else "",
-                part.prompt_tokens,
-                part.decode_prefix_len,
-                part.moved_bytes,
-                self._saved_bytes(part) if refusal is None else 0,
-                out.at_s - part.since_s,
-            )
+            events.HandoffEnded,
+            side="prefill",
+            part=part.id,
+            room=part.room,
+            peer=part.peer,
+            outcome=(Outcome.COMMITTED if refusal is None else part.outcome).value,
+            code=refusal.code.value if refusal else "",
+            reason=refusal.message if refusal else "",
+            prompt_tokens=part.prompt_tokens,
+            decode_prefix_len=part.decode_prefix_len,
+            moved_bytes=part.moved_bytes,
+            saved_bytes=self._saved_bytes(part) if refusal is None else 0,
+            took_s=out.at_s - part.since_s,
         )

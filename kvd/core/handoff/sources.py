@@ -84,10 +84,10 @@ def shares(
         else:
             ranks = classes[area]
             share = Share(
-                index,
-                len(sources),
-                ranks.index(index),
-                len(ranks),
+                part=index,
+                parts=len(sources),
+                rank=ranks.index(index),
+                ranks=len(ranks),
                 is_authoritative=index == chief,
             )
         found.append(share)
@@ -146,12 +146,12 @@ def accepted(part: SendPart) -> client.Accepted:
         part.id,
         part.decode_prefix_len,
         SentShare(
-            share.rank,
-            share.ranks,
-            part.start_tokens,
-            part.end_tokens,
-            share.role is Role.DUMMY,
-            share.is_authoritative,
+            rank=share.rank,
+            ranks=share.ranks,
+            start_tokens=part.start_tokens,
+            end_tokens=part.end_tokens,
+            is_dummy=share.role is Role.DUMMY,
+            is_authoritative=share.is_authoritative,
         ),
     )
 

@@ -116,7 +116,12 @@ class Transfers:
         if peer is not None:
             self._out.send(
                 peer.link,
-                Progress(self._settings.incarnation, part.incarnation, part.handoff, moved_bytes),
+                Progress(
+                    source=self._settings.incarnation,
+                    target=part.incarnation,
+                    handoff=part.handoff,
+                    moved_bytes=moved_bytes,
+                ),
             )
 
     def _failed(self, why: str) -> Refusal:

@@ -117,13 +117,13 @@ class Verifying:
             grant, lane = _grant(part, index), part.legs[index].lane
             self._out.effects.append(
                 effects.Verify(
-                    ticket,
-                    grant.component,
-                    part.seals[index],
-                    Pages(grant.pages),
-                    part.sums[index],
-                    lane.peer_shard,
-                    lane.window,
+                    ticket=ticket,
+                    component=grant.component,
+                    seal=part.seals[index],
+                    pages=Pages(grant.pages),
+                    sums=part.sums[index],
+                    shard=lane.peer_shard,
+                    window=lane.window,
                 )
             )
 
@@ -167,20 +167,17 @@ class Verifying:
             f"{ADVICE}"
         )
         out.emit(
-            events.PagesCorrupt(
-                out.next_seq(),
-                out.at_s,
-                part.id,
-                part.room,
-                part.peer,
-                grant.component,
-                pages,
-                shown,
-                n_bad,
-                checked,
-                total,
-                why,
-            )
+            events.PagesCorrupt,
+            part=part.id,
+            room=part.room,
+            peer=part.peer,
+            component=grant.component,
+            pages=pages,
+            logical_pages=shown,
+            bad_pages=n_bad,
+            checked_pages=checked,
+            total_pages=total,
+            why=why,
         )
         return Refusal(
             Code.CORRUPT,

@@ -158,7 +158,14 @@ class Inquiries:
             mine = self._node.settings.incarnation
             self._out.send(
                 peer.link,
-                AskStory(mine, part.incarnation, self._last, part.handoff, part.room, side),
+                AskStory(
+                    source=mine,
+                    target=part.incarnation,
+                    ask=self._last,
+                    handoff=part.handoff,
+                    room=part.room,
+                    side=side,
+                ),
             )
         inquiry.ends.append(admin.OtherEnd(ours, part.peer, side, why_none=why))
 
@@ -228,18 +235,18 @@ class Inquiries:
     ) -> Story:
         now_s = self._out.at_s
         return Story(
-            self._node.settings.incarnation,
-            part.incarnation,
-            ask,
-            part.state.value,
-            waits_for[:MAX_TOLD],
-            part.prompt_tokens,
-            decode_prefix_len,
-            part.moved_bytes,
-            part.total_bytes,
-            n_posts,
-            part.deadline_s - now_s,
-            tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
+            source=self._node.settings.incarnation,
+            target=part.incarnation,
+            ask=ask,
+            state=part.state.value,
+            waiting_for=waits_for[:MAX_TOLD],
+            prompt_tokens=part.prompt_tokens,
+            decode_prefix_len=decode_prefix_len,
+            moved_bytes=part.moved_bytes,
+            total_bytes=part.total_bytes,
+            outstanding_posts=n_posts,
+            deadline_in_s=part.deadline_s - now_s,
+            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
         )
 
 
@@ -250,19 +257,19 @@ def _heard(end: admin.OtherEnd, message: Story, round_trip_s: float) -> admin.Ot
         return admin.OtherEnd(end.ours, end.peer, end.side, round_trip_s=round_trip_s, why_none=why)
     half_s = round_trip_s / 2
     return admin.OtherEnd(
-        end.ours,
-        end.peer,
-        end.side,
-        message.state,
-        message.waiting_for,
-        message.prompt_tokens,
-        message.decode_prefix_len,
-        message.moved_bytes,
-        message.total_bytes,
-        message.outstanding_posts,
-        _seconds(message.deadline_in_s) - half_s,
-        tuple(admin.Mark(_seconds(one.ago_s) + half_s, one.what) for one in message.marks),
-        round_trip_s,
+        ours=end.ours,
+        peer=end.peer,
+        side=end.side,
+        state=message.state,
+        waiting_for=message.waiting_for,
+        prompt_tokens=message.prompt_tokens,
+        decode_prefix_len=message.decode_prefix_len,
+        moved_bytes=message.moved_bytes,
+        total_bytes=message.total_bytes,
+        outstanding_posts=message.outstanding_posts,
+        deadline_in_s=_seconds(message.deadline_in_s) - half_s,
+        marks=tuple(admin.Mark(_seconds(one.ago_s) + half_s, one.what) for one in message.marks),
+        round_trip_s=round_trip_s,
     )
 
 

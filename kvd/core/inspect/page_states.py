@@ -116,11 +116,11 @@ def _strays(everything: list[Place], total: int, component: str) -> Iterator[Fau
                 f"this pool hands out 1 to {total - 1}"
             )
             yield Fault(
-                "I1",
-                "page-stray",
-                what,
-                place.lease,
-                place.node,
+                rule="I1",
+                check="page-stray",
+                what=what,
+                lease=place.lease,
+                node=place.node,
                 pages=Pages(wrong.tobytes()),
                 component=component,
             )

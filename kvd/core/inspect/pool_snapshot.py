@@ -154,5 +154,8 @@ def _buffer(keeper: ComponentPages) -> BufferState | None:
     if not isinstance(keeper, Buffers):
         return None
     return BufferState(
-        extent_tokens(keeper.component), keeper.hits, keeper.misses, keeper.copied_bytes
+        request_tokens=extent_tokens(keeper.component),
+        hits=keeper.hits,
+        misses=keeper.misses,
+        copied_bytes=keeper.copied_bytes,
     )

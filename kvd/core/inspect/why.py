@@ -64,7 +64,9 @@ def because(node: Node, got: Why) -> Because | Refusal:
     said = answer()
     if isinstance(said, Refusal):
         return said
-    return Because(got.call, said.sentence, said.facts, said.links, said.marks)
+    return Because(
+        call=got.call, sentence=said.sentence, facts=said.facts, links=said.links, marks=said.marks
+    )
 
 
 def holders(node: Node) -> dict[int, list[Lease]]:

@@ -54,11 +54,11 @@ def of_lease(node: Node, number: int) -> Explanation | Refusal:
     peers += [writer.peer for writer in lease.quarantine.writers] if lease.quarantine else []
     refs += [f"peer:{name}" for name in peers if name]
     return Explanation(
-        f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
+        sentence=f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
         f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
-        tuple(said),
-        links_of(*refs),
-        tuple(mark for _, part in parts for mark in part.story.marks(node.out.at_s)),
+        facts=tuple(said),
+        links=links_of(*refs),
+        marks=tuple(mark for _, part in parts for mark in part.story.marks(node.out.at_s)),
     )
 
 

@@ -79,15 +79,15 @@ def _handoff(
     peers = [part.peer for part in states if part.peer]
     marks = [mark for part in parts for mark in part.story.marks(node.out.at_s)]
     return Explanation(
-        said[0],
-        tuple(said[1:]),
-        links_of(
+        sentence=said[0],
+        facts=tuple(said[1:]),
+        links=links_of(
             *refs,
             *[f"lease:{number}" for number in leases],
             *[f"client:{number}" for number in sessions],
             *[f"peer:{name}" for name in peers],
         ),
-        tuple(sorted(marks, key=lambda mark: -mark.ago_s)),
+        marks=tuple(sorted(marks, key=lambda mark: -mark.ago_s)),
     )
 
 

@@ -88,7 +88,16 @@ def geometry(component: Component, *, pages: int, order: PageOrder) -> Geometry:
                 offset, stride = inside, block
             else:
                 offset, stride = inside * pages, size
-            tensors.append(TensorPlace(layer, part, dtype, offset, stride, shape))
+            tensors.append(
+                TensorPlace(
+                    layer=layer,
+                    part=part,
+                    dtype=dtype,
+                    offset_bytes=offset,
+                    page_stride_bytes=stride,
+                    page_shape=shape,
+                )
+            )
             inside += size
     rows: tuple[PieceRow, ...]
     if order is PageOrder.PAGE_FIRST:
@@ -98,7 +107,13 @@ def geometry(component: Component, *, pages: int, order: PageOrder) -> Geometry:
             PieceRow(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
             for place in tensors
         )
-    return Geometry(pages, block, rows, tuple(tensors), _page_tokens(component))
+    return Geometry(
+        pages=pages,
+        page_bytes=block,
+        rows=rows,
+        tensors=tuple(tensors),
+        page_tokens=_page_tokens(component),
+    )
 
 
 def shard_places(spec: PoolSpec) -> tuple[ShardPlace, ...]:

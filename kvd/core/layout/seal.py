@@ -68,7 +68,7 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
         return self.integrity is Integrity.OFF or self.first >= self.end
 
 
-UNSEALED = Seal(Integrity.OFF, b"", 0, 0)
+UNSEALED = Seal(integrity=Integrity.OFF, key=b"", first=0, end=0)
 
 
 def seal_of(offer: Offer, component: str, units: tuple[int, int]) -> Seal:
@@ -79,7 +79,12 @@ def seal_of(offer: Offer, component: str, units: tuple[int, int]) -> Seal:
     """
     head = f"{component}\0{offer.source}\0{offer.handoff}\0".encode()
     first, end = units
-    return Seal(offer.integrity, xxhash.xxh3_128_digest(head + offer.digest), first, end)
+    return Seal(
+        integrity=offer.integrity,
+        key=xxhash.xxh3_128_digest(head + offer.digest),
+        first=first,
+        end=end,
+    )
 
 
 def chosen(seal: Seal, start: int, stop: int) -> NDArray[np.int64]:

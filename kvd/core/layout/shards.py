@@ -138,7 +138,11 @@ def flaw(shards: tuple[Shard, ...], layers: int, heads: int) -> str:
     first = shards[0]
     size = (first.end_layer - first.first_layer, first.end_head - first.first_head)
     for shard in shards:
-        if not shard.cells or _common(shard, Shard(0, layers, 0, heads)) != shard:
+        if (
+            not shard.cells
+            or _common(shard, Shard(first_layer=0, end_layer=layers, first_head=0, end_head=heads))
+            != shard
+        ):
             return f"a shard of {said(shard)}, of a model with {layers} layers of {heads} heads"
         if size != (shard.end_layer - shard.first_layer, shard.end_head - shard.first_head):
             return f"shards of different sizes, like {said(first)} and {said(shard)}"
@@ -209,10 +213,10 @@ def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> ShardRo
     if not found:
         return None
     union = Shard(
-        min(both.first_layer for _, both in found),
-        max(both.end_layer for _, both in found),
-        min(both.first_head for _, both in found),
-        max(both.end_head for _, both in found),
+        first_layer=min(both.first_layer for _, both in found),
+        end_layer=max(both.end_layer for _, both in found),
+        first_head=min(both.first_head for _, both in found),
+        end_head=max(both.end_head for _, both in found),
     )
     if union.cells != sum(both.cells for _, both in found):
         ours = listed(tuple(replicas))
@@ -235,20 +239,20 @@ def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> ShardRo
 
 def _common(one: Shard, other: Shard) -> Shard:
     return Shard(
-        max(one.first_layer, other.first_layer),
-        min(one.end_layer, other.end_layer),
-        max(one.first_head, other.first_head),
-        min(one.end_head, other.end_head),
+        first_layer=max(one.first_layer, other.first_layer),
+        end_layer=min(one.end_layer, other.end_layer),
+        first_head=max(one.first_head, other.first_head),
+        end_head=min(one.end_head, other.end_head),
     )
 
 
 def _within(part: Shard, whole: Shard) -> PageWindow:
     """A part of a shard in the shard's own numbers."""
     return PageWindow(
-        part.first_layer - whole.first_layer,
-        part.end_layer - whole.first_layer,
-        part.first_head - whole.first_head,
-        part.end_head - whole.first_head,
+        first_layer=part.first_layer - whole.first_layer,
+        end_layer=part.end_layer - whole.first_layer,
+        first_head=part.first_head - whole.first_head,
+        end_head=part.end_head - whole.first_head,
     )
 
 

@@ -314,7 +314,9 @@ def shards_of(spec: PoolSpec) -> tuple[Shard, ...]:
     if spec.held is not None:
         return spec.held.shards
     first = spec.components[0]
-    return (Shard(0, first.layers, 0, heads_of(first.layout)),)
+    return (
+        Shard(first_layer=0, end_layer=first.layers, first_head=0, end_head=heads_of(first.layout)),
+    )
 
 
 def heads_of(layout: Layout) -> int:
@@ -391,7 +393,11 @@ def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
     """The components that a peer must have too: all but buffers, and as the model has them."""
     return tuple(
         Exchanged(
-            one.name, one.layers if has_bytes(one) else 0, one.layout, one.page_size, one.extent
+            name=one.name,
+            layers=one.layers if has_bytes(one) else 0,
+            layout=one.layout,
+            page_size=one.page_size,
+            extent=one.extent,
         )
         for one in (_of_model(part, spec.held) for part in spec.components)
         if not isinstance(one.extent, Buffer)

@@ -222,14 +222,11 @@ class Admission:
         if waiter.awaits or waiter in self.line:
             out = self._out
             out.emit(
-                events.Waiting(
-                    out.next_seq(),
-                    out.at_s,
-                    waiter.claim.session,
-                    waiter.claim.room,
-                    waiter.needed_pages,
-                    self._leases.budgets.headroom(waiter.budget),
-                )
+                events.Waiting,
+                session=waiter.claim.session,
+                room=waiter.claim.room,
+                needed_pages=waiter.needed_pages,
+                headroom_pages=self._leases.budgets.headroom(waiter.budget),
             )
 
     def _unfit(self, waiter: Waiter) -> Refusal | None:

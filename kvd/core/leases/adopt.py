@@ -84,17 +84,14 @@ class Adoption:
         elif got.unproven and node.settings.is_journaled:
             out.effects.append(NoteFreed(got.unproven))
         out.emit(
-            restart_events.Adopted(
-                out.next_seq(),
-                out.at_s,
-                got.generation,
-                table.tree.cached_pages,
-                len(table.tree.order),
-                len(got.sessions),
-                len(former),
-                sum(count(lease.held) for _, lease in former),
-                self.unproven.held_pages if self.unproven is not None else 0,
-            )
+            restart_events.Adopted,
+            generation=got.generation,
+            pages=table.tree.cached_pages,
+            nodes=len(table.tree.order),
+            sessions=len(got.sessions),
+            leases=len(former),
+            held_pages=sum(count(lease.held) for _, lease in former),
+            unproven_pages=self.unproven.held_pages if self.unproven is not None else 0,
         )
 
     def ended(self, lease: Lease) -> None:
@@ -126,14 +123,14 @@ class Adoption:
 
     def _take_in(self, session: FormerSession, one: FormerLease) -> None:
         claim = Claim(
-            session.id,
-            0,
-            REASON,
-            0,
-            one.namespace,
-            one.prefix,
-            count(one.held) * self._node.leases.page_size,
-            0,
+            session=session.id,
+            call=0,
+            reason=REASON,
+            room=0,
+            namespace=one.namespace,
+            tokens=one.prefix,
+            reserve_tokens=count(one.held) * self._node.leases.page_size,
+            priority=0,
             cache=False,
         )
         self.leases[one.id] = self._lease(one.id, claim, one.held)
@@ -142,7 +139,18 @@ class Adoption:
         table = self._node.leases
         table.opened += 1
         reserve = count(pages) * table.page_size
-        claim = Claim(0, 0, REASON, 0, "", NO_TOKENS, reserve, 0, cache=False, holder=UNPROVEN)
+        claim = Claim(
+            session=0,
+            call=0,
+            reason=REASON,
+            room=0,
+            namespace="",
+            tokens=NO_TOKENS,
+            reserve_tokens=reserve,
+            priority=0,
+            cache=False,
+            holder=UNPROVEN,
+        )
         self.unproven = self._lease(table.opened + table.number_above, claim, pages)
 
     def _lease(self, number: int, claim: Claim, held: Pages) -> Lease:

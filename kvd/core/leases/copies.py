@@ -59,7 +59,13 @@ class Copies:
         self._last_ticket += 1
         self.under_way[self._last_ticket] = asker
         self._out.effects.append(
-            effects.Copy(self._last_ticket, source_region, source, destination_region, destination)
+            effects.Copy(
+                ticket=self._last_ticket,
+                source_region=source_region,
+                source=source,
+                destination_region=destination_region,
+                destination=destination,
+            )
         )
         return self._last_ticket
 

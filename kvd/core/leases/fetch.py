@@ -66,7 +66,13 @@ class FetchAsker:
         """Answer with the pages."""
         self._out.answer(
             self._session,
-            client.Fetched(self._call, pages, fetch.hits, fetch.misses, fetch.copied_bytes),
+            client.Fetched(
+                call=self._call,
+                pages=pages,
+                hits=fetch.hits,
+                misses=fetch.misses,
+                copied_bytes=fetch.copied_bytes,
+            ),
         )
 
     def refused(self, refusal: Refusal) -> None:
@@ -375,4 +381,4 @@ class Fetcher:
     def _refusal(
         self, code: Code, message: str, numbers: dict[str, int | float | str] | None = None
     ) -> Refusal:
-        return Refusal(code, message, self._name, numbers or {})
+        return Refusal(code=code, message=message, side=self._name, numbers=numbers or {})

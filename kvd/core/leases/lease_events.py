@@ -22,18 +22,18 @@ def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: 
     out.seq = seq = out.seq + 1
     out.events.append(
         events.LeaseOpened(
-            seq,
-            out.at_s,
-            lease.id,
-            lease.session,
-            lease.reason,
-            lease.room,
-            lease.prefix_tokens,
-            len(lease.row) // ID_BYTES - lease.owned,
-            len(lease.tokens) // ID_BYTES,
-            missed,
-            why,
-            anchor.id if anchor.parent is not None else 0,
+            seq=seq,
+            at_s=out.at_s,
+            lease=lease.id,
+            session=lease.session,
+            reason=lease.reason,
+            room=lease.room,
+            prefix_tokens=lease.prefix_tokens,
+            held_pages=len(lease.row) // ID_BYTES - lease.owned,
+            prompt_tokens=len(lease.tokens) // ID_BYTES,
+            missed_tokens=missed,
+            why_missed=why,
+            locked_node=anchor.id if anchor.parent is not None else 0,
         )
     )
 
@@ -42,14 +42,21 @@ def tell_extended(out: Outbox, lease: Lease) -> None:
     """More pages are held, or a retracted lease has pages and a lock again."""
     anchor = lease.anchor
     locked = anchor.id if anchor is not None and anchor.parent is not None else 0
-    out.emit(events.LeaseExtended(out.next_seq(), out.at_s, lease.id, lease.held_pages, locked))
+    out.emit(events.LeaseExtended, lease=lease.id, held_pages=lease.held_pages, locked_node=locked)
 
 
 def tell_committed(out: Outbox, lease: Lease, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
     out.seq = seq = out.seq + 1
     out.events.append(
-        events.LeaseCommitted(seq, out.at_s, lease.id, node.end_tokens, duplicate_pages, node.id)
+        events.LeaseCommitted(
+            seq=seq,
+            at_s=out.at_s,
+            lease=lease.id,
+            cached_tokens=node.end_tokens,
+            duplicate_pages=duplicate_pages,
+            locked_node=node.id,
+        )
     )
 
 
@@ -59,14 +66,14 @@ def tell_released(out: Outbox, lease: Lease, cause: str, freed_pages: int, was_l
     out.seq = seq = out.seq + 1
     out.events.append(
         events.LeaseReleased(
-            seq,
-            at_s,
-            lease.id,
-            lease.reason,
-            cause,
-            freed_pages,
-            at_s - lease.since_s,
-            was_locked,
+            seq=seq,
+            at_s=at_s,
+            lease=lease.id,
+            reason=lease.reason,
+            cause=cause,
+            freed_pages=freed_pages,
+            age_s=at_s - lease.since_s,
+            locked_node=was_locked,
         )
     )
 
@@ -76,16 +83,13 @@ def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
     held = lease.quarantine
     assert held is not None
     out.emit(
-        events.Quarantined(
-            out.next_seq(),
-            out.at_s,
-            lease.id,
-            count(lease.row),
-            held.peers,
-            held.writers[0].incarnation,
-            held.why,
-            was_locked,
-        )
+        events.Quarantined,
+        lease=lease.id,
+        pages=count(lease.row),
+        peer=held.peers,
+        incarnation=held.writers[0].incarnation,
+        why=held.why,
+        locked_node=was_locked,
     )
 
 
@@ -93,7 +97,5 @@ def tell_quarantine_ended(out: Outbox, lease: Lease, n_pages: int, proof: str) -
     """They may not any more."""
     since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
     out.emit(
-        events.QuarantineEnded(
-            out.next_seq(), out.at_s, lease.id, n_pages, proof, out.at_s - since_s
-        )
+        events.QuarantineEnded, lease=lease.id, pages=n_pages, proof=proof, age_s=out.at_s - since_s
     )

@@ -435,7 +435,7 @@ class LeaseTable:
         self.evicted_pages += n_freed
         self.departed.left(evicted.victims)
         out = self._out
-        out.emit(events.Evicted(out.next_seq(), out.at_s, n_freed, len(evicted.victims), reason))
+        out.emit(events.Evicted, pages=n_freed, nodes=len(evicted.victims), reason=reason)
         return n_freed
 
     def flush(self) -> tuple[int, int]:
@@ -445,7 +445,7 @@ class LeaseTable:
         n_freed = count(flushed.pages)
         self.give(flushed.pages)
         out = self._out
-        out.emit(events.Flushed(out.next_seq(), out.at_s, n_freed, flushed.kept_pages))
+        out.emit(events.Flushed, freed_pages=n_freed, kept_pages=flushed.kept_pages)
         return n_freed, flushed.kept_pages
 
     def _make_room(self, n_pages: int) -> bool:

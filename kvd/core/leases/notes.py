@@ -40,7 +40,12 @@ class Notes:
         """``pages`` are new to the lease; nothing is noted while only a remote may touch them."""
         if ENGINE in lease.holders:
             self._out.effects.append(
-                NoteHeld(lease.id, lease.session, last_page(lease.anchor), pages)
+                NoteHeld(
+                    lease=lease.id,
+                    session=lease.session,
+                    anchor=last_page(lease.anchor),
+                    pages=pages,
+                )
             )
 
     def cached(self, lease: Lease, extension: Extension) -> None:
@@ -58,13 +63,13 @@ class Notes:
             return
         self._out.effects.append(
             NoteCached(
-                lease.id if is_noted else 0,
-                last_page(node) if is_noted else 0,
-                lease.namespace,
-                before,
-                first,
-                joined,
-                tokens,
+                lease=lease.id if is_noted else 0,
+                anchor=last_page(node) if is_noted else 0,
+                namespace=lease.namespace,
+                before=before,
+                first=first,
+                pages=joined,
+                tokens=tokens,
             )
         )
 

@@ -186,15 +186,15 @@ class Retractor:
             )
         node.leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
-            session,
-            message.call,
-            lease.reason,
-            lease.room,
-            lease.namespace,
-            lease.tokens,
-            lease.room_tokens - count(lease.tokens),
-            lease.priority,
-            lease.cache,
+            session=session,
+            call=message.call,
+            reason=lease.reason,
+            room=lease.room,
+            namespace=lease.namespace,
+            tokens=lease.tokens,
+            reserve_tokens=lease.room_tokens - count(lease.tokens),
+            priority=lease.priority,
+            cache=lease.cache,
             resumes=lease.id,
             # What such a lease computed beyond its prefix is its own, whatever others cached.
             match_tokens=None if lease.cache else lease.prefix_tokens,
@@ -352,17 +352,14 @@ class Retractor:
         self.retracted += 1
         out = self._out
         out.emit(
-            events.LeaseRetracted(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                lease.session,
-                count(lease.tokens),
-                freed_pages,
-                lease.saved_pages,
-                saved_bytes,
-                out.at_s - caller.since_s,
-            )
+            events.LeaseRetracted,
+            lease=lease.id,
+            session=lease.session,
+            kv_tokens=count(lease.tokens),
+            freed_pages=freed_pages,
+            saved_pages=lease.saved_pages,
+            saved_bytes=saved_bytes,
+            took_s=out.at_s - caller.since_s,
         )
         out.answer(caller.session, client.Retracted(caller.call, lease.saved_pages, saved_bytes))
 
@@ -380,28 +377,25 @@ class Retractor:
         self.spared_bytes += spared_bytes
         out = self._out
         out.emit(
-            events.LeaseResumed(
-                out.next_seq(),
-                out.at_s,
-                lease.id,
-                lease.session,
-                lease.prefix_tokens,
-                restored_tokens,
-                restored_bytes,
-                spared_bytes,
-                out.at_s - caller.since_s,
-                out.at_s - lease.retracted_s,
-            )
+            events.LeaseResumed,
+            lease=lease.id,
+            session=lease.session,
+            prefix_tokens=lease.prefix_tokens,
+            restored_tokens=restored_tokens,
+            restored_bytes=restored_bytes,
+            spared_bytes=spared_bytes,
+            took_s=out.at_s - caller.since_s,
+            away_s=out.at_s - lease.retracted_s,
         )
         out.answer(
             caller.session,
             client.Resumed(
-                caller.call,
-                lease.prefix_tokens,
-                restored_tokens,
-                kv_tokens,
-                lease.row,
-                self._node.leases.beside.rows(lease),
+                call=caller.call,
+                prefix_tokens=lease.prefix_tokens,
+                restored_tokens=restored_tokens,
+                kv_tokens=kv_tokens,
+                pages=lease.row,
+                beside=self._node.leases.beside.rows(lease),
             ),
         )
 

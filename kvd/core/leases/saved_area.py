@@ -106,7 +106,9 @@ class SavedArea:
         )
         n_pages, n_bytes = self._amount(parts)
         fresh_tokens = self._fresh_tokens(parts, count(tokens))
-        lease.saved = Saved(tokens, parts, fresh_tokens, n_pages, n_bytes)
+        lease.saved = Saved(
+            tokens=tokens, parts=parts, fresh_tokens=fresh_tokens, n_pages=n_pages, n_bytes=n_bytes
+        )
         lease.holders.add(SAVE)
         return None
 

@@ -84,7 +84,7 @@ class Sessions:
             session = self.by_id[got.session] = Session(got.session, got.name, got.at_s)
         session.saw(got.pid)
         out = self._out
-        out.emit(events.ClientAttached(out.next_seq(), out.at_s, session.id, session.name, got.pid))
+        out.emit(events.ClientAttached, session=session.id, name=session.name, pid=got.pid)
 
     def awaits(self, former: FormerSession) -> None:
         """It was there before the restart; its engine may come back."""
@@ -106,9 +106,12 @@ class Sessions:
         self._node.former.settle()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
-            restart_events.ClientReturned(
-                out.next_seq(), out.at_s, session.id, session.name, got.pid, n_kept, len(unused)
-            )
+            restart_events.ClientReturned,
+            session=session.id,
+            name=session.name,
+            pid=got.pid,
+            kept=n_kept,
+            ended=len(unused),
         )
 
     def hung_up_on(self, got: HungUpOn) -> None:
@@ -129,18 +132,15 @@ class Sessions:
                 self.end_lease(lease, Code.CLIENT_GONE.value)
         out = self._out
         out.emit(
-            session_events.ClientHungUpOn(
-                seq=out.next_seq(),
-                at_s=out.at_s,
-                session=session.id,
-                name=session.name,
-                pids=tuple(session.pids),
-                code=got.why.code.value,
-                why=got.why.message,
-                leases=len(kept),
-                held_pages=sum(lease.held_pages for lease in kept),
-                handoffs=handoffs,
-            )
+            session_events.ClientHungUpOn,
+            session=session.id,
+            name=session.name,
+            pids=tuple(session.pids),
+            code=got.why.code.value,
+            why=got.why.message,
+            leases=len(kept),
+            held_pages=sum(lease.held_pages for lease in kept),
+            handoffs=handoffs,
         )
         if not kept and not session.is_former:
             # Nothing that it could write is held for it, and nothing ever will be again.
@@ -201,14 +201,11 @@ class Sessions:
         self._node.former.settle()
         out = self._out
         out.emit(
-            events.ClientGone(
-                out.next_seq(),
-                out.at_s,
-                session.id,
-                session.name,
-                len(leases),
-                handoffs,
-            )
+            events.ClientGone,
+            session=session.id,
+            name=session.name,
+            leases=len(leases),
+            handoffs=handoffs,
         )
 
     def refusal(self, number: int) -> Refusal | None:

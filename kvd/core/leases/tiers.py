@@ -36,10 +36,10 @@ def bad_tier(tier: str | None, prompt_tokens: int, spec: PoolSpec, side: str) ->
     if tier == HOST or prompt_pages <= buffer_pages:
         return None
     return Refusal(
-        Code.TOO_LARGE,
-        f"a prompt of {prompt_tokens} tokens takes {prompt_pages} pages, and a request has "
+        code=Code.TOO_LARGE,
+        message=f"a prompt of {prompt_tokens} tokens takes {prompt_pages} pages, and a request has "
         f"{buffer_pages} of {buffer.name}: receive it with tier={HOST!r} and fetch what is "
         "wanted, or raise pool.buffer_tokens",
-        side,
-        {"prompt_pages": prompt_pages, "buffer_pages": buffer_pages},
+        side=side,
+        numbers={"prompt_pages": prompt_pages, "buffer_pages": buffer_pages},
     )

@@ -142,13 +142,10 @@ class Agents:
         peer.agent_since_s = self._out.at_s
         out = self._out
         out.emit(
-            events.AgentChanged(
-                out.next_seq(),
-                out.at_s,
-                peer.name,
-                peer.incarnation,
-                peer.generation,
-                agent.value,
-                why,
-            )
+            events.AgentChanged,
+            peer=peer.name,
+            incarnation=peer.incarnation,
+            generation=peer.generation,
+            state=agent.value,
+            why=why,
         )

@@ -149,7 +149,7 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
     )
     refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here)
     if found is None:
-        return LayoutMatch(refusal, refusal, (), difference)
+        return LayoutMatch(sending=refusal, receiving=refusal, split=(), difference=difference)
     sizes: dict[str, int | float | str] = {"ours": found.ours_tokens, "theirs": found.theirs_tokens}
     if found.ours_tokens >= found.theirs_tokens:
         smaller = Refusal(
@@ -160,7 +160,9 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
             side=here,
             numbers=sizes,
         )
-        return LayoutMatch(None, smaller, found.parts, difference)
+        return LayoutMatch(
+            sending=None, receiving=smaller, split=found.parts, difference=difference
+        )
     if isinstance(ours.components[0].tier, Host):
         larger = Refusal(
             Code.LAYOUT_MISMATCH,
@@ -170,7 +172,7 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
             side=here,
             numbers=sizes,
         )
-        return LayoutMatch(larger, None, (), difference)
+        return LayoutMatch(sending=larger, receiving=None, split=(), difference=difference)
     device = Refusal(
         Code.LAYOUT_MISMATCH,
         f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
@@ -179,7 +181,7 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         side=here,
         numbers=sizes,
     )
-    return LayoutMatch(device, device, (), difference)
+    return LayoutMatch(sending=device, receiving=device, split=(), difference=difference)
 
 
 def _between_shards(
@@ -187,9 +189,11 @@ def _between_shards(
 ) -> LayoutMatch:
     """What goes from which shard to which, between two pools of the same model."""
     first = exchanged(ours)[0]
-    whole = Shard(0, first.layers, 0, heads_of(first.layout))
+    whole = Shard(
+        first_layer=0, end_layer=first.layers, first_head=0, end_head=heads_of(first.layout)
+    )
     if ours.held is None and not theirs:
-        return LayoutMatch(None, None, (), "", (whole,))
+        return LayoutMatch(sending=None, receiving=None, split=(), difference="", shards=(whole,))
     mine, theirs = shards_of(ours), theirs or (whole,)
     if len(theirs) > MAX_SHARDS:
         why = f"{len(theirs)} shards, of which {MAX_SHARDS} are read at most"
@@ -201,13 +205,29 @@ def _between_shards(
             f"{there} tells {here} of {why}; run the same version of kvd on both",
             side=here,
         )
-        return LayoutMatch(wrong, wrong, (), f"its shards: {why}", (), (), ())
+        return LayoutMatch(
+            sending=wrong,
+            receiving=wrong,
+            split=(),
+            difference=f"its shards: {why}",
+            shards=(),
+            lanes=(),
+            incoming=(),
+        )
     sending, out = _lanes(mine, theirs, here, there)
     receiving, incoming = _lanes(theirs, mine, here, there)
     difference = ""
     if sending is not None and receiving is not None:
         difference = sending.message
-    return LayoutMatch(sending, receiving, (), difference, theirs, out, incoming)
+    return LayoutMatch(
+        sending=sending,
+        receiving=receiving,
+        split=(),
+        difference=difference,
+        shards=theirs,
+        lanes=out,
+        incoming=incoming,
+    )
 
 
 def _lanes(

@@ -184,9 +184,12 @@ class Peers:
         if dialed is not None:
             name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, out.at_s
         out.emit(
-            events.PeerHandshakeFailed(
-                out.next_seq(), out.at_s, name, got.address, got.reason, got.why, got.times
-            )
+            events.PeerHandshakeFailed,
+            peer=name,
+            address=got.address,
+            reason=got.reason,
+            why=got.why,
+            times=got.times,
         )
 
     def trouble(self, name: str) -> str:
@@ -236,7 +239,7 @@ class Peers:
             self.by_incarnation.pop(gone, None)
             self.agents.leave(peer)
             out = self._out
-            out.emit(events.PeerReplaced(out.next_seq(), out.at_s, peer.name, gone, message.source))
+            out.emit(events.PeerReplaced, peer=peer.name, before=gone, after=message.source)
         peer.incarnation = message.source
         peer.generation = 0
         peer.offer_floor = peer.settled_floor = 0
@@ -259,17 +262,13 @@ class Peers:
         if peer.refusal is not None and peer.source_refusal is not None:
             out = self._out
             why = peer.layout.difference
-            out.emit(
-                events.PeerRefused(
-                    out.next_seq(), out.at_s, peer.name, peer.refusal.code.value, why
-                )
-            )
+            out.emit(events.PeerRefused, peer=peer.name, code=peer.refusal.code.value, why=why)
         self.agents.load(peer)
 
     def _tell_up(self, peer: Peer) -> None:
         out = self._out
         out.emit(
-            events.PeerUp(out.next_seq(), out.at_s, peer.name, peer.incarnation, peer.generation)
+            events.PeerUp, peer=peer.name, incarnation=peer.incarnation, generation=peer.generation
         )
 
     def _say_hello(self, link: str, target: str) -> None:
@@ -296,9 +295,11 @@ class Peers:
         self._out.send(link, Reject(self._settings.incarnation, source, refusal))
         out = self._out
         out.emit(
-            events.MessageRefused(
-                out.next_seq(), out.at_s, "peers", link, refusal.code.value, refusal.message
-            )
+            events.MessageRefused,
+            socket="peers",
+            sender=link,
+            code=refusal.code.value,
+            why=refusal.message,
         )
 
     def not_ready(self, name: str) -> str | None:
@@ -371,8 +372,7 @@ class Peers:
         """It is gone: silent for too long, or it said so."""
         out = self._out
         peer.life, silent_s = Life.LOST, out.at_s - peer.heard_s
-        lost = events.PeerLost(out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s)
-        out.emit(lost)
+        out.emit(events.PeerLost, peer=peer.name, incarnation=peer.incarnation, silent_s=silent_s)
 
     def age(self) -> list[Peer]:
         """Make silent peers suspect, then lost; returns those that became lost just now."""
@@ -386,9 +386,10 @@ class Peers:
             elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
                 peer.life = Life.SUSPECT
                 out.emit(
-                    events.PeerSuspect(
-                        out.next_seq(), out.at_s, peer.name, peer.incarnation, silent_s
-                    )
+                    events.PeerSuspect,
+                    peer=peer.name,
+                    incarnation=peer.incarnation,
+                    silent_s=silent_s,
                 )
         return lost
 

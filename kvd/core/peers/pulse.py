@@ -83,7 +83,15 @@ class Pulse:
                 self.claims += 1
         elif message.number > 0:  # an echo of nothing would be echoed for ever
             mine, theirs, streams = self._settings.incarnation, peer.incarnation, peer.streams
-            echo = Ping(mine, theirs, 0, message.number, 0, 0, streams=streams[:MAX_STREAMS])
+            echo = Ping(
+                source=mine,
+                target=theirs,
+                number=0,
+                echo=message.number,
+                offer_floor=0,
+                settled_floor=0,
+                streams=streams[:MAX_STREAMS],
+            )
             self._out.send(peer.link, echo)
 
 

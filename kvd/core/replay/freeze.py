@@ -87,7 +87,9 @@ class _Freezer:
                 write = self._rows[kind] = self._row_writer(kind)
             rows.append(write(thing))
         shapes = [(self._name(kind), list(names)) for kind, names in self._shapes]
-        return graph.Frozen(graph.FORMAT, list(self._names), shapes, rows)
+        return graph.Frozen(
+            format=graph.FORMAT, names=list(self._names), shapes=shapes, objects=rows
+        )
 
     # ---- objects -----------------------------------------------------------------------------
 
