@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvd.core.inspect.snapshot import snapshot
 from kvd.wire import client
 from kvd.wire.peer import Offer
@@ -55,15 +57,25 @@ def cached(side: Side, toks: bytes) -> None:
     side.call(client.CommitAndRelease, lease=lease.lease)
 
 
-def totals(side: Side) -> tuple[int, int, int, int, int]:
-    """Free, held, cached, quarantined and evictable pages."""
+class PageTotals(NamedTuple):
+    """Pages of the first component by state; ``evictable`` ones are cached, too."""
+
+    free: int
+    held: int = 0
+    cached: int = 0
+    quarantined: int = 0
+    evictable: int = 0
+
+
+def totals(side: Side) -> PageTotals:
+    """As the snapshot has them."""
     pool = snapshot(side.node).pools[0]
-    return (
-        pool.free_pages,
-        pool.held_pages,
-        pool.cached_pages,
-        pool.quarantined_pages,
-        pool.evictable_pages,
+    return PageTotals(
+        free=pool.free_pages,
+        held=pool.held_pages,
+        cached=pool.cached_pages,
+        quarantined=pool.quarantined_pages,
+        evictable=pool.evictable_pages,
     )
 
 

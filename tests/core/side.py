@@ -56,9 +56,9 @@ SAVED = 12
 """Pages of the saved area, its null page not counted."""
 
 ANSWERS = (
-    client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving | client.Sending
-    | client.Finished | client.Matched | client.Snapshotted | client.Retracted | client.Resumed
-    | client.Fetched
+    client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving
+    | client.Sending | client.Finished | client.Matched | client.Snapshotted | client.Retracted
+    | client.Resumed | client.Fetched
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 

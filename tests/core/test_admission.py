@@ -6,6 +6,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events
+from tests.core.engines import PageTotals, totals
 from tests.core.world import Side, World, tokens
 
 
@@ -15,12 +16,6 @@ def cached(side: Side, toks: bytes) -> None:
     side.call(client.CommitAndRelease, lease=lease.lease)
 
 
-def totals(side: Side) -> tuple[int, int, int, int]:
-    """Free, held, cached and evictable pages."""
-    pool = snapshot(side.node).pools[0]
-    return pool.free_pages, pool.held_pages, pool.cached_pages, pool.evictable_pages
-
-
 def test_headroom_is_read_after_the_prefix_is_locked():
     """scenario A11: with 32 tokens in reserve the number from before the lock would admit."""
     world = World(d_pages=12)
@@ -28,7 +23,7 @@ def test_headroom_is_read_after_the_prefix_is_locked():
     d.lease(tokens((9000, 32)))
     cached(d, tokens((1, 64)))
     cached(d, tokens((7000, 16)))
-    assert totals(d) == (4, 2, 5, 5)
+    assert totals(d) == PageTotals(free=4, held=2, cached=5, evictable=5)
     prompt = tokens((1, 128))
 
     too_much = d.call(client.OpenLease, prompt, reserve_tokens=32, deadline_s=1.0)
@@ -39,14 +34,14 @@ def test_headroom_is_read_after_the_prefix_is_locked():
     assert waiting.why == (
         "needs 6 pages of kv beyond what is cached of it, 5 obtainable: 1 missing"
     )
-    assert totals(d) == (4, 2, 5, 5)
+    assert totals(d) == PageTotals(free=4, held=2, cached=5, evictable=5)
     assert [node.lock_ref for node in d.node.leases.tree.nodes()] == [0, 0]
     world.pass_time(1.1)
 
     fits = d.call(client.OpenLease, prompt)
     assert isinstance(fits, client.Leased)
     assert fits.prefix_tokens == 64
-    assert totals(d) == (0, 6, 5, 1)
+    assert totals(d) == PageTotals(free=0, held=6, cached=5, evictable=1)
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
@@ -342,7 +337,7 @@ def test_extend_takes_evictable_pages_and_never_those_under_a_lock():
     cached(d, tokens((1, 64)))
     lease = d.lease(tokens((1, 64)))
     other = d.lease(tokens((7000, 64)))
-    assert totals(d) == (1, 4, 4, 0)
+    assert totals(d) == PageTotals(free=1, held=4, cached=4)
 
     one = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
     two = d.call(client.ExtendLease, lease=lease.lease, n_tokens=16)
@@ -367,11 +362,11 @@ def test_flush_drops_what_nobody_locks_and_names_the_holders_of_the_rest():
 
     strict = d.ask(admin.Flush(1, mode="strict"))
     assert strict == admin.Report(1, {"freed_pages": 0}, kept)
-    assert totals(d) == (57, 0, 6, 2)
+    assert totals(d) == PageTotals(free=57, cached=6, evictable=2)
 
     flushed = d.ask(admin.Flush(1))
     assert flushed == admin.Report(1, {"freed_pages": 2, "locked_pages": 4}, kept)
-    assert totals(d) == (59, 0, 4, 0)
+    assert totals(d) == PageTotals(free=59, cached=4)
 
 
 def test_a_strict_flush_of_an_unlocked_tree_frees_all():
@@ -380,7 +375,7 @@ def test_a_strict_flush_of_an_unlocked_tree_frees_all():
     cached(world.d, tokens((1, 64)))
     reply = world.d.ask(admin.Flush(1, mode="strict"))
     assert reply == admin.Report(1, {"freed_pages": 4, "locked_pages": 0}, ())
-    assert totals(world.d) == (63, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_evict_says_how_much_a_lock_kept_from_it():

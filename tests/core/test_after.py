@@ -8,7 +8,7 @@ from kvd.core import inputs
 from kvd.core.peers.agents import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
-from tests.core.engines import FULL, PROMPT, Sender, totals
+from tests.core.engines import FULL, PROMPT, PageTotals, Sender, totals
 from tests.core.world import World
 
 FIRST, SECOND = bytes([1]) * 64, bytes([2]) * 64
@@ -111,7 +111,7 @@ def test_a_handoff_that_is_given_up_while_it_waits_ends_at_once_and_sends_nothin
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.message == "the prefill engine gave up: no use"
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     (peer,) = world.p.node.peers.by_incarnation.values()
     assert peer.agent is Agent.LOADED
 
@@ -127,9 +127,9 @@ def test_what_already_travels_is_not_forgotten():
 
     assert list(world.p.flights) == [1]
     assert world.p.waiting == {}
-    assert totals(world.d)[1] == 7, "the writer has not settled"
+    assert totals(world.d).held == 7, "the writer has not settled"
     world.land_posts()
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_an_event_that_cannot_come_fails_its_handoff_alone():
@@ -157,7 +157,7 @@ def test_an_operator_can_abort_what_waits():
     world.run()
 
     assert world.p.waiting == {}
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_the_end_of_an_agent_ends_what_waits_for_it():

@@ -21,7 +21,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import client
-from tests.core.engines import PROMPT, Sender, cached, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, cached, totals
 from tests.core.world import Side, World
 
 
@@ -76,12 +76,12 @@ def test_leases_count_tokens_where_there_is_no_byte():
 
     lease = world.d.lease(PROMPT, reserve_tokens=12)
     assert (lease.prefix_tokens, count(lease.pages)) == (0, 7)
-    assert totals(world.d) == (56, 7, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=7)
     row = world.d.call(client.ExtendLease, lease=lease.lease, n_tokens=10)
     assert isinstance(row, client.PageTable)
-    assert totals(world.d) == (55, 8, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=55, held=8)
     assert isinstance(world.d.call(client.ReleaseLease, lease=lease.lease), client.Done)
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.lease(PROMPT).prefix_tokens == 0
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_cached_or_matched_with_the_cache_off():
     world = World(cache_mode=CacheMode.OFF)
     cached(world.d, PROMPT)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.lease(PROMPT).prefix_tokens == 0
     matched = world.d.call(client.MatchPrefix, PROMPT)
     assert isinstance(matched, client.Matched)
@@ -146,7 +146,8 @@ def test_a_handoff_works_with_the_cache_off_on_both_sides():
         assert finished.failure is None
         (received,) = [one for one in world.d.take() if isinstance(one, client.Received)]
         assert world.d.holds(received.pages, PROMPT)
-        assert totals(world.d)[2:] == (0, 0, 0)
+        now = totals(world.d)
+        assert (now.cached, now.quarantined, now.evictable) == (0, 0, 0)
 
 
 def test_a_retracted_lease_comes_back_whole_with_the_cache_off():
@@ -160,7 +161,7 @@ def test_a_retracted_lease_comes_back_whole_with_the_cache_off():
 
     assert isinstance(resumed, client.Resumed)
     assert world.d.holds(resumed.pages, PROMPT)
-    assert totals(world.d)[2] == 0
+    assert totals(world.d).cached == 0
 
 
 KV = Component("kv", 1, Mha(1, 1, 1, "float32"), 16)

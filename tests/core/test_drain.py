@@ -348,7 +348,7 @@ def test_leases_do_not_delay_a_stop_and_are_released_with_its_cause():
     stop(world.p)
 
     assert is_stopped(world.p)
-    assert totals(world.p)[:2] == (63, 0)
+    assert (totals(world.p).free, totals(world.p).held) == (63, 0)
     assert [one.cause for one in world.p.events if type(one).__name__ == "LeaseReleased"] == [
         "drained"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvd.core.inspect.snapshot import snapshot
 from kvd.types import short
 from kvd.wire import admin, client
-from tests.core.engines import PROMPT, totals
+from tests.core.engines import PROMPT, PageTotals, totals
 from tests.core.world import World
 
 
@@ -15,14 +15,14 @@ def quarantined(**more: object) -> World:
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
     world.cut = {"p"}
     world.d.call(client.CancelReceive, receive=1)
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
     return world
 
 
 def test_no_time_alone_frees_a_quarantine():
     world = quarantined()
     world.pass_time(600, 0.5)
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
     assert world.d.node.peers.generation == 1
 
 
@@ -49,10 +49,10 @@ def test_the_policy_fences_once_and_the_pages_are_free():
     world = quarantined(fence_after_s=10.0)
 
     world.pass_time(9.9)
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
     world.pass_time(0.6)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.node.peers.generation == 2
     world.pass_time(60)
     assert world.d.node.peers.generation == 2

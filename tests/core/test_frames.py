@@ -18,7 +18,7 @@ from kvd.wire import client
 from kvd.wire.bounds import MAX_PEER_BYTES, OLD_PEER_BYTES
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Integrity, Offer, Settled
-from tests.core.engines import Sender, totals
+from tests.core.engines import PageTotals, Sender, totals
 from tests.core.side import settings
 from tests.core.world import World, tokens
 from tests.property.cells import sharded
@@ -36,7 +36,7 @@ def small(limit: int, **more: object) -> World:
 def refused(world: World) -> Refusal:
     reply = world.d.call(client.Receive, LONG, room=7, source=("p",))
     assert isinstance(reply, client.Failed), reply
-    assert totals(world.d) == (255, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=255)
     assert not [one for one in world.d.effects if _is_offer(one)]
     return reply.refusal
 
@@ -114,7 +114,7 @@ def test_the_prefill_side_refuses_what_a_decode_side_could_not_read():
     (failed,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
     assert (failed.refusal.code, failed.refusal.side) == (Code.TOO_LARGE, "p")
     assert failed.refusal.numbers["bytes"] == D_BYTES
-    assert totals(world.d) == (255, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=255)
 
 
 def test_a_peer_that_does_not_say_reads_what_older_versions_read():

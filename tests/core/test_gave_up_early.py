@@ -8,7 +8,7 @@ from kvd.core.handoff.rooms import LATE_S, MAX_LAPSED
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Withdrawn
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World, tokens
 
 
@@ -30,7 +30,7 @@ def test_a_receive_hears_at_once_that_its_prefill_engine_gave_up_before():
         "the prefill engine gave up before the offer came: the prefill engine gave up: "
         "out of memory"
     )
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_dead_prefill_engine_is_told_to_a_later_offer():

@@ -8,7 +8,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.types import count, page_ids
 from kvd.wire import client, events
 from kvd.wire.sent_share import SentShare
-from tests.core.engines import FULL, PROMPT, Sender, cached, offered, totals
+from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.world import World, tokens
 
 WHOLE = SentShare(0, 1, 0, 100, is_dummy=False, is_authoritative=True)
@@ -114,7 +114,7 @@ def test_a_full_hit_sends_no_page_and_still_delivers_the_aux():
     world = World(d_pages=8)
     cached(world.d, FULL)
     world.d.lease(tokens((9000, 1)))
-    assert totals(world.d) == (0, 1, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=0, held=1, cached=6, evictable=6)
     sender = Sender(world, FULL)
     world.d.call(client.Receive, FULL, room=7, source=("p",))
     for upto in (40, 80):
@@ -200,7 +200,7 @@ def test_a_delivered_prompt_is_cached_in_whole_pages_and_locked_once():
     lease = world.d.node.leases.leases[2]
     assert (lease.held_pages, lease.holders, lease.reason) == (1, {"engine"}, "received from p")
     world.d.call(client.ReleaseLease, lease=2)
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
 
 
 def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
@@ -209,7 +209,7 @@ def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
     for room in (1, 2):
         world.d.call(client.Receive, PROMPT, room=room, source=("p",))
     senders = [Sender(world, room=room) for room in (1, 2)]
-    assert totals(world.d) == (49, 14, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=49, held=14)
 
     for sender in senders:
         sender.finish()
@@ -218,7 +218,7 @@ def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
     assert page_ids(first.pages)[:6] == page_ids(second.pages)[:6]
     assert page_ids(first.pages)[6] != page_ids(second.pages)[6]
     assert world.d.holds(second.pages, PROMPT)
-    assert totals(world.d) == (55, 2, 6, 0, 0)
+    assert totals(world.d) == PageTotals(free=55, held=2, cached=6)
     assert [one.lock_ref for one in world.d.node.leases.tree.nodes()] == [2]
 
 
@@ -229,11 +229,11 @@ def test_the_second_of_two_equal_prompts_is_cached_when_the_first_fails():
         world.d.call(client.Receive, PROMPT, room=room, source=("p",))
     first, second = (Sender(world, room=room) for room in (1, 2))
     world.p.call(client.AbortSend, send=first.send, reason="failed")
-    assert totals(world.d) == (56, 7, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=7)
 
     second.finish()
 
-    assert totals(world.d) == (56, 1, 6, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=1, cached=6)
 
 
 def test_a_warm_up_handoff_caches_nothing():
@@ -242,11 +242,11 @@ def test_a_warm_up_handoff_caches_nothing():
     sender = Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",), cache=False)
     sender.finish()
-    assert totals(world.d) == (56, 7, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=7)
 
     world.d.call(client.CommitAndRelease, tokens((500, 3)), lease=1)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_first_token_that_ends_the_request_leaves_its_prompt_cached():
@@ -258,7 +258,7 @@ def test_a_first_token_that_ends_the_request_leaves_its_prompt_cached():
 
     world.d.call(client.CommitAndRelease, lease=1)
 
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
 
 
 def test_five_turns_send_only_what_is_new():
@@ -296,11 +296,11 @@ def test_the_source_lease_lives_until_the_last_byte_is_sent():
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     (lease,) = snapshot(world.p.node).leases
     assert (lease.state, lease.holders) == ("lingering", ("send 1",))
-    assert totals(world.p) == (56, 7, 0, 0, 0)
+    assert totals(world.p) == PageTotals(free=56, held=7)
 
     world.land_posts()
 
-    assert totals(world.p) == (63, 0, 0, 0, 0)
+    assert totals(world.p) == PageTotals(free=63)
     got = world.d.take()[-1]
     assert isinstance(got, client.Received)
     assert world.d.holds(got.pages, PROMPT)
@@ -318,11 +318,11 @@ def test_duplicates_under_a_post_are_freed_after_it():
     sender.advance(96)
     world.p.call(client.CommitLease, lease=sender.lease.lease)
     assert world.p.node.leases.leases[2].held_pages == 7
-    free = totals(world.p)[0]
+    free = totals(world.p).free
 
     world.land_posts()
 
-    assert totals(world.p)[0] == free + 6
+    assert totals(world.p).free == free + 6
     sender.finish()
     world.land_posts()
     got = world.d.take()[-1]

@@ -8,7 +8,7 @@ from kvd.core.peers.agents import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.peer import Outcome, Settled
-from tests.core.engines import PROMPT, Sender, cached, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, cached, totals
 from tests.core.world import World, tokens
 
 
@@ -18,11 +18,11 @@ def test_a_transfer_that_fails_frees_the_delta_and_keeps_the_prefix():
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
-    assert totals(world.d) == (56, 3, 4, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=3, cached=4)
 
     world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
 
-    assert totals(world.d) == (59, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=59, cached=4, evictable=4)
     assert [one.lock_ref for one in world.d.node.leases.tree.nodes()] == [0]
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
@@ -51,7 +51,7 @@ def test_a_handshake_that_fails_leaves_both_trees_as_they_were():
     assert failed.refusal.code is Code.DEADLINE
     assert failed.refusal.message.startswith("waited 0.5 s for room: p has not said Hello yet")
     assert [(o.id, o.hits, o.lock_ref) for o in world.d.node.leases.tree.nodes()] == nodes
-    assert totals(world.d) == (59, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=59, cached=4, evictable=4)
 
 
 def test_an_abort_before_anything_is_held_is_told_once():
@@ -73,7 +73,7 @@ def test_an_abort_before_anything_is_held_is_told_once():
     assert isinstance(failed, client.Failed)
     assert failed.refusal.message == "an operator aborted it: too slow"
     assert world.d.grants == {}
-    assert totals(world.d) == (1, 7, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=1, held=7)
 
 
 def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_settles():
@@ -87,7 +87,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
 
     world.d.call(client.CancelReceive, receive=1)
 
-    assert totals(world.d) == (56, 0, 4, 3, 4)
+    assert totals(world.d) == PageTotals(free=56, cached=4, quarantined=3, evictable=4)
     (lease,) = snapshot(world.d.node).leases
     assert lease.state == "quarantined"
     assert lease.waiting_for == "p (70000000) to settle, to restart, or a fence"
@@ -98,13 +98,15 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
 
     world.land_posts()
 
-    assert totals(world.d) == (59, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=59, cached=4, evictable=4)
     failed = world.p.take()[-1]
     assert isinstance(failed, client.SendFailed)
     assert failed.refusal.message == "d gave up: cancelled"
     settled = Settled(world.p.incarnation, world.d.incarnation, 1, Outcome.ABORTED)
     world.inject(world.d, settled)
-    assert totals(world.d) == (59, 0, 4, 0, 4), "a repeated Settled frees nothing"
+    assert totals(world.d) == PageTotals(free=59, cached=4, evictable=4), (
+        "a repeated Settled frees nothing"
+    )
 
 
 def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
@@ -129,7 +131,7 @@ def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert (failed.refusal.code, failed.refusal.message) == (Code.POST_FAILED, "transport error")
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
 
 
@@ -144,13 +146,13 @@ def test_bytes_in_doubt_keep_their_pages_until_the_receiving_host_is_quiet():
     world.p.fail(flight, "transport error")
     world.run()
     assert world.d.node.decoder.parts == {}
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
 
     world.hold_quiet = False
     world.d.land_late()
     world.pass_time(1.2)  # the new agent's connection was there too, until it is claimed
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_other_rooms_through_a_destroyed_agent_fail_too():
@@ -185,7 +187,7 @@ def test_a_writer_that_aborts_in_mid_chunk_is_heard_at_once():
 
     assert isinstance(world.d.take()[-1], client.ReceiveFailed)
     assert world.now_s == now_s
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
@@ -196,12 +198,12 @@ def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
     sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
 
     world.restart(world.p)
     world.pass_time(1)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.node.peers.by_name["p"].incarnation == world.p.incarnation
     world.hold_posts = False
     world.p.attach()
@@ -225,7 +227,7 @@ def test_a_writer_that_restarts_under_a_wanted_room_fails_it_with_what_to_do():
     assert failed.refusal.message == (
         "the prefill daemon restarted (70000000 is gone): send it again"
     )
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_restarted_decode_side_ends_its_rooms_and_no_other():
@@ -262,7 +264,7 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
     for sender in (drains, wanted):
         sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
-    assert totals(world.d) == (49, 7, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=49, held=7, quarantined=7)
 
     report = world.d.ask(admin.Fence(1))
     world.land_posts()
@@ -270,7 +272,7 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
     figures = {"quarantined_leases": 1, "quarantined_pages": 7, "receives_cut": 1, "sends_cut": 0}
     note = "room 2: receive 2 from p is cut, 0 of 896 bytes had arrived"
     assert report == admin.Report(1, figures, (), notes=(note,))
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.POST_FAILED
@@ -288,7 +290,7 @@ def test_a_dead_client_leaves_no_lease_and_its_writer_is_told():
 
     world.d.hang_up(1)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     failed = world.p.take()[-1]
     assert isinstance(failed, client.SendFailed)
     assert failed.refusal.message == "d gave up: client-gone"

@@ -18,7 +18,7 @@ from kvd.core.layout.spec import (
 from kvd.errors import Code
 from kvd.types import Pages, count, pack_ids, page_ids
 from kvd.wire import client
-from tests.core.engines import Sender, cached, offered, totals
+from tests.core.engines import PageTotals, Sender, cached, offered, totals
 from tests.core.test_fetch import HISPARSE, Decode, buffers
 from tests.core.world import World, tokens
 
@@ -92,7 +92,7 @@ def test_seven_long_requests_queue_for_the_host_pool_and_none_fails() -> None:
     assert waiting(world) == []
     for room in (4, 5, 6, 7):
         cancel(world, room)
-    assert totals(world.d)[0] == 3840
+    assert totals(world.d).free == 3840
     assert buffers(world).pool.free_pages == 7 * 64
 
 
@@ -107,7 +107,7 @@ def test_a_request_waits_for_the_device_buffer_alone_and_touches_nothing() -> No
     assert state.why == (
         "needs 64 pages of buffer beyond what is cached of it, 2 obtainable: 62 missing"
     )
-    assert totals(world.d)[:2] == (3840 - 2 * 157, 2 * 157)
+    assert (totals(world.d).free, totals(world.d).held) == (3840 - 2 * 157, 2 * 157)
     assert buffers(world).pool.free_pages == 2
     cancel(world, 1)
     assert open_rooms(world) == [2, 3]
@@ -127,7 +127,7 @@ def test_nothing_of_a_new_lease_is_on_the_device() -> None:
 
     leased = world.d.lease(tokens((1, 100)))
 
-    assert totals(world.d)[1] == count(Pages(leased.pages)) == 7
+    assert totals(world.d).held == count(Pages(leased.pages)) == 7
     assert buffers(world).resident[leased.lease].slots == {}
 
 
@@ -208,12 +208,12 @@ def test_host_pages_under_a_write_stay_in_quarantine_whatever_the_time(tier: str
 
     (lease,) = snapshot(world.d.node).leases
     assert (lease.state, lease.quarantined_pages) == ("quarantined", 4)
-    assert totals(world.d) == (59, 0, 0, 4, 0)
+    assert totals(world.d) == PageTotals(free=59, quarantined=4)
     assert buffers(world).pool.free_pages == 8
     world.cut = set()
     world.hold_posts = False
     world.pass_time(10)
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_lease_that_is_extended_has_more_slots() -> None:

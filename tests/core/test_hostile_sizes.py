@@ -23,7 +23,7 @@ from kvd.wire.peer import (
     Reject,
     Settled,
 )
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.side import incarnation
 from tests.core.world import World, spec
 
@@ -142,7 +142,7 @@ def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():
         "the prefill side sent aux of 65537 bytes, d takes 65536 at most: make "
         "limits.max_aux_bytes equal on both"
     )
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     (closed,) = [one.message for one in world.held(Closed)]
     assert isinstance(closed, Closed)
     assert closed.outcome is Outcome.FAILED

@@ -16,7 +16,7 @@ from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Closed, Integrity, Outcome, Settled
-from tests.core.engines import FULL, PROMPT, Sender, cached, offered, totals
+from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.world import PAGE, World, content, tokens
 
 N_PAGES = 7
@@ -180,7 +180,7 @@ def test_delivered_pages_are_verified_before_they_are_cached():
     (good,) = world.d.inbox
     heard = world.d.node.step(msgspec.structs.replace(good, at_s=world.now_s)).effects
 
-    assert before[:3] == (56, N_PAGES, 0)
+    assert (before.free, before.held, before.cached) == (56, N_PAGES, 0)
     assert len(verify.sums) == SUM_BYTES * N_PAGES
     assert verify.pages == world.d.node.leases.leases[1].row
     assert heard == [
@@ -189,7 +189,8 @@ def test_delivered_pages_are_verified_before_they_are_cached():
             "out:p", Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.COMMITTED)
         ),
     ]
-    assert totals(world.d)[:3] == (56, 1, 6)
+    after = totals(world.d)
+    assert (after.free, after.held, after.cached) == (56, 1, 6)
 
 
 def test_a_full_hit_is_ready_at_once():
@@ -222,7 +223,7 @@ def test_a_wrong_page_fails_the_room_and_is_named_and_nothing_is_cached():
         "logical_pages": "2",
         "page_size": PAGE,
     }
-    assert totals(world.d) == (56, 0, 0, N_PAGES, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=N_PAGES)
     (told,) = [one for one in world.d.events if isinstance(one, events.PagesCorrupt)]
     assert (told.pages, told.logical_pages, told.bad_pages) == ((bad[0],), (2,), 1)
     (finished,) = [one for one in world.p.take() if isinstance(one, client.Finished)]
@@ -232,7 +233,7 @@ def test_a_wrong_page_fails_the_room_and_is_named_and_nothing_is_cached():
 
     world.d.be_quiet()
     world.run()
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_many_wrong_pages_are_counted_and_the_first_are_named():
@@ -286,7 +287,7 @@ def test_sums_that_are_missing_or_too_many_fail_the_room_with_their_own_sentence
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.CORRUPT
     assert f"p sent {len(sums)} bytes of page sums where 56 are needed" in failed.refusal.message
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_what_cannot_be_summed_is_not_kept():
@@ -314,7 +315,7 @@ def test_a_cancel_while_verifying_is_heard_at_once_and_what_was_delivered_is_cac
 
     answer(world)
     assert world.d.take() == []
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
     (finished,) = [one for one in world.p.take() if isinstance(one, client.Finished)]
     assert finished.failure is None
     assert (room_states(world), world.d.node.leases.leases) == ([], {})
@@ -329,7 +330,7 @@ def test_a_cancelled_room_that_is_corrupt_fails_once_and_caches_nothing():
     answer(world)
 
     assert world.d.take() == []
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     (finished,) = [one for one in world.p.take() if isinstance(one, client.Finished)]
     assert finished.failure is not None
     assert finished.failure.code is Code.CORRUPT
@@ -345,7 +346,7 @@ def test_the_deadline_passes_while_verifying():
     assert "our transfer process is verifying them" in failed.refusal.message
 
     answer(world)
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
 
 
 def test_the_engine_dies_while_verifying():
@@ -355,7 +356,7 @@ def test_the_engine_dies_while_verifying():
     answer(world)
 
     assert world.d.node.leases.leases == {}
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
 
 
 # ---- processes that end meanwhile ----------------------------------------------------------------

@@ -9,7 +9,7 @@ from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Closed, Hello, Offer, Outcome, Settled
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World, tokens
 
 
@@ -111,7 +111,7 @@ def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, 
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal == settled.reason
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def without_grants(world: World) -> Settled:
@@ -145,7 +145,7 @@ def test_prompts_that_differ_are_refused_in_words(first):
         assert world.p.node.prefiller.by_room == {}
     assert refusal.code is Code.PROMPT_MISMATCH
     assert refusal.message.startswith("both prompts have 100 tokens, but the digests differ (")
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_namespaces_that_differ_are_refused():

@@ -11,7 +11,7 @@ from kvd.errors import Code
 from kvd.types import count
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Accept, Integrity, Offer, Settled
-from tests.core.engines import FULL, PROMPT, Sender, cached, totals
+from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, totals
 from tests.core.world import World, tokens
 
 TWO = ("p", "p1")
@@ -100,13 +100,13 @@ def test_nothing_is_committed_before_every_source_has_sent_its_part():
     first.finish()
 
     assert states(world) == [Decode.VERIFYING, Decode.RECEIVING]
-    assert totals(world.d) == (56, 7, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=7)
     assert first.side.answer(first.finish_call) is None
 
     second.finish()
 
     assert states(world) == [Decode.READY, Decode.READY]
-    assert totals(world.d) == (56, 1, 6, 0, 0)
+    assert totals(world.d) == PageTotals(free=56, held=1, cached=6)
     lease = world.d.node.decoder.known()[0].lease
     world.d.call(client.ReleaseLease, lease=lease.id)
     assert states(world) == []
@@ -174,7 +174,9 @@ def half_sent() -> tuple[World, Sender, Sender]:
 def test_one_engine_that_fails_ends_the_receive_and_names_its_source():
     world, first, second = half_sent()
     second.side.call(client.AbortSend, send=second.send, reason="out of memory")
-    assert totals(world.d) == (56, 7, 0, 0, 0)  # its post is under way: it has not settled
+    assert totals(world.d) == PageTotals(
+        free=56, held=7
+    )  # its post is under way: it has not settled
     world.land_posts()
 
     refusal = failed(world).refusal
@@ -182,7 +184,7 @@ def test_one_engine_that_fails_ends_the_receive_and_names_its_source():
     assert refusal.numbers["source"] == "p1"
     assert closed(world, "p").reason.startswith("p1 (source 2 of 2)")
     assert first.side.answer(first.finish_call).failure.code is Code.ABORTED
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_write():
@@ -197,7 +199,7 @@ def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_w
     (lease,) = world.d.node.leases.leases.values()
 
     assert [writer.peer for writer in lease.quarantine.writers] == ["p", "p1"]
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
 
     world.land_posts()
     world.lost = set()
@@ -205,12 +207,12 @@ def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_w
     world.pass_time(1.2)
 
     assert [writer.peer for writer in lease.quarantine.writers] == ["p1"]
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
 
     world.cut = set()
     world.pass_time(2.0)
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.node.decoder.receptions == {}
 
 
@@ -232,7 +234,7 @@ def test_a_corrupt_part_ends_the_receive_and_drops_what_the_others_have_sent():
     assert "page 5 of the prompt" in refusal.message
     assert (closed(world, "p1").outcome, closed(world, "p").outcome) == ("delivered", "delivered")
     assert closed(world, "p1").code == "corrupt"
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_source_that_refuses_ends_the_receive():
@@ -243,7 +245,7 @@ def test_a_source_that_refuses_ends_the_receive():
         Sender(world, tokens((500, 100)), side=world.sides["p1"], peer="d")
     assert failed(world).refusal.code is Code.PROMPT_MISMATCH
     assert failed(world).refusal.numbers["source"] == "p1"
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert first.side.node.prefiller.by_room == {}
 
 
@@ -254,7 +256,7 @@ def test_a_source_that_restarts_ends_the_receive_and_frees_it_when_the_others_ha
 
     assert failed(world).refusal.code is Code.PEER_LOST
     assert failed(world).refusal.numbers["source"] == "p1"
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_the_deadline_names_the_first_source_that_is_late():
@@ -267,7 +269,7 @@ def test_the_deadline_names_the_first_source_that_is_late():
     refusal = failed(world).refusal
     assert refusal.code is Code.DEADLINE
     assert refusal.message.startswith("p1 (source 2 of 2): room 7 from p1 took longer than 1.0 s")
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_giving_up_when_all_has_arrived_keeps_it_in_the_cache():
@@ -282,7 +284,7 @@ def test_giving_up_when_all_has_arrived_keeps_it_in_the_cache():
         world.d.answer_verify()
     world.run()
 
-    assert totals(world.d) == (57, 0, 6, 0, 6)
+    assert totals(world.d) == PageTotals(free=57, cached=6, evictable=6)
     assert states(world) == []
 
 
@@ -303,7 +305,7 @@ def test_an_operator_aborts_every_part_of_a_room():
     assert reply.changed["quarantined_pages"] == 7
     assert states(world) == [Decode.DRAINING]
     world.land_posts()
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_fence_ends_every_draining_part():
@@ -313,7 +315,7 @@ def test_a_fence_ends_every_draining_part():
     world.run()
 
     assert states(world) == []
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_bytes_in_doubt_of_one_source_keep_the_pages_until_this_host_is_quiet():
@@ -328,7 +330,7 @@ def test_bytes_in_doubt_of_one_source_keep_the_pages_until_this_host_is_quiet():
     world.d.call(client.CancelReceive, receive=number)
     world.pass_time(7.0)  # both destroy their agents at the drain deadline
 
-    assert totals(world.d) == (56, 0, 0, 7, 0)
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
     assert len(world.d.node.decoder.settling.leases) == 1
 
 
@@ -359,7 +361,7 @@ def test_bytes_in_doubt_of_the_first_writer_outlast_the_last_one():
     world.pass_time(3.0)
 
     assert states(world) == []
-    assert totals(world.d) == (56, 0, 0, 7, 0)  # until this host is quiet
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)  # until this host is quiet
     assert list(world.d.node.decoder.settling.leases) == [1]
 
 
@@ -368,7 +370,7 @@ def test_a_fence_ends_the_doubt_of_every_writer():
     world.d.ask(admin.Fence(1))
     world.run()
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.node.decoder.settling.leases == {}
 
 

@@ -13,7 +13,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, pack_ids
 from kvd.wire import admin, client, events
-from tests.core.engines import Sender, cached, totals
+from tests.core.engines import PageTotals, Sender, cached, totals
 from tests.core.side import SAVED
 from tests.core.world import PAGE, Side, World, tokens
 
@@ -67,11 +67,11 @@ def test_a_retraction_orders_one_copy_and_answers_when_it_is_done(world):
     (copy,) = made
     assert copy == effects.Copy(1, "kv", Pages(row[: 9 * 4]), "kv.saved", ids(*range(4, 13)))
     assert world.d.node.leases.leases[1 + 1].standing is Standing.SAVING
-    assert totals(world.d) == (POOL - 9, 5, 4, 0, 0)
+    assert totals(world.d) == PageTotals(free=POOL - 9, held=5, cached=4)
     assert world.d.feed(inputs.Copied(100.0, 1, SAVED_BYTES)) == [
         effects.AnswerEngine(1, client.Retracted(900, 9, SAVED_BYTES))
     ]
-    assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=POOL - 4, cached=4, evictable=4)
     assert pool_of(world.d).saved_pages == 9
 
 
@@ -136,7 +136,7 @@ def test_without_the_bytes_the_kv_ends_with_the_tree(world):
     lease = running(world.d)
     retracted = retract(world.d, lease.lease, keep="nothing")
     assert retracted == client.Retracted(retracted.call, 0, 0)
-    assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=POOL - 4, cached=4, evictable=4)
 
     reply = world.d.call(client.ResumeLease, lease=lease.lease)
 
@@ -188,7 +188,7 @@ def test_a_retracted_lease_is_committed_after_it_has_resumed(world):
     world.d.call(client.CommitAndRelease, tokens((5029, 1)), lease=lease.lease)
 
     assert world.d.node.leases.tree.probe(KNOWN, "") == 128
-    assert totals(world.d) == (POOL - 8, 0, 8, 0, 8)
+    assert totals(world.d) == PageTotals(free=POOL - 8, cached=8, evictable=8)
 
 
 # ---- refused, and nothing changed ----------------------------------------------------------------
@@ -439,12 +439,12 @@ def test_pages_are_free_only_after_the_copy_when_the_engine_lets_go_meanwhile(wo
         assert refusal_of(world.d.answer(call))[0] is Code.CANCELLED
     else:
         world.d.hang_up()
-    assert totals(world.d) == (POOL - 9, 5, 4, 0, 0)
+    assert totals(world.d) == PageTotals(free=POOL - 9, held=5, cached=4)
     assert pool_of(world.d).saved_pages == 9
 
     world.d.finish_copy()
     world.run()
-    assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=POOL - 4, cached=4, evictable=4)
     assert pool_of(world.d).saved_pages == 0
     assert world.d.node.leases.leases == {}
 
@@ -542,7 +542,7 @@ def test_a_dead_engines_pages_are_free_when_the_transfer_process_ends(world, way
     world.d.stop_transfer("killed")
 
     assert world.d.node.leases.leases == {}
-    assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=POOL - 4, cached=4, evictable=4)
     assert pool_of(world.d).saved_pages == 0
 
 
@@ -556,7 +556,7 @@ def test_an_engine_that_dies_before_its_restore_began_leaves_nothing(world):
 
     assert world.d.node.leases.leases == {}
     world.d.start_transfer("again")
-    assert totals(world.d) == (POOL - 4, 0, 4, 0, 4)
+    assert totals(world.d) == PageTotals(free=POOL - 4, cached=4, evictable=4)
 
 
 def test_a_refused_save_leaves_the_lease_running(world):

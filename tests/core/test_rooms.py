@@ -14,7 +14,7 @@ from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import Side, World, tokens
 
 OTHER = tokens((1, 99), (7, 1))
@@ -66,7 +66,7 @@ def test_an_offer_of_another_node_than_the_named_one_is_refused_alone(first):
     receive(d)
     sender.finish()
     assert isinstance(d.take()[-1], client.Received)
-    assert totals(e) == (63, 0, 0, 0, 0)
+    assert totals(e) == PageTotals(free=63)
 
 
 def test_a_named_room_is_not_withdrawn_by_another_node():
@@ -148,7 +148,7 @@ def test_a_stranger_cannot_take_a_room_before_its_engine_comes():
     assert isinstance(d.take()[-1], client.Received)
     refusal = failure(e).refusal
     assert refusal.code is Code.PROMPT_MISMATCH
-    assert totals(e) == (63, 0, 0, 0, 0)
+    assert totals(e) == PageTotals(free=63)
 
 
 def test_a_stranger_with_another_prompt_leaves_the_room_waiting():
@@ -409,7 +409,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     assert settled.reason.message == "generation 1 of d is over, 2 serves"
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     world.run()
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
 
 
@@ -422,5 +422,5 @@ def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_ta
     world.pass_time(4.0)
 
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.p.node.prefiller.by_room == {}

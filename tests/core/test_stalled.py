@@ -6,7 +6,7 @@ from kvd.core import inputs
 from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.wire import client
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World
 
 PAGE_BYTES = 512
@@ -37,13 +37,13 @@ def test_a_post_that_does_not_move_ends_its_handoff_as_stalled_on_both_sides():
         "room 7 to d: 0 bytes moved in 2.0 s with 1 posts under way, the least is 1048576 bytes a "
         "second: look at the network between the two, or lower transfer.min_bytes_per_s"
     )
-    assert totals(world.d)[1] == 7
+    assert totals(world.d).held == 7
 
     world.pass_time(5.1)
 
     (said,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
     assert said.refusal.code is Code.STALLED
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_post_that_moves_fast_enough_is_left_alone():

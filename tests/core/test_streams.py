@@ -14,7 +14,7 @@ from kvd.core.handoff.protocol import Decode
 from kvd.core.peers.agents import Agent
 from kvd.wire import admin, client
 from kvd.wire.peer import MAX_STREAMS, Ping
-from tests.core.engines import PROMPT, Sender, totals
+from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World, tokens
 
 OWN = 7
@@ -52,8 +52,8 @@ def test_pages_of_a_dead_writer_are_nobodys_until_its_connection_has_ended():
     world.flow()
     world.pass_time(1.2)
 
-    assert kept == (63 - OWN, 0, 0, OWN, 0)
-    assert totals(world.d)[3] == 0
+    assert kept == PageTotals(free=63 - OWN, quarantined=OWN)
+    assert totals(world.d).quarantined == 0
 
 
 def test_this_world_sees_it_when_only_what_has_arrived_is_waited_for():
@@ -86,8 +86,8 @@ def test_a_destroyed_agent_keeps_the_pages_until_its_reset_has_arrived():
     world.flow()
 
     assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
-    assert kept == (63 - OWN, 0, 0, OWN, 0)
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert kept == PageTotals(free=63 - OWN, quarantined=OWN)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_a_delivery_waits_for_no_connection():
@@ -110,8 +110,8 @@ def test_the_connection_of_another_peer_is_waited_for_until_that_says_it_is_its_
     world.sides["q"].node.peers.by_name["d"].streams = OF_Q
     world.pass_time(1.2)
 
-    assert unclaimed == (63 - OWN, 0, 0, OWN, 0)
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert unclaimed == PageTotals(free=63 - OWN, quarantined=OWN)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_what_a_peer_said_before_it_could_know_is_no_claim():
@@ -128,7 +128,7 @@ def test_what_a_peer_said_before_it_could_know_is_no_claim():
     world.pass_time(1.0)
 
     assert all(claim.streams for claim in claims.values())
-    assert totals(world.d) == (63 - OWN, 0, 0, OWN, 0)
+    assert totals(world.d) == PageTotals(free=63 - OWN, quarantined=OWN)
 
 
 def test_a_stream_that_two_living_peers_claim_is_nobodys():
@@ -143,8 +143,8 @@ def test_a_stream_that_two_living_peers_claim_is_nobodys():
     liar.streams = own
     world.pass_time(1.2)
 
-    assert disputed == (63 - OWN, 0, 0, OWN, 0)
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert disputed == PageTotals(free=63 - OWN, quarantined=OWN)
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_an_echo_that_was_overtaken_changes_no_claim():
@@ -216,7 +216,7 @@ def test_a_fence_waits_for_no_connection():
     world.d.ask(admin.Fence(1))
     world.run()
 
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert totals(world.d) == PageTotals(free=63)
     assert world.d.node.decoder.settling.awaited == {}
 
 
@@ -225,8 +225,8 @@ def test_a_silent_host_is_waited_for_until_the_policy_fences():
     before = totals(world.d)
     world.pass_time(10.0)
 
-    assert before[3] == OWN
-    assert totals(world.d) == (63, 0, 0, 0, 0)
+    assert before.quarantined == OWN
+    assert totals(world.d) == PageTotals(free=63)
 
 
 def test_what_is_awaited_of_an_unknown_lease_is_ignored():
