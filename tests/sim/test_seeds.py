@@ -7,6 +7,7 @@ the command that makes it happen again; the long form is ``kvd sim --seeds 0:500
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import Plan, again, run_seed
+from tests.sim import digests
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -80,3 +82,12 @@ def test_the_same_seed_is_the_same_run_in_another_process(hash_seed, tmp_path):
     )
     ending = run_seed(7, Plan(steps=600, profile="storm"))
     assert msgspec.json.decode(done.stdout)["digest"] == ending.digest
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_what_happens_and_what_is_told_is_as_it_was_written_down(profile):
+    """A rebuild leaves these equal; a change of behaviour writes them down anew and says why."""
+    kept = json.loads(digests.FILE.read_text("utf-8"))[profile]
+
+    assert digests.told_digests(profile) == kept["told"]
+    assert digests.few_steps_digest(profile) == kept["few_steps"]

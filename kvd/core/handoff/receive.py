@@ -1,7 +1,8 @@
 """The decode side of handoffs: ask for a prompt's KV, and own the pages it lands on.
 
 One ``ReceiveAttempt`` has one ``ReceivePart`` for each source, which is one in most cases. States
-and triggers of parts are ``protocol.DECODE``; this file is what happens on the edges. The rules that keep memory safe live here:
+and triggers of parts are ``protocol.DECODE``; this file is what happens on the edges. The rules
+that keep memory safe live here:
 
 - pages are held before the Offer goes out, and a part that may have been accepted is never freed:
   giving up means Abort, an unlocked prefix and *quarantined* pages, until the writer's Settled, a
