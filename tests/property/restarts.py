@@ -2,8 +2,8 @@
 
 The journal is the dict of ``noted``, fed by the effects and by nothing else. A restart keeps it,
 the memory and the engines; the node that comes next knows what ``PoolAdopted`` says, made of the
-dict the way a reader would make it. Whoever is given a page writes to it at once, so who still reads it
-sees that it was given away too early.
+dict the way a reader would make it. Whoever is given a page writes to it at once, so who still
+reads it sees that it was given away too early.
 """
 
 from __future__ import annotations

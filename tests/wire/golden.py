@@ -1,4 +1,4 @@
-"""The bytes of every member of every union on the wire: ``python -m tests.wire.golden`` writes them.
+"""The bytes of every member of every wire union: ``python -m tests.wire.golden`` writes them.
 
 Each member is made twice from its field types alone: with every field set (``full``), and with the
 fields that have no default (``least``). So a class or a field may get another name, and the bytes
