@@ -1,5 +1,6 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
+# make test-fast   core, wire, configuration, property: under a minute
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make check  ruff, mypy --strict, make test
@@ -8,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test soak screenshots lint types check clean
+.PHONY: setup demo test test-fast soak screenshots lint types check clean
 
 setup: $(VENV)/.ready
 
@@ -23,6 +24,10 @@ demo: setup
 # Two at a time: most tests wait for processes, not for the processor.
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+# What a change of the core breaks first.
+test-fast: setup
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/core tests/wire tests/config tests/property $(ARGS)
 
 soak: setup
 	$(BIN)/python -m tests.fault.soak $(ARGS)
