@@ -141,13 +141,13 @@ class Node:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders.
         """
         request = wire.OpenLease(
-            self._port.connection.next_call(),
-            namespace,
-            operator.index(reserve_tokens),
-            operator.index(priority),
-            deadline_s,
-            cache,
-            operator.index(step_tokens),
+            call=self._port.connection.next_call(),
+            namespace=namespace,
+            reserve_tokens=operator.index(reserve_tokens),
+            priority=operator.index(priority),
+            deadline_s=deadline_s,
+            cache=cache,
+            step_tokens=operator.index(step_tokens),
         )
         call = await self._port.perform(
             request, tokens=token_frame(tokens), within_s=within(deadline_s)
@@ -193,16 +193,16 @@ class Node:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
         """
         request = wire.Receive(
-            self._port.connection.next_call(),
-            _room(room),
-            (source,) if isinstance(source, str) else tuple(source),
-            namespace,
-            operator.index(reserve_tokens),
-            operator.index(priority),
-            deadline_s,
-            cache,
-            tier,
-            operator.index(step_tokens),
+            call=self._port.connection.next_call(),
+            room=_room(room),
+            source=(source,) if isinstance(source, str) else tuple(source),
+            namespace=namespace,
+            reserve_tokens=operator.index(reserve_tokens),
+            priority=operator.index(priority),
+            deadline_s=deadline_s,
+            cache=cache,
+            tier=tier,
+            step_tokens=operator.index(step_tokens),
         )
         frame = token_frame(tokens)
         call = await self._port.perform(request, tokens=frame, within_s=within(deadline_s))
@@ -243,7 +243,12 @@ class Node:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
         """
         request = wire.Send(
-            self._port.connection.next_call(), _room(room), lease.id, namespace, deadline_s, to
+            call=self._port.connection.next_call(),
+            room=_room(room),
+            lease=lease.id,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            peer=to,
         )
         call = await self._port.perform(request, tokens=token_frame(tokens), about=lease.record)
         if call.send is None:

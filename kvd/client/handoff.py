@@ -190,7 +190,13 @@ class Send:
             why = f"the daemon does not say which share send {self.id} has: it is of an older kvd"
             raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
         span = told.start_tokens, told.end_tokens
-        return Share(told.rank, told.ranks, span, told.is_dummy, told.is_authoritative)
+        return Share(
+            rank=told.rank,
+            ranks=told.ranks,
+            tokens=span,
+            is_dummy=told.is_dummy,
+            is_authoritative=told.is_authoritative,
+        )
 
     def _accepted(self) -> wire.Accepted:
         accepted = self._state.accepted.value
@@ -231,7 +237,9 @@ class Send:
         self._raise_if_ended()
         call = self._port.connection.next_call()
         handle = self._keep(after)
-        request = wire.Advance(call, self.id, operator.index(upto_tokens), handle)
+        request = wire.Advance(
+            call=call, send=self.id, upto_tokens=operator.index(upto_tokens), after=handle
+        )
         try:
             await self._port.ask(request, wire.Done, about=self._state)
         except KvdError:
@@ -253,14 +261,18 @@ class Send:
             whether it committed, or why not; a handoff that failed is no exception here.
         """
         handle = self._keep(after)
-        request = wire.Finish(self._port.connection.next_call(), self.id, bytes(aux), handle)
+        request = wire.Finish(
+            call=self._port.connection.next_call(), send=self.id, aux=bytes(aux), after=handle
+        )
         try:
             call = await self._port.perform(request, about=self._state, within_s=self._within_s)
         except KvdError:
             failure = self._state.failure
             if failure is None or failure.code is Code.UNREACHABLE:
                 raise
-            return Outcome(False, failure, 0, 0, 0)  # noqa: FBT003 - field by field
+            return Outcome(
+                committed=False, reason=failure, decode_prefix_len=0, sent_pages=0, sent_bytes=0
+            )
         answer = call.answer.value
         if not isinstance(answer, wire.Finished):
             raise confused(request, answer)

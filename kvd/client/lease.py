@@ -208,13 +208,18 @@ class Lease:
         """
         self._check_runs()
         request = wire.FetchPages(
-            self._port.connection.next_call(), self.id, page_frame(pages), page_frame(ahead)
+            call=self._port.connection.next_call(),
+            lease=self.id,
+            pages=page_frame(pages),
+            ahead=page_frame(ahead),
         )
         done = await self._port.ask(
             request, wire.Fetched, about=self._state, within_s=COPY_WITHIN_S
         )
         found = np.frombuffer(done.pages, dtype="<i4")
-        return Fetched(found, done.hits, done.misses, done.copied_bytes)
+        return Fetched(
+            pages=found, hits=done.hits, misses=done.misses, copied_bytes=done.copied_bytes
+        )
 
     async def commit(self, new_tokens: TokenIds = ()) -> None:
         """The KV of the known tokens and of ``new_tokens`` is written: whole pages are cached.
