@@ -139,9 +139,9 @@ def test_all_of_it_happened():
         pytest.skip("only the whole default run covers everything")
     wanted = {
         "OpenLease: Leased", "OpenLease: deadline", "OpenLease: too-large", "prefix gone on from",
-        "ExtendLease: PageTable", "ExtendLease: no-room", "SlideLease: PageTable", "CommitLease: PageTable",
-        "CommitAndRelease: Done", "ReleaseLease: Done", "RetractLease: Retracted",
-        "ResumeLease: Resumed", "FetchPages: Fetched", "Received",
+        "ExtendLease: PageTable", "ExtendLease: no-room", "SlideLease: PageTable",
+        "CommitLease: PageTable", "CommitAndRelease: Done", "ReleaseLease: Done",
+        "RetractLease: Retracted", "ResumeLease: Resumed", "FetchPages: Fetched", "Received",
         "ReceiveFailed", "SendFailed", "Advance: Done", "Finish: Finished", "AbortSend: Done",
     }  # fmt: skip
     assert wanted - done.keys() == set()
