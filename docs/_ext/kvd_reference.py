@@ -282,14 +282,14 @@ STAMPS = frozenset({"seq", "at_s"})
 def events_text(_: str) -> Iterator[str]:
     """Every event with its fields, but for the two that all of them have."""
     for struct in members(events.Event):
-        yield from struct_text(struct, 3, skip=STAMPS)
+        yield from struct_text(struct, 2, skip=STAMPS)
 
 
 def snapshot_text(_: str) -> Iterator[str]:
     """The whole state, as ``kvd status --format json`` prints it."""
-    yield from struct_text(snapshot.Snapshot, 3)
+    yield from struct_text(snapshot.Snapshot, 2)
     for one in inside([snapshot.Snapshot], snapshot):
-        yield from struct_text(one, 3)
+        yield from struct_text(one, 2)
 
 
 # ---- state machines ------------------------------------------------------------------------------
