@@ -67,9 +67,7 @@ def drawing(
     return "".join([*parts, "</svg>"])
 
 
-def _routed(
-    states: Sequence[str], arrows: Mapping[tuple[str, str], Sequence[str]]
-) -> list[Arrow]:
+def _routed(states: Sequence[str], arrows: Mapping[tuple[str, str], Sequence[str]]) -> list[Arrow]:
     """Short arrows have the inner lanes; two share a lane where they do not meet."""
     rows = {state: row for row, state in enumerate(states)}
     wanted = sorted(

@@ -30,6 +30,7 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from kvd_drawing import drawing
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from typing_extensions import override
 
 import kvd
 import tui
@@ -59,11 +60,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT / "tests" / "stories"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 
-MACHINES = {
+MACHINES: dict[str, tuple[dict[Any, Any], type[enum.Enum], str]] = {
     "decode": (DECODE, DecodeTrigger, "queued"),
     "prefill": (PREFILL, PrefillTrigger, "await-engine"),
 }
-UNIONS = {
+UNIONS: dict[str, tuple[types.ModuleType, object]] = {
     "attach": (attach, attach.AttachRequest | attach.AttachReply),
     "client-requests": (client, client.Request),
     "client-replies": (client, client.Reply),
@@ -125,12 +126,19 @@ def members(union: object) -> tuple[Struct, ...]:
     return tuple(one for part in typing.get_args(union) for one in members(part))
 
 
+NAMED: dict[object, str] = {None: "None", type(None): "None", Ellipsis: "..."}
+
+
+def tag_of(struct: Struct) -> str:
+    """The tag of a message; empty for what is inside one."""
+    tag = struct.__struct_config__.tag
+    return str(tag) if tag else ""
+
+
 def type_name(annotation: object) -> str:
     """A type as a reader writes it: ``Annotated`` gives its bounds."""
-    if annotation is None or annotation is type(None):
-        return "None"
-    if annotation is Ellipsis:
-        return "..."
+    if annotation in NAMED:
+        return NAMED[annotation]
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(args[0]) + _bounds(args[1:])
@@ -203,7 +211,7 @@ def struct_rows(struct: Struct, *, skip: frozenset[str] = frozenset()) -> Iterat
 
 def struct_text(struct: Struct, depth: int, *, skip: frozenset[str] = frozenset()) -> Iterator[str]:
     """One struct: heading, docstring, fields."""
-    tag = msgspec.inspect.type_info(struct).tag  # type: ignore[union-attr]
+    tag = tag_of(struct)
     yield f"{'#' * depth} {code(tag) if tag else struct.__name__}"
     yield ""
     if tag:
@@ -215,7 +223,7 @@ def struct_text(struct: Struct, depth: int, *, skip: frozenset[str] = frozenset(
         yield from table(("field", "type", "default", ""), rows)
 
 
-def inside(structs: Iterable[Struct], module: types.ModuleType) -> list[Struct]:
+def inside(structs: Iterable[Struct], module: types.ModuleType) -> list[Any]:
     """The structs and enums of a module that fields of others are made of, in their order."""
     told = set(structs)
     seen: dict[type, None] = {}
@@ -267,7 +275,7 @@ def messages_overview(name: str) -> Iterator[str]:
         ("tag", "struct", "what"),
         (
             (
-                code(msgspec.inspect.type_info(one).tag),  # type: ignore[union-attr]
+                code(tag_of(one)),
                 code(one.__name__),
                 prose(first_line(one.__doc__)),
             )
@@ -354,7 +362,9 @@ def triggers_text(name: str) -> Iterator[str]:
 
 def command_text(command: click.Command, path: str, depth: int) -> Iterator[str]:
     """One command: how it is written, what it does, its options; then its own commands."""
-    context = click.Context(command, info_name=path)
+    # Below the command itself: it says how help is asked for.
+    above = click.Context(kvd_command, help_option_names=["-h", "--help"])
+    context = click.Context(command, info_name=path, parent=above)
     if depth > 1:
         yield f"{'#' * depth} {path}"
         yield ""
@@ -688,6 +698,7 @@ class Reference(SphinxDirective):
     optional_arguments = 1
     has_content = True
 
+    @override
     def run(self) -> list[nodes.Node]:
         """Make the Markdown and have the page's own parser read it."""
         part, of = self.arguments[0], (self.arguments[1:] or [""])[0]
@@ -700,7 +711,7 @@ class Reference(SphinxDirective):
         text = "\n".join(lines).splitlines()
         parent = nodes.Element()
         self.state.nested_parse(StringList(text, source=""), 0, parent, match_titles=True)
-        return parent.children
+        return list(parent.children)
 
 
 class Where(SphinxRole):
@@ -708,6 +719,7 @@ class Where(SphinxRole):
 
     known: typing.ClassVar[dict[str, list[str]]] = {}
 
+    @override
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """The path; a name that is nowhere, or in several files, is an error of the build."""
         if not self.known:
