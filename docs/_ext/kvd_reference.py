@@ -98,7 +98,10 @@ def cell(text: str) -> str:
 
 
 def table(headers: Cells, rows: Iterable[Cells]) -> Iterator[str]:
-    """A table."""
+    """A table; nothing where there is no row."""
+    rows = list(rows)
+    if not rows:
+        return
     yield f"| {' | '.join(headers)} |"
     yield f"|{'---|' * len(headers)}"
     for row in rows:
@@ -534,7 +537,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One file of ``docs/benchmarks``.
 
     ``result`` is what the command wrote with ``--json``, as it was; ``tables`` are rows that were
-    kept where there is no such file. ``order`` sorts the page.
+    kept where there is no such file. ``order`` sorts the page; parts of the result in ``hide`` are
+    in the file and not on the page.
     """
 
     order: int
@@ -546,6 +550,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     result: dict[str, Any] | None = None
+    hide: tuple[str, ...] = ()
 
 
 def benchmarks_text(_: str) -> Iterator[str]:
@@ -568,38 +573,53 @@ def benchmarks_text(_: str) -> Iterator[str]:
                 yield ""
             yield from table(each.columns, each.rows)
         if one.result is not None:
-            yield from _result_text(one.result)
+            yield from _result_text(one.result, one.hide)
         for note in one.notes:
             yield f"- {note}"
         yield ""
 
 
-def _result_text(result: dict[str, Any]) -> Iterator[str]:
-    """The JSON of a benchmark: goals, single figures, and lists of equal objects as tables."""
-    plain = {name: one for name, one in result.items() if not isinstance(one, list | dict)}
+def _result_text(result: dict[str, Any], hide: Sequence[str]) -> Iterator[str]:
+    """The JSON of a benchmark: objects of one shape as tables, single figures, then the goals."""
+    goals = list(result.get("goals", ()))
+    plain: dict[str, object] = {}
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for name, one in result.items():
-        rows = [_flat(each) for each in one] if isinstance(one, list) and one else []
-        if name == "goals" or not rows or not all(rows):
+        if name == "goals" or name in hide:
             continue
-        headers = list(dict.fromkeys(key for row in rows for key in row))
-        yield f"**{name.replace('_', ' ')}**"
-        yield ""
-        yield from table(headers, ([_figure(row.get(key, "")) for key in headers] for row in rows))
-    if plain:
-        yield from table(("figure", ""), ((name, _figure(one)) for name, one in plain.items()))
-    if goals := result.get("goals"):
-        yield from table(
-            ("goal", "wanted", "reached", ""),
+        if isinstance(one, list):
+            objects = [each for each in one if isinstance(each, dict)]
+            goals += [goal for each in objects for goal in each.get("goals", ())]
+            yield from _objects_text(name, [_flat(each) for each in objects])
+        elif isinstance(one, dict):
+            alike.setdefault(tuple(one), []).append({"": name} | _flat(one))
+        else:
+            plain[name] = one
+    for rows in alike.values():
+        yield from _objects_text("", rows)
+    yield from table(("figure", ""), ((name, _figure(one)) for name, one in plain.items()))
+    yield from table(
+        ("goal", "wanted", "reached", ""),
+        (
             (
-                (
-                    goal["name"],
-                    f"{'at least' if goal['at_least'] else 'at most'} {_figure(goal['wanted'])}",
-                    _figure(goal["got"]),
-                    "met" if _is_met(goal) else "**missed**",
-                )
-                for goal in goals
-            ),
-        )
+                goal["name"],
+                f"{'at least' if goal['at_least'] else 'at most'} {_figure(goal['wanted'])}",
+                _figure(goal["got"]),
+                "met" if _is_met(goal) else "**missed**",
+            )
+            for goal in goals
+        ),
+    )
+
+
+def _objects_text(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A list of objects, one row each."""
+    headers = list(dict.fromkeys(key for row in rows for key in row))
+    if headers:
+        if name:
+            yield f"**{name.replace('_', ' ')}**"
+            yield ""
+        yield from table(headers, ([_figure(row.get(key, "")) for key in headers] for row in rows))
 
 
 def _is_met(goal: dict[str, Any]) -> bool:
