@@ -36,7 +36,7 @@ import kvd
 import tui
 from kvd import errors
 from kvd.cli import kvd as kvd_command
-from kvd.config.keys import KEYS, Key, Kind
+from kvd.config.keys import KEYS
 from kvd.config.load import host_defaults
 from kvd.config.render import EXAMPLE_HOST, toml_value
 from kvd.config.schema import SECTIONS
@@ -425,12 +425,11 @@ def configuration_text(_: str) -> Iterator[str]:
                 yield from _key_text(key, defaults[key.path])
 
 
-def _key_text(key: Key, default: object) -> Iterator[str]:
-    value: Any = default
+def _key_text(key: Any, value: Any) -> Iterator[str]:  # a row of KEYS, and what TOML can say
     yield code(key.path)
     yield f": {cell(prose(key.doc))}"
     said = [f"Rule: {prose(key.rule)}."]
-    if key.kind is Kind.TABLE:
+    if value == {}:
         said.append("Default: no entry.")
     elif value is not None:
         said.append(f"Default: `{toml_value(value)}`.")

@@ -4,64 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 
-import click
 import pytest
 
-from kvd.cli import kvd
-from tui.cli import main as kvd_tui
+from tests.docs.commands import FENCE, command_lines, fault, ours, without_fences
 
-FENCE = re.compile(r"^(`{3,})(\{?[\w-]*\}?)[^\n]*\n(.*?)^\1", flags=re.S | re.M)
-SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PATH = re.compile(r"(?<![\w/.:@-])(?:kvd|tui|tests|docs|systemd|benchmarks)/[\w./*-]*[\w*/]")
 MODULE = re.compile(r"python -m ((?:kvd|tui|tests|benchmarks)[\w.]*)")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 TERM = re.compile(r"\{term\}`([^`]+)`")
 
 
-def without_fences(text):
-    return FENCE.sub("", text)
-
-
 def slug(heading):
     """The anchor of a heading, as GitHub and MyST make it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
-def command_lines(text):
-    """What is typed: lines of shell fences, and code that begins with a command of ours."""
-    for _, language, body in FENCE.findall(text):
-        if language == "sh":
-            yield from body.replace("\\\n", " ").splitlines()
-    yield from SPAN.findall(without_fences(text))
-
-
-def ours(line):
-    """The command and its words, if the line calls one of ours; None else."""
-    if not re.match(r"(\S*/)?kvd(-tui)?( |$)", line):
-        return None
-    words = shlex.split(line.removesuffix(" &"), comments=True)
-    name = words[0].rpartition("/")[2]
-    return (kvd if name == "kvd" else kvd_tui), name, words[1:]
-
-
-def fault(command, path, words):
-    """Why click would refuse these words; None if it would not. Values are not looked at."""
-    context = click.Context(command, info_name=path)
-    if isinstance(command, click.Group):
-        if not words or words[0].startswith("-"):
-            command.make_parser(context).parse_args(list(words))
-            return None
-        inner = command.get_command(context, words[0])
-        if inner is None:
-            return f"{path} has no verb {words[0]}"
-        return fault(inner, f"{path} {words[0]}", words[1:])
-    try:
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-    except click.UsageError as exc:
-        return f"{path}: {exc.format_message()}"
-    return f"{path} takes no {' '.join(rest)}" if rest else None
 
 
 def test_readme_is_short(pages):
