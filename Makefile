@@ -3,19 +3,22 @@
 # make test-fast   core, wire, configuration, property: under a minute
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
-# make check  ruff, mypy --strict, make test
+# make docs   the documentation as a site in build/docs, every warning an error; make docs-serve shows it
+# make man    the manual pages, in build/man
+# make check  ruff, mypy --strict, make docs, make man, make test
 PYTHON ?= python3
 VENV   ?= .venv
+PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast soak screenshots lint types check clean
+.PHONY: setup demo test test-fast soak screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[demo,test,dev]'
+	$(PIP) -e '.[demo,test,dev,docs]'
 	touch $@
 
 demo: setup
@@ -42,7 +45,18 @@ lint: setup
 types: setup
 	$(BIN)/mypy --strict kvd tui
 
-check: lint types test
+# Everything is read anew: the reference is made from modules that Sphinx does not watch.
+docs: setup
+	$(BIN)/sphinx-build -q -E -a -n -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(PORT)
+
+man: setup
+	$(BIN)/sphinx-build -q -E -a -W --keep-going -b man -d build/man/.doctrees docs build/man
+
+check: lint types docs man test
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

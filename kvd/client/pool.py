@@ -102,7 +102,7 @@ class Pool:
 
         Each has the shape (pages, ...), indexed by the ids of ``lease.pages_of(component)``: K and
         V (and their scales) as in ``layer``; one latent; an index (pages, page_size, heads, dim);
-        the tensors of a state, each (pages, *its own shape), in the order of the configuration.
+        the tensors of a state, each ``(pages, *its own shape)``, in the order of the configuration.
         Layers are counted from 0 within the shard, as heads are: of which layers and heads of the
         model it is, ``shards`` says.
 

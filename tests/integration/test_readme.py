@@ -1,4 +1,4 @@
-"""The README is true: its example runs, its commands exist, its configuration is valid."""
+"""The README and the pages of docs are true: examples run, configuration is valid."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from kvd.config import Config, load
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
 POOL = {"pool.layers": "2", "pool.heads": "2", "pool.head_dim": "8", "pool.pages": "64"}
 RUN_S = 60
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    """The fenced blocks of one language on one page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), flags=re.S | re.M)
+
+
+def block_with(text: str, language: str, page: str) -> str:
+    """The first of them in which this stands."""
+    return next(block for block in blocks(language, page) if text in block)
 
 
 @pytest.fixture
@@ -64,8 +69,8 @@ def test_readme_example_runs(daemons: tuple[Daemon, Daemon], tmp_path: Path) -> 
     assert "pages hold [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]" in done.stdout
 
 
-async def test_readme_retraction_runs(daemons: tuple[Daemon, Daemon]) -> None:
-    body = textwrap.indent(blocks("python")[1], "    ")
+async def test_retraction_of_the_page_for_engines_runs(daemons: tuple[Daemon, Daemon]) -> None:
+    body = textwrap.indent(block_with("retract", "python", "docs/howto/engine.md"), "    ")
     names: dict[str, Any] = {}
     exec(f"async def take_back(lease, generated):\n{body}", names)
 
@@ -78,11 +83,12 @@ async def test_readme_retraction_runs(daemons: tuple[Daemon, Daemon]) -> None:
 
 
 @pytest.mark.parametrize("host", [0, 1], ids=["prefill", "decode"])
-def test_readme_configuration_of_two_hosts_is_valid(tmp_path: Path, host: int) -> None:
+def test_configuration_of_two_hosts_is_valid(tmp_path: Path, host: int) -> None:
     """With keys in the places that ``kvd keygen`` fills."""
     ours, theirs = curve.new_pair(), curve.new_pair()
     curve.replace_files(tmp_path, ours)
-    text = blocks("toml")[host].replace("/etc/kvd/peer.secret", str(tmp_path / curve.SECRET_FILE))
+    text = blocks("toml", "docs/howto/hosts.md")[host]
+    text = text.replace("/etc/kvd/peer.secret", str(tmp_path / curve.SECRET_FILE))
     keys = [ours.public, theirs.public] if host == 0 else [theirs.public, ours.public]
     text = text.replace("the key that kvd keygen printed on prefill-0", keys[0])
     text = text.replace("the key that it printed on decode-0", keys[1])
@@ -94,20 +100,13 @@ def test_readme_configuration_of_two_hosts_is_valid(tmp_path: Path, host: int) -
     assert theirs.public in text
 
 
-def test_readme_commands_to_serve_are_valid() -> None:
-    serve = next(block for block in blocks("sh") if block.startswith("kvd serve"))
-    for command in serve.replace("\\\n", " ").strip().split("&"):
+def test_commands_to_serve_of_the_tutorial_are_valid() -> None:
+    serve = block_with("kvd serve", "sh", "docs/tutorial.md").replace("\\\n", " ")
+    found = 0
+    for command in serve.strip().split("&"):
         words = shlex.split(command)
         sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
         if sets:
+            found += 1
             assert isinstance(load(None, {}, sets), Config)
-
-
-def test_readme_names_only_verbs_that_exist() -> None:
-    known = subprocess.run(
-        [sys.executable, "-m", "kvd", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    named = set(re.findall(r"^kvd ([a-z]+)", "\n".join(blocks("sh")), flags=re.M))
-
-    assert named
-    assert {verb for verb in named if not re.search(rf"^\s+{verb}\b", known, flags=re.M)} == set()
+    assert found == 2
