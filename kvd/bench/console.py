@@ -24,15 +24,15 @@ import kvd.client
 from kvd.bench.console_links import consoles
 from kvd.bench.console_load import SETTINGS, churn, fill
 from kvd.bench.console_screen import Screen, Terminal
-from kvd.bench.daemons import one_daemon
 from kvd.bench.memory import busy_s
 from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.harness.daemons import one_daemon
 from kvd.wire.admin import ShowTree, Tree
 
 if TYPE_CHECKING:
     from kvd.bench.console_links import Console
-    from kvd.bench.daemons import Daemon
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Daemon
 
 ROUNDS: Final = 3
 HZ: Final = 10.0

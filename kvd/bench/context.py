@@ -28,13 +28,13 @@ import numpy as np
 
 from kvd.bench.context_rank import DEADLINE_S, Order, Sent, Strategy
 from kvd.bench.context_rank import Told as Handed
-from kvd.bench.daemons import Daemon, DaemonFailed, star_of_daemons
 from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.bench.token_memory import TokenMemory, Written
 from kvd.client import connect_sync
 from kvd.core.shards import page_share
 from kvd.demo.processes import ENGINE_VARIABLES
 from kvd.errors import KvdError
+from kvd.harness.daemons import Daemon, DaemonFailed, star_of_daemons
 from kvd.types import Tokens
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ import uvloop
 import zmq
 
 import kvd.client
-from kvd.bench.daemons import Pair, two_daemons
 from kvd.bench.echo import EchoClient, echo_server
 from kvd.bench.table import (
     Goal,
@@ -33,6 +32,7 @@ from kvd.bench.table import (
     show_table,
     write_json,
 )
+from kvd.harness.daemons import Pair, two_daemons
 
 if TYPE_CHECKING:
     from kvd.bench.table import Told

@@ -21,8 +21,8 @@ import numpy as np
 from kvd.types import Pages, runs_of
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon
     from kvd.client import Lease, Node, Receive, Send
+    from kvd.harness.daemons import Daemon
 
 DEADLINE_S: Final = 30.0
 TOKENS_END: Final = 2**31 - 1

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import click
 
 import kvd.client
-from kvd.bench.daemons import DaemonFailed, one_daemon, two_daemons
 from kvd.bench.engines import Side
 from kvd.bench.family_checks import FamiliesResult, compare, goals_of, row_of
 from kvd.bench.family_forms import (
@@ -32,14 +31,15 @@ from kvd.bench.family_forms import (
 from kvd.bench.family_runs import Seen, Turns, count_leases
 from kvd.bench.stream import json_option
 from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
+from kvd.harness.daemons import DaemonFailed, one_daemon, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.bench.daemons import Daemon
     from kvd.bench.family_checks import Beside, Check, FamilyResult
     from kvd.bench.family_forms import Family
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Daemon
 
 
 def run(work: Workload, names: Sequence[str], told: Told) -> FamiliesResult:

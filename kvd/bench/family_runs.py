@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from kvd.bench.daemons import DaemonFailed
 from kvd.bench.engines import DEADLINE_S
 from kvd.bench.family_forms import DEVICE, HOST
+from kvd.harness.daemons import DaemonFailed
 from kvd.types import NULL_PAGE
 
 if TYPE_CHECKING:

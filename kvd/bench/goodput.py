@@ -23,24 +23,24 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import LLAMA_8B, two_daemons
 from kvd.bench.engines import Engines, Side, run_count
 from kvd.bench.lag import Beats, read_beats
 from kvd.bench.memory import huge_bytes, when_collapsed
 from kvd.bench.references import Tuning, raw_pair
 from kvd.bench.sites import HUGE
 from kvd.bench.table import Goal, at_least, at_most
+from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.types import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from kvd.bench.daemons import Pair
     from kvd.bench.engines import Handoff, Took
     from kvd.bench.references import RawPair
     from kvd.bench.sites import Site
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
 PAGE_BYTES: Final = 2 * 2**20

@@ -23,18 +23,18 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import LLAMA_8B, two_daemons
 from kvd.bench.engines import Engines, Side
 from kvd.bench.memory import busy_s, when_collapsed
 from kvd.bench.sites import HUGE, SMALL, shared_host
 from kvd.bench.stream import json_option
 from kvd.bench.table import Goal, bar, show_notes, show_table, write_json
 from kvd.core.seal import Seal, page_sum
+from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Pair
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
 SPARE_PAGES: Final = 33

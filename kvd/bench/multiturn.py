@@ -28,7 +28,6 @@ import numpy as np
 import uvloop
 import zmq
 
-from kvd.bench.daemons import DaemonFailed, two_daemons
 from kvd.bench.multiturn_load import Conversation, Seen, Shape, random_tokens
 from kvd.bench.multiturn_router import Cache, EngineFailed, Router, Turn, engines
 from kvd.bench.table import (
@@ -40,12 +39,13 @@ from kvd.bench.table import (
     show_table,
     write_json,
 )
+from kvd.harness.daemons import DaemonFailed, two_daemons
 from kvd.sockets import open_router
 from kvd.types import Tokens
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Pair
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Pair
 
 PAGE_TOKENS = 16
 TOKEN_BYTES = 8192

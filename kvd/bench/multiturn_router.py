@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from kvd.bench.daemons import Pair
+    from kvd.harness.daemons import Pair
     from kvd.types import Tokens
 
 ANSWER_S = 60.0

@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import one_daemon
 from kvd.bench.memory import busy_s
 from kvd.bench.table import Goal, at_most, bar, show_goals, show_table, write_json
+from kvd.harness.daemons import one_daemon
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon
     from kvd.bench.table import Told
+    from kvd.harness.daemons import Daemon
 
 RING_BYTES = 8 * 2**20
 SHAPE = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "32768"}

@@ -34,9 +34,9 @@ from kvd.wire.attach import Attach
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.bench.daemons import Daemon, Pair
     from kvd.bench.raw_nixl import Command
     from kvd.bench.sites import Site
+    from kvd.harness.daemons import Daemon, Pair
 
 POOL: Final = "main"
 TRIES: Final = 3

@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import Daemon
 from kvd.bench.table import (
     Goal,
     at_least,
@@ -35,6 +34,7 @@ from kvd.bench.table import (
     show_table,
     write_json,
 )
+from kvd.harness.daemons import Daemon
 from kvd.journal.identity import HEAD_BYTES
 from kvd.journal.words import are_pending
 from kvd.pools.keeper import JOURNAL

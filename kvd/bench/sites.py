@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.bench.daemons import HERE, Place
-from kvd.bench.netns import DEVICE, Namespace, two_namespaces
+from kvd.harness.daemons import HERE, Place
+from kvd.harness.netns import DEVICE, Namespace, two_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

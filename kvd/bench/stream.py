@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from kvd.bench.daemons import DaemonFailed
 from kvd.bench.goodput import (
     CaseResult,
     Plan,
@@ -19,9 +18,10 @@ from kvd.bench.goodput import (
     measure_site,
     steps_of,
 )
-from kvd.bench.netns import NoNamespaces
 from kvd.bench.sites import HUGE, SMALL, namespaces, shared_host
 from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
+from kvd.harness.daemons import DaemonFailed
+from kvd.harness.netns import NoNamespaces
 
 json_option = click.option(
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here."

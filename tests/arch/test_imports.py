@@ -8,6 +8,8 @@ Imports for type checkers count: a layer that must name another's types depends 
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 BOTTOM = {"kvd.types", "kvd.errors"}
@@ -44,8 +46,9 @@ MAY_IMPORT = {
     "kvd.client": ENGINE_SIDE,
     "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},
     "kvd.cli": WHOLE | {"kvd.trace", "kvd.sim", "kvd.cli"},
-    "kvd.demo": WHOLE | {"kvd.cli", "kvd.demo"},
-    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.demo", "kvd.bench"},
+    "kvd.harness": ENGINE_SIDE | {"kvd.curve", "kvd.harness"},
+    "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.demo"},
+    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench"},
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
     "kvd.__main__": {"kvd.cli"},
     "kvd": set(),
@@ -142,6 +145,19 @@ def test_packages_import_only_what_lies_below_them(sources):
 def test_every_package_has_a_row_in_the_table(sources):
     missing = {package_of(source.module) for source in sources} - set(MAY_IMPORT)
     assert not missing, f"say in MAY_IMPORT what these may import: {sorted(missing)}"
+
+
+MEASURES = re.compile(r"^\s*(from|import) (kvd\.bench|benchmarks)\b", re.MULTILINE)
+
+
+def test_no_test_borrows_from_a_benchmark(root):
+    """What several tests need is in ``tests/support``, so that a benchmark can be changed."""
+    wrong = [
+        str(path.relative_to(root))
+        for path in sorted((root / "tests").rglob("*.py"))
+        if path.parent.name != "bench" and MEASURES.search(path.read_text("utf-8"))
+    ]
+    assert not wrong, f"import from tests/support, not from a benchmark: {wrong}"
 
 
 @pytest.mark.parametrize("place", ["kvd/core/", "kvd/wire/", "kvd/types.py", "kvd/errors.py"])

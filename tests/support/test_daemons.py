@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.bench.daemons import free_port
+from tests.support.daemons import free_port
 
 
 def test_no_port_is_given_twice_although_the_kernel_names_it_again():

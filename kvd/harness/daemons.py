@@ -269,7 +269,7 @@ def two_daemons(
         for one in both:
             one.wait_ready()
         for one in both:
-            one.wait_for(lambda one=one: _is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
+            one.wait_for(lambda one=one: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
         yield pair
     finally:
         for one in both:
@@ -293,15 +293,15 @@ def star_of_daemons(
         for one in every:
             one.wait_ready()
         for one in prefill:
-            one.wait_for(lambda one=one: _is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
-        decode.wait_for(lambda: _is_linked(decode, sources), "has no agent for a peer", START_S)
+            one.wait_for(lambda one=one: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
+        decode.wait_for(lambda: is_linked(decode, sources), "has no agent for a peer", START_S)
         yield prefill, decode
     finally:
         for one in every:
             one.stop()
 
 
-def _is_linked(daemon: Daemon, peers: int = 1) -> bool:
+def is_linked(daemon: Daemon, peers: int = 1) -> bool:
     """Whether it can send to so many peers, or knows that their pools differ."""
     linked = [
         peer
