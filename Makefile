@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy --strict kvd tui
+	$(BIN)/mypy --strict kvd tui benchmarks
 
 check: lint types test
 

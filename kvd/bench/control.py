@@ -22,7 +22,7 @@ import zmq
 
 import kvd.client
 from kvd.bench.echo import EchoClient, echo_server
-from kvd.bench.table import (
+from kvd.bench.report import (
     Goal,
     at_least,
     at_most,
@@ -35,7 +35,7 @@ from kvd.bench.table import (
 from kvd.harness.daemons import Pair, two_daemons
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.client.api import Node
 
 ROUNDS = 5

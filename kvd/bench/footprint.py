@@ -20,11 +20,11 @@ import click
 import msgspec
 
 from kvd.bench.memory import Resident, busy_s, proportional_bytes, resident, when_collapsed
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.harness.daemons import LLAMA_8B, one_daemon, two_daemons
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Daemon
 
 POOL_MIB: Final = 256

@@ -27,8 +27,8 @@ from kvd.bench.engines import Engines, Side, run_count
 from kvd.bench.lag import Beats, read_beats
 from kvd.bench.memory import huge_bytes, when_collapsed
 from kvd.bench.references import Tuning, raw_pair
+from kvd.bench.report import Goal, at_least, at_most
 from kvd.bench.sites import HUGE
-from kvd.bench.table import Goal, at_least, at_most
 from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.types import pack_ids
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from kvd.bench.engines import Handoff, Took
     from kvd.bench.references import RawPair
+    from kvd.bench.report import Told
     from kvd.bench.sites import Site
-    from kvd.bench.table import Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.table import (
+from kvd.bench.report import (
     Goal,
     at_least,
     at_most,
@@ -44,7 +44,7 @@ from kvd.wire.admin import EventPage, ListEvents
 from kvd.wire.restart_events import Adopted
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.types import Tokens
 
 PAGE_TOKENS = 16

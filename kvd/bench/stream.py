@@ -18,8 +18,8 @@ from kvd.bench.goodput import (
     measure_site,
     steps_of,
 )
+from kvd.bench.report import bar, show_goals, show_notes, show_table, write_json
 from kvd.bench.sites import HUGE, SMALL, namespaces, shared_host
-from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
 from kvd.harness.daemons import DaemonFailed
 from kvd.harness.netns import NoNamespaces
 

@@ -48,7 +48,9 @@ MAY_IMPORT = {
     "kvd.cli": WHOLE | {"kvd.trace", "kvd.sim", "kvd.cli"},
     "kvd.harness": ENGINE_SIDE | {"kvd.curve", "kvd.harness"},
     "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.demo"},
-    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench"},
+    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.bench"},
+    "benchmarks": WHOLE
+    | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"},
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
     "kvd.__main__": {"kvd.cli"},
     "kvd": set(),
@@ -84,18 +86,18 @@ NOT_IN_THE_CORE = {
 
 HOMES = {
     "torch": (
-        *("kvd/pools/", "kvd/device/", "kvd/demo/", "kvd/bench/"),
+        *("kvd/pools/", "kvd/device/", "kvd/demo/", "benchmarks/"),
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
     ),
-    "transformers": ("kvd/demo/", "kvd/bench/"),
+    "transformers": ("kvd/demo/",),
     "flash_attn": ("kvd/device/flash.py",),
     "flash_attn_interface": ("kvd/device/flash.py",),
     "nixl": ("kvd/transfer/nixl.py",),
     "nixl_cu12": ("kvd/transfer/nixl.py",),
     "nixl_cu13": ("kvd/transfer/nixl.py",),
     "textual": ("tui/",),
-    "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
-    "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
+    "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
+    "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
     "structlog": ("kvd/observe/",),
     "prometheus_client": ("kvd/observe/",),
     "h11": ("kvd/observe/",),
@@ -112,7 +114,7 @@ OPTIONAL = ("flash_attn", "flash_attn_interface")
 def package_of(module: str) -> str:
     """The package that the table has a row for."""
     parts = module.split(".")
-    if parts[0] == "tui" or len(parts) == 1:
+    if parts[0] in {"tui", "benchmarks"} or len(parts) == 1:
         return parts[0]
     return ".".join(parts[:2])
 

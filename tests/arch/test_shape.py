@@ -25,7 +25,7 @@ SLEEPERS = {
 }
 """Other files that may sleep, with the reason."""
 
-OUTSIDE = ("kvd/harness/", "kvd/bench/", "kvd/demo/")
+OUTSIDE = ("kvd/harness/", "kvd/bench/", "kvd/demo/", "benchmarks/")
 """They look at daemons from outside, where some things are only seen by looking again."""
 
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"}
@@ -191,7 +191,7 @@ def _walk(root):
     """The files of a tree that is no checkout."""
     return [
         str(path.relative_to(root))
-        for top in ("kvd", "tui", "tests")
+        for top in ("kvd", "tui", "benchmarks", "tests")
         for path in (root / top).rglob("*.py")
     ]
 

@@ -1,9 +1,9 @@
-"""``kvd bench cp`` at its smallest: real daemons, real ranks, NIXL."""
+"""``benchmarks cp`` at its smallest: real daemons, real ranks, NIXL."""
 
 from __future__ import annotations
 
-from kvd.bench.context import PAGE_TOKENS, TOKEN_BYTES, Case, due_bytes, run
-from kvd.bench.context_rank import Strategy
+from benchmarks.context import PAGE_TOKENS, TOKEN_BYTES, Case, due_bytes, run
+from benchmarks.context_rank import Strategy
 
 
 def test_run_sends_from_every_daemon_what_it_had_to():

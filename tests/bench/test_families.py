@@ -1,4 +1,4 @@
-"""``kvd bench families``: its closed forms, what it says, and one family on real daemons."""
+"""``benchmarks families``: its closed forms, what it says, and one family on real daemons."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import click
 import msgspec
 import pytest
 
-from kvd.bench.families import report, run
-from kvd.bench.family_checks import FamiliesResult, row_of
-from kvd.bench.family_forms import (
+from benchmarks.families import report, run
+from benchmarks.family_checks import FamiliesResult, row_of
+from benchmarks.family_forms import (
     DEVICE,
     GROUPS,
     HISPARSE,
@@ -27,7 +27,7 @@ from kvd.bench.family_forms import (
     tail_pages,
     window_pages,
 )
-from kvd.bench.family_runs import FetchSeen, PartSeen, Seen
+from benchmarks.family_runs import FetchSeen, PartSeen, Seen
 from kvd.config.load import load
 from kvd.config.pool import pool_spec
 from kvd.config.schema import Config

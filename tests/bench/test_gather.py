@@ -1,11 +1,11 @@
-"""``kvd bench gather``: real ranks, small tensors; what it measures is not looked at here."""
+"""``benchmarks gather``: real ranks, small tensors; what it measures is not looked at here."""
 
 from __future__ import annotations
 
 import msgspec
 from click.testing import CliRunner
 
-from kvd.bench.gather import GatherResult, command
+from benchmarks.gather import GatherResult, command
 
 
 def test_command_reports_each_number_of_ranks(tmp_path):

@@ -1,9 +1,9 @@
-"""``kvd bench multiturn`` at its smallest: real daemons, engines, NIXL."""
+"""``benchmarks multiturn`` at its smallest: real daemons, engines, NIXL."""
 
 from __future__ import annotations
 
-from kvd.bench.multiturn import run
-from kvd.bench.multiturn_load import Shape
+from benchmarks.multiturn import run
+from benchmarks.multiturn_load import Shape
 
 
 def test_run_sends_what_the_decode_node_had_not_seen_when_two_conversations_share_a_start():

@@ -1,10 +1,10 @@
-"""The load of ``kvd bench multiturn``: what a node has seen, page by page."""
+"""The load of ``benchmarks multiturn``: what a node has seen, page by page."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from kvd.bench.multiturn_load import Conversation, Seen, Shape
+from benchmarks.multiturn_load import Conversation, Seen, Shape
 from kvd.types import Tokens, pack_ids
 
 PAGE = 4

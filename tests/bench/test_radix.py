@@ -1,4 +1,4 @@
-"""``kvd bench radix``: both columns serve the same trace and agree about it."""
+"""``benchmarks radix``: both columns serve the same trace and agree about it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from kvd.bench.nodestep import NodeColumn
-from kvd.bench.radix import RadixResult, TreeColumn, command
-from kvd.bench.replay import Cost
+from benchmarks.nodestep import NodeColumn
+from benchmarks.radix import RadixResult, TreeColumn, command
+from benchmarks.replay import Cost
 from kvd.types import Tokens, pack_ids
 
 PAGE = 4

@@ -1,10 +1,10 @@
-"""``kvd bench shards`` in small: real transfer processes, every case, what it says of them."""
+"""``benchmarks shards`` in small: real transfer processes, every case, what it says of them."""
 
 from __future__ import annotations
 
 import asyncio
 
-from kvd.bench.shard_moves import CASES, PAGE_BYTES, Plan, goals_of, measure
+from benchmarks.shard_moves import CASES, PAGE_BYTES, Plan, goals_of, measure
 
 
 def test_every_case_moves_its_share_of_the_pages_and_is_verified():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.bench.token_memory import TokenMemory, Written
+from benchmarks.token_memory import TokenMemory, Written
 from kvd.client.attachment import Attachment
 from kvd.client.connection import Connection
 from kvd.client.lease import Lease

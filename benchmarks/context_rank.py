@@ -1,6 +1,6 @@
-"""The context-parallel ranks of ``kvd bench cp``: processes with KV of some tokens and no model.
+"""The context-parallel ranks of ``benchmarks cp``: processes with KV of some tokens and no model.
 
-``python -m kvd.bench.context_rank DAEMON...`` becomes as many ranks as there are daemons, each with
+``python -m benchmarks.context_rank DAEMON...`` becomes as many ranks as daemons, each with
 a session with its own. Orders come as lines of JSON on the standard input, and each gets one line
 as its answer; all end with the input.
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvd.bench.token_memory import COLOURS
+from benchmarks.token_memory import COLOURS
 from kvd.client import connect_sync
 from kvd.demo.group import Group, fork
 from kvd.device.collectives import Gather, Pending

@@ -1,4 +1,4 @@
-"""``kvd bench radix``: the prefix index on a recorded load, against the bytes it has to move.
+"""``benchmarks radix``: the prefix index on a recorded load, against the bytes it has to move.
 
 Replays a trace, one request at a time: match, lock, evict when the pool lacks pages, extend,
 relock, unlock. Only these calls are timed; making tokens and handing out pages is not. How a
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvd.bench.nodestep import NodeColumn
-from kvd.bench.replay import NAMESPACE, Column, ColumnResult, Cost, replay
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from benchmarks.nodestep import NodeColumn
+from benchmarks.replay import NAMESPACE, Column, ColumnResult, Cost, replay
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.core.eviction import Policy, eviction_order
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
@@ -29,13 +29,13 @@ from kvd.types import Tokens, count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
 
 TREE, NODE = "tree", "node"
 
 
 class RadixResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench radix`` reports."""
+    """What ``benchmarks radix`` reports."""
 
     trace: str
     requests: int

@@ -1,4 +1,4 @@
-"""``kvd bench integrity``: what verifying costs, beside the same handoffs without it.
+"""``benchmarks integrity``: what verifying costs, beside the same handoffs without it.
 
 For each memory and page size three pairs of daemons serve at once, one for each mode, and take
 turns, so that whatever else the machine does falls on all three; a ratio is the median of the
@@ -25,15 +25,15 @@ import numpy as np
 import kvd.client
 from kvd.bench.engines import Engines, Side
 from kvd.bench.memory import busy_s, when_collapsed
+from kvd.bench.report import Goal, bar, show_notes, show_table, write_json
 from kvd.bench.sites import HUGE, SMALL, shared_host
 from kvd.bench.stream import json_option
-from kvd.bench.table import Goal, bar, show_notes, show_table, write_json
 from kvd.core.seal import Seal, page_sum
 from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
@@ -63,7 +63,7 @@ class ModeResult(msgspec.Struct, frozen=True):
 
 
 class IntegrityResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench integrity`` reports."""
+    """What ``benchmarks integrity`` reports."""
 
     handoff_bytes: int
     repeats: int

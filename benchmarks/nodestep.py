@@ -1,4 +1,4 @@
-"""The second column of ``kvd bench radix``: ``Node.step`` on the same requests.
+"""The second column of ``benchmarks radix``: ``Node.step`` on the same requests.
 
 A request is a lease of its prompt and, at once, its commit and release: what an engine asks for,
 without sockets. The clock runs over both steps, pages, owners and events included; effects and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from kvd.bench.replay import NAMESPACE, Cost
+from benchmarks.replay import NAMESPACE, Cost
 from kvd.core.effects import Answer, Step
 from kvd.core.inputs import ClientJoined, FromClient
 from kvd.core.node import Node

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from benchmarks.family_forms import DEVICE, HOST
 from kvd.bench.engines import DEADLINE_S
-from kvd.bench.family_forms import DEVICE, HOST
 from kvd.harness.daemons import DaemonFailed
 from kvd.types import NULL_PAGE
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from benchmarks.family_forms import Family, Workload
     from kvd.bench.engines import Side
-    from kvd.bench.family_forms import Family, Workload
     from kvd.client import Lease, Receive, Send
     from kvd.wire.memory import ComponentMemory
     from kvd.wire.snapshot import Snapshot

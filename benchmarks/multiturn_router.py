@@ -1,4 +1,4 @@
-"""The router of ``kvd bench multiturn``: both halves of a request go out, both answers come back.
+"""The router of ``benchmarks multiturn``: both halves of a request go out, both answers come back.
 
 It starts the engine processes too, and measures what is measured from outside: the time from a
 request's submission to its first token.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvd.bench.multiturn_engine import (
+from benchmarks.multiturn_engine import (
     DECODE,
     PREFILL,
     REPLIES,
@@ -146,7 +146,7 @@ def engines(pair: Pair, router: str) -> Iterator[None]:
     roles = ((PREFILL, pair.prefill), (DECODE, pair.decode))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "kvd.bench.multiturn_engine", role, daemon.client, router],
+            [sys.executable, "-m", "benchmarks.multiturn_engine", role, daemon.client, router],
             stdin=subprocess.PIPE,
             env=environment,
         )

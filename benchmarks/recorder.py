@@ -1,4 +1,4 @@
-"""``kvd bench recorder``: what the flight recorder takes of the daemon's own time.
+"""``benchmarks recorder``: what the flight recorder takes of the daemon's own time.
 
 One daemon with it and one without, in turns on the same requests: a lease and its release, one at a
 time. The ring is small, so that it has been filled once before anything is measured: the first way
@@ -21,11 +21,11 @@ import numpy as np
 
 import kvd.client
 from kvd.bench.memory import busy_s
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_table, write_json
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_table, write_json
 from kvd.harness.daemons import one_daemon
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Daemon
 
 RING_BYTES = 8 * 2**20
@@ -48,7 +48,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class RecorderResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench recorder`` reports."""
+    """What ``benchmarks recorder`` reports."""
 
     rounds: int
     cycles: int

@@ -1,4 +1,4 @@
-"""``kvd bench cp``: context-parallel ranks that each send a share, or have one of them send it all.
+"""``benchmarks cp``: context-parallel ranks that each send a share, or one that sends it all.
 
 Every rank has the KV of some tokens of a prompt, and the decode node wants all of it. Two ways are
 measured beside each other, and both begin where the ranks have computed their KV:
@@ -26,10 +26,10 @@ import click
 import msgspec
 import numpy as np
 
-from kvd.bench.context_rank import DEADLINE_S, Order, Sent, Strategy
-from kvd.bench.context_rank import Told as Handed
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
-from kvd.bench.token_memory import TokenMemory, Written
+from benchmarks.context_rank import DEADLINE_S, Order, Sent, Strategy
+from benchmarks.context_rank import Told as Handed
+from benchmarks.token_memory import TokenMemory, Written
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.client import connect_sync
 from kvd.core.shards import page_share
 from kvd.demo.processes import ENGINE_VARIABLES
@@ -40,7 +40,7 @@ from kvd.types import Tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.client import SyncNode
 
 PAGE_TOKENS = 16
@@ -90,7 +90,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 class ContextResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench cp`` reports."""
+    """What ``benchmarks cp`` reports."""
 
     repeats: int
     cpus: int
@@ -113,7 +113,7 @@ class Ranks:
         self._log = log
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvd.bench.context_rank", *(one.client for one in daemons)],
+                [sys.executable, "-m", "benchmarks.context_rank", *(one.client for one in daemons)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,

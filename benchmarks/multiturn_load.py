@@ -1,4 +1,4 @@
-"""The load of ``kvd bench multiturn``, and what of it has to be sent: arithmetic over token lists.
+"""The load of ``benchmarks multiturn``, and what of it has to be sent: arithmetic over token lists.
 
 What lives here: conversations, their prompts, the reuse bound. What must not: processes, clocks,
 anything of kvd's own index, because the bound is what the index is judged by.

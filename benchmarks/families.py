@@ -1,4 +1,4 @@
-"""``kvd bench families``: what a request of each pool family holds, sends and leaves room for.
+"""``benchmarks families``: what a request of each pool family holds, sends and leaves room for.
 
 Two real daemons for each family, handoffs over NIXL, one workload. Beside each measurement stands
 its closed form (``family_forms``); where one does not agree, the command fails. Families that are
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 import kvd.client
-from kvd.bench.engines import Side
-from kvd.bench.family_checks import FamiliesResult, compare, goals_of, row_of
-from kvd.bench.family_forms import (
+from benchmarks.family_checks import FamiliesResult, compare, goals_of, row_of
+from benchmarks.family_forms import (
     DEVICE,
     GROUPS,
     HOST,
@@ -28,17 +27,18 @@ from kvd.bench.family_forms import (
     families_of,
     window_pages,
 )
-from kvd.bench.family_runs import Seen, Turns, count_leases
+from benchmarks.family_runs import Seen, Turns, count_leases
+from kvd.bench.engines import Side
+from kvd.bench.report import bar, show_goals, show_notes, show_table, write_json
 from kvd.bench.stream import json_option
-from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
 from kvd.harness.daemons import DaemonFailed, one_daemon, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.bench.family_checks import Beside, Check, FamilyResult
-    from kvd.bench.family_forms import Family
-    from kvd.bench.table import Told
+    from benchmarks.family_checks import Beside, Check, FamilyResult
+    from benchmarks.family_forms import Family
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Daemon
 
 

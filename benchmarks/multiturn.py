@@ -1,4 +1,4 @@
-"""``kvd bench multiturn``: conversations with the decode node's radix cache on and off.
+"""``benchmarks multiturn``: conversations with the decode node's radix cache on and off.
 
 Two real daemons with NIXL between them, a prefill engine and a decode engine in processes of their
 own, and here the router that sends them every turn of several conversations at once. On and off
@@ -28,9 +28,9 @@ import numpy as np
 import uvloop
 import zmq
 
-from kvd.bench.multiturn_load import Conversation, Seen, Shape, random_tokens
-from kvd.bench.multiturn_router import Cache, EngineFailed, Router, Turn, engines
-from kvd.bench.table import (
+from benchmarks.multiturn_load import Conversation, Seen, Shape, random_tokens
+from benchmarks.multiturn_router import Cache, EngineFailed, Router, Turn, engines
+from kvd.bench.report import (
     Goal,
     at_most,
     bar,
@@ -44,7 +44,7 @@ from kvd.sockets import open_router
 from kvd.types import Tokens
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS = 16
@@ -92,7 +92,7 @@ class CacheResult(msgspec.Struct, frozen=True):
 
 
 class MultiturnResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench multiturn`` reports."""
+    """What ``benchmarks multiturn`` reports."""
 
     shape: Shape
     on: CacheResult

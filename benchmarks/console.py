@@ -1,4 +1,4 @@
-"""``kvd bench console``: what consoles cost the daemon, and what the console costs itself.
+"""``benchmarks console``: what consoles cost the daemon, and what the console costs itself.
 
 One daemon with a million pages, tens of thousands of tree nodes and ten thousand leases, under
 requests that come and go. Rounds without consoles and rounds with ``--links`` of them alternate;
@@ -21,17 +21,17 @@ import msgspec
 import uvloop
 
 import kvd.client
-from kvd.bench.console_links import consoles
-from kvd.bench.console_load import SETTINGS, churn, fill
-from kvd.bench.console_screen import Screen, Terminal
+from benchmarks.console_links import consoles
+from benchmarks.console_load import SETTINGS, churn, fill
+from benchmarks.console_screen import Screen, Terminal
 from kvd.bench.memory import busy_s
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.harness.daemons import one_daemon
 from kvd.wire.admin import ShowTree, Tree
 
 if TYPE_CHECKING:
-    from kvd.bench.console_links import Console
-    from kvd.bench.table import Told
+    from benchmarks.console_links import Console
+    from kvd.bench.report import Told
     from kvd.harness.daemons import Daemon
 
 ROUNDS: Final = 3
@@ -53,7 +53,7 @@ class Links(msgspec.Struct, frozen=True):
 
 
 class ConsoleResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench console`` reports. Shares are of one core."""
+    """What ``benchmarks console`` reports. Shares are of one core."""
 
     pages: int
     nodes: int

@@ -1,4 +1,4 @@
-"""What ``kvd bench shards`` measures: pages between pools that are sharded differently.
+"""What ``benchmarks shards`` measures: pages between pools that are sharded differently.
 
 Two real transfer processes of this host, without daemons. A case is what each side keeps of a model
 of a Llama-8B shape; a repetition writes the pages of all lanes of the case through kvd, without
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvd.bench.memory import busy_s
-from kvd.bench.table import Goal, at_least
+from kvd.bench.report import Goal, at_least
 from kvd.core.geometry import Geometry, geometry
 from kvd.core.seal import Seal
 from kvd.core.shards import Lane, Shard, Straight, lanes, tp_shards
@@ -53,7 +53,7 @@ from kvd.wire.peer import Integrity
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
@@ -137,7 +137,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 class ShardsResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench shards`` reports."""
+    """What ``benchmarks shards`` reports."""
 
     plan: Plan
     cases: tuple[CaseResult, ...]

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvd.bench.family_forms import (
+from benchmarks.family_forms import (
     BUFFER,
     DEVICE,
     HISPARSE,
@@ -24,8 +24,8 @@ from kvd.bench.family_forms import (
     pages_of,
     window_pages,
 )
-from kvd.bench.family_runs import Seen
-from kvd.bench.table import Goal, at_least, at_most
+from benchmarks.family_runs import Seen
+from kvd.bench.report import Goal, at_least, at_most
 
 AGREE: Final = 0.01
 """How far a measurement may be from its closed form, as a share of that."""
@@ -73,7 +73,7 @@ class Beside(msgspec.Struct, frozen=True):
 
 
 class FamiliesResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench families`` reports."""
+    """What ``benchmarks families`` reports."""
 
     workload: Workload
     rows: tuple[FamilyResult, ...]

@@ -1,11 +1,11 @@
-"""``kvd bench gather``: what gathers of context-parallel ranks cost beside the bare collective.
+"""``benchmarks gather``: what gathers of context-parallel ranks cost beside the bare collective.
 
 Each rank is a process over gloo on this host, with one thread. In turn it gathers the keys of one
 layer as kvd does, and does the least that there is to do: the bare collective of the same bytes and
 one read of the rows in their order, between tensors that were there before. How much more a gather
 costs is the result. How fast gloo is on one host says nothing of GPUs.
 
-``python -m kvd.bench.gather RANK RANKS STORE SHAPE`` is one such rank.
+``python -m benchmarks.gather RANK RANKS STORE SHAPE`` is one such rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
 from kvd.device.collectives import Gather, collect
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
@@ -33,7 +33,7 @@ from kvd.device.symmetric import open_arena
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
 
 TIMEOUT: Final = timedelta(seconds=180)
 MARGIN: Final = 1.1
@@ -73,7 +73,7 @@ class Took(NamedTuple):
 
 
 class GatherResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench gather`` reports."""
+    """What ``benchmarks gather`` reports."""
 
     shape: Shape
     times: tuple[GatherTimes, ...]
@@ -92,7 +92,7 @@ def measure(ranks: int, shape: Shape) -> GatherTimes:
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "kvd.bench.gather", str(rank), *given],
+                [sys.executable, "-m", "benchmarks.gather", str(rank), *given],
                 stdout=subprocess.PIPE,
                 env=environment,
             )

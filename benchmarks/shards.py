@@ -1,4 +1,4 @@
-"""``kvd bench shards``: options in, a table and a JSON file out; ``shard_moves`` measures."""
+"""``benchmarks shards``: options in, a table and a JSON file out; ``shard_moves`` measures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvd.bench.shard_moves import CASES, CaseResult, Plan, ShardsResult, measure
+from benchmarks.shard_moves import CASES, CaseResult, Plan, ShardsResult, measure
+from kvd.bench.report import bar, show_goals, show_notes, show_table, write_json
 from kvd.bench.stream import json_option
-from kvd.bench.table import bar, show_goals, show_notes, show_table, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path

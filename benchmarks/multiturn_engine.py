@@ -1,7 +1,7 @@
-"""An engine of ``kvd bench multiturn``: a process of its own with real KV and no model.
+"""An engine of ``benchmarks multiturn``: a process of its own with real KV and no model.
 
-``python -m kvd.bench.multiturn_engine ROLE DAEMON ROUTER`` attaches to its daemon, dials the router
-and answers ``Serve`` until its standard input ends. KV of a token is its id in every byte
+``python -m benchmarks.multiturn_engine ROLE DAEMON ROUTER`` attaches to its daemon, dials the
+router and answers ``Serve`` until its standard input ends. KV of a token is its id in every byte
 (``token_memory``); the decode side checks what it received before it uses it.
 
 The decode engine batches continuously: a step computes for a fixed time, writes the KV of one token
@@ -23,8 +23,8 @@ import uvloop
 import zmq
 
 import kvd.client
-from kvd.bench.multiturn_load import said_next
-from kvd.bench.token_memory import TokenMemory, Written
+from benchmarks.multiturn_load import said_next
+from benchmarks.token_memory import TokenMemory, Written
 from kvd.errors import KvdError
 from kvd.sockets import LoopSocket, open_dealer
 from kvd.types import ID_BYTES, Tokens, count
