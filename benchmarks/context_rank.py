@@ -54,27 +54,20 @@ class Order(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Sent(msgspec.Struct, frozen=True):
-    """What one rank's daemon sent."""
-
-    pages: int
-    bytes: int
-
-
-class Told(msgspec.Struct, frozen=True):
+class HandedOver(msgspec.Struct, frozen=True):
     """How it went.
 
     ``began_s``: when the first rank knew that all have their KV, on the clock of this host.
-    ``gathered_s``: how long it took from there until it had all of it in its pages. ``sent``: by
-    the daemon of each rank.
+    ``gathered_s``: how long it took from there until it had all of it in its pages. ``sent_bytes``:
+    by the daemon of each rank.
     """
 
     began_s: float
     gathered_s: float
-    sent: tuple[Sent, ...]
+    sent_bytes: tuple[int, ...]
 
 
-class Handoff(NamedTuple):
+class OpenHandoff(NamedTuple):
     """What a rank that sends holds of a prompt."""
 
     lease: SyncLease
@@ -94,7 +87,7 @@ class ContextRank:
         layers = {place.layer for place in pool.memory.components[0].tensors}
         self._views = [view for layer in sorted(layers) for view in pool.layer(layer)]
 
-    def perform(self, order: Order) -> Told:
+    def perform(self, order: Order) -> HandedOver:
         """One prompt, from its KV to the decode side's word. To be called on all ranks."""
         sharding = shard(Split.ZIGZAG, (order.tokens,), self._group.ranks)
         own = self._kv(order, sharding.rows(self._group.rank))
@@ -109,20 +102,19 @@ class ContextRank:
         if order.strategy is not Strategy.NO_GATHER:
             self._bring_together(order.strategy, own, sharding, handoff)
         gathered_s = time.monotonic() - began_s
-        sent = Sent(0, 0) if handoff is None else _finished(handoff)
-        every = self._group.gathered(msgspec.msgpack.encode(sent))
-        return Told(began_s, gathered_s, tuple(_SENT.decode(one) for one in every))
+        sent_bytes = 0 if handoff is None else _finish(handoff)
+        return HandedOver(began_s, gathered_s, tuple(self._group.numbers(sent_bytes)))
 
-    def _open(self, order: Order) -> Handoff:
+    def _open(self, order: Order) -> OpenHandoff:
         """Both sides have met: only bytes are missing."""
         tokens = np.arange(order.first, order.first + order.tokens, dtype=np.int32)
         lease = self._node.lease(tokens, deadline_s=DEADLINE_S, cache=False)
         send = self._node.send(order.room, tokens, lease=lease, deadline_s=DEADLINE_S)
         send.accepted()
-        return Handoff(lease, send, torch.tensor(lease.pages, dtype=torch.int64))
+        return OpenHandoff(lease, send, torch.tensor(lease.pages, dtype=torch.int64))
 
     def _bring_together(
-        self, strategy: Strategy, own: torch.Tensor, sharding: Sharding, handoff: Handoff | None
+        self, strategy: Strategy, own: torch.Tensor, sharding: Sharding, handoff: OpenHandoff | None
     ) -> None:
         """Gather K and V of every layer, and write them; the next moves while one is written."""
 
@@ -140,7 +132,7 @@ class ContextRank:
             if following is not None:
                 moving = following
 
-    def _write(self, view: torch.Tensor, handoff: Handoff, rows: torch.Tensor) -> None:
+    def _write(self, view: torch.Tensor, handoff: OpenHandoff, rows: torch.Tensor) -> None:
         view[handoff.pages] = rows.view(-1, self._page_size, *rows.shape[1:])
 
     def _kv(self, order: Order, tokens: NDArray[np.int64]) -> torch.Tensor:
@@ -150,14 +142,12 @@ class ContextRank:
         return values[:, None, None].expand(-1, heads, head_dim).contiguous()
 
 
-_SENT = msgspec.msgpack.Decoder(Sent)
-
-
-def _finished(handoff: Handoff) -> Sent:
+def _finish(handoff: OpenHandoff) -> int:
+    """End it; the bytes that were sent."""
     outcome = handoff.send.finish(b"aux")
     assert outcome.committed, outcome.reason
     handoff.lease.release()
-    return Sent(outcome.sent_pages, outcome.sent_bytes)
+    return outcome.sent_bytes
 
 
 def main(daemons: list[str]) -> None:

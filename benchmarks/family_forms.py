@@ -53,7 +53,7 @@ CONV: Final = (4352, 3)
 """A Mamba-2 layer of 64 heads: what it remembers, and the last inputs of its convolution."""
 
 
-class Workload(msgspec.Struct, frozen=True):
+class FamilyWorkload(msgspec.Struct, frozen=True):
     """One workload for all families. ``step_tokens`` and ``chunk_tokens``: between two slides."""
 
     prompt_tokens: int = 32_768
@@ -83,7 +83,7 @@ class Workload(msgspec.Struct, frozen=True):
         return self.host_mib * MIB
 
 
-class Part(msgspec.Struct, frozen=True):
+class ComponentForm(msgspec.Struct, frozen=True):
     """One component of one request: pages held at once on the decode side, and pages sent.
 
     ``page_bytes`` are of one page of all its layers.
@@ -106,11 +106,11 @@ class Part(msgspec.Struct, frozen=True):
         return self.sent_pages * self.page_bytes
 
 
-class Family(msgspec.Struct, frozen=True):
+class FamilyForm(msgspec.Struct, frozen=True):
     """One row: its settings on the decode side (and those that the prefill side has instead)."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ComponentForm, ...]
     settings: dict[str, str]
     prefill: dict[str, str] | None = None
     counted_page_bytes: int = 0
@@ -127,7 +127,7 @@ class Family(msgspec.Struct, frozen=True):
         """Bytes of one handoff."""
         return sum(one.sent_bytes for one in self.parts)
 
-    def admitted(self, workload: Workload) -> int:
+    def admitted(self, workload: FamilyWorkload) -> int:
         """Requests that fit: into the device's memory, and into the host's where any lies there."""
         if self.counted_page_bytes:
             held = self.counted_page_bytes * self.parts[0].held_pages
@@ -157,15 +157,15 @@ def tail_pages(prompt: int, window: int, page: int) -> int:
     return pages_of(prompt, page) - max(0, prompt - 1 - max(window, page)) // page
 
 
-def families_of(work: Workload) -> dict[str, Family]:
+def families_of(work: FamilyWorkload) -> dict[str, FamilyForm]:
     """Every family on that workload, by name."""
     made = (
         *_heads(work),
         *_latents(work),
         *_states(work),
-        Family(
+        FamilyForm(
             PREFILL_ONLY,
-            (Part("kv", 0, pages_of(work.room_tokens, work.page_tokens), 0),),
+            (ComponentForm("kv", 0, pages_of(work.room_tokens, work.page_tokens), 0),),
             {
                 **_heads_settings(work),
                 "cache.mode": PREFILL_ONLY,
@@ -180,15 +180,15 @@ def families_of(work: Workload) -> dict[str, Family]:
 
 
 def _whole(
-    work: Workload, page_bytes: int, *, name: str = "kv", tier: str = DEVICE, page: int = 0
-) -> Part:
+    work: FamilyWorkload, page_bytes: int, *, name: str = "kv", tier: str = DEVICE, page: int = 0
+) -> ComponentForm:
     """A component with a slot for every token."""
     size = page or work.page_tokens
     held, sent = pages_of(work.room_tokens, size), pages_of(work.prompt_tokens, size)
-    return Part(name, page_bytes, held, sent, tier)
+    return ComponentForm(name, page_bytes, held, sent, tier)
 
 
-def _base(work: Workload) -> dict[str, str]:
+def _base(work: FamilyWorkload) -> dict[str, str]:
     return {
         "pool.page_size": str(work.page_tokens),
         "pool.size": f"{work.device_mib}MiB",
@@ -197,41 +197,41 @@ def _base(work: Workload) -> dict[str, str]:
     }
 
 
-def _unsaved(work: Workload) -> dict[str, str]:
+def _unsaved(work: FamilyWorkload) -> dict[str, str]:
     return {**_base(work), "pool.saved_size": "0KiB"}
 
 
-def _heads_settings(work: Workload) -> dict[str, str]:
+def _heads_settings(work: FamilyWorkload) -> dict[str, str]:
     layers = FULL_LAYERS + SLIDING_LAYERS
     heads = {"pool.heads": "1", "pool.head_dim": str(HEAD_DIM)}
     return {**_base(work), **heads, "pool.layers": str(layers)}
 
 
-def _head_page(work: Workload, layers: int, element_bytes: int) -> int:
+def _head_page(work: FamilyWorkload, layers: int, element_bytes: int) -> int:
     """A page of K and V of one head."""
     return layers * work.page_tokens * 2 * HEAD_DIM * element_bytes
 
 
-def _heads(work: Workload) -> tuple[Family, ...]:
+def _heads(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
     layers = FULL_LAYERS + SLIDING_LAYERS
     settings = {**_heads_settings(work), "pool.saved_size": "0KiB"}
     scale = layers * work.page_tokens * 2 * FP32
     window, page = work.window_tokens, work.page_tokens
-    windows = Part(
+    windows = ComponentForm(
         "swa",
         _head_page(work, SLIDING_LAYERS, BF16),
         window_pages(window, work.step_tokens, page),
         tail_pages(work.prompt_tokens, window, page),
     )
     return (
-        Family(MHA, (_whole(work, _head_page(work, layers, BF16)),), settings),
-        Family(
+        FamilyForm(MHA, (_whole(work, _head_page(work, layers, BF16)),), settings),
+        FamilyForm(
             QUANTISED,
             (_whole(work, _head_page(work, layers, FP8)), _whole(work, scale, name="scale")),
             {**settings, "pool.dtype": "float8_e4m3fn", "pool.scale_dtype": "float32"},
             beside=MHA,
         ),
-        Family(
+        FamilyForm(
             SWA,
             (_whole(work, _head_page(work, FULL_LAYERS, BF16)), windows),
             {
@@ -246,7 +246,7 @@ def _heads(work: Workload) -> tuple[Family, ...]:
     )
 
 
-def _latents(work: Workload) -> tuple[Family, ...]:
+def _latents(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
     page = work.page_tokens
     latent = page * (LATENT_DIM + ROPE_DIM) * BF16
     index = _whole(work, page * INDEX_DIM * FP8, name="index")
@@ -262,11 +262,11 @@ def _latents(work: Workload) -> tuple[Family, ...]:
         "pool.index_dim": str(INDEX_DIM),
         "pool.index_dtype": "float8_e4m3fn",
     }
-    buffer = Part(BUFFER, latent, pages_of(work.buffer_tokens, page), 0)
+    buffer = ComponentForm(BUFFER, latent, pages_of(work.buffer_tokens, page), 0)
     return (
-        Family(MLA, (_whole(work, latent),), settings),
-        Family(INDEXED, (_whole(work, latent), index), indexed),
-        Family(
+        FamilyForm(MLA, (_whole(work, latent),), settings),
+        FamilyForm(INDEXED, (_whole(work, latent), index), indexed),
+        FamilyForm(
             HISPARSE,
             (_whole(work, latent, tier=HOST), index, buffer),
             {
@@ -281,9 +281,9 @@ def _latents(work: Workload) -> tuple[Family, ...]:
     )
 
 
-def _states(work: Workload) -> tuple[Family, ...]:
+def _states(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
     ssm, conv = SSM[0] * SSM[1] * SSM[2] * FP32, CONV[0] * CONV[1] * BF16
-    state = Part("state", STATE_LAYERS * (ssm + conv), 1, 1)
+    state = ComponentForm("state", STATE_LAYERS * (ssm + conv), 1, 1)
     settings = {
         **_unsaved(work),
         "pool.family": "recurrent",
@@ -293,17 +293,17 @@ def _states(work: Workload) -> tuple[Family, ...]:
     }
     alone = {name: value for name, value in settings.items() if name != "pool.page_size"}
     attention = _whole(work, _head_page(work, FULL_LAYERS, BF16))
-    hybrid = Family(HYBRID, (attention, state), settings)
+    hybrid = FamilyForm(HYBRID, (attention, state), settings)
     heads = {"pool.heads": "1", "pool.head_dim": str(HEAD_DIM), "pool.layers": str(FULL_LAYERS)}
     return (
-        Family(
+        FamilyForm(
             HYBRID,
             hybrid.parts,
             {**settings, **heads, "pool.states": str(hybrid.admitted(work) + 1)},
         ),
-        Family(
+        FamilyForm(
             RECURRENT,
-            (Part("kv", 0, work.room_tokens, 0), state),
+            (ComponentForm("kv", 0, work.room_tokens, 0), state),
             {**alone, "pool.layers": "0"},
         ),
     )

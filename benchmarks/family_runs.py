@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.family_forms import Family, Workload
+    from benchmarks.family_forms import FamilyForm, FamilyWorkload
     from kvd.bench.engines import Side
     from kvd.client import Lease, Receive, Send
     from kvd.wire.memory import ComponentMemory
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 L = TypeVar("L")
 
 
-class PartSeen(msgspec.Struct, frozen=True):
+class ComponentSeen(msgspec.Struct, frozen=True):
     """One component of a request as an engine sees it; ``held_pages`` at most, decode side."""
 
     name: str
@@ -62,7 +62,7 @@ class FetchSeen(msgspec.Struct, frozen=True):
     warm_ms: float
 
 
-class Seen(msgspec.Struct, frozen=True):
+class FamilySeen(msgspec.Struct, frozen=True):
     """What was measured of one family.
 
     ``handed_off`` prompts took ``sent_bytes`` by the prefill daemon's count and ``received_bytes``
@@ -70,7 +70,7 @@ class Seen(msgspec.Struct, frozen=True):
     component ``short_of``.
     """
 
-    parts: tuple[PartSeen, ...]
+    parts: tuple[ComponentSeen, ...]
     admitted: int
     short_of: str
     handed_off: int = 0
@@ -105,7 +105,7 @@ def components_of(side: Side) -> tuple[ComponentMemory, ...]:
     return side.node.pool("main").memory.components
 
 
-class Holding:
+class HeldPages:
     """Counts what a lease holds of each component, and keeps the most."""
 
     def __init__(self, side: Side) -> None:
@@ -117,10 +117,10 @@ class Holding:
         for name in self._most:
             self._most[name] = max(self._most[name], distinct(lease.pages_of(name)))
 
-    def seen(self) -> tuple[PartSeen, ...]:
+    def seen(self) -> tuple[ComponentSeen, ...]:
         """Every component; what is only counted is told as the device's."""
         return tuple(
-            PartSeen(
+            ComponentSeen(
                 name=part.name,
                 tier=HOST if part.tier == HOST else DEVICE,
                 page_bytes=part.total_bytes // part.pages,
@@ -131,7 +131,7 @@ class Holding:
         )
 
 
-class Met(NamedTuple):
+class MetHandoff(NamedTuple):
     """A handoff whose two sides have met."""
 
     lease: Lease
@@ -139,16 +139,18 @@ class Met(NamedTuple):
     send: Send
 
 
-class Turns:
+class FamilyTurns:
     """The two daemons of one family, and its handoffs one after the other."""
 
-    def __init__(self, family: Family, work: Workload, prefill: Side, decode: Side) -> None:
+    def __init__(
+        self, family: FamilyForm, work: FamilyWorkload, prefill: Side, decode: Side
+    ) -> None:
         self.family = family
         self._work = work
         self._prefill = prefill
         self._decode = decode
-        self._prompts = Prompts(work)
-        self._holding = Holding(decode)
+        self._prompts = FreshPrompts(work)
+        self._holding = HeldPages(decode)
         self._times_s: list[float] = []
         self._windows = [part.name for part in components_of(prefill) if part.extent == "tail"]
         self._most_windows = 0
@@ -182,7 +184,7 @@ class Turns:
             self._fetches.append(await fetch_twice(lease, wanted))
         await lease.release()
 
-    async def seen(self) -> Seen:
+    async def seen(self) -> FamilySeen:
         """What came of it all. Nothing is held any more, or it is told.
 
         Raises:
@@ -192,7 +194,7 @@ class Turns:
         sent, got = [await one.node.snapshot() for one in (self._prefill, self._decode)]
         if got.totals.handoffs_failed or sent.totals.handoffs_failed:
             raise DaemonFailed(f"{self.family.name}: a handoff has failed")
-        return Seen(
+        return FamilySeen(
             parts=self._holding.seen(),
             admitted=self._admitted,
             short_of=self._short_of,
@@ -208,7 +210,7 @@ class Turns:
             prefill_window_pages_unslid=unslid,
         )
 
-    async def _meet(self) -> Met | None:
+    async def _meet(self) -> MetHandoff | None:
         """A prompt that is computed and received for; None when the receive has to wait."""
         tokens, room = self._prompts.fresh()
         lease = await self._computed(tokens)
@@ -229,7 +231,7 @@ class Turns:
             return None
         send = await self._prefill.node.send(room, tokens, lease=lease, deadline_s=DEADLINE_S)
         await send.accepted()
-        return Met(lease, receive, send)
+        return MetHandoff(lease, receive, send)
 
     async def _computed(self, tokens: NDArray[np.int32]) -> Lease:
         """A lease of the prefill side, slid along the prompt chunk by chunk."""
@@ -254,7 +256,7 @@ class Turns:
         await lease.release()
         return pages
 
-    async def _finish(self, met: Met) -> float:
+    async def _finish(self, met: MetHandoff) -> float:
         """Move it; how long that took. The prefill side's lease is over, its KV cached."""
         began_s = time.perf_counter()
         outcome = await met.send.finish(b"aux")
@@ -273,9 +275,9 @@ class Turns:
             self._holding.look(lease)
 
 
-async def count_leases(work: Workload, side: Side) -> Seen:
+async def count_leases(work: FamilyWorkload, side: Side) -> FamilySeen:
     """Leases of a pool that is never written, until one has to wait."""
-    prompts, holding = Prompts(work), Holding(side)
+    prompts, holding = FreshPrompts(work), HeldPages(side)
     kept: list[Lease] = []
     while True:
         tokens, _ = prompts.fresh()
@@ -289,7 +291,7 @@ async def count_leases(work: Workload, side: Side) -> Seen:
     for one in kept:
         await one.release()
     end = await side.node.snapshot()
-    return Seen(
+    return FamilySeen(
         parts=holding.seen(),
         admitted=len(kept),
         short_of=lease.budget,
@@ -359,10 +361,10 @@ async def unless_waiting(side: Side, request: Coroutine[object, object, L]) -> L
     return WaitsFor(short[0].budget)
 
 
-class Prompts:
+class FreshPrompts:
     """Tokens and rooms that no request had before, so that nothing is ever cached of one."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: FamilyWorkload) -> None:
         self._tokens = work.prompt_tokens
         self._count = 0
 

@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
 import numpy as np
 
-import kvd.client
-from kvd.bench.engines import Engines, Side
+from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark
+from kvd.bench.engines import two_engines
 from kvd.bench.memory import busy_s, when_collapsed
-from kvd.bench.report import Goal, bar, show_notes, show_table, write_json
-from kvd.bench.sites import HUGE, SMALL, shared_host
-from kvd.bench.stream import json_option
 from kvd.core.seal import Seal, page_sum
 from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
+    from benchmarks.harness import Measured
+    from kvd.bench.engines import Engines
     from kvd.bench.report import Told
     from kvd.harness.daemons import Pair
 
@@ -40,6 +38,8 @@ PAGE_TOKENS: Final = 16
 SPARE_PAGES: Final = 33
 GIGA: Final = 1e9
 KIB: Final = 1024
+MEMORIES: Final = {"huge": "collapse", "4k": "off"}
+"""``pool.huge_pages`` by what the memory is called."""
 
 SHAPES: Final = {
     2048 * KIB: LLAMA_8B,
@@ -50,37 +50,14 @@ SHAPES: Final = {
 MODES: Final = (Integrity.OFF, Integrity.SAMPLED, Integrity.FULL)
 
 
-class ModeResult(msgspec.Struct, frozen=True):
-    """One row: medians over the repetitions; ``to_off`` is goodput where without it is 1."""
-
-    memory: str
-    page_bytes: int
-    mode: str
-    rate_gb_s: float
-    to_off: float
-    cpu_s: float
-    verify_s: float
-
-
-class IntegrityResult(msgspec.Struct, frozen=True):
-    """What ``benchmarks integrity`` reports."""
-
-    handoff_bytes: int
-    repeats: int
-    modes: tuple[ModeResult, ...]
-    sum_gb_s: dict[str, float]
-    """Of one core, by the bytes of a page."""
-    goals: tuple[Goal, ...] = ()
-
-
-class _Turns:
+class VerifiedTurns:
     """One pair of daemons, its sessions, and what its handoffs took."""
 
     def __init__(self, pair: Pair, engines: Engines) -> None:
-        self.pair = pair
         self.times_s: list[float] = []
         self.cpus_s: list[float] = []
         self.verifying_s: list[float] = []
+        self._pair = pair
         self._engines = engines
 
     async def turn(self, *, is_counted: bool) -> None:
@@ -94,12 +71,12 @@ class _Turns:
             self.verifying_s.append(self._verifying_s() - verifying_s)
 
     def _cpu_s(self) -> float:
-        both = (self.pair.prefill, self.pair.decode)
+        both = (self._pair.prefill, self._pair.decode)
         return sum(busy_s(one.pid) + busy_s(one.transfer_pid()) for one in both)
 
     def _verifying_s(self) -> float:
         """Seconds that parts of the decode side have spent in VERIFYING."""
-        link = http.client.HTTPConnection("127.0.0.1", self.pair.decode.http_port)
+        link = http.client.HTTPConnection("127.0.0.1", self._pair.decode.http_port)
         try:
             link.request("GET", "/metrics", headers={"Connection": "close"})
             text = link.getresponse().read().decode()
@@ -109,54 +86,49 @@ class _Turns:
         return sum(float(line[len(name) :]) for line in text.splitlines() if line.startswith(name))
 
 
-async def _measure(
+async def _take_turns(
     pairs: dict[Integrity, Pair], prompt_tokens: int, repeats: int
-) -> dict[Integrity, _Turns]:
-    async with contextlib.AsyncExitStack() as stack:
+) -> dict[Integrity, VerifiedTurns]:
+    async with contextlib.AsyncExitStack() as up:
         turns = {}
         for mode, pair in pairs.items():
-            p, d = pair.prefill, pair.decode
-            at_p = await stack.enter_async_context(kvd.client.connect(p.client, name="bench-p"))
-            at_d = await stack.enter_async_context(kvd.client.connect(d.client, name="bench-d"))
-            turns[mode] = _Turns(pair, Engines(Side(p, at_p), Side(d, at_d), prompt_tokens))
+            engines = await up.enter_async_context(two_engines(pair, prompt_tokens))
+            turns[mode] = VerifiedTurns(pair, engines)
         for number in range(repeats + 1):
             for one in turns.values():
                 await one.turn(is_counted=number > 0)  # the first one warms what is cold
         return turns
 
 
-def _case(
-    memory: str, page_bytes: int, size_bytes: int, repeats: int, told: Told
-) -> list[ModeResult]:
+def measure(memory: str, page_bytes: int, size_bytes: int, repeats: int) -> list[Measured]:
+    """A row for each mode: medians over the repetitions; ``to_off``: goodput over that without."""
     n_pages = size_bytes // page_bytes
     pool_bytes = (n_pages + SPARE_PAGES) * page_bytes // 2**21 * 2**21 + 2**21
-    told(f"{memory}, pages of {page_bytes // KIB} KiB")
     pairs = {}
     with contextlib.ExitStack() as stack:
         for mode in MODES:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-bench-"))
             settings = {
                 **SHAPES[page_bytes],
-                **shared_host(memory).settings,
+                "pool.huge_pages": MEMORIES[memory],
                 "pool.size": f"{pool_bytes // 2**20}MiB",
                 "transfer.integrity": mode.value,
             }
-            pair = stack.enter_context(two_daemons(Path(directory), settings))
-            if memory == HUGE:
-                when_collapsed(pair, pool_bytes)
-            pairs[mode] = pair
-        found = asyncio.run(_measure(pairs, n_pages * PAGE_TOKENS, repeats))
+            pairs[mode] = stack.enter_context(two_daemons(Path(directory), settings))
+            if memory == "huge":
+                when_collapsed(pairs[mode], pool_bytes)
+        found = asyncio.run(_take_turns(pairs, n_pages * PAGE_TOKENS, repeats))
     base = found[Integrity.OFF].times_s
     return [
-        ModeResult(
-            memory=memory,
-            page_bytes=page_bytes,
-            mode=mode.value,
-            rate_gb_s=size_bytes / statistics.median(one.times_s) / GIGA,
-            to_off=statistics.median(o / m for o, m in zip(base, one.times_s, strict=True)),
-            cpu_s=statistics.median(one.cpus_s),
-            verify_s=statistics.median(one.verifying_s),
-        )
+        {
+            "memory": memory,
+            "page_kib": page_bytes // KIB,
+            "integrity": mode.value,
+            "rate_gb_s": size_bytes / statistics.median(one.times_s) / GIGA,
+            "to_off": statistics.median(o / m for o, m in zip(base, one.times_s, strict=True)),
+            "cpu_s": statistics.median(one.cpus_s),
+            "verify_ms": statistics.median(one.verifying_s) * 1e3,
+        }
         for mode, one in found.items()
     ]
 
@@ -175,54 +147,52 @@ def sum_rate(page_bytes: int, total_bytes: int) -> float:
     return total_bytes / best_s
 
 
-def run(size_mib: int, repeats: int, told: Told) -> IntegrityResult:
-    """Measure every mode on both memories and page sizes."""
-    size_bytes = size_mib * 2**20
-    modes: list[ModeResult] = []
-    for memory in (HUGE, SMALL):
-        for page_bytes in SHAPES:
-            modes += _case(memory, page_bytes, size_bytes, repeats, told)
-    told("sums in memory")
-    rates = {str(size): sum_rate(size, size_bytes) / GIGA for size in SHAPES}
-    return IntegrityResult(size_bytes, repeats, tuple(modes), rates)
-
-
-@click.command("integrity")
-@click.option("--size-mib", default=256, show_default=True, help="Bytes of one handoff.")
-@click.option("--repeats", default=9, show_default=True, help="Handoffs per mode.")
-@json_option
-def command(size_mib: int, repeats: int, file: Path | None) -> None:
+def run(told: Told, *, size_mib: int, repeats: int) -> BenchmarkResult:
     """What verifying pages costs: a handoff with integrity off, sampled and full."""
-    with bar("integrity", 2 * len(SHAPES) + 1) as told:
-        result = run(size_mib, repeats, told)
-    show_table(
-        f"A handoff of {size_mib} MiB on one host; medians of {repeats}",
-        ("memory", "page KiB", "integrity", "GB/s", "of off", "CPU s", "verifying ms"),
-        [
-            [
-                one.memory,
-                f"{one.page_bytes // KIB}",
-                one.mode,
-                f"{one.rate_gb_s:.2f}",
-                f"{one.to_off:.2f}",
-                f"{one.cpu_s:.3f}",
-                f"{one.verify_s * 1e3:.2f}",
-            ]
-            for one in result.modes
-        ],
-    )
-    show_notes(
-        [
+    size_bytes = size_mib * 2**20
+    rows: list[Measured] = []
+    for memory in MEMORIES:
+        for page_bytes in SHAPES:
+            told(f"{memory}, pages of {page_bytes // KIB} KiB")
+            rows += measure(memory, page_bytes, size_bytes, repeats)
+    told("sums in memory")
+    sums: list[Measured] = [
+        {"page_kib": size // KIB, "sum_gb_s": sum_rate(size, size_bytes) / GIGA} for size in SHAPES
+    ]
+    title = f"A handoff of {size_mib} MiB on one host; medians of {repeats}"
+    return BenchmarkResult(
+        tables=(
+            ResultTable(title=title, columns=COLUMNS, rows=tuple(rows)),
+            ResultTable(title="Sums by one core", columns=SUM_COLUMNS, rows=tuple(sums)),
+        ),
+        notes=(
             "GB/s: bytes over the time from the call of finish() to its answer; nothing was posted "
             "before, so the writer sums beside the copy and the reader when all has landed",
             "of off: median of the ratios within each repetition; CPU s: of both daemons and both "
             "transfer processes, for one handoff",
-            "one core sums "
-            + ", ".join(
-                f"{rate:.1f} GB/s in pages of {int(size) // KIB} KiB"
-                for size, rate in result.sum_gb_s.items()
-            ),
-        ]
+        ),
     )
-    if file is not None:
-        write_json(file, result)
+
+
+COLUMNS: Final = (
+    ResultColumn("memory", "memory"),
+    ResultColumn("page_kib", "page KiB"),
+    ResultColumn("integrity", "integrity"),
+    ResultColumn("rate_gb_s", "GB/s", ".2f"),
+    ResultColumn("to_off", "of off", ".2f"),
+    ResultColumn("cpu_s", "CPU s", ".3f"),
+    ResultColumn("verify_ms", "verifying ms", ".2f"),
+)
+SUM_COLUMNS: Final = (
+    ResultColumn("page_kib", "page KiB"),
+    ResultColumn("sum_gb_s", "GB/s", ".1f"),
+)
+
+command = benchmark(
+    "integrity",
+    run,
+    (
+        click.option("--size-mib", default=256, show_default=True, help="Of one handoff."),
+        click.option("--repeats", default=9, show_default=True, help="Handoffs per mode."),
+    ),
+)

@@ -1,8 +1,8 @@
 """An engine of ``benchmarks multiturn``: a process of its own with real KV and no model.
 
 ``python -m benchmarks.multiturn_engine ROLE DAEMON ROUTER`` attaches to its daemon, dials the
-router and answers ``Serve`` until its standard input ends. KV of a token is its id in every byte
-(``token_memory``); the decode side checks what it received before it uses it.
+router and answers ``ServeTurn`` until its standard input ends. KV of a token is its id in every
+byte (``token_memory``); the decode side checks what it received before it uses it.
 
 The decode engine batches continuously: a step computes for a fixed time, writes the KV of one token
 of every running sequence and says the next one. Between two steps the loop looks at its sockets.
@@ -23,8 +23,7 @@ import uvloop
 import zmq
 
 import kvd.client
-from benchmarks.multiturn_load import said_next
-from benchmarks.token_memory import TokenMemory, Written
+from benchmarks.token_memory import TokenMemory, WrittenTokens
 from kvd.errors import KvdError
 from kvd.sockets import LoopSocket, open_dealer
 from kvd.types import ID_BYTES, Tokens, count
@@ -32,6 +31,7 @@ from kvd.types import ID_BYTES, Tokens, count
 if TYPE_CHECKING:
     from kvd.client import Lease, Node
 
+VOCABULARY = 128_256
 CHUNK_TOKENS = 256
 STEP_S = 0.002
 PREFILL, DECODE = "prefill", "decode"
@@ -39,8 +39,8 @@ SOURCE = "p"
 """The prefill daemon, as the decode daemon's configuration calls it."""
 
 
-class Serve(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
-    """Router to either engine: a request's half. Answer: the engine's own, or ``Broken``."""
+class ServeTurn(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
+    """Router to either engine: a request's half. Answer: the engine's own, or ``EngineBroken``."""
 
     room: int
     namespace: str
@@ -49,11 +49,11 @@ class Serve(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
     output_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Engine to router: attached, serving."""
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """TurnEngine to router: attached, serving."""
 
 
-class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
+class TurnPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
     """The prompt was computed and handed over."""
 
     room: int
@@ -61,7 +61,7 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
     sent_bytes: int
 
 
-class Decoded(msgspec.Struct, frozen=True, array_like=True, tag="decoded"):
+class TurnDecoded(msgspec.Struct, frozen=True, array_like=True, tag="decoded"):
     """The output, and when each of its tokens was there (monotonic clock of the host)."""
 
     room: int
@@ -69,36 +69,42 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True, tag="decoded"):
     token_times_s: tuple[float, ...]
 
 
-class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
+class EngineBroken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
     """The engine cannot go on; ``why`` ends the benchmark."""
 
     room: int
     why: str
 
 
-Reply = Ready | Prefilled | Decoded | Broken
+EngineReply = EngineReady | TurnPrefilled | TurnDecoded | EngineBroken
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=EngineReply)
 
-REQUESTS = msgspec.msgpack.Decoder(Serve)
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REQUESTS = msgspec.msgpack.Decoder(ServeTurn)
+REPLIES: msgspec.msgpack.Decoder[EngineReply] = msgspec.msgpack.Decoder(EngineReply)
 
 
-class Engine(Protocol):
+def said_next(tokens: Tokens) -> int:
+    """What an engine without a model says after ``tokens``."""
+    last = int.from_bytes(tokens[-ID_BYTES:], "little")
+    return (last * 48_271 + len(tokens)) % VOCABULARY
+
+
+class TurnEngine(Protocol):
     """Serves requests, several at a time."""
 
-    async def serve(self, request: Serve) -> Reply:
+    async def serve(self, request: ServeTurn) -> EngineReply:
         """One request, from its arrival to its end."""
 
 
-class PrefillEngine:
+class TurnPrefill:
     """Writes the KV of what its node has not cached, and sends it meanwhile."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._memory = TokenMemory(node.pool("main"))
 
-    async def serve(self, request: Serve) -> Reply:
+    async def serve(self, request: ServeTurn) -> EngineReply:
         """Prefill ``request`` and hand it over."""
         tokens = Tokens(request.tokens)
         ids = np.frombuffer(tokens, "<i4")
@@ -106,16 +112,16 @@ class PrefillEngine:
         send = await self._node.send(request.room, ids, lease=lease, namespace=request.namespace)
         for first in range(lease.prefix_len, ids.size, CHUNK_TOKENS):
             last = min(first + CHUNK_TOKENS, ids.size)
-            self._memory.write(Written(lease, tokens, first, last))
+            self._memory.write(WrittenTokens(lease, tokens, first, last))
             await send.advance(last)
         outcome = await send.finish(said_next(tokens).to_bytes(ID_BYTES, "little"))
         if outcome.reason is not None:
             raise KvdError(outcome.reason)
         await lease.release(())
-        return Prefilled(request.room, outcome.sent_pages, outcome.sent_bytes)
+        return TurnPrefilled(request.room, outcome.sent_pages, outcome.sent_bytes)
 
 
-class Sequence:
+class RunningSequence:
     """One running sequence: all tokens so far; the KV of the last one is not written yet."""
 
     def __init__(self, lease: Lease, tokens: Tokens, output_tokens: int) -> None:
@@ -125,24 +131,24 @@ class Sequence:
         self.end_tokens = count(tokens) + output_tokens - 1
         self.ended = asyncio.Event()
 
-    def last_written(self) -> Written:
+    def last_written(self) -> WrittenTokens:
         """Its last token."""
         n_tokens = count(self.tokens)
-        return Written(self.lease, self.tokens, n_tokens - 1, n_tokens)
+        return WrittenTokens(self.lease, self.tokens, n_tokens - 1, n_tokens)
 
 
-class DecodeEngine:
+class TurnDecode:
     """Receives prompts and says tokens, one step for all running sequences at a time."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._memory = TokenMemory(node.pool("main"))
-        self._running: list[Sequence] = []
+        self._running: list[RunningSequence] = []
         self._arrived = asyncio.Event()
-        self._work = Work(STEP_S)
+        self._work = SteadyWork(STEP_S)
         self._stepping = asyncio.ensure_future(self._step_for_ever())
 
-    async def serve(self, request: Serve) -> Reply:
+    async def serve(self, request: ServeTurn) -> EngineReply:
         """Receive the prompt of ``request``, say its output, cache both if they may be cached."""
         prompt = Tokens(request.tokens)
         receive = await self._node.receive(
@@ -155,14 +161,16 @@ class DecodeEngine:
         )
         await receive.done()
         self._memory.check(receive.lease, prompt)
-        sequence = Sequence(receive.lease, Tokens(prompt + receive.aux), request.output_tokens)
+        sequence = RunningSequence(
+            receive.lease, Tokens(prompt + receive.aux), request.output_tokens
+        )
         if request.output_tokens > 1:
             self._running.append(sequence)
             self._arrived.set()
             await sequence.ended.wait()
         output = sequence.tokens[len(prompt) :]
         await receive.lease.release(np.frombuffer(output[:-ID_BYTES], "<i4"))
-        return Decoded(request.room, output, tuple(sequence.times_s))
+        return TurnDecoded(request.room, output, tuple(sequence.times_s))
 
     async def _step_for_ever(self) -> None:
         while True:
@@ -182,7 +190,7 @@ class DecodeEngine:
             await asyncio.sleep(0)
 
 
-class Work:
+class SteadyWork:
     """Computation that takes about ``seconds`` on an idle core."""
 
     def __init__(self, seconds: float) -> None:
@@ -201,17 +209,17 @@ class Work:
             self._matrix @ self._matrix
 
 
-class Office:
+class RouterLine:
     """The engine's end of the line to the router."""
 
-    def __init__(self, engine: Engine, dealer: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: TurnEngine, dealer: zmq.Socket[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self._engine = engine
         self._under_way: set[asyncio.Task[None]] = set()
         self._socket = LoopSocket(dealer, self._take, loop=loop)
-        self.tell(Ready())
+        self.tell(EngineReady())
 
-    def tell(self, reply: Reply) -> None:
+    def tell(self, reply: EngineReply) -> None:
         """Say it to the router."""
         self._socket.send([msgspec.msgpack.encode(reply)])
 
@@ -220,23 +228,23 @@ class Office:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _serve(self, request: Serve) -> None:
+    async def _serve(self, request: ServeTurn) -> None:
         try:
             reply = await self._engine.serve(request)
         except (KvdError, AssertionError) as error:
-            reply = Broken(request.room, str(error))
+            reply = EngineBroken(request.room, str(error))
         self.tell(reply)
 
 
 async def run(role: str, daemon: str, router: str) -> None:
-    """Serve until the standard input ends."""
+    """ServeTurn until the standard input ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = open_dealer(context, routing_id=role.encode())
     dealer.connect(router)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
     async with kvd.client.connect(daemon, name=role) as node:
-        Office(PrefillEngine(node) if role == PREFILL else DecodeEngine(node), dealer)
+        RouterLine(TurnPrefill(node) if role == PREFILL else TurnDecode(node), dealer)
         await ended.wait()
     os._exit(0)  # whatever was under way has nobody to answer to
 

@@ -1,52 +1,77 @@
 """``benchmarks radix``: the prefix index on a recorded load, against the bytes it has to move.
 
-Replays a trace, one request at a time: match, lock, evict when the pool lacks pages, extend,
-relock, unlock. Only these calls are timed; making tokens and handing out pages is not. How a
-request is measured is ``replay``.
+Replays a trace, one request at a time, through the bare tree and through a whole node. Of the tree
+only match, lock, evict when the pool lacks pages, extend, relock and unlock are timed; of the node
+``Node.step`` of a lease and of its commit and release, without sockets, effects dropped.
 
-Each of ``COLUMNS`` replays the trace with its own floors. To measure another beside the bare tree,
-write a class with ``serve`` and name it there.
+Every request is measured against its own floor, right after it: the work no index can avoid, which
+is to compare the hit twice (once to find it, once to insert behind it) and to copy the tokens and
+page ids that are new. So the ratio means the same on a quiet machine and on a busy one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import click
 import msgspec
+import numpy as np
 
-from benchmarks.nodestep import NodeColumn
-from benchmarks.replay import NAMESPACE, Column, ColumnResult, Cost, replay
-from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
+from kvd.bench.report import at_most
+from kvd.core.effects import Answer, Step
 from kvd.core.eviction import Policy, eviction_order
+from kvd.core.inputs import ClientJoined, FromClient
+from kvd.core.node import Node
 from kvd.core.pages import PagePool
 from kvd.core.radix import RadixTree
-from kvd.trace import BadTrace, TraceRequest, read_trace
-from kvd.types import Tokens, count
+from kvd.core.settings import Settings
+from kvd.core.spec import Component, Order, PoolSpec, Raw
+from kvd.trace import Blocks, TraceRequest, read_trace
+from kvd.types import ID_BYTES, Incarnation, NodeName, Tokens, count
+from kvd.wire import client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from benchmarks.harness import Measured
     from kvd.bench.report import Told
 
-TREE, NODE = "tree", "node"
+    Nanoseconds = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+NAMESPACE: Final = "bench"
+SESSION: Final = 1
+NS_PER_US: Final = 1000
+PREEMPTED_NS: Final = 20 * NS_PER_US
+"""Wall time this far above CPU time means that somebody else had the core meanwhile."""
+
+STEPS: Final = 100
+"""How often progress is told per index."""
 
 
-class RadixResult(msgspec.Struct, frozen=True):
-    """What ``benchmarks radix`` reports."""
+class RequestCost(msgspec.Struct, frozen=True):
+    """What one request took: its time, and the bytes the floor is measured on."""
 
-    trace: str
-    requests: int
-    tokens: int
-    capacity_tokens: int
-    page_size: int
-    columns: tuple[ColumnResult, ...]
-    goals: tuple[Goal, ...]
+    ns: int
+    hit_tokens: int
+    new_tokens: int
 
 
-class TreeColumn:
+class Index(Protocol):
+    """Something that serves the requests of a trace, and can say how long each took."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens it holds now."""
+
+    def serve(self, tokens: Tokens) -> RequestCost:
+        """Serves one prompt from match to release; only the index's own calls are timed."""
+
+
+class BareTree:
     """The bare tree and a page pool; nothing is locked between requests."""
 
     def __init__(self, capacity_tokens: int, page_size: int) -> None:
@@ -59,7 +84,7 @@ class TreeColumn:
         """Tokens in the tree."""
         return self._tree.cached_pages * self._page_size
 
-    def serve(self, tokens: Tokens) -> Cost:
+    def serve(self, tokens: Tokens) -> RequestCost:
         """Match and lock, make room, extend and unlock."""
         tree, pool, clock = self._tree, self._pool, time.perf_counter_ns
         start = clock()
@@ -78,143 +103,182 @@ class TreeColumn:
         tree.extend(anchor, tokens, pages, start_tokens=hit)
         tree.unlock(anchor)
         ns += clock() - start
-        return Cost(ns, hit, n_new * self._page_size)
+        return RequestCost(ns, hit, n_new * self._page_size)
 
 
-COLUMNS: dict[str, Callable[[int, int], Column]] = {TREE: TreeColumn, NODE: NodeColumn}
-"""What is measured: a name, and what makes it from the capacity in tokens and the page size."""
+class WholeNode:
+    """A node with one engine attached; pages, owners and events included."""
 
-STEPS = 100
-"""How often the progress bar moves per column."""
+    def __init__(self, capacity_tokens: int, page_size: int) -> None:
+        component = Component("kv", 1, Raw(page_size), page_size)
+        pages = capacity_tokens // page_size + 1
+        spec = PoolSpec(
+            name="bench",
+            family="mha",
+            order=Order.PAGE_FIRST,
+            components=(component,),
+            pages=(pages,),
+        )
+        self._page_size = page_size
+        self._at_s = 0.0
+        self._node = Node(Settings(NodeName("bench"), Incarnation("0" * 32), spec), self._at_s)
+        self._node.step(ClientJoined(self._at_s, SESSION, "bench", 1))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the tree."""
+        return self._node.leases.tree.cached_pages * self._page_size
+
+    def serve(self, tokens: Tokens) -> RequestCost:
+        """Lease; then commit and release."""
+        self._at_s += 1.0
+        node, clock = self._node, time.perf_counter_ns
+        opening = FromClient(self._at_s, SESSION, client.OpenLease(1, NAMESPACE), tokens)
+        start = clock()
+        opened = node.step(opening)
+        ns = clock() - start
+        leased = _answer(opened)
+        assert isinstance(leased, client.Leased), leased
+        ending = FromClient(self._at_s, SESSION, client.CommitAndRelease(2, leased.lease))
+        start = clock()
+        ended = node.step(ending)
+        ns += clock() - start
+        assert isinstance(_answer(ended), client.Done)
+        n_new = count(tokens) // self._page_size * self._page_size - leased.prefix_tokens
+        return RequestCost(ns, leased.prefix_tokens, n_new)
 
 
-def run(
-    trace: Path, *, capacity_tokens: int, page_size: int, limit: int | None, told: Told
-) -> RadixResult:
-    """Replays ``trace`` through each column.
-
-    Args:
-        trace: A file in Mooncake's trace format.
-        capacity_tokens: Size of the page pool.
-        page_size: Tokens per page.
-        limit: Requests to replay; all when None.
-        told: Called ``STEPS`` times per column.
-
-    Raises:
-        BadTrace: The file is not a trace.
-    """
-    requests = read_trace(trace, limit)
-    columns = tuple(
-        _replay_column(name, make(capacity_tokens, page_size), requests, page_size, told)
-        for name, make in COLUMNS.items()
-    )
-    return RadixResult(
-        trace=trace.name,
-        requests=len(requests),
-        tokens=sum(request.input_length for request in requests),
-        capacity_tokens=capacity_tokens,
-        page_size=page_size,
-        columns=columns,
-        goals=goals_of(*columns),
-    )
+def _answer(step: Step) -> client.Reply:
+    (effect,) = step.effects
+    assert isinstance(effect, Answer)
+    return effect.message
 
 
-def _replay_column(
-    name: str, column: Column, requests: list[TraceRequest], page_size: int, told: Told
-) -> ColumnResult:
-    told_steps = 0
+def floor_ns(tokens: Tokens, cost: RequestCost, page_size: int) -> int:
+    """Time to compare the hit twice and to copy what is new, on bytes like those of the request."""
+    cut, end = cost.hit_tokens * ID_BYTES, (cost.hit_tokens + cost.new_tokens) * ID_BYTES
+    stored = bytes(memoryview(tokens)[:cut])
+    row = bytes(end // page_size)
+    clock = time.perf_counter_ns
+    start = clock()
+    tokens.startswith(stored)
+    tokens.startswith(stored)
+    tokens[cut:end]
+    row[cut // page_size :]
+    return clock() - start
 
-    def progress(done: int, total: int) -> None:
-        nonlocal told_steps
-        while told_steps * total < done * STEPS:
-            told_steps += 1
+
+def replay(
+    name: str, index: Index, requests: list[TraceRequest], *, page_size: int, told: Told
+) -> Measured:
+    """Serves ``requests`` through ``index``, each followed by its floor: a row of the table."""
+    served, floors = np.ones((2, len(requests)), dtype=np.int64)
+    hit_tokens = whole_tokens = preempted = 0
+    blocks = Blocks(requests)
+    before = resident_bytes()
+    for number, request in enumerate(requests):
+        if number * STEPS // len(requests) != (number - 1) * STEPS // len(requests):
             told(name)
+        tokens = blocks.expand(request)
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        cost = index.serve(tokens)
+        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
+        lost = wall > cpu + PREEMPTED_NS
+        served[number] = min(cost.ns, cpu) if lost else cost.ns
+        floors[number] = floor_ns(tokens, cost, page_size)
+        hit_tokens += cost.hit_tokens
+        whole_tokens += cost.hit_tokens + cost.new_tokens
+        preempted += lost
+    grown = resident_bytes() - before
+    times, floor = _times_us("", served), _times_us("floor_", floors)
+    return {
+        "index": name,
+        **times,
+        **floor,
+        "ratio_p50": times["p50_us"] / floor["floor_p50_us"],
+        "ratio_mean": times["mean_us"] / floor["floor_mean_us"],
+        "hit_rate": hit_tokens / max(whole_tokens, 1),
+        "bytes_per_token": max(grown, 0) / max(index.cached_tokens, 1),
+        "preempted": preempted,
+    }
 
-    return replay(name, column, requests, page_size=page_size, told=progress)
+
+def resident_bytes() -> int:
+    """Resident memory of this process after everything free was given back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def goals_of(tree: ColumnResult, node: ColumnResult) -> tuple[Goal, ...]:
-    """What was to be reached."""
-    return (
-        at_most("tree p50 / floor", 3.5, tree.ratio_p50),
-        at_most("tree, bytes per cached token", 5.0, tree.bytes_per_token),
-        at_most("node p50 / tree", 3.0, node.times.p50_us / tree.times.p50_us),
-        at_most("node mean / tree", 3.0, node.times.mean_us / tree.times.mean_us),
-    )
+def _times_us(name: str, ns: Nanoseconds) -> dict[str, float]:
+    p50, p99 = np.percentile(ns, [50, 99]).tolist()
+    found = {"p50_us": p50, "p99_us": p99, "mean_us": float(ns.mean())}
+    return {f"{name}{key}": value / NS_PER_US for key, value in found.items()}
 
 
-@click.command("radix")
-@click.option(
-    "--trace",
-    required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file in Mooncake's format.",
+COLUMNS: Final = (
+    ResultColumn("index", "index"),
+    ResultColumn("p50_us", "p50 us", ".1f"),
+    ResultColumn("p99_us", "p99", ".1f"),
+    ResultColumn("mean_us", "mean", ".1f"),
+    ResultColumn("floor_p50_us", "floor p50", ".1f"),
+    ResultColumn("floor_p99_us", "p99", ".1f"),
+    ResultColumn("floor_mean_us", "mean", ".1f"),
+    ResultColumn("ratio_p50", "p50/floor", ".2f"),
+    ResultColumn("ratio_mean", "mean/floor", ".2f"),
+    ResultColumn("hit_rate", "hit rate", ".2%"),
+    ResultColumn("bytes_per_token", "bytes/token", ".2f"),
+    ResultColumn("preempted", "preempted"),
 )
-@click.option("--capacity", default=2_000_000, show_default=True, help="Tokens in the pool.")
-@click.option("--page", default=16, show_default=True, help="Tokens per page.")
-@click.option("--limit", type=int, help="Requests to replay; all by default.")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
-def command(trace: Path, capacity: int, page: int, limit: int | None, file: Path | None) -> None:
+
+
+def run(told: Told, *, trace: Path, capacity: int, page: int, limit: int | None) -> BenchmarkResult:
     """The prefix tree, and a whole node around it, on a recorded load."""
-    try:
-        with bar("radix", len(COLUMNS) * STEPS) as told:
-            result = run(trace, capacity_tokens=capacity, page_size=page, limit=limit, told=told)
-    except BadTrace as error:
-        raise click.ClickException(str(error)) from error
-    _show(result)
-    if file is not None:
-        write_json(file, result)
-
-
-HEADERS = (
-    "column",
-    "p50 us",
-    "p99",
-    "mean",
-    "floor p50",
-    "p99",
-    "mean",
-    "p50/floor",
-    "mean/floor",
-    "hit rate",
-    "bytes/token",
-    "preempted",
-)
-
-
-def _show(result: RadixResult) -> None:
-    show_table(
-        f"{result.trace}: {result.requests} requests, {result.tokens} tokens; "
-        f"capacity {result.capacity_tokens} tokens, page {result.page_size}",
-        HEADERS,
-        [_row(column) for column in result.columns],
-    )
-    show_notes(
-        [
+    requests = read_trace(trace, limit)
+    tree = replay("tree", BareTree(capacity, page), requests, page_size=page, told=told)
+    node = replay("node", WholeNode(capacity, page), requests, page_size=page, told=told)
+    tokens = sum(request.input_length for request in requests)
+    over = {key: figure(node, key) / figure(tree, key) for key in ("p50_us", "mean_us")}
+    return BenchmarkResult(
+        tables=(
+            ResultTable(
+                title=f"{trace.name}: {len(requests)} requests, {tokens} tokens; "
+                f"capacity {capacity} tokens, page {page}",
+                columns=COLUMNS,
+                rows=(tree, node),
+            ),
+        ),
+        goals=(
+            at_most("tree p50 / floor", 3.5, figure(tree, "ratio_p50")),
+            at_most("tree, bytes per cached token", 5.0, figure(tree, "bytes_per_token")),
+            at_most("node p50 / tree", 3.0, over["p50_us"]),
+            at_most("node mean / tree", 3.0, over["mean_us"]),
+        ),
+        notes=(
             "tree: match, lock, evict, extend, unlock; node: Node.step of lease and "
             "commit-and-release, with pages, leases, owners and events",
             "floor: comparing the hit twice and copying what is new, for the same requests",
-        ]
+            "bytes/token: growth of resident memory over the tokens cached at the end; preempted: "
+            "requests that lost the core on the way, and are charged their CPU time",
+        ),
     )
-    show_goals(result.goals)
 
 
-def _row(column: ColumnResult) -> list[str]:
-    each = [
-        figure
-        for times in (column.times, column.floor)
-        for figure in (times.p50_us, times.p99_us, times.mean_us)
-    ]
-    return [
-        column.name,
-        *(f"{figure:.1f}" for figure in each),
-        f"{column.ratio_p50:.2f}",
-        f"{column.ratio_mean:.2f}",
-        f"{column.hit_rate:.2%}",
-        f"{column.bytes_per_token:.2f}",
-        str(column.preempted),
-    ]
-
-
-if __name__ == "__main__":
-    command()
+command = benchmark(
+    "radix",
+    run,
+    (
+        click.option(
+            "--trace",
+            required=True,
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="A file in Mooncake's format.",
+        ),
+        click.option(
+            "--capacity", default=2_000_000, show_default=True, help="Tokens in the pool."
+        ),
+        click.option("--page", default=16, show_default=True, help="Tokens per page."),
+        click.option("--limit", type=int, help="Requests to replay; all by default."),
+    ),
+)

@@ -27,7 +27,7 @@ COLOURS = 251
 """Values of a byte: a prime, so that tokens a page apart differ."""
 
 
-class Part(NamedTuple):
+class ComponentBytes(NamedTuple):
     """A component with bytes: its tensors as bytes, each ``(pages, ...)``.
 
     ``page_size`` is in tokens, 0 for a state.
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     tensors: tuple[NDArray[np.uint8], ...]
 
 
-class Written(NamedTuple):
+class WrittenTokens(NamedTuple):
     """The KV of ``tokens[first:last]`` in the pages of a lease on these tokens."""
 
     lease: Lease
@@ -51,7 +51,7 @@ class TokenMemory:
     """The bytes of a pool, by token."""
 
     def __init__(self, pool: Pool) -> None:
-        self._parts: list[Part] = []
+        self._parts: list[ComponentBytes] = []
         for component in pool.memory.components:
             if not component.total_bytes or component.extent == "buffer":
                 continue
@@ -60,10 +60,10 @@ class TokenMemory:
             tensors = tuple(view.view(torch.uint8).numpy() for view in views)
             is_state = component.extent == "per-request"
             self._parts.append(
-                Part(component.name, 0 if is_state else component.page_size, tensors)
+                ComponentBytes(component.name, 0 if is_state else component.page_size, tensors)
             )
 
-    def write(self, *pieces: Written) -> None:
+    def write(self, *pieces: WrittenTokens) -> None:
         """The KV of these tokens, in every layer of every component."""
         for part in self._parts:
             found = [_places(part, piece) for piece in pieces]
@@ -81,14 +81,14 @@ class TokenMemory:
             AssertionError: they do not.
         """
         for part in self._parts:
-            *places, values = _places(part, Written(lease, tokens, 0, count(tokens)))
+            *places, values = _places(part, WrittenTokens(lease, tokens, 0, count(tokens)))
             for tensor in (part.tensors[0], part.tensors[-1]):
                 found = tensor[(*places, *[0] * (tensor.ndim - len(places)))]
                 wrong = np.flatnonzero(found != values)
                 assert not wrong.size, f"foreign {part.name}: place {wrong[0]} of {values.size}"
 
 
-def _places(part: Part, piece: Written) -> tuple[NDArray[np.integer], ...]:
+def _places(part: ComponentBytes, piece: WrittenTokens) -> tuple[NDArray[np.integer], ...]:
     """Indices into the part's tensors, an array for each axis; last the bytes that belong there."""
     ids = np.frombuffer(piece.tokens, "<i4")
     row = piece.lease.pages_of(part.name)

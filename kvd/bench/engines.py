@@ -1,4 +1,4 @@
-"""The engines of ``kvd bench stream``: two sessions, one on each daemon, and whole handoffs.
+"""The engines of a measurement: two sessions, one on each daemon, and whole handoffs.
 
 What lives here: leases and handoffs of a fixed prompt length, in either direction. What must not:
 references, statistics, tables.
@@ -12,17 +12,21 @@ every one of their pages travels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
+import kvd.client
 from kvd.types import Pages, runs_of
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from kvd.client import Lease, Node, Receive, Send
-    from kvd.harness.daemons import Daemon
+    from kvd.harness.daemons import Daemon, Pair
 
 DEADLINE_S: Final = 30.0
 TOKENS_END: Final = 2**31 - 1
@@ -134,6 +138,17 @@ class Engines:
         start = self._next_token
         self._next_token += count
         return (np.arange(start, start + count) % TOKENS_END).astype(np.int32)
+
+
+@contextlib.asynccontextmanager
+async def two_engines(pair: Pair, prompt_tokens: int) -> AsyncIterator[Engines]:
+    """A session with each of two daemons, for as long as the block lasts."""
+    p, d = pair.prefill, pair.decode
+    async with (
+        kvd.client.connect(p.client, name="bench-p") as at_p,
+        kvd.client.connect(d.client, name="bench-d") as at_d,
+    ):
+        yield Engines(Side(p, at_p), Side(d, at_d), prompt_tokens)
 
 
 def run_count(pages: bytes) -> int:

@@ -1,4 +1,4 @@
-"""How every benchmark shows its work: a bar while it runs, a table, its goals, a JSON file.
+"""How every measurement is shown: a bar while it runs, a table, its goals, a JSON file.
 
 What lives here: printing. What must not: anything that is measured.
 
@@ -10,8 +10,10 @@ busy machine misses goals that an idle one meets.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,10 +21,13 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     Told = Callable[[str], None]
     """Called before each step with what it does."""
+
+json_option = click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here."
+)
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -41,20 +46,12 @@ class Goal(msgspec.Struct, frozen=True):
 
 def at_least(name: str, wanted: float, got: float) -> Goal:
     """A goal that a larger figure meets."""
-    return Goal(name, wanted, got, at_least=True)
+    return Goal(name=name, wanted=wanted, got=got, at_least=True)
 
 
 def at_most(name: str, wanted: float, got: float) -> Goal:
     """A goal that a smaller figure meets."""
-    return Goal(name, wanted, got, at_least=False)
-
-
-class Result(Protocol):
-    """What a benchmark found: a struct, which ``write_json`` writes as it is."""
-
-    @property
-    def goals(self) -> tuple[Goal, ...]:
-        """What was to be reached."""
+    return Goal(name=name, wanted=wanted, got=got, at_least=False)
 
 
 def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -92,8 +89,8 @@ def write_json(file: Path, result: msgspec.Struct) -> None:
 
 
 @contextlib.contextmanager
-def bar(title: str, steps: int) -> Iterator[Told]:
-    """A progress bar on standard error; call what it yields before each of ``steps`` steps."""
+def bar(title: str, steps: int | None = None) -> Iterator[Told]:
+    """A progress bar on standard error; call what it yields before each of ``steps``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
