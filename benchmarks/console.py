@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from benchmarks.harness import Measured
     from kvd.bench.report import Told
     from kvd.client.api import Node
-    from kvd.harness.daemons import Daemon
+    from kvd.harness.daemons import DaemonProcess
 
     TokenArray = npt.NDArray[np.int32]
 
@@ -177,7 +177,13 @@ class ConsoleLink:
             for query, have in zip(self._queries, self._have, strict=True)
         )
         self._call += 1
-        look = Look(self._call, queries, EventQuery(self._after, limit=100), FRAMES_ASKED, every_s)
+        look = Look(
+            call=self._call,
+            queries=queries,
+            events=EventQuery(self._after, limit=100),
+            frames=FRAMES_ASKED,
+            every_s=every_s,
+        )
         begun_s = time.monotonic()
         await self._socket.send(ADMIN_REQUESTS.encode(look))
         while self._take(await self._socket.recv()) != self._call:
@@ -344,9 +350,9 @@ async def measure(load: ConsoleLoad, told: Told) -> BenchmarkResult:
                 links, quiet = await measure_links(daemon, load)
                 terminal, screens = await measure_terminal(daemon, load, told)
                 quiet.append(await core_share(daemon, load.seconds))
-        rest = statistics.median(quiet)
-        nodes = daemon.ask(ShowTree(1, 0), Tree).total
-        leases = len(daemon.snapshot().leases)
+                nodes = daemon.ask(ShowTree(1, 0), Tree).total
+                held = len(daemon.snapshot().leases)
+    rest = statistics.median(quiet)
     percents = {
         "without consoles": 100 * rest,
         f"{load.links} links at {HZ:g} Hz": figure(links, "percent"),
@@ -354,11 +360,11 @@ async def measure(load: ConsoleLoad, told: Told) -> BenchmarkResult:
         "a stopped console": figure(terminal, "stopped") - 100 * rest,
     }
     shares: list[Measured] = [{"what": what, "percent": one} for what, one in percents.items()]
-    size = f"{load.pages:,} pages, {nodes:,} nodes, {leases:,} leases"
+    size = f"{load.pages:,} pages, {nodes:,} nodes, {held:,} leases"
     return result_of(shares, {**links, **terminal}, screens, size)
 
 
-async def measure_links(daemon: Daemon, load: ConsoleLoad) -> tuple[Measured, list[float]]:
+async def measure_links(daemon: DaemonProcess, load: ConsoleLoad) -> tuple[Measured, list[float]]:
     """Consoles without a screen: what they cost and what they get; and the shares without any."""
     quiet, busy = [], []
     rounds = []
@@ -384,7 +390,7 @@ async def measure_links(daemon: Daemon, load: ConsoleLoad) -> tuple[Measured, li
 
 
 async def measure_terminal(
-    daemon: Daemon, load: ConsoleLoad, told: Told
+    daemon: DaemonProcess, load: ConsoleLoad, told: Told
 ) -> tuple[Measured, list[Measured]]:
     """A real console at work and stopped, and a row for each of its screens."""
     told("a real console, screen by screen")
@@ -401,7 +407,7 @@ async def measure_terminal(
     return {**found}, screens
 
 
-async def core_share(daemon: Daemon, seconds: float) -> float:
+async def core_share(daemon: DaemonProcess, seconds: float) -> float:
     """Of one core that the daemon's process takes now."""
     before, began_s = busy_s(daemon.pid), time.monotonic()
     await asyncio.sleep(seconds)

@@ -27,7 +27,7 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.context_rank import DEADLINE_S, HandedOver, Order, Strategy
+from benchmarks.context_rank import DEADLINE_S, HandedOver, RankOrder, Strategy
 from benchmarks.harness import (
     BenchmarkFailed,
     BenchmarkResult,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from benchmarks.harness import Measured
     from kvd.bench.report import Told
     from kvd.client import SyncNode
-    from kvd.harness.daemons import Daemon
+    from kvd.harness.daemons import DaemonProcess
 
 PAGE_TOKENS: Final = 16
 TOKEN_BYTES: Final = 16384
@@ -83,7 +83,7 @@ class PromptKind(msgspec.Struct, frozen=True):
 class RankProcesses:
     """The rank processes: orders in, answers out."""
 
-    def __init__(self, daemons: list[Daemon], log: Path) -> None:
+    def __init__(self, daemons: list[DaemonProcess], log: Path) -> None:
         self._log = log
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
@@ -94,7 +94,7 @@ class RankProcesses:
                 env={**os.environ, **ENGINE_VARIABLES},
             )
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: RankOrder) -> None:
         """Hand over one order; ``hear`` gives its answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard
@@ -147,7 +147,9 @@ class DecodeSide:
         tokens = np.arange(first, first + kind.tokens, dtype=np.int32)
         if kind.prefix_tokens:
             self._compute(tokens[: kind.prefix_tokens])
-        self._ranks.tell(Order(strategy, self._room, first, kind.tokens))
+        self._ranks.tell(
+            RankOrder(strategy=strategy, room=self._room, first=first, tokens=kind.tokens)
+        )
         sources = self._names if strategy is Strategy.SHARES else self._names[:1]
         receive = self._node.receive(self._room, tokens, sources, deadline_s=DEADLINE_S)
         receive.done()
@@ -162,7 +164,9 @@ class DecodeSide:
         """Have the decode node compute and cache these itself."""
         lease = self._node.lease(tokens)
         whole = Tokens(tokens.tobytes())
-        self._memory.write(WrittenTokens(lease.wrapped, whole, 0, tokens.size))
+        self._memory.write(
+            WrittenTokens(lease=lease.wrapped, tokens=whole, first=0, last=tokens.size)
+        )
         lease.release(())
 
 

@@ -45,7 +45,7 @@ class Strategy(enum.Enum):
     """The first rank has everything in its pages already, and sends it: the reference."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class RankOrder(msgspec.Struct, frozen=True):
     """Hand over the prompt of tokens ``first .. first + tokens`` under ``room``."""
 
     strategy: Strategy
@@ -87,7 +87,7 @@ class ContextRank:
         layers = {place.layer for place in pool.memory.components[0].tensors}
         self._views = [view for layer in sorted(layers) for view in pool.layer(layer)]
 
-    def perform(self, order: Order) -> HandedOver:
+    def perform(self, order: RankOrder) -> HandedOver:
         """One prompt, from its KV to the decode side's word. To be called on all ranks."""
         sharding = shard(Split.ZIGZAG, (order.tokens,), self._group.ranks)
         own = self._kv(order, sharding.rows(self._group.rank))
@@ -105,7 +105,7 @@ class ContextRank:
         sent_bytes = 0 if handoff is None else _finish(handoff)
         return HandedOver(began_s, gathered_s, tuple(self._group.numbers(sent_bytes)))
 
-    def _open(self, order: Order) -> OpenHandoff:
+    def _open(self, order: RankOrder) -> OpenHandoff:
         """Both sides have met: only bytes are missing."""
         tokens = np.arange(order.first, order.first + order.tokens, dtype=np.int32)
         lease = self._node.lease(tokens, deadline_s=DEADLINE_S, cache=False)
@@ -135,7 +135,7 @@ class ContextRank:
     def _write(self, view: torch.Tensor, handoff: OpenHandoff, rows: torch.Tensor) -> None:
         view[handoff.pages] = rows.view(-1, self._page_size, *rows.shape[1:])
 
-    def _kv(self, order: Order, tokens: NDArray[np.int64]) -> torch.Tensor:
+    def _kv(self, order: RankOrder, tokens: NDArray[np.int64]) -> torch.Tensor:
         """K or V of a layer: (tokens, heads, head_dim), the ids of the tokens in every byte."""
         values = torch.from_numpy(((order.first + tokens) % COLOURS).astype(np.uint8))
         heads, head_dim = self._views[0].shape[2:]
@@ -157,7 +157,7 @@ def main(daemons: list[str]) -> None:
     with connect_sync(daemons[group.rank], name=f"cp-{group.rank}") as node:
         rank = ContextRank(group, node)
         while line := group.spread(sys.stdin.buffer.readline() if group.rank == 0 else b""):
-            told = rank.perform(msgspec.json.decode(line, type=Order))
+            told = rank.perform(msgspec.json.decode(line, type=RankOrder))
             if group.rank == 0:
                 sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
                 sys.stdout.buffer.flush()

@@ -37,7 +37,7 @@ from benchmarks.family_forms import (
 )
 from benchmarks.family_runs import FamilySeen, FamilyTurns, count_leases
 from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark
-from kvd.bench.engines import Side
+from kvd.bench.engines import EngineSide
 from kvd.bench.report import Goal, at_least, at_most
 from kvd.harness.daemons import one_daemon, two_daemons
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from benchmarks.harness import Measured
     from kvd.bench.report import Told
-    from kvd.harness.daemons import Daemon
+    from kvd.harness.daemons import DaemonProcess
 
 AGREE: Final = 0.01
 """How far a measurement may be from its closed form, as a share of that."""
@@ -85,7 +85,13 @@ def row_of(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> Family
     """One family's measurements beside their closed forms."""
     p50_s, p99_s = np.percentile(seen.times_s, [50, 99]) if seen.times_s else (0.0, 0.0)
     checks = checks_of(family, seen, work)
-    return FamilyResult(family, seen, checks, float(p50_s) * 1e3, float(p99_s) * 1e3)
+    return FamilyResult(
+        family=family,
+        seen=seen,
+        checks=checks,
+        p50_ms=float(p50_s) * 1e3,
+        p99_ms=float(p99_s) * 1e3,
+    )
 
 
 def checks_of(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> tuple[FormCheck, ...]:
@@ -202,9 +208,9 @@ async def _measure_group(
     return found
 
 
-async def _session(stack: contextlib.AsyncExitStack, daemon: Daemon) -> Side:
+async def _session(stack: contextlib.AsyncExitStack, daemon: DaemonProcess) -> EngineSide:
     node = await stack.enter_async_context(kvd.client.connect(daemon.client, name="bench"))
-    return Side(daemon, node)
+    return EngineSide(daemon, node)
 
 
 def result_of(rows: Sequence[FamilyResult], work: FamilyWorkload) -> BenchmarkResult:

@@ -165,7 +165,14 @@ def families_of(work: FamilyWorkload) -> dict[str, FamilyForm]:
         *_states(work),
         FamilyForm(
             PREFILL_ONLY,
-            (ComponentForm("kv", 0, pages_of(work.room_tokens, work.page_tokens), 0),),
+            (
+                ComponentForm(
+                    name="kv",
+                    page_bytes=0,
+                    held_pages=pages_of(work.room_tokens, work.page_tokens),
+                    sent_pages=0,
+                ),
+            ),
             {
                 **_heads_settings(work),
                 "cache.mode": PREFILL_ONLY,
@@ -185,7 +192,9 @@ def _whole(
     """A component with a slot for every token."""
     size = page or work.page_tokens
     held, sent = pages_of(work.room_tokens, size), pages_of(work.prompt_tokens, size)
-    return ComponentForm(name, page_bytes, held, sent, tier)
+    return ComponentForm(
+        name=name, page_bytes=page_bytes, held_pages=held, sent_pages=sent, tier=tier
+    )
 
 
 def _base(work: FamilyWorkload) -> dict[str, str]:
@@ -218,10 +227,10 @@ def _heads(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
     scale = layers * work.page_tokens * 2 * FP32
     window, page = work.window_tokens, work.page_tokens
     windows = ComponentForm(
-        "swa",
-        _head_page(work, SLIDING_LAYERS, BF16),
-        window_pages(window, work.step_tokens, page),
-        tail_pages(work.prompt_tokens, window, page),
+        name="swa",
+        page_bytes=_head_page(work, SLIDING_LAYERS, BF16),
+        held_pages=window_pages(window, work.step_tokens, page),
+        sent_pages=tail_pages(work.prompt_tokens, window, page),
     )
     return (
         FamilyForm(MHA, (_whole(work, _head_page(work, layers, BF16)),), settings),
@@ -262,7 +271,9 @@ def _latents(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
         "pool.index_dim": str(INDEX_DIM),
         "pool.index_dtype": "float8_e4m3fn",
     }
-    buffer = ComponentForm(BUFFER, latent, pages_of(work.buffer_tokens, page), 0)
+    buffer = ComponentForm(
+        name=BUFFER, page_bytes=latent, held_pages=pages_of(work.buffer_tokens, page), sent_pages=0
+    )
     return (
         FamilyForm(MLA, (_whole(work, latent),), settings),
         FamilyForm(INDEXED, (_whole(work, latent), index), indexed),
@@ -283,7 +294,9 @@ def _latents(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
 
 def _states(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
     ssm, conv = SSM[0] * SSM[1] * SSM[2] * FP32, CONV[0] * CONV[1] * BF16
-    state = ComponentForm("state", STATE_LAYERS * (ssm + conv), 1, 1)
+    state = ComponentForm(
+        name="state", page_bytes=STATE_LAYERS * (ssm + conv), held_pages=1, sent_pages=1
+    )
     settings = {
         **_unsaved(work),
         "pool.family": "recurrent",
@@ -303,7 +316,10 @@ def _states(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
         ),
         FamilyForm(
             RECURRENT,
-            (ComponentForm("kv", 0, work.room_tokens, 0), state),
+            (
+                ComponentForm(name="kv", page_bytes=0, held_pages=work.room_tokens, sent_pages=0),
+                state,
+            ),
             {**alone, "pool.layers": "0"},
         ),
     )

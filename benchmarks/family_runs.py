@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from benchmarks.family_forms import FamilyForm, FamilyWorkload
-    from kvd.bench.engines import Side
+    from kvd.bench.engines import EngineSide
     from kvd.client import Lease, Receive, Send
     from kvd.wire.memory import ComponentMemory
     from kvd.wire.snapshot import Snapshot
@@ -100,7 +100,7 @@ class FamilySeen(msgspec.Struct, frozen=True):
         return sum(one.pool_bytes for one in self.parts if one.tier == tier)
 
 
-def components_of(side: Side) -> tuple[ComponentMemory, ...]:
+def components_of(side: EngineSide) -> tuple[ComponentMemory, ...]:
     """What its daemon keeps of a request, as engines see it."""
     return side.node.pool("main").memory.components
 
@@ -108,7 +108,7 @@ def components_of(side: Side) -> tuple[ComponentMemory, ...]:
 class HeldPages:
     """Counts what a lease holds of each component, and keeps the most."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: EngineSide) -> None:
         self._parts = components_of(side)
         self._most = dict.fromkeys((part.name for part in self._parts), 0)
 
@@ -143,7 +143,7 @@ class FamilyTurns:
     """The two daemons of one family, and its handoffs one after the other."""
 
     def __init__(
-        self, family: FamilyForm, work: FamilyWorkload, prefill: Side, decode: Side
+        self, family: FamilyForm, work: FamilyWorkload, prefill: EngineSide, decode: EngineSide
     ) -> None:
         self.family = family
         self._work = work
@@ -275,7 +275,7 @@ class FamilyTurns:
             self._holding.look(lease)
 
 
-async def count_leases(work: FamilyWorkload, side: Side) -> FamilySeen:
+async def count_leases(work: FamilyWorkload, side: EngineSide) -> FamilySeen:
     """Leases of a pool that is never written, until one has to wait."""
     prompts, holding = FreshPrompts(work), HeldPages(side)
     kept: list[Lease] = []
@@ -344,7 +344,7 @@ class WaitsFor(NamedTuple):
     budget: str
 
 
-async def unless_waiting(side: Side, request: Coroutine[object, object, L]) -> L | WaitsFor:
+async def unless_waiting(side: EngineSide, request: Coroutine[object, object, L]) -> L | WaitsFor:
     """The answer to ``request``; or, if it has to wait, what for, and it is withdrawn.
 
     A daemon takes the requests of a session in order, and answers at once what it does not queue:

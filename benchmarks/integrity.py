@@ -30,7 +30,7 @@ from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from benchmarks.harness import Measured
-    from kvd.bench.engines import Engines
+    from kvd.bench.engines import HandoffEngines
     from kvd.bench.report import Told
     from kvd.harness.daemons import Pair
 
@@ -53,7 +53,7 @@ MODES: Final = (Integrity.OFF, Integrity.SAMPLED, Integrity.FULL)
 class VerifiedTurns:
     """One pair of daemons, its sessions, and what its handoffs took."""
 
-    def __init__(self, pair: Pair, engines: Engines) -> None:
+    def __init__(self, pair: Pair, engines: HandoffEngines) -> None:
         self.times_s: list[float] = []
         self.cpus_s: list[float] = []
         self.verifying_s: list[float] = []
@@ -137,7 +137,7 @@ def sum_rate(page_bytes: int, total_bytes: int) -> float:
     """How fast one core sums pages of this size, in bytes per second; the best of five."""
     memory = np.random.default_rng(1).integers(0, 256, total_bytes, dtype=np.uint8)
     pages = memory.reshape(-1, page_bytes)
-    seal = Seal(Integrity.FULL, b"k" * 16, 0, len(pages))
+    seal = Seal(integrity=Integrity.FULL, key=b"k" * 16, first=0, end=len(pages))
     best_s = float("inf")
     for _ in range(5):
         began_s = time.perf_counter()

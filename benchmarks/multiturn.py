@@ -198,7 +198,13 @@ class Router:
         self._last_room += 1
         room = self._last_room
         message = msgspec.msgpack.encode(
-            ServeTurn(room, namespace, is_cached, prompt, output_tokens)
+            ServeTurn(
+                room=room,
+                namespace=namespace,
+                is_cached=is_cached,
+                tokens=prompt,
+                output_tokens=output_tokens,
+            )
         )
         began_s = time.monotonic()
         halves = [self._ask(role, room, message) for role in (DECODE, PREFILL)]

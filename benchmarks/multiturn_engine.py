@@ -112,7 +112,7 @@ class TurnPrefill:
         send = await self._node.send(request.room, ids, lease=lease, namespace=request.namespace)
         for first in range(lease.prefix_len, ids.size, CHUNK_TOKENS):
             last = min(first + CHUNK_TOKENS, ids.size)
-            self._memory.write(WrittenTokens(lease, tokens, first, last))
+            self._memory.write(WrittenTokens(lease=lease, tokens=tokens, first=first, last=last))
             await send.advance(last)
         outcome = await send.finish(said_next(tokens).to_bytes(ID_BYTES, "little"))
         if outcome.reason is not None:
@@ -134,7 +134,9 @@ class RunningSequence:
     def last_written(self) -> WrittenTokens:
         """Its last token."""
         n_tokens = count(self.tokens)
-        return WrittenTokens(self.lease, self.tokens, n_tokens - 1, n_tokens)
+        return WrittenTokens(
+            lease=self.lease, tokens=self.tokens, first=n_tokens - 1, last=n_tokens
+        )
 
 
 class TurnDecode:

@@ -110,7 +110,7 @@ class WholeNode:
     """A node with one engine attached; pages, owners and events included."""
 
     def __init__(self, capacity_tokens: int, page_size: int) -> None:
-        component = Component("kv", 1, Raw(page_size), page_size)
+        component = Component(name="kv", layers=1, layout=Raw(page_size), page_size=page_size)
         pages = capacity_tokens // page_size + 1
         spec = PoolSpec(
             name="bench",
@@ -122,7 +122,7 @@ class WholeNode:
         self._page_size = page_size
         self._at_s = 0.0
         self._node = Node(Settings(NodeName("bench"), Incarnation("0" * 32), spec), self._at_s)
-        self._node.step(ClientJoined(self._at_s, SESSION, "bench", 1))
+        self._node.step(ClientJoined(at_s=self._at_s, session=SESSION, name="bench", pid=1))
 
     @property
     def cached_tokens(self) -> int:
@@ -133,7 +133,9 @@ class WholeNode:
         """Lease; then commit and release."""
         self._at_s += 1.0
         node, clock = self._node, time.perf_counter_ns
-        opening = FromClient(self._at_s, SESSION, client.OpenLease(1, NAMESPACE), tokens)
+        opening = FromClient(
+            at_s=self._at_s, session=SESSION, message=client.OpenLease(1, NAMESPACE), tokens=tokens
+        )
         start = clock()
         opened = node.step(opening)
         ns = clock() - start

@@ -27,7 +27,7 @@ from kvd.harness.daemons import one_daemon
 if TYPE_CHECKING:
     from benchmarks.harness import Measured
     from kvd.bench.report import Told
-    from kvd.harness.daemons import Daemon
+    from kvd.harness.daemons import DaemonProcess
 
 RING_BYTES: Final = 8 * 2**20
 SHAPE: Final = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "32768"}
@@ -46,7 +46,7 @@ COLUMNS: Final = (
 
 
 async def cycle_us(
-    daemon: Daemon, node: kvd.client.Node, prompts: list[np.ndarray], times: int
+    daemon: DaemonProcess, node: kvd.client.Node, prompts: list[np.ndarray], times: int
 ) -> float:
     """Lease and release so often; the daemon's processor time for one, in microseconds."""
     before_s = busy_s(daemon.pid)
@@ -56,7 +56,9 @@ async def cycle_us(
     return (busy_s(daemon.pid) - before_s) / times * 1e6
 
 
-async def measure(daemons: list[Daemon], rounds: int, cycles: int, told: Told) -> list[Measured]:
+async def measure(
+    daemons: list[DaemonProcess], rounds: int, cycles: int, told: Told
+) -> list[Measured]:
     """The daemon without the recorder, then the one with it, in turns; medians of the rounds."""
     rng = np.random.default_rng(1)
     rows: list[Measured] = []

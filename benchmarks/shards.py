@@ -76,7 +76,7 @@ IN_FLIGHT: Final = 4
 SCRATCH_BYTES: Final = 4096
 LIMIT_S: Final = 60.0
 GIGA: Final = 1e9
-MODEL: Final = Shard(0, LAYERS, 0, HEADS)
+MODEL: Final = Shard(first_layer=0, end_layer=LAYERS, first_head=0, end_head=HEADS)
 
 
 class ShardCase(NamedTuple):
@@ -99,7 +99,12 @@ CASES: Final = (
     ShardCase("2 to 1", _tp(2), _tp(1), is_packed=True),
     ShardCase("2 to 4", _tp(2), _tp(4), is_packed=True),
     ShardCase("4 to 2", _tp(4), _tp(2), is_packed=True),
-    ShardCase("second stage of 2 to 1", (Shard(16, 32, 0, HEADS),), (MODEL,), is_packed=False),
+    ShardCase(
+        "second stage of 2 to 1",
+        (Shard(first_layer=16, end_layer=32, first_head=0, end_head=HEADS),),
+        (MODEL,),
+        is_packed=False,
+    ),
     ShardCase("second rank of 2 to 1", _tp(2)[1:], (MODEL,), is_packed=False),
 )
 
@@ -228,7 +233,12 @@ def _shapes(pages: int, side: int) -> dict[str, Geometry]:
 
 def _memory(shard: Shard, pages: int) -> Geometry:
     heads, layers = shard.end_head - shard.first_head, shard.end_layer - shard.first_layer
-    component = Component(KV, layers, Mha(heads, DIM, DIM, "bfloat16"), PAGE_TOKENS)
+    component = Component(
+        name=KV,
+        layers=layers,
+        layout=Mha(heads=heads, k_dim=DIM, v_dim=DIM, dtype="bfloat16"),
+        page_size=PAGE_TOKENS,
+    )
     return geometry(component, pages=pages + 1, order=Order.PAGE_FIRST)
 
 
@@ -263,7 +273,7 @@ async def _measure_case(up: _Running, case: ShardCase, orders: _Orders, repeats:
     Raises:
         TransportDown: what arrived is not what was sent.
     """
-    seal = Seal(Integrity.FULL, b"bench of shards!", 0, orders.pages)
+    seal = Seal(integrity=Integrity.FULL, key=b"bench of shards!", first=0, end=orders.pages)
     sent = lanes(case.ours, case.theirs)
     posts = [orders.post(case.name, number, lane) for number, lane in enumerate(sent)]
     sealed = [msgspec.structs.replace(post, seal=seal) for post in posts]
@@ -306,7 +316,15 @@ async def _verify(receiver: _End, name: str, lane: Lane, post: Post, sums: bytes
         TransportDown: it is something else.
     """
     receiver.process.order(
-        Verify(0, name, post.seal, post.destination, sums, lane.peer_shard, lane.window)
+        Verify(
+            ticket=0,
+            region=name,
+            seal=post.seal,
+            pages=post.destination,
+            sums=sums,
+            shard=lane.peer_shard,
+            window=lane.window,
+        )
     )
     found = await receiver.next(Verified)
     if found.bad_pages or found.why:
@@ -327,12 +345,12 @@ class _Orders(NamedTuple):
             for _ in range(2)
         )
         return Post(
-            number,
-            RECEIVER,
-            GENERATION,
-            name,
-            source,
-            destination,
+            post=number,
+            peer=RECEIVER,
+            generation=GENERATION,
+            region=name,
+            source=source,
+            destination=destination,
             peer_shard=lane.peer_shard if lane else 0,
             making=lane.copies[0] if lane else Straight(),
         )

@@ -81,7 +81,9 @@ class TokenMemory:
             AssertionError: they do not.
         """
         for part in self._parts:
-            *places, values = _places(part, WrittenTokens(lease, tokens, 0, count(tokens)))
+            *places, values = _places(
+                part, WrittenTokens(lease=lease, tokens=tokens, first=0, last=count(tokens))
+            )
             for tensor in (part.tensors[0], part.tensors[-1]):
                 found = tensor[(*places, *[0] * (tensor.ndim - len(places)))]
                 wrong = np.flatnonzero(found != values)

@@ -34,7 +34,7 @@ from kvd.bench.report import (
     show_table,
     write_json,
 )
-from kvd.harness.daemons import Daemon
+from kvd.harness.daemons import DaemonProcess
 from kvd.journal.identity import HEAD_BYTES
 from kvd.journal.words import are_pending
 from kvd.pools.keeper import JOURNAL
@@ -57,7 +57,7 @@ CONVERSATIONS = 300
 TURNS = 8
 
 
-class Hits(msgspec.Struct, frozen=True):
+class RestartHits(msgspec.Struct, frozen=True):
     """The second half of the requests: what was asked for, and what was cached of it."""
 
     how: str
@@ -71,7 +71,7 @@ class Hits(msgspec.Struct, frozen=True):
         return self.hit_tokens / self.asked_tokens
 
 
-class Start(msgspec.Struct, frozen=True):
+class RestartTimes(msgspec.Struct, frozen=True):
     """One start, medians: of a pool that was found full (``how``: stop or kill), or made (cold)."""
 
     how: str
@@ -91,8 +91,8 @@ class RestartResult(msgspec.Struct, frozen=True):
     """What ``kvd bench restart`` reports."""
 
     requests: int
-    hits: tuple[Hits, ...]
-    starts: tuple[Start, ...]
+    hits: tuple[RestartHits, ...]
+    starts: tuple[RestartTimes, ...]
     goals: tuple[Goal, ...]
 
 
@@ -107,13 +107,13 @@ def settings(pages: int, memory: Path, verify: str) -> dict[str, str]:
     }
 
 
-def adopted_pages(daemon: Daemon) -> int:
+def adopted_pages(daemon: DaemonProcess) -> int:
     """Pages that this daemon took over from the one before; 0 where it found nothing."""
     page = daemon.ask(ListEvents(1, 0), EventPage)
     return sum(event.pages for event in page.events if isinstance(event, Adopted))
 
 
-async def serve(daemon: Daemon, prompts: list[Tokens]) -> int:
+async def serve(daemon: DaemonProcess, prompts: list[Tokens]) -> int:
     """Lease, commit and release each prompt; the tokens that were cached already."""
     hit_tokens = 0
     async with kvd.client.connect(daemon.client, name="bench") as node:
@@ -124,7 +124,7 @@ async def serve(daemon: Daemon, prompts: list[Tokens]) -> int:
     return hit_tokens
 
 
-async def first_hit(daemon: Daemon, prompt: Tokens) -> int:
+async def first_hit(daemon: DaemonProcess, prompt: Tokens) -> int:
     """The cached prefix of one prompt, as the first lease of an engine finds it."""
     async with kvd.client.connect(daemon.client, name="bench") as node:
         lease = await node.lease(np.frombuffer(prompt, dtype="<i4"))
@@ -132,7 +132,7 @@ async def first_hit(daemon: Daemon, prompt: Tokens) -> int:
         return lease.prefix_len
 
 
-def end(daemon: Daemon, how: str, memory: Path, pages: int) -> None:
+def end(daemon: DaemonProcess, how: str, memory: Path, pages: int) -> None:
     """Stop or kill it. A killed one is given the time to have summed what is cached."""
     if how == "kill":
         daemon.wait_for(
@@ -149,14 +149,14 @@ def unsummed_pages(memory: Path, pages: int) -> int:
     return int(np.count_nonzero(are_pending(words)))
 
 
-def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Hits:
+def measure_hits(how: str, prompts: list[Tokens], pages: int) -> RestartHits:
     """All requests, with this in the middle: nothing, a stop and a start, or a kill and one."""
     half = len(prompts) // 2
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = Daemon("solo", Path(name), settings(pages, Path(memory), "sampled"))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory), "sampled"))
         try:
             daemon.start()
             daemon.wait_ready()
@@ -170,10 +170,10 @@ def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Hits:
         finally:
             daemon.stop()
     asked = sum(len(prompt) for prompt in prompts[half:]) // ID_BYTES
-    return Hits(how, asked, hit_tokens, adopted)
+    return RestartHits(how=how, asked_tokens=asked, hit_tokens=hit_tokens, adopted_pages=adopted)
 
 
-def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
+def measure_starts(how: str, pages: int, times: int, verify: str) -> RestartTimes:
     """Fill the pool once; then end and start so often."""
     rng = np.random.default_rng(1)
     prompts = [
@@ -185,7 +185,7 @@ def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = Daemon("solo", Path(name), settings(pages, Path(memory), verify))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory), verify))
         try:
             if how != "cold":
                 daemon.start()
@@ -212,12 +212,12 @@ def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
                         raise daemon.failed("has lost what was cached")
         finally:
             daemon.stop()
-    return Start(
-        how,
-        pages * PAGE_BYTES / 2**30,
-        round(statistics.median(ready), 3),
-        round(statistics.median(hit), 3),
-        adopted,
+    return RestartTimes(
+        how=how,
+        pool_gib=pages * PAGE_BYTES / 2**30,
+        ready_s=round(statistics.median(ready), 3),
+        first_hit_s=round(statistics.median(hit), 3),
+        adopted_pages=adopted,
     )
 
 
@@ -233,7 +233,14 @@ def conversations() -> list[TraceRequest]:
         grown[number] = [*grown[number], *range(last, last + more)]
         last += more
         blocks = grown[number]
-        requests.append(TraceRequest(0, len(blocks) * BLOCK_TOKENS, 0, blocks))
+        requests.append(
+            TraceRequest(
+                timestamp=0,
+                input_length=len(blocks) * BLOCK_TOKENS,
+                output_length=0,
+                hash_ids=blocks,
+            )
+        )
     return requests
 
 
@@ -258,7 +265,7 @@ def run(trace: Path | None, limit: int, pool_gib: float, times: int, told: Told)
         at_most(f"s from start to ready, {pool_gib:g} GiB, after a stop", 1.0, starts[1].ready_s),
         at_most(f"s from start to ready, {pool_gib:g} GiB, after a kill", 1.0, starts[2].ready_s),
     )
-    return RestartResult(len(prompts), tuple(hits), tuple(starts), goals)
+    return RestartResult(requests=len(prompts), hits=tuple(hits), starts=tuple(starts), goals=goals)
 
 
 @click.command("restart")
@@ -278,7 +285,7 @@ def command(trace: Path | None, limit: int, gib: float, times: int, file: Path |
     with bar("restart", 6) as told:
         result = run(trace, limit, gib, times, told)
     show_table(
-        f"Hits of the second half of {result.requests} requests, pool of 1 GiB",
+        f"RestartHits of the second half of {result.requests} requests, pool of 1 GiB",
         ("in the middle", "asked tokens", "hit tokens", "hit rate", "pages taken over"),
         [
             [

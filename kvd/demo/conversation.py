@@ -15,10 +15,11 @@ import random
 
 import msgspec
 
+from kvd.demo.messages import ANSWER_TOKENS
+
 FIRST, SECOND, RETRY, CONTROL = "first", "second", "retry", "control"
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 40
-ANSWER_TOKENS = 16
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ import msgspec
 from kvd.demo.compute import answer, pack_logits
 from kvd.demo.layout import Part
 from kvd.demo.leased import Lengths
-from kvd.demo.messages import Decode, Decoded, FirstToken
-from kvd.demo.settings import STEP_TOKENS
+from kvd.demo.messages import ANSWER_TOKENS, DEADLINE_S, STEP_TOKENS, Decode, Decoded, FirstToken
 
 if TYPE_CHECKING:
     from kvd.client import SyncLease, SyncNode
@@ -32,8 +31,8 @@ class DecodeEngine:
             order.room,
             tokens,
             source=order.sources,
-            reserve_tokens=order.answer_tokens,
-            deadline_s=order.deadline_s,
+            reserve_tokens=ANSWER_TOKENS,
+            deadline_s=DEADLINE_S,
             step_tokens=STEP_TOKENS,
         )
         handoff.done()
@@ -47,7 +46,7 @@ class DecodeEngine:
         sequence = self._sequences.begin(
             lease, Lengths(len(tokens), len(tokens)), step_tokens=STEP_TOKENS
         )
-        said, logits = answer(sequence.compute, first.token, order.answer_tokens)
+        said, logits = answer(sequence.compute, first.token, ANSWER_TOKENS)
         lease.release(new_tokens=said[:-1])  # the last token has no KV
         return Decoded(
             tokens=tuple(said),

@@ -81,7 +81,12 @@ def heads_of(shape: Shape, rank: int, ranks: int) -> Heads:
         raise ValueError(f"{shape.heads} query heads cannot be divided among {ranks} ranks")
     own = tp_shards(kv_heads(shape), ranks, (rank, rank + 1), (0, shape.layers))[0]
     each = shape.heads // ranks
-    return Heads(rank * each, (rank + 1) * each, own.first_head, own.end_head)
+    return Heads(
+        first_query=rank * each,
+        end_query=(rank + 1) * each,
+        first_kv=own.first_head,
+        end_kv=own.end_head,
+    )
 
 
 def kv_copies(shape: Shape, ranks: int) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from kvd.demo.embedding_report import Batch, EmbeddingReport, Memory, problems
 from kvd.demo.layout import PageCounts, Part
 from kvd.demo.messages import (
+    DEADLINE_S,
     Connected,
     ConnectEncoder,
     Embed,
@@ -27,7 +28,7 @@ from kvd.demo.messages import (
     Keeping,
     Started,
 )
-from kvd.demo.processes import DaemonPlan, DaemonProcess, DemoFailed, EngineProcess, free_addresses
+from kvd.demo.processes import DaemonPlan, DemoDaemon, DemoFailed, EngineProcess, free_addresses
 from kvd.demo.stage import ANSWER_S, START_S, Processes, Watcher, ask, session
 from kvd.errors import KvdError
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 BATCHES = 12
 TEXTS = 8
 SHORTEST_TOKENS, LONGEST_TOKENS = 32, 192
-DEADLINE_S = 30.0
 
 Texts = tuple[tuple[int, ...], ...]
 
@@ -219,8 +219,16 @@ def _open_stage(settings: Settings, pages: PageCounts, watcher: Watcher) -> Iter
             engine.tell(settings.start())
             daemons = [
                 processes.add(
-                    DaemonProcess(
-                        DaemonPlan(name, address, {}, settings.pool, pages, sections), directory
+                    DemoDaemon(
+                        DaemonPlan(
+                            name=name,
+                            address=address,
+                            peers={},
+                            pool=settings.pool,
+                            pages=pages,
+                            sections=sections,
+                        ),
+                        directory,
                     )
                 )
                 for name, address, sections in zip(

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from kvd.client import connect_sync
 from kvd.demo.messages import (
+    DEADLINE_S,
     Connected,
     ConnectEncoder,
     Embed,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvd.demo.cache import LayerViews
 
 ATTENTION = "kvd-pool"
-DEADLINE_S = 30.0
 
 
 class PoolAttention:

@@ -16,6 +16,16 @@ from kvd.demo.division import ALONE, Division, Sent
 from kvd.demo.layout import Part
 
 LENGTH_BYTES = 4
+DEADLINE_S = 30.0
+"""Of each half of a handoff."""
+
+ANSWER_TOKENS = 16
+
+CHUNK_TOKENS = 64
+"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
+
+STEP_TOKENS = 8
+"""Tokens decoded between two slides: window pages are mapped so far ahead."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -42,8 +52,6 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 
     room: int
     tokens: tuple[int, ...]
-    chunk_tokens: int
-    deadline_s: float
     to: str
 
 
@@ -56,8 +64,6 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     room: int
     tokens: tuple[int, ...]
     sources: tuple[str, ...]
-    answer_tokens: int
-    deadline_s: float
     damage: Part | None = None
 
 
@@ -65,7 +71,6 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """Do it all in this process, without kvd. Answer: ``Generated``."""
 
     tokens: tuple[int, ...]
-    answer_tokens: int
 
 
 class Keeping(enum.Enum):

@@ -246,27 +246,32 @@ _LLAMA = Shape(
 _SHAPE = msgspec.structs.replace
 
 _ROWS = (
-    Architecture("llama", "mha", _LLAMA, _llama),
+    Architecture(name="llama", family="mha", shape=_LLAMA, configure=_llama),
     # As many heads of KV as there are ranks in the largest demo: none of them is kept twice.
-    Architecture("qwen", "mha", _SHAPE(_LLAMA, kv_heads=4), _qwen),
+    Architecture(name="qwen", family="mha", shape=_SHAPE(_LLAMA, kv_heads=4), configure=_qwen),
     Architecture(
-        "deepseek",
-        "mla",
-        _SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
-        _deepseek,
+        name="deepseek",
+        family="mla",
+        shape=_SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
+        configure=_deepseek,
         tolerance=SINGLE_INSIDE,
     ),
-    Architecture("gemma", "swa", _SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3), _gemma),
     Architecture(
-        "gptoss",
-        "swa",
-        _SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
-        _gptoss,
+        name="gemma",
+        family="swa",
+        shape=_SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3),
+        configure=_gemma,
     ),
     Architecture(
-        "mamba",
-        "recurrent",
-        _SHAPE(
+        name="gptoss",
+        family="swa",
+        shape=_SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
+        configure=_gptoss,
+    ),
+    Architecture(
+        name="mamba",
+        family="recurrent",
+        shape=_SHAPE(
             _LLAMA,
             intermediate=512,
             heads=8,
@@ -276,7 +281,7 @@ _ROWS = (
             groups=2,
             conv_tokens=4,
         ),
-        _mamba,
+        configure=_mamba,
         tolerance=SINGLE_INSIDE,
         weight_scale=1.0,
         log_decay=-5.0,
@@ -287,10 +292,10 @@ ARCHITECTURES = {row.name: row for row in _ROWS}
 
 ENCODERS = {
     "embedding": Architecture(
-        "embedding",
-        "mha",
-        _SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
-        _bert,
+        name="embedding",
+        family="mha",
+        shape=_SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
+        configure=_bert,
         tolerance=Tolerance(1e-5, 1e-12),
     )
 }

@@ -14,7 +14,7 @@ import msgspec
 from kvd.demo.compute import greedy, pack_logits
 from kvd.demo.division import Sent
 from kvd.demo.leased import Lengths
-from kvd.demo.messages import FirstToken, Prefill, Prefilled
+from kvd.demo.messages import CHUNK_TOKENS, DEADLINE_S, FirstToken, Prefill, Prefilled
 from kvd.errors import HandoffError
 
 if TYPE_CHECKING:
@@ -34,18 +34,14 @@ class PrefillEngine:
     def prefill(self, order: Prefill) -> Prefilled:
         """Compute the prompt of ``order`` and hand its KV to the node that receives its room."""
         tokens = order.tokens
-        lease = self._node.lease(
-            tokens, deadline_s=order.deadline_s, step_tokens=order.chunk_tokens
-        )
-        send = self._node.send(
-            order.room, tokens, lease=lease, deadline_s=order.deadline_s, to=order.to
-        )
+        lease = self._node.lease(tokens, deadline_s=DEADLINE_S, step_tokens=CHUNK_TOKENS)
+        send = self._node.send(order.room, tokens, lease=lease, deadline_s=DEADLINE_S, to=order.to)
         began_s = time.monotonic()
         send.advance(lease.prefix_len)
         cached = self._sequences.common_prefix(lease.prefix_len)
         first_computed = _first_computed(cached, len(tokens))
         sequence = self._sequences.begin(
-            lease, Lengths(first_computed, lease.prefix_len), step_tokens=order.chunk_tokens
+            lease, Lengths(first_computed, lease.prefix_len), step_tokens=CHUNK_TOKENS
         )
         logits = self._sequences.known(_compute(order, sequence, send))
         computed_s = time.monotonic()
@@ -73,7 +69,7 @@ def _compute(order: Prefill, sequence: Computed, send: SyncSend) -> torch.Tensor
     """Compute what is not cached, chunk by chunk; (vocabulary,) logits of the last token."""
     tokens = order.tokens
     while True:
-        chunk = tokens[sequence.written_tokens :][: order.chunk_tokens]
+        chunk = tokens[sequence.written_tokens :][:CHUNK_TOKENS]
         logits = sequence.compute(chunk)
         send.advance(sequence.written_tokens)
         if sequence.written_tokens == len(tokens):

@@ -165,7 +165,7 @@ class DaemonPlan(msgspec.Struct, frozen=True):
     keys: dict[str, object] = {}
 
 
-class DaemonProcess(Child):
+class DemoDaemon(Child):
     """A real ``kvd serve`` with a runtime directory of its own."""
 
     def __init__(self, plan: DaemonPlan, directory: Path) -> None:

@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 import kvd
-from kvd.demo.conversation import ANSWER_TOKENS, Dialogues, ExpectedCache
+from kvd.demo.conversation import Dialogues, ExpectedCache
 from kvd.demo.division import due_of_each
 from kvd.demo.layout import Part
-from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
+from kvd.demo.messages import (
+    ANSWER_TOKENS,
+    CHUNK_TOKENS,
+    STEP_TOKENS,
+    Decode,
+    Decoded,
+    Generate,
+    Generated,
+    Prefill,
+    Prefilled,
+)
 from kvd.demo.report import Environment, Report, Row, Sender, Totals, WindowPages, problems
-from kvd.demo.settings import CHUNK_TOKENS, STEP_TOKENS
 from kvd.demo.stage import ANSWER_S, DECODE, POLL_S, Stage, Watcher, ask, open_stage
 
 if TYPE_CHECKING:
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
     from kvd.demo.division import Sent
     from kvd.demo.settings import Settings
 
-DEADLINE_S = 30.0
 QUIET_S = 5.0
 
 
@@ -102,20 +110,12 @@ class _Performance:
         pool = self._settings.pool
         due_prefix = pool.usable_prefix(len(prompt), self._cached.prefix_tokens(prompt))
         began_s = time.monotonic()
-        self._stage.decode.tell(
-            Decode(
-                room,
-                prompt,
-                self._settings.prefill_nodes,
-                ANSWER_TOKENS,
-                DEADLINE_S,
-                damage=damage,
-            )
-        )
-        self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S, DECODE))
+        sources = self._settings.prefill_nodes
+        self._stage.decode.tell(Decode(room, prompt, sources, damage=damage))
+        self._stage.prefill.tell(Prefill(room, prompt, to=DECODE))
         prefilled = self._stage.prefill.hear(Prefilled, within_s=ANSWER_S)
         decoded = self._stage.decode.hear(Decoded, within_s=ANSWER_S)
-        alone = ask(self._stage.reference, Generate(prompt, ANSWER_TOKENS), Generated)
+        alone = ask(self._stage.reference, Generate(prompt), Generated)
         self._dialogues.answered(turn, prompt, decoded.tokens)
         self._cached.add(prompt + decoded.tokens[:-1])
 
@@ -159,7 +159,13 @@ class _Performance:
         settings = self._settings
         due = due_of_each(settings.pool, pages, settings.prefill, settings.decode)
         return tuple(
-            Sender(name, one.pages, must.pages, one.bytes, must.bytes)
+            Sender(
+                node=name,
+                pages_sent=one.pages,
+                pages_expected=must.pages,
+                bytes_sent=one.bytes,
+                bytes_expected=must.bytes,
+            )
             for name, one, must in zip(settings.prefill_nodes, sent, due, strict=True)
         )
 

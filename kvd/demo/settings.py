@@ -7,7 +7,7 @@ import msgspec
 from kvd.demo.conversation import Script, write_script
 from kvd.demo.division import ALONE, Division
 from kvd.demo.layout import PageCounts, Part, PoolLayout
-from kvd.demo.messages import Start
+from kvd.demo.messages import CHUNK_TOKENS, Start
 from kvd.demo.models import ARCHITECTURES, ENCODERS, Architecture
 
 MOST_TURNS = 100
@@ -15,12 +15,6 @@ MOST_TURNS = 100
 
 SPARE_PAGES = 64
 """Pages beyond what the script needs, the null page among them."""
-
-CHUNK_TOKENS = 64
-"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
-
-STEP_TOKENS = 8
-"""Tokens decoded between two slides: window pages are mapped so far ahead."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -47,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     def start(self, division: Division = ALONE) -> Start:
         """What every engine is told first."""
-        return Start(self.model, self.seed, self.dtype, division)
+        return Start(model=self.model, seed=self.seed, dtype=self.dtype, division=division)
 
     @property
     def prefill_nodes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from kvd.demo.messages import Connect, Connected, Reply, Request, Started
 from kvd.demo.processes import (
     Child,
     DaemonPlan,
-    DaemonProcess,
+    DemoDaemon,
     DemoFailed,
     EngineProcess,
     free_addresses,
@@ -65,7 +65,7 @@ class Processes:
 
     def failed(self, failure: DemoFailed) -> DemoFailed:
         """``failure`` with what the daemons said last."""
-        daemons = [child for child in self._children if isinstance(child, DaemonProcess)]
+        daemons = [child for child in self._children if isinstance(child, DemoDaemon)]
         return DemoFailed("\n".join([str(failure), *(daemon.quoted_log() for daemon in daemons)]))
 
     def stop(self) -> None:
@@ -151,28 +151,32 @@ def _start_engines(settings: Settings, processes: Processes, directory: Path) ->
 
 def _start_daemons(
     settings: Settings, pages: PageCounts, processes: Processes, directory: Path
-) -> list[DaemonProcess]:
+) -> list[DemoDaemon]:
     """The prefill nodes and, last, the decode node, which knows all of them and is known to all."""
     names, shape = settings.prefill_nodes, settings.architecture.shape
     *here, there = free_addresses(len(names) + 1)
     sources = dict(zip(names, here, strict=True))
     plans = [
         DaemonPlan(
-            name,
-            address,
-            {DECODE: there},
-            settings.pool,
-            pages,
+            name=name,
+            address=address,
+            peers={DECODE: there},
+            pool=settings.pool,
+            pages=pages,
             keys=pool_keys(shape, settings.prefill, number),
         )
         for number, (name, address) in enumerate(sources.items())
     ]
     keys = pool_keys(shape, settings.decode, 0)
-    plans.append(DaemonPlan(DECODE, there, sources, settings.pool, pages, keys=keys))
-    return [processes.add(DaemonProcess(plan, directory)) for plan in plans]
+    plans.append(
+        DaemonPlan(
+            name=DECODE, address=there, peers=sources, pool=settings.pool, pages=pages, keys=keys
+        )
+    )
+    return [processes.add(DemoDaemon(plan, directory)) for plan in plans]
 
 
-def session(daemon: DaemonProcess) -> SyncNode:
+def session(daemon: DemoDaemon) -> SyncNode:
     """The demo's own session with a daemon that is starting."""
     deadline_s = time.monotonic() + START_S
     while True:
@@ -184,7 +188,7 @@ def session(daemon: DaemonProcess) -> SyncNode:
             time.sleep(POLL_S)
 
 
-def _wait_until_linked(node: SyncNode, daemon: DaemonProcess, peers: int) -> None:
+def _wait_until_linked(node: SyncNode, daemon: DemoDaemon, peers: int) -> None:
     """Until the daemon has exchanged a Hello with so many peers."""
     deadline_s = time.monotonic() + START_S
     while sum(peer.state == "up" for peer in node.snapshot().peers) < peers:

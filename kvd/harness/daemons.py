@@ -48,7 +48,7 @@ class DaemonFailed(Exception):
     """A daemon did not do what it should; the message quotes the end of its log."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class DaemonPlace(msgspec.Struct, frozen=True):
     """Where a daemon lives on the network: the start of its command line, and its addresses."""
 
     prefix: tuple[str, ...] = ()
@@ -57,14 +57,14 @@ class Place(msgspec.Struct, frozen=True):
     """Port for peers; 0 takes a free one."""
 
 
-HERE: Final = Place()
+HERE: Final = DaemonPlace()
 
 
-class Daemon:
+class DaemonProcess:
     """One ``kvd serve``: start it once, stop it once."""
 
     def __init__(
-        self, name: str, directory: Path, settings: Mapping[str, str], place: Place = HERE
+        self, name: str, directory: Path, settings: Mapping[str, str], place: DaemonPlace = HERE
     ) -> None:
         self.name = name
         self.directory = directory / name
@@ -101,7 +101,7 @@ class Daemon:
         """Whether it has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def knows(self, other: Daemon) -> None:
+    def knows(self, other: DaemonProcess) -> None:
         """Configure ``other`` as a peer; before the start."""
         self._settings[f"peers.connect.{other.name}"] = other.peers
 
@@ -217,20 +217,20 @@ class Daemon:
 class Pair(msgspec.Struct, frozen=True):
     """Two daemons, each with the other as a peer."""
 
-    prefill: Daemon
-    decode: Daemon
+    prefill: DaemonProcess
+    decode: DaemonProcess
 
-    def other(self, one: Daemon) -> Daemon:
+    def other(self, one: DaemonProcess) -> DaemonProcess:
         """The one of the two that ``one`` is not."""
         return self.decode if one is self.prefill else self.prefill
 
 
 @contextlib.contextmanager
 def one_daemon(
-    directory: Path, settings: Mapping[str, str], *, name: str = "solo", place: Place = HERE
-) -> Iterator[Daemon]:
+    directory: Path, settings: Mapping[str, str], *, name: str = "solo", place: DaemonPlace = HERE
+) -> Iterator[DaemonProcess]:
     """A daemon that serves, for as long as the block lasts."""
-    daemon = Daemon(name, directory, settings, place)
+    daemon = DaemonProcess(name, directory, settings, place)
     try:
         daemon.start()
         daemon.wait_ready()
@@ -245,7 +245,7 @@ def two_daemons(
     settings: Mapping[str, str],
     *,
     prefill: Mapping[str, str] | None = None,
-    places: tuple[Place, Place] = (HERE, HERE),
+    places: tuple[DaemonPlace, DaemonPlace] = (HERE, HERE),
     with_keys: bool = False,
 ) -> Iterator[Pair]:
     """Two daemons, ``p`` and ``d``, that can send to each other, for as long as the block lasts.
@@ -256,7 +256,8 @@ def two_daemons(
     """
     of_p = settings if prefill is None else prefill
     pair = Pair(
-        Daemon("p", directory, of_p, places[0]), Daemon("d", directory, settings, places[1])
+        DaemonProcess("p", directory, of_p, places[0]),
+        DaemonProcess("d", directory, settings, places[1]),
     )
     both = (pair.prefill, pair.decode)
     for one in both:
@@ -279,10 +280,10 @@ def two_daemons(
 @contextlib.contextmanager
 def star_of_daemons(
     directory: Path, settings: Mapping[str, str], sources: int
-) -> Iterator[tuple[list[Daemon], Daemon]]:
+) -> Iterator[tuple[list[DaemonProcess], DaemonProcess]]:
     """Daemons ``p0``, ``p1`` ... that can send to one ``d``, for as long as the block lasts."""
-    decode = Daemon("d", directory, settings)
-    prefill = [Daemon(f"p{number}", directory, settings) for number in range(sources)]
+    decode = DaemonProcess("d", directory, settings)
+    prefill = [DaemonProcess(f"p{number}", directory, settings) for number in range(sources)]
     for one in prefill:
         one.knows(decode)
         decode.knows(one)
@@ -301,7 +302,7 @@ def star_of_daemons(
             one.stop()
 
 
-def is_linked(daemon: Daemon, peers: int = 1) -> bool:
+def is_linked(daemon: DaemonProcess, peers: int = 1) -> bool:
     """Whether it can send to so many peers, or knows that their pools differ."""
     linked = [
         peer

@@ -16,7 +16,7 @@ from kvd.demo.messages import (
 
 
 def test_requests_come_out_as_they_went_in_until_the_stream_ends() -> None:
-    orders = [Prefill(7, (1, 2, 3), 64, 30.0, "decode"), Generate((), 16)]
+    orders = [Prefill(7, (1, 2, 3), "decode"), Generate(())]
     stream = io.BytesIO(b"".join(frame(order) for order in orders))
 
     assert [read_request(stream) for _ in range(3)] == [*orders, None]

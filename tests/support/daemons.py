@@ -9,15 +9,15 @@ from kvd.harness.daemons import (
     HERE,
     LLAMA_8B,
     START_S,
-    Daemon,
     DaemonFailed,
     Pair,
-    Place,
     free_port,
     is_linked,
     one_daemon,
     two_daemons,
 )
+from kvd.harness.daemons import DaemonPlace as Place
+from kvd.harness.daemons import DaemonProcess as Daemon
 
 __all__ = [
     "HERE",
