@@ -26,7 +26,7 @@ from kvd.demo.messages import (
     ConnectEncoder,
     Embed,
     Embedded,
-    Failed,
+    EngineFailed,
     Keeping,
     Reply,
     Request,
@@ -129,7 +129,7 @@ class EncoderEngine:
             case Embed():
                 return self._embed(request)
             case _:
-                return Failed(f"an encoder does not {type(request).__name__.lower()}")
+                return EngineFailed(f"an encoder does not {type(request).__name__.lower()}")
 
     def _connect(self, order: ConnectEncoder) -> Connected:
         """Attach to both daemons, and map the pool that has bytes."""

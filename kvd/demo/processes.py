@@ -1,31 +1,61 @@
-"""The processes of the demo: daemons and engines, started, spoken to, stopped.
+"""Everything that a demo runs on: its daemons and engines, started, spoken to, stopped.
 
 Each writes its standard error to a log file, whose end is shown when something fails. They get a
 session of their own, so that Ctrl-C reaches only the demo, which then stops them; if the demo is
-killed outright, they end by themselves. Nothing but these processes is ever stopped.
+killed outright, they end by themselves. Nothing but these processes is ever stopped. They start
+side by side, because importing torch and transformers is most of the time. Leaving the stage stops
+them, whatever happened.
+
+``python -m kvd.demo.processes serve ...`` is ``kvd``, but it ends with whoever started it: a daemon
+must outlive that, the one of a demo must not, even if the demo is killed outright.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
+from kvd.cli import main
+from kvd.client import connect_sync
+from kvd.demo.division import pool_keys
 from kvd.demo.layout import PageCounts, PoolLayout
-from kvd.demo.messages import LENGTH_BYTES, Failed, Reply, Request, decode_reply, frame
+from kvd.demo.messages import (
+    LENGTH_BYTES,
+    Connected,
+    ConnectEngine,
+    EngineFailed,
+    Reply,
+    Request,
+    Started,
+    StartEngine,
+    decode_reply,
+    frame,
+)
+from kvd.errors import KvdError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from kvd.client import SyncNode
+    from kvd.demo.settings import DemoSettings
+    from kvd.wire.snapshot import Snapshot
+
+
+PR_SET_PDEATHSIG = 1
 LOG_LINES = 15
 STOP_S = 10.0
 
@@ -43,7 +73,12 @@ ENGINE_VARIABLES = {
 }
 
 
-class Child:
+def end_with_parent() -> None:
+    """Have the kernel send us SIGTERM when the parent's thread that started us ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class DemoChild:
     """One process that the demo started, its standard input and output, and its log.
 
     ``variables``: of its environment, beside ours.
@@ -105,7 +140,7 @@ class Child:
         self._output.close()
 
 
-class EngineProcess(Child):
+class EngineProcess(DemoChild):
     """An engine: requests go in, answers come out, in order."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -127,7 +162,7 @@ class EngineProcess(Child):
         deadline_s = time.monotonic() + within_s
         size = int.from_bytes(self._take(LENGTH_BYTES, deadline_s), "big")
         reply = decode_reply(self._take(size, deadline_s))
-        if isinstance(reply, Failed):
+        if isinstance(reply, EngineFailed):
             raise self.failed(reply.error)
         if not isinstance(reply, kind):
             raise self.failed(f"answered {type(reply).__name__} instead of {kind.__name__}")
@@ -165,7 +200,7 @@ class DaemonPlan(msgspec.Struct, frozen=True):
     keys: dict[str, object] = {}
 
 
-class DemoDaemon(Child):
+class DemoDaemon(DemoChild):
     """A real ``kvd serve`` with a runtime directory of its own."""
 
     def __init__(self, plan: DaemonPlan, directory: Path) -> None:
@@ -174,7 +209,7 @@ class DemoDaemon(Child):
         self.endpoint = f"ipc://{runtime}/client.sock"
         config = runtime / "kvd.toml"
         config.write_text(configuration(plan, runtime))
-        arguments = ["-m", "kvd.demo.daemon", "serve", "--config", str(config)]
+        arguments = ["-m", "kvd.demo.processes", "serve", "--config", str(config)]
         super().__init__(plan.name, arguments, directory, {})
 
 
@@ -216,3 +251,185 @@ def free_addresses(count: int) -> list[str]:
     for listener in listeners:
         listener.close()
     return addresses
+
+
+DECODE = "decode-0"
+START_S = 120.0
+ANSWER_S = 60.0
+POLL_S = 0.02
+
+ThreeEngines = tuple[EngineProcess, EngineProcess, EngineProcess]
+"""Prefill, decode, reference."""
+
+
+class Watcher(Protocol):
+    """Whoever shows the progress."""
+
+    def stage(self, what: str) -> None:
+        """``what`` begins."""
+
+
+class DemoProcesses:
+    """The processes of one demo and its sessions with their daemons; see ``open_processes``."""
+
+    def __init__(self, directory: Path, open_: ExitStack) -> None:
+        self._directory = directory
+        self._open = open_
+        self._children: list[DemoChild] = []
+
+    def start_engine(self, name: str, start: StartEngine) -> EngineProcess:
+        """An engine that builds its model; it answers ``Started``."""
+        engine = EngineProcess(name, self._directory)
+        self._children.append(engine)
+        engine.tell(start)
+        return engine
+
+    def start_daemon(self, plan: DaemonPlan) -> DemoDaemon:
+        """A daemon; ``open_session`` waits until it serves."""
+        daemon = DemoDaemon(plan, self._directory)
+        self._children.append(daemon)
+        return daemon
+
+    def open_session(self, daemon: DemoDaemon) -> SyncNode:
+        """The demo's own session with a daemon that is starting."""
+        deadline_s = time.monotonic() + START_S
+        while True:
+            try:
+                return self._open.enter_context(connect_sync(daemon.endpoint, name="demo"))
+            except KvdError as refusal:
+                if not daemon.is_running or time.monotonic() > deadline_s:
+                    raise daemon.failed(f"does not answer: {refusal}") from refusal
+                time.sleep(POLL_S)
+
+    def failed(self, why: str) -> DemoFailed:
+        """``why``, with what the daemons said last."""
+        daemons = [child for child in self._children if isinstance(child, DemoDaemon)]
+        return DemoFailed("\n".join([why, *(daemon.quoted_log() for daemon in daemons)]))
+
+    def stop(self) -> None:
+        """Ask all of them, then wait for each."""
+        for child in self._children:
+            child.ask_to_stop()
+        for child in self._children:
+            child.stop()
+
+
+@contextmanager
+def open_processes() -> Iterator[DemoProcesses]:
+    """Processes with a directory of their own, all stopped at the end.
+
+    Raises:
+        DemoFailed: a process did not start, or failed later; quotes the logs.
+    """
+    with ExitStack() as open_:
+        directory = Path(open_.enter_context(tempfile.TemporaryDirectory(prefix="kvd-demo-")))
+        processes = DemoProcesses(directory, open_)
+        open_.callback(processes.stop)
+        try:
+            yield processes
+        except KvdError as refusal:
+            raise processes.failed(f"a daemon refused: {refusal}") from refusal
+        except DemoFailed as failure:
+            raise processes.failed(str(failure)) from failure
+
+
+class Stage:
+    """The engines and daemons of one demo, ready for its turns."""
+
+    def __init__(
+        self,
+        engines: ThreeEngines,
+        daemons: Sequence[SyncNode],
+        models: Started,
+    ) -> None:
+        """All of one demo; the last of ``daemons`` is the decode node's."""
+        self.prefill, self.decode, self.reference = engines
+        *self._prefill_nodes, self._decode_node = daemons
+        self.models = models
+
+    def prefill_daemons(self) -> list[Snapshot]:
+        """The state of the prefill engine's daemons: one, or one for each of its ranks."""
+        return [node.snapshot() for node in self._prefill_nodes]
+
+    def decode_daemon(self) -> Snapshot:
+        """The state of the decode node's daemon."""
+        return self._decode_node.snapshot()
+
+
+@contextmanager
+def open_stage(settings: DemoSettings, *, pages: PageCounts, watcher: Watcher) -> Iterator[Stage]:
+    """Start everything, give it out once it is connected, and stop it at the end.
+
+    Raises:
+        DemoFailed: a process did not start, or failed later; quotes the logs.
+    """
+    with open_processes() as processes:
+        n_daemons = settings.prefill.daemons + 1
+        watcher.stage(f"starting {n_daemons} daemons and 3 engines; importing torch takes longest")
+        prefill = processes.start_engine("prefill-engine", settings.start(settings.prefill))
+        decode = processes.start_engine("decode-engine", settings.start(settings.decode))
+        reference = processes.start_engine("reference", settings.start())
+        daemons = [processes.start_daemon(plan) for plan in _plans(settings, pages)]
+        nodes = [processes.open_session(daemon) for daemon in daemons]
+        for node, daemon in zip(nodes, daemons, strict=True):
+            _wait_until_linked(node, daemon, 1 if node is not nodes[-1] else len(nodes) - 1)
+        watcher.stage("the daemons know each other; building the model in every engine")
+        models = _built((prefill, decode, reference))
+        endpoints = tuple(daemon.endpoint for daemon in daemons)
+        ask(prefill, ConnectEngine(endpoints[:-1], prefill.name), Connected)
+        ask(decode, ConnectEngine(endpoints[-1:], decode.name), Connected)
+        yield Stage((prefill, decode, reference), nodes, models)
+
+
+def ask(engine: EngineProcess, request: Request, kind: type[R]) -> R:
+    """One request and its answer."""
+    engine.tell(request)
+    return engine.hear(kind, within_s=ANSWER_S)
+
+
+def _plans(settings: DemoSettings, pages: PageCounts) -> list[DaemonPlan]:
+    """The prefill nodes and, last, the decode node, which knows all of them and is known to all."""
+    names, shape = settings.prefill_nodes, settings.architecture.shape
+    *here, there = free_addresses(len(names) + 1)
+    sources = dict(zip(names, here, strict=True))
+    plans = [
+        DaemonPlan(
+            name=name,
+            address=address,
+            peers={DECODE: there},
+            pool=settings.pool,
+            pages=pages,
+            keys=pool_keys(shape, settings.prefill, number),
+        )
+        for number, (name, address) in enumerate(sources.items())
+    ]
+    keys = pool_keys(shape, settings.decode, 0)
+    plans.append(
+        DaemonPlan(
+            name=DECODE, address=there, peers=sources, pool=settings.pool, pages=pages, keys=keys
+        )
+    )
+    return plans
+
+
+def _wait_until_linked(node: SyncNode, daemon: DemoDaemon, peers: int) -> None:
+    """Until the daemon has exchanged a Hello with so many peers."""
+    deadline_s = time.monotonic() + START_S
+    while sum(peer.state == "up" for peer in node.snapshot().peers) < peers:
+        if not daemon.is_running or time.monotonic() > deadline_s:
+            raise daemon.failed(f"has no link to each of its {peers} peers")
+        time.sleep(POLL_S)
+
+
+def _built(engines: ThreeEngines) -> Started:
+    """What the engines built, which must be the same thing."""
+    first, *others = (engine.hear(Started, within_s=START_S) for engine in engines)
+    for engine, other in zip(engines[1:], others, strict=True):
+        if other != first:
+            raise engine.failed(f"built {other}, the prefill engine {first}")
+    return first
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main()

@@ -13,7 +13,7 @@ from kvd.config.pool_sections import PoolSection
 from kvd.core.geometry import geometry
 from kvd.core.spec import Order
 from kvd.demo.cache import BlockTable
-from kvd.demo.layout import PageCounts, Part
+from kvd.demo.layout import PageCounts, PoolPart
 from kvd.demo.leased import Lengths, PoolViews, leased_cache
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Memory:
             if (name, number) == (component, layer)
         }
 
-    def page(self, part: Part, page: int) -> list[torch.Tensor]:
+    def page(self, part: PoolPart, page: int) -> list[torch.Tensor]:
         """A copy of what is in one page."""
         return [
             tensor[page].clone()
@@ -66,7 +66,7 @@ class Memory:
             if name == part.value
         ]
 
-    def pages(self, rows: dict[Part, list[int]]) -> list[torch.Tensor]:
+    def pages(self, rows: dict[PoolPart, list[int]]) -> list[torch.Tensor]:
         """A copy of what is in all these pages."""
         return [
             tensor for part, row in rows.items() for page in row for tensor in self.page(part, page)
@@ -86,17 +86,21 @@ def scattered(count: int, seed: int = 3) -> list[int]:
 
 
 def cache_over(
-    views: PoolViews, rows: dict[Part, list[int]], *, written: int = 0, shared: int = 0
+    views: PoolViews, rows: dict[PoolPart, list[int]], *, written: int = 0, shared: int = 0
 ) -> Cache:
     """The cache of a sequence with these pages."""
     tables = {part: BlockTable(rows[part]) for part in views.parts}
     return leased_cache(views, tables, Lengths(written, shared))
 
 
-def rows_for(tokens: int) -> dict[Part, list[int]]:
+def rows_for(tokens: int) -> dict[PoolPart, list[int]]:
     """Pages for every part of a sequence of ``tokens``, all of its window too."""
     count = -(-tokens // PAGE)
-    return {Part.KV: scattered(count), Part.WINDOW: scattered(count, 4), Part.STATE: [0, 5]}
+    return {
+        PoolPart.KV: scattered(count),
+        PoolPart.WINDOW: scattered(count, 4),
+        PoolPart.STATE: [0, 5],
+    }
 
 
 class SlidingLease:

@@ -11,7 +11,7 @@ import pytest
 from kvd.config import Config, load, pool_spec
 from kvd.core.spec import page_bytes
 from kvd.core.tail import most_pages, tail_start
-from kvd.demo.layout import PageCounts, Part, Place, places
+from kvd.demo.layout import LayerPlace, PageCounts, PoolPart, places
 from kvd.demo.models import ARCHITECTURES, DTYPES
 from kvd.demo.processes import DaemonPlan, configuration
 
@@ -43,15 +43,15 @@ def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
 
 
 def test_every_third_layer_of_gemma_looks_at_every_token() -> None:
-    kv, window = Part.KV, Part.WINDOW
+    kv, window = PoolPart.KV, PoolPart.WINDOW
 
     assert places(ARCHITECTURES["gemma"].shape) == (
-        Place(window, 0),
-        Place(window, 1),
-        Place(kv, 0),
-        Place(window, 2),
-        Place(window, 3),
-        Place(kv, 1),
+        LayerPlace(window, 0),
+        LayerPlace(window, 1),
+        LayerPlace(kv, 0),
+        LayerPlace(window, 2),
+        LayerPlace(window, 3),
+        LayerPlace(kv, 1),
     )
 
 
@@ -63,8 +63,8 @@ def test_window_starts_where_the_daemons_say(prompt: int) -> None:
 
 
 def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
-    assert GEMMA.due_pages(340, 160) == {Part.KV: 12, Part.WINDOW: 7}
-    assert GEMMA.full_pages(340) == {Part.KV: 22, Part.WINDOW: 22}
+    assert GEMMA.due_pages(340, 160) == {PoolPart.KV: 12, PoolPart.WINDOW: 7}
+    assert GEMMA.full_pages(340) == {PoolPart.KV: 22, PoolPart.WINDOW: 22}
     each = 16 * 2 * 2 * 32 * 4
     assert GEMMA.bytes_of(GEMMA.due_pages(340, 160)) == 12 * 2 * each + 7 * 4 * each
 
@@ -72,8 +72,8 @@ def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
 def test_a_state_crosses_whole_whatever_is_cached() -> None:
     mamba = ARCHITECTURES["mamba"].pool_layout(dtype="float64", page_size=None, order="page_first")
 
-    assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {Part.STATE: 1}
-    assert mamba.page_bytes(Part.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
+    assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {PoolPart.STATE: 1}
+    assert mamba.page_bytes(PoolPart.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
     assert mamba.page_size == 1
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.demo.embedding_report import (
+from kvd.demo.embedding import (
     Batch,
+    EmbeddingMemory,
     EmbeddingReport,
-    Memory,
     problems,
     told,
     verdict,
 )
 
-MEMORY = Memory(
+MEMORY = EmbeddingMemory(
     pages=129,
     counted_pages=129,
     pool_bytes=129 * 131072,
