@@ -50,7 +50,7 @@ class ServeTurn(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """TurnEngine to router: attached, serving."""
+    """Engine to router: attached, serving."""
 
 
 class TurnPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
@@ -239,7 +239,7 @@ class RouterLine:
 
 
 async def run(role: str, daemon: str, router: str) -> None:
-    """ServeTurn until the standard input ends."""
+    """Serve until the standard input ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = open_dealer(context, routing_id=role.encode())
     dealer.connect(router)

@@ -65,7 +65,7 @@ class FootprintResult(msgspec.Struct, frozen=True):
 
 
 def run(starts: int, idle_s: float, told: Told) -> FootprintResult:
-    """DaemonStart a daemon ``starts`` times, then watch one for ``idle_s`` seconds."""
+    """Start a daemon ``starts`` times, then watch one for ``idle_s`` seconds."""
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
         begun = []
         for number in range(starts):
@@ -97,7 +97,7 @@ def _start(directory: Path, name: str) -> DaemonStart:
 
 
 def _processes(daemon: DaemonProcess) -> dict[str, int]:
-    """ProcessCost ids by what they are called."""
+    """Process ids by what they are called."""
     return {
         "daemon": daemon.pid,
         "transfer process": daemon.transfer_pid(),

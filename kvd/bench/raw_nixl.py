@@ -447,7 +447,7 @@ class RawPair:
         self.tuning = min(times, key=lambda tuning: times[tuning])
 
     def write(self, source: bytes, destination: bytes, *, ways: int) -> Took:
-        """WritePages pages of the first process over pages of the second; two ways: and back."""
+        """Write pages of the first process over pages of the second; two ways: and back."""
         return self._both(WritePages(source, destination, *self.tuning), ways)
 
     def copy(self, source: bytes, destination: bytes, *, ways: int, piece_bytes: int) -> Took:

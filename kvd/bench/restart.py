@@ -285,7 +285,7 @@ def command(trace: Path | None, limit: int, gib: float, times: int, file: Path |
     with bar("restart", 6) as told:
         result = run(trace, limit, gib, times, told)
     show_table(
-        f"RestartHits of the second half of {result.requests} requests, pool of 1 GiB",
+        f"Hits of the second half of {result.requests} requests, pool of 1 GiB",
         ("in the middle", "asked tokens", "hit tokens", "hit rate", "pages taken over"),
         [
             [

@@ -114,14 +114,14 @@ def need_divisible(shape: ModelShape, parts: tuple[PoolPart, ...], division: Div
         raise ValueError(f"{shape.layers} layers are too few for {division.ranks} stages")
 
 
-def pool_keys(shape: ModelShape, division: Division, daemon: int) -> dict[str, object]:
+def pool_settings(shape: ModelShape, division: Division, daemon: int) -> dict[str, str]:
     """What the configuration of one of the daemons says beyond the model's pool."""
     match division.way:
         case DivisionWay.TENSOR:
-            return {"tp_size": division.ranks}
+            return {"pool.tp_size": str(division.ranks)}
         case DivisionWay.PIPELINE:
             first, end = stage_of(shape.layers, daemon, division.ranks)
-            return {"stage": f"{first}:{end}"}
+            return {"pool.stage": f"{first}:{end}"}
         case DivisionWay.ALONE | DivisionWay.CONTEXT:
             return {}
 

@@ -31,11 +31,9 @@ from kvd.demo.messages import (
 )
 from kvd.demo.processes import (
     START_S,
-    DaemonPlan,
     EngineProcess,
     Watcher,
     ask,
-    free_addresses,
     open_processes,
 )
 from kvd.errors import KvdError
@@ -229,13 +227,11 @@ SHORTEST_TOKENS, LONGEST_TOKENS = 32, 192
 
 Texts = tuple[tuple[int, ...], ...]
 
-WRITTEN: dict[str, dict[str, object]] = {
-    "cache": {"mode": "off"},
-    "engine": {"workload": "embedding"},
-}
-COUNTED: dict[str, dict[str, object]] = {
-    "cache": {"mode": "prefill-only"},
-    "engine": {"workload": "embedding", "attention": "varlen"},
+WRITTEN = {"cache.mode": "off", "engine.workload": "embedding"}
+COUNTED = {
+    "cache.mode": "prefill-only",
+    "engine.workload": "embedding",
+    "engine.attention": "varlen",
 }
 
 
@@ -394,18 +390,16 @@ def _open_stage(settings: DemoSettings, pages: PageCounts, watcher: Watcher) -> 
     with open_processes() as processes:
         watcher.stage("starting 2 daemons and 1 engine; importing torch takes longest")
         engine = processes.start_engine("embedding-engine", settings.start())
-        counting, writing = free_addresses(2)
-        plan = DaemonPlan("counting", counting, {}, pool=settings.pool, pages=pages)
+        pool = settings.pool.settings(pages)
         daemons = [
-            processes.start_daemon(one)
-            for one in (
-                msgspec.structs.replace(plan, sections=COUNTED),
-                msgspec.structs.replace(plan, name="writing", address=writing, sections=WRITTEN),
-            )
+            processes.make_daemon(name, {**pool, **more})
+            for name, more in (("counting", COUNTED), ("writing", WRITTEN))
         ]
+        for daemon in daemons:
+            daemon.start()
         nodes = [processes.open_session(daemon) for daemon in daemons]
         watcher.stage("building the model")
         started = engine.hear(Started, within_s=START_S)
-        counted, written = (daemon.endpoint for daemon in daemons)
+        counted, written = (daemon.client for daemon in daemons)
         ask(engine, ConnectEncoder(counted, written, engine.name), Connected)
         yield _Stage(engine, started, nodes)

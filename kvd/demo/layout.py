@@ -123,8 +123,8 @@ class PoolLayout(msgspec.Struct, frozen=True):
             each = self.page_size * 2 * shape.kv_heads * shape.head_dim
         return layers_in(shape, part) * each * ELEMENT_BYTES[self.dtype]
 
-    def section(self, pages: PageCounts) -> dict[str, object]:
-        """Its ``[pool]`` section; a value that is a table is a section of its own."""
+    def settings(self, pages: PageCounts) -> dict[str, str]:
+        """The keys of its ``[pool]`` section."""
         shape = self.shape
         keys: dict[str, object] = {
             "family": self.family,
@@ -145,11 +145,9 @@ class PoolLayout(msgspec.Struct, frozen=True):
         if PoolPart.STATE in self.parts:
             keys["state_layers"] = layers_in(shape, PoolPart.STATE)
             keys["states"] = pages.state
-            keys["state"] = {
-                name: f"{self.dtype}[{','.join(map(str, dims))}]"
-                for name, dims in state_tensors(shape).items()
-            }
-        return keys
+            for name, dims in state_tensors(shape).items():
+                keys[f"state.{name}"] = f"{self.dtype}[{','.join(map(str, dims))}]"
+        return {f"pool.{name}": str(value) for name, value in keys.items()}
 
     def due_pages(self, prompt_tokens: int, prefix_tokens: int) -> dict[PoolPart, int]:
         """Pages that must cross when the decode side has the first ``prefix_tokens``."""

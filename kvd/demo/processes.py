@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,12 +25,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import msgspec
-
 from kvd.cli import main
 from kvd.client import connect_sync
-from kvd.demo.division import pool_keys
-from kvd.demo.layout import PageCounts, PoolLayout
+from kvd.demo.division import pool_settings
 from kvd.demo.messages import (
     LENGTH_BYTES,
     Connected,
@@ -46,11 +41,13 @@ from kvd.demo.messages import (
     frame,
 )
 from kvd.errors import KvdError
+from kvd.harness.daemons import DaemonFailed, DaemonProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvd.client import SyncNode
+    from kvd.demo.layout import PageCounts
     from kvd.demo.settings import DemoSettings
     from kvd.wire.snapshot import Snapshot
 
@@ -78,29 +75,22 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class DemoChild:
-    """One process that the demo started, its standard input and output, and its log.
+class EngineProcess:
+    """An engine: requests go in, answers come out, in order."""
 
-    ``variables``: of its environment, beside ours.
-    """
-
-    def __init__(
-        self, name: str, arguments: list[str], directory: Path, variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, directory: Path) -> None:
         self.name = name
+        self._unread = bytearray()
         self._log = directory / f"{name}.log"
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("KVD_")
-        }
-        environment |= variables
+        inherited = {key: one for key, one in os.environ.items() if not key.startswith("KVD_")}
         # Appending: libraries in the process may open the file once more, as /dev/stderr.
         with self._log.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-m", "kvd.demo.engine", name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
-                env=environment,
+                env=inherited | ENGINE_VARIABLES,
                 start_new_session=True,
             )
         assert self._process.stdin is not None
@@ -108,24 +98,16 @@ class DemoChild:
         self._input = self._process.stdin
         self._output = self._process.stdout
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the process has not ended."""
-        return self._process.poll() is None
-
     def failed(self, what: str) -> DemoFailed:
         """``what`` happened to this process, with the end of its log."""
         status = self._process.poll()
         ended = "" if status is None else f" (it ended with status {status})"
-        return DemoFailed(f"{self.name}: {what}{ended}\n{self.quoted_log()}".rstrip())
-
-    def quoted_log(self) -> str:
-        """The end of its log, each line under its name."""
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join(f"  {self.name}| {line}" for line in lines)
+        said = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        quoted = "\n".join(f"  {self.name}| {line}" for line in said)
+        return DemoFailed(f"{self.name}: {what}{ended}\n{quoted}".rstrip())
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: a daemon goes down in order, an engine has nothing to lose."""
+        """SIGTERM: it has nothing to lose."""
         with contextlib.suppress(BrokenPipeError):  # a request it will never read
             self._input.close()
         self._process.terminate()
@@ -138,15 +120,6 @@ class DemoChild:
             self._process.kill()
             self._process.wait()
         self._output.close()
-
-
-class EngineProcess(DemoChild):
-    """An engine: requests go in, answers come out, in order."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        arguments = ["-m", "kvd.demo.engine", name]
-        super().__init__(name, arguments, directory, ENGINE_VARIABLES)
-        self._unread = bytearray()
 
     def tell(self, request: Request) -> None:
         """Hand over one request; ``hear`` gives its answer."""
@@ -184,79 +157,12 @@ class EngineProcess(DemoChild):
         return taken
 
 
-class DaemonPlan(msgspec.Struct, frozen=True):
-    """What one daemon is told: its name, its address for peers, whom it knows, and what it holds.
-
-    ``sections``: of its configuration, beside these. ``keys``: of its pool, beside what follows
-    from the model.
-    """
-
-    name: str
-    address: str
-    peers: dict[str, str]
-    pool: PoolLayout
-    pages: PageCounts
-    sections: dict[str, dict[str, object]] = {}
-    keys: dict[str, object] = {}
-
-
-class DemoDaemon(DemoChild):
-    """A real ``kvd serve`` with a runtime directory of its own."""
-
-    def __init__(self, plan: DaemonPlan, directory: Path) -> None:
-        runtime = directory / plan.name
-        runtime.mkdir()
-        self.endpoint = f"ipc://{runtime}/client.sock"
-        config = runtime / "kvd.toml"
-        config.write_text(configuration(plan, runtime))
-        arguments = ["-m", "kvd.demo.processes", "serve", "--config", str(config)]
-        super().__init__(plan.name, arguments, directory, {})
-
-
-def configuration(plan: DaemonPlan, runtime: Path) -> str:
-    """The kvd.toml of one daemon, whose sockets lie in ``runtime``."""
-    sections: dict[str, dict[str, object]] = {
-        "node": {"name": plan.name},
-        "sockets": {
-            "client": f"ipc://{runtime}/client.sock",
-            "admin": f"ipc://{runtime}/admin.sock",
-        },
-        "peers": {"listen": plan.address},
-        "peers.connect": dict(plan.peers),
-        "pool": plan.pool.section(plan.pages) | plan.keys,
-        "http": {"listen": "off"},
-        "log": {"format": "console"},
-        **plan.sections,
-    }
-    lines = [line for name, keys in sections.items() for line in _section(name, keys)]
-    return "\n".join([*lines, ""])
-
-
-def _section(name: str, keys: dict[str, object]) -> list[str]:
-    """One section of TOML, and after it those that are among its values."""
-    lines, below = [f"[{name}]"], []
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            below += _section(f"{name}.{key}", value)
-        else:
-            # A TOML basic string and number are written as in JSON.
-            lines.append(f"{json.dumps(key)} = {json.dumps(value)}")
-    return lines + below
-
-
-def free_addresses(count: int) -> list[str]:
-    """Addresses on loopback whose ports nobody uses at the moment."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return addresses
-
-
 DECODE = "decode-0"
 START_S = 120.0
 ANSWER_S = 60.0
 POLL_S = 0.02
+DAEMON_SETTINGS = {"http.listen": "off", "log.level": "info", "recorder.enabled": "true"}
+"""As a daemon is that nobody measures, but without a port for probes."""
 
 ThreeEngines = tuple[EngineProcess, EngineProcess, EngineProcess]
 """Prefill, decode, reference."""
@@ -275,43 +181,40 @@ class DemoProcesses:
     def __init__(self, directory: Path, open_: ExitStack) -> None:
         self._directory = directory
         self._open = open_
-        self._children: list[DemoChild] = []
+        self._engines: list[EngineProcess] = []
+        self._daemons: list[DaemonProcess] = []
 
     def start_engine(self, name: str, start: StartEngine) -> EngineProcess:
         """An engine that builds its model; it answers ``Started``."""
         engine = EngineProcess(name, self._directory)
-        self._children.append(engine)
+        self._engines.append(engine)
         engine.tell(start)
         return engine
 
-    def start_daemon(self, plan: DaemonPlan) -> DemoDaemon:
-        """A daemon; ``open_session`` waits until it serves."""
-        daemon = DemoDaemon(plan, self._directory)
-        self._children.append(daemon)
+    def make_daemon(self, name: str, settings: Mapping[str, str]) -> DaemonProcess:
+        """A daemon that ends with the demo; it is told whom it knows, and then started."""
+        daemon = DaemonProcess(
+            name, self._directory, {**DAEMON_SETTINGS, **settings}, module="kvd.demo.processes"
+        )
+        self._daemons.append(daemon)
         return daemon
 
-    def open_session(self, daemon: DemoDaemon) -> SyncNode:
-        """The demo's own session with a daemon that is starting."""
-        deadline_s = time.monotonic() + START_S
-        while True:
-            try:
-                return self._open.enter_context(connect_sync(daemon.endpoint, name="demo"))
-            except KvdError as refusal:
-                if not daemon.is_running or time.monotonic() > deadline_s:
-                    raise daemon.failed(f"does not answer: {refusal}") from refusal
-                time.sleep(POLL_S)
+    def open_session(self, daemon: DaemonProcess) -> SyncNode:
+        """The demo's own session with a daemon that was started."""
+        daemon.wait_ready(START_S)
+        return self._open.enter_context(connect_sync(daemon.client, name="demo"))
 
     def failed(self, why: str) -> DemoFailed:
         """``why``, with what the daemons said last."""
-        daemons = [child for child in self._children if isinstance(child, DemoDaemon)]
-        return DemoFailed("\n".join([why, *(daemon.quoted_log() for daemon in daemons)]))
+        return DemoFailed("\n".join([why, *(one.quoted_log() for one in self._daemons)]))
 
     def stop(self) -> None:
         """Ask all of them, then wait for each."""
-        for child in self._children:
-            child.ask_to_stop()
-        for child in self._children:
-            child.stop()
+        every: list[EngineProcess | DaemonProcess] = [*self._engines, *self._daemons]
+        for process in every:
+            process.ask_to_stop()
+        for process in every:
+            process.stop()
 
 
 @contextmanager
@@ -329,7 +232,7 @@ def open_processes() -> Iterator[DemoProcesses]:
             yield processes
         except KvdError as refusal:
             raise processes.failed(f"a daemon refused: {refusal}") from refusal
-        except DemoFailed as failure:
+        except (DemoFailed, DaemonFailed) as failure:
             raise processes.failed(str(failure)) from failure
 
 
@@ -369,13 +272,14 @@ def open_stage(settings: DemoSettings, *, pages: PageCounts, watcher: Watcher) -
         prefill = processes.start_engine("prefill-engine", settings.start(settings.prefill))
         decode = processes.start_engine("decode-engine", settings.start(settings.decode))
         reference = processes.start_engine("reference", settings.start())
-        daemons = [processes.start_daemon(plan) for plan in _plans(settings, pages)]
+        daemons = _start_daemons(settings, pages, processes)
         nodes = [processes.open_session(daemon) for daemon in daemons]
-        for node, daemon in zip(nodes, daemons, strict=True):
-            _wait_until_linked(node, daemon, 1 if node is not nodes[-1] else len(nodes) - 1)
+        for daemon in daemons:
+            peers = 1 if daemon is not daemons[-1] else len(daemons) - 1
+            _wait_until_linked(daemon, peers)
         watcher.stage("the daemons know each other; building the model in every engine")
         models = _built((prefill, decode, reference))
-        endpoints = tuple(daemon.endpoint for daemon in daemons)
+        endpoints = tuple(daemon.client for daemon in daemons)
         ask(prefill, ConnectEngine(endpoints[:-1], prefill.name), Connected)
         ask(decode, ConnectEngine(endpoints[-1:], decode.name), Connected)
         yield Stage((prefill, decode, reference), nodes, models)
@@ -387,38 +291,31 @@ def ask(engine: EngineProcess, request: Request, kind: type[R]) -> R:
     return engine.hear(kind, within_s=ANSWER_S)
 
 
-def _plans(settings: DemoSettings, pages: PageCounts) -> list[DaemonPlan]:
+def _start_daemons(
+    settings: DemoSettings, pages: PageCounts, processes: DemoProcesses
+) -> list[DaemonProcess]:
     """The prefill nodes and, last, the decode node, which knows all of them and is known to all."""
-    names, shape = settings.prefill_nodes, settings.architecture.shape
-    *here, there = free_addresses(len(names) + 1)
-    sources = dict(zip(names, here, strict=True))
-    plans = [
-        DaemonPlan(
-            name=name,
-            address=address,
-            peers={DECODE: there},
-            pool=settings.pool,
-            pages=pages,
-            keys=pool_keys(shape, settings.prefill, number),
-        )
-        for number, (name, address) in enumerate(sources.items())
+    shape, pool = settings.architecture.shape, settings.pool.settings(pages)
+    prefill = [
+        processes.make_daemon(name, {**pool, **pool_settings(shape, settings.prefill, number)})
+        for number, name in enumerate(settings.prefill_nodes)
     ]
-    keys = pool_keys(shape, settings.decode, 0)
-    plans.append(
-        DaemonPlan(
-            name=DECODE, address=there, peers=sources, pool=settings.pool, pages=pages, keys=keys
-        )
-    )
-    return plans
+    decode = processes.make_daemon(DECODE, {**pool, **pool_settings(shape, settings.decode, 0)})
+    for one in prefill:
+        one.knows(decode)
+        decode.knows(one)
+    for one in (*prefill, decode):
+        one.start()
+    return [*prefill, decode]
 
 
-def _wait_until_linked(node: SyncNode, daemon: DemoDaemon, peers: int) -> None:
+def _wait_until_linked(daemon: DaemonProcess, peers: int) -> None:
     """Until the daemon has exchanged a Hello with so many peers."""
-    deadline_s = time.monotonic() + START_S
-    while sum(peer.state == "up" for peer in node.snapshot().peers) < peers:
-        if not daemon.is_running or time.monotonic() > deadline_s:
-            raise daemon.failed(f"has no link to each of its {peers} peers")
-        time.sleep(POLL_S)
+    daemon.wait_for(
+        lambda: sum(peer.state == "up" for peer in daemon.snapshot().peers) >= peers,
+        f"has no link to each of its {peers} peers",
+        START_S,
+    )
 
 
 def _built(engines: ThreeEngines) -> Started:

@@ -64,8 +64,15 @@ class DaemonProcess:
     """One ``kvd serve``: start it once, stop it once."""
 
     def __init__(
-        self, name: str, directory: Path, settings: Mapping[str, str], place: DaemonPlace = HERE
+        self,
+        name: str,
+        directory: Path,
+        settings: Mapping[str, str],
+        place: DaemonPlace = HERE,
+        *,
+        module: str = "kvd",
     ) -> None:
+        """Not started yet. ``python -m MODULE serve`` is what will be."""
         self.name = name
         self.directory = directory / name
         self.directory.mkdir()
@@ -75,6 +82,7 @@ class DaemonProcess:
         self.peers = f"tcp://{place.host}:{place.port or free_port()}"
         self.http_port = free_port()
         self._place = place
+        self._module = module
         self._settings = {
             "node.name": name,
             "sockets.client": self.client,
@@ -122,7 +130,7 @@ class DaemonProcess:
             word for key, value in self._settings.items() for word in ("--set", f"{key}={value}")
         ]
         file = [] if self.config_file is None else ["--config", str(self.config_file)]
-        command = [*self._place.prefix, sys.executable, "-m", "kvd", "serve", *file, *sets]
+        command = [*self._place.prefix, sys.executable, "-m", self._module, "serve", *file, *sets]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
         with self._log.open("wb") as sink:
             self._process = subprocess.Popen(
@@ -197,11 +205,16 @@ class DaemonProcess:
                     return int(pid)
         raise self.failed(f"has no child that runs {module}")
 
+    def ask_to_stop(self) -> None:
+        """Ask it to end, and wait for nothing."""
+        if self.is_running and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """Ask it to end; enforce it after a while. Repeatable, and legal before the start."""
-        if self._process is None or self._process.poll() is not None:
+        self.ask_to_stop()
+        if self._process is None:
             return
-        self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:

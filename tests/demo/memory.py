@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 
+from kvd.config import Config, load
 from kvd.config.pool import components
-from kvd.config.pool_sections import PoolSection
 from kvd.core.geometry import geometry
 from kvd.core.spec import Order
 from kvd.demo.cache import BlockTable
@@ -34,10 +33,12 @@ class Memory:
         self, architecture: Architecture, *, order: Order = Order.PAGE_FIRST, dtype: str = "float32"
     ) -> None:
         layout = architecture.pool_layout(dtype=dtype, page_size=None, order=order.value)
-        section = msgspec.convert(layout.section(PageCounts(PAGES, PAGES, PAGES)), PoolSection)
+        settings = layout.settings(PageCounts(PAGES, PAGES, PAGES))
+        config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
+        assert isinstance(config, Config), config
         self.page_size = layout.page_size
         self._tensors: dict[tuple[str, int, str], torch.Tensor] = {}
-        for part in components(section):
+        for part in components(config.pool):
             where = geometry(part, pages=PAGES, order=order)
             element = getattr(torch, dtype)
             memory = torch.full((where.total_bytes // element.itemsize,), JUNK, dtype=element)

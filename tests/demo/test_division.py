@@ -14,7 +14,7 @@ from kvd.demo.division import (
     due_of_each,
     heads_of,
     need_divisible,
-    pool_keys,
+    pool_settings,
     stage_of,
 )
 from kvd.demo.layout import PoolPart
@@ -79,12 +79,16 @@ def test_refuses_layers_that_keep_something_else_than_kv_of_tokens() -> None:
 
 
 def test_daemons_are_told_what_of_the_model_they_keep() -> None:
-    assert pool_keys(LLAMA, Division(DivisionWay.TENSOR, 2), 0) == {"tp_size": 2}
-    assert [pool_keys(LLAMA, Division(DivisionWay.PIPELINE, 2), one) for one in range(2)] == [
-        {"stage": "0:2"},
-        {"stage": "2:4"},
+    assert pool_settings(LLAMA, Division(DivisionWay.TENSOR, 2), 0) == {"pool.tp_size": "2"}
+    assert [pool_settings(LLAMA, Division(DivisionWay.PIPELINE, 2), one) for one in range(2)] == [
+        {"pool.stage": "0:2"},
+        {"pool.stage": "2:4"},
     ]
-    assert pool_keys(LLAMA, Division(DivisionWay.CONTEXT, 2), 1) == pool_keys(LLAMA, ALONE, 0) == {}
+    assert (
+        pool_settings(LLAMA, Division(DivisionWay.CONTEXT, 2), 1)
+        == pool_settings(LLAMA, ALONE, 0)
+        == {}
+    )
     assert [stage_of(5, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 5)]
 
 

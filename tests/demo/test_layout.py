@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
@@ -13,10 +10,6 @@ from kvd.core.spec import page_bytes
 from kvd.core.tail import most_pages, tail_start
 from kvd.demo.layout import LayerPlace, PageCounts, PoolPart, places
 from kvd.demo.models import ARCHITECTURES, DTYPES
-from kvd.demo.processes import DaemonPlan, configuration
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, order="page_first")
 
@@ -24,15 +17,13 @@ GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, orde
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
-    name: str, dtype: str, tmp_path: Path
+    name: str, dtype: str
 ) -> None:
-    """The figures of the demo and the daemon's own agree, through a real configuration file."""
+    """The figures of the demo and the daemon's own agree, through a real configuration."""
     layout = ARCHITECTURES[name].pool_layout(dtype=dtype, page_size=None, order="layer_first")
-    plan = DaemonPlan("a", "tcp://127.0.0.1:7402", {}, layout, PageCounts(100, 50, 20))
-    file = tmp_path / "kvd.toml"
-    file.write_text(configuration(plan, tmp_path))
+    settings = layout.settings(PageCounts(100, 50, 20))
 
-    config = load(file, {}, [])
+    config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
     assert isinstance(config, Config), config
     spec = pool_spec(config)
 
@@ -79,18 +70,15 @@ def test_a_state_crosses_whole_whatever_is_cached() -> None:
 
 def test_llama_needs_the_keys_that_it_always_did() -> None:
     layout = ARCHITECTURES["llama"].pool_layout(dtype="float32", page_size=None, order="page_first")
-    section = layout.section(PageCounts(7))
 
-    assert section == tomllib.loads(
-        """
-        family = "mha"
-        order = "page_first"
-        layers = 4
-        pages = 7
-        dtype = "float32"
-        page_size = 16
-        heads = 2
-        head_dim = 32
-        """
-    )
+    assert layout.settings(PageCounts(7)) == {
+        "pool.family": "mha",
+        "pool.order": "page_first",
+        "pool.layers": "4",
+        "pool.pages": "7",
+        "pool.dtype": "float32",
+        "pool.page_size": "16",
+        "pool.heads": "2",
+        "pool.head_dim": "32",
+    }
     assert msgspec.structs.asdict(layout)["family"] == "mha"
