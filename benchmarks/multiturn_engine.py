@@ -15,7 +15,7 @@ import asyncio
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -88,13 +88,6 @@ def said_next(tokens: Tokens) -> int:
     """What an engine without a model says after ``tokens``."""
     last = int.from_bytes(tokens[-ID_BYTES:], "little")
     return (last * 48_271 + len(tokens)) % VOCABULARY
-
-
-class TurnEngine(Protocol):
-    """Serves requests, several at a time."""
-
-    async def serve(self, request: ServeTurn) -> EngineReply:
-        """One request, from its arrival to its end."""
 
 
 class TurnPrefill:
@@ -214,7 +207,7 @@ class SteadyWork:
 class RouterLine:
     """The engine's end of the line to the router."""
 
-    def __init__(self, engine: TurnEngine, dealer: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: TurnPrefill | TurnDecode, dealer: zmq.Socket[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self._engine = engine
         self._under_way: set[asyncio.Task[None]] = set()

@@ -16,7 +16,7 @@ import gc
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -60,17 +60,6 @@ class RequestCost(msgspec.Struct, frozen=True):
     new_tokens: int
 
 
-class Index(Protocol):
-    """Something that serves the requests of a trace, and can say how long each took."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens it holds now."""
-
-    def serve(self, tokens: Tokens) -> RequestCost:
-        """Serves one prompt from match to release; only the index's own calls are timed."""
-
-
 class BareTree:
     """The bare tree and a page pool; nothing is locked between requests."""
 
@@ -85,7 +74,7 @@ class BareTree:
         return self._tree.cached_pages * self._page_size
 
     def serve(self, tokens: Tokens) -> RequestCost:
-        """Match and lock, make room, extend and unlock."""
+        """One prompt: match and lock, make room, extend and unlock; only these calls are timed."""
         tree, pool, clock = self._tree, self._pool, time.perf_counter_ns
         start = clock()
         anchor = tree.hold(tokens, NAMESPACE)
@@ -171,7 +160,12 @@ def floor_ns(tokens: Tokens, cost: RequestCost, page_size: int) -> int:
 
 
 def replay(
-    name: str, index: Index, requests: list[TraceRequest], *, page_size: int, told: Told
+    name: str,
+    index: BareTree | WholeNode,
+    requests: list[TraceRequest],
+    *,
+    page_size: int,
+    told: Told,
 ) -> Measured:
     """Serves ``requests`` through ``index``, each followed by its floor: a row of the table."""
     served, floors = np.ones((2, len(requests)), dtype=np.int64)

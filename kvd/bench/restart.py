@@ -52,7 +52,6 @@ SHAPE = {"pool.layers": "16", "pool.heads": "1", "pool.head_dim": "64", "pool.dt
 PAGE_BYTES = 64 * 1024
 """Of ``SHAPE``: 16 layers of K and V for 16 tokens, 64 numbers of 2 bytes each."""
 SUMMED_WITHIN_S = 60.0
-GOAL_READY_S = 1.0
 CONVERSATIONS = 300
 TURNS = 8
 
@@ -96,14 +95,14 @@ class RestartResult(msgspec.Struct, frozen=True):
     goals: tuple[Goal, ...]
 
 
-def settings(pages: int, memory: Path, verify: str) -> dict[str, str]:
+def settings(pages: int, memory: Path) -> dict[str, str]:
     """A daemon whose pool lies in ``memory``."""
     return {
         **SHAPE,
         "pool.pages": str(pages + 1),
         "pool.backing": "shm",
         "pool.directory": str(memory),
-        "pool.verify": verify,
+        "pool.verify": "sampled",
     }
 
 
@@ -156,7 +155,7 @@ def measure_hits(how: str, prompts: list[Tokens], pages: int) -> RestartHits:
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory), "sampled"))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
         try:
             daemon.start()
             daemon.wait_ready()
@@ -173,7 +172,7 @@ def measure_hits(how: str, prompts: list[Tokens], pages: int) -> RestartHits:
     return RestartHits(how=how, asked_tokens=asked, hit_tokens=hit_tokens, adopted_pages=adopted)
 
 
-def measure_starts(how: str, pages: int, times: int, verify: str) -> RestartTimes:
+def measure_starts(how: str, pages: int, times: int) -> RestartTimes:
     """Fill the pool once; then end and start so often."""
     rng = np.random.default_rng(1)
     prompts = [
@@ -185,7 +184,7 @@ def measure_starts(how: str, pages: int, times: int, verify: str) -> RestartTime
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory), verify))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
         try:
             if how != "cold":
                 daemon.start()
@@ -257,7 +256,7 @@ def run(trace: Path | None, limit: int, pool_gib: float, times: int, told: Told)
     starts = []
     for how in ("cold", "stop", "kill"):
         told(f"starts, {how}")
-        starts.append(measure_starts(how, int(pool_gib * 2**30) // PAGE_BYTES, times, "sampled"))
+        starts.append(measure_starts(how, int(pool_gib * 2**30) // PAGE_BYTES, times))
     without, stopped, killed = hits
     goals = (
         at_least("hit rate after a stop over that without", 1.0, stopped.rate / without.rate),

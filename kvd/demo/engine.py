@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO, NoReturn, Protocol, assert_never
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, assert_never
 
 import msgspec
 import torch
@@ -352,17 +352,6 @@ def together(replies: Sequence[Reply]) -> Reply:
     )
 
 
-class AnsweringEngine(Protocol):
-    """Answers the demo."""
-
-    def answer(self, request: Request) -> Reply:
-        """Do what ``request`` asks.
-
-        Raises:
-            KvdError: a daemon refused.
-        """
-
-
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(1)
@@ -375,7 +364,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     model = build_model(architecture, seed=order.seed, dtype=order.dtype)
     started = Started(weight_digest(model), str(torch.__version__), transformers.__version__)
     if is_encoder:
-        engine: AnsweringEngine = EncoderEngine(model)
+        engine: EncoderEngine | EngineRank | Team = EncoderEngine(model)
     else:
         group = fork(order.division.ranks)
         if group.rank:

@@ -239,17 +239,34 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
+def _serving(every: Mapping[DaemonProcess, int]) -> Iterator[None]:
+    """These daemons serve, each linked to so many peers, for as long as the block lasts."""
+    try:
+        for one in every:
+            one.start()
+        for one in every:
+            one.wait_ready()
+        for one, peers in every.items():
+            if peers:
+                one.wait_for(
+                    lambda one=one, peers=peers: is_linked(one, peers),  # type: ignore[misc]
+                    "has no agent for a peer",
+                    START_S,
+                )
+        yield
+    finally:
+        for one in every:
+            one.stop()
+
+
+@contextlib.contextmanager
 def one_daemon(
     directory: Path, settings: Mapping[str, str], *, name: str = "solo", place: DaemonPlace = HERE
 ) -> Iterator[DaemonProcess]:
     """A daemon that serves, for as long as the block lasts."""
     daemon = DaemonProcess(name, directory, settings, place)
-    try:
-        daemon.start()
-        daemon.wait_ready()
+    with _serving({daemon: 0}):
         yield daemon
-    finally:
-        daemon.stop()
 
 
 @contextlib.contextmanager
@@ -272,22 +289,12 @@ def two_daemons(
         DaemonProcess("p", directory, of_p, places[0]),
         DaemonProcess("d", directory, settings, places[1]),
     )
-    both = (pair.prefill, pair.decode)
-    for one in both:
+    for one in (pair.prefill, pair.decode):
         one.knows(pair.other(one))
         if with_keys:
             pair.other(one).trusts(one.name, one.make_keys())
-    try:
-        for one in both:
-            one.start()
-        for one in both:
-            one.wait_ready()
-        for one in both:
-            one.wait_for(lambda one=one: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
+    with _serving({pair.prefill: 1, pair.decode: 1}):
         yield pair
-    finally:
-        for one in both:
-            one.stop()
 
 
 @contextlib.contextmanager
@@ -300,19 +307,8 @@ def star_of_daemons(
     for one in prefill:
         one.knows(decode)
         decode.knows(one)
-    every = [*prefill, decode]
-    try:
-        for one in every:
-            one.start()
-        for one in every:
-            one.wait_ready()
-        for one in prefill:
-            one.wait_for(lambda one=one: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
-        decode.wait_for(lambda: is_linked(decode, sources), "has no agent for a peer", START_S)
+    with _serving({**dict.fromkeys(prefill, 1), decode: sources}):
         yield prefill, decode
-    finally:
-        for one in every:
-            one.stop()
 
 
 def is_linked(daemon: DaemonProcess, peers: int = 1) -> bool:
