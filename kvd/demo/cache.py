@@ -332,7 +332,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._k[where], self._v[where] = key, value
 
     def seen(self) -> Seen:
-        """As ``paged.Paged.seen``."""
+        """As ``Paged.seen``."""
         lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
         starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
         return Seen(
