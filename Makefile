@@ -43,7 +43,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy --strict kvd tui
+	$(BIN)/mypy --strict kvd tui benchmarks
 
 # Everything is read anew: the reference is made from modules that Sphinx does not watch.
 docs: setup

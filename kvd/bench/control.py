@@ -1,15 +1,21 @@
 """``kvd bench control``: round trips of the verbs beside a bare ZMQ echo with the same frames.
 
 Each figure and its reference are measured in turns within one run, because the machine's speed
-drifts. The client is ``kvd.client`` as an engine uses it; the echo has no codec and no API.
+drifts. The client is ``kvd.client`` as an engine uses it. The echo has no codec and no API: both of
+its ends are driven from their descriptors, like kvd's own sockets, and its server, a process of its
+own (``python -m kvd.bench.control ENDPOINT``), answers each message with as many bytes as the first
+frame says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +27,7 @@ import uvloop
 import zmq
 
 import kvd.client
-from kvd.bench.daemons import Pair, two_daemons
-from kvd.bench.echo import EchoClient, echo_server
-from kvd.bench.table import (
+from kvd.bench.report import (
     Goal,
     at_least,
     at_most,
@@ -33,10 +37,71 @@ from kvd.bench.table import (
     show_table,
     write_json,
 )
+from kvd.harness.daemons import Pair, two_daemons
+from kvd.sockets import LoopSocket, open_dealer, open_router
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from collections.abc import Iterator
+
+    from kvd.bench.report import Told
     from kvd.client.api import Node
+
+
+START_S = 10.0
+LOOK_S = 0.01
+
+
+class EchoClient:
+    """Calls of the echo; answers come in the order of the calls."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        dealer = open_dealer(context)
+        dealer.connect(endpoint)
+        self._socket = LoopSocket(dealer, self._answered, loop=loop)
+
+    async def call(self, answer_bytes: int, *frames: bytes) -> None:
+        """Send ``frames`` and wait for ``answer_bytes`` bytes."""
+        answered: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append(answered)
+        self._socket.send([b"%d" % answer_bytes, *frames])
+        await answered
+
+    def close(self) -> None:
+        """Stop."""
+        self._socket.close()
+
+    def _answered(self, _: list[bytes]) -> None:
+        self._waiting.popleft().set_result(None)
+
+
+async def serve(endpoint: str) -> None:
+    """Echo until the process is stopped."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = open_router(context)
+    router.bind(endpoint)
+    payload = bytes(2**20)
+
+    def answer(frames: list[bytes]) -> None:
+        echo.send([frames[0], payload[: int(frames[1])]])
+
+    echo = LoopSocket(router, answer, loop=asyncio.get_running_loop())
+    await asyncio.Event().wait()
+
+
+@contextlib.contextmanager
+def echo_server(directory: Path) -> Iterator[str]:
+    """An echo process, as an endpoint, for as long as the block lasts."""
+    endpoint = f"ipc://{directory}/echo.sock"
+    process = subprocess.Popen([sys.executable, "-m", "kvd.bench.control", endpoint])
+    try:
+        yield endpoint
+    finally:
+        process.terminate()
+        process.wait()
+
 
 ROUNDS = 5
 PAGE_SIZE = 16
@@ -58,7 +123,7 @@ SETTINGS = {
 Call = Callable[[int], Awaitable[None]]
 
 
-class Figure(msgspec.Struct, frozen=True):
+class ControlFigure(msgspec.Struct, frozen=True):
     """One row: kvd beside the echo, microseconds and calls a second.
 
     ``ratio``: of the p50s, kvd over echo; of lease cycles, which take two calls, of the rates.
@@ -92,12 +157,12 @@ class KeyCost(msgspec.Struct, frozen=True):
 class ControlResult(msgspec.Struct, frozen=True):
     """What ``kvd bench control`` reports; ``keys`` only with ``--keys``."""
 
-    figures: tuple[Figure, ...]
+    figures: tuple[ControlFigure, ...]
     goals: tuple[Goal, ...]
     keys: tuple[KeyCost, ...] = ()
 
 
-class Sample:
+class CallTimes:
     """Latencies and throughput of one kind of call."""
 
     def __init__(self) -> None:
@@ -128,10 +193,12 @@ class Sample:
         return float(np.median(self.rates))
 
 
-async def in_turns(ours: Call, echo: Call, *, calls: int, in_flight: int) -> tuple[Sample, Sample]:
+async def in_turns(
+    ours: Call, echo: Call, *, calls: int, in_flight: int
+) -> tuple[CallTimes, CallTimes]:
     """Measure both, one round after the other, after a warm-up of each."""
-    mine, reference = Sample(), Sample()
-    for sample, call in ((Sample(), ours), (Sample(), echo)):
+    mine, reference = CallTimes(), CallTimes()
+    for sample, call in ((CallTimes(), ours), (CallTimes(), echo)):
         await sample.run(call, max(in_flight, calls // 10), in_flight)
     for _ in range(ROUNDS):
         await mine.run(ours, calls, in_flight)
@@ -145,7 +212,7 @@ def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
     return [rng.integers(0, 128_256, n_tokens, dtype=np.int32) for _ in range(count)]
 
 
-async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> Figure:
+async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> ControlFigure:
     """``match`` of a cached prompt, one at a time."""
     prompt = prompts(1, n_tokens, seed=n_tokens)[0]
     lease = await node.lease(prompt)
@@ -165,7 +232,7 @@ async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> Figure:
     return _figure(what, 1, (mine, reference), ratio, goals)
 
 
-async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> Figure:
+async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> ControlFigure:
     """``lease`` + ``release(tokens)`` of fresh 13k-token prompts, evicting as the pool is full."""
     fresh = prompts(256, CYCLE_TOKENS, seed=in_flight)
     frames = [prompt.tobytes() for prompt in fresh]
@@ -218,7 +285,9 @@ def handed_over() -> np.ndarray:
     return prompts(1, 4096, seed=4096)[0]
 
 
-async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: int) -> Figure:
+async def full_hit_figure(
+    ends: tuple[Node, Node], echo: EchoClient, in_flight: int
+) -> ControlFigure:
     """Full-hit handoffs, beside one echo with the prompt in it."""
     frame = handed_over().tobytes()
 
@@ -237,12 +306,12 @@ async def full_hit_figure(ends: tuple[Node, Node], echo: EchoClient, in_flight: 
 def _figure(
     what: str,
     in_flight: int,
-    samples: tuple[Sample, Sample],
+    samples: tuple[CallTimes, CallTimes],
     ratio: float,
     goals: tuple[Goal, ...],
-) -> Figure:
+) -> ControlFigure:
     mine, echo = samples
-    return Figure(
+    return ControlFigure(
         what=what,
         in_flight=in_flight,
         p50_us=round(mine.quantile_us(50), 1),
@@ -298,7 +367,7 @@ async def measure_keys(keyed: Pair, bare: Pair, told: Told) -> tuple[KeyCost, ..
     return tuple(costs)
 
 
-def _key_cost(in_flight: int, with_keys: Sample, without: Sample) -> KeyCost:
+def _key_cost(in_flight: int, with_keys: CallTimes, without: CallTimes) -> KeyCost:
     return KeyCost(
         in_flight=in_flight,
         keys_p50_us=round(with_keys.quantile_us(50), 1),
@@ -331,7 +400,7 @@ def _show_keys(costs: tuple[KeyCost, ...]) -> None:
 HEADERS = ("what", "in flight", "p50 us", "p99", "per s", "echo p50", "echo per s", "ratio")
 
 
-def _row(one: Figure) -> list[str]:
+def _row(one: ControlFigure) -> list[str]:
     return [
         one.what,
         str(one.in_flight),
@@ -375,3 +444,7 @@ def command(file: Path | None, *, keys: bool) -> None:
     show_goals(result.goals)
     if file is not None:
         write_json(file, result)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The engines of ``kvd bench stream``: two sessions, one on each daemon, and whole handoffs.
+"""The engines of a measurement: two sessions, one on each daemon, and whole handoffs.
 
 What lives here: leases and handoffs of a fixed prompt length, in either direction. What must not:
 references, statistics, tables.
@@ -12,17 +12,21 @@ every one of their pages travels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
+import kvd.client
 from kvd.types import Pages, runs_of
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon
+    from collections.abc import AsyncIterator
+
     from kvd.client import Lease, Node, Receive, Send
+    from kvd.harness.daemons import DaemonProcess, Pair
 
 DEADLINE_S: Final = 30.0
 TOKENS_END: Final = 2**31 - 1
@@ -44,14 +48,14 @@ class Took(msgspec.Struct, frozen=True):
         return max(end - began for began, end in self.spans)
 
 
-class Side(NamedTuple):
+class EngineSide(NamedTuple):
     """One daemon and the session with it."""
 
-    daemon: Daemon
+    daemon: DaemonProcess
     node: Node
 
 
-class Handoff:
+class OneHandoff:
     """One handoff that is ready to go: both sides have met, nothing is written yet."""
 
     def __init__(self, lease: Lease, receive: Receive, send: Send) -> None:
@@ -81,21 +85,21 @@ class Handoff:
         await self._lease.release(())
 
 
-class Engines:
+class HandoffEngines:
     """Both sessions, and the numbers that must not repeat: tokens and rooms."""
 
-    def __init__(self, prefill: Side, decode: Side, prompt_tokens: int) -> None:
+    def __init__(self, prefill: EngineSide, decode: EngineSide, prompt_tokens: int) -> None:
         self._sides = (prefill, decode)
         self._prompt_tokens = prompt_tokens
         self._next_token = 0
         self._room = 0
 
-    async def meet(self, ways: int) -> list[Handoff]:
+    async def meet(self, ways: int) -> list[OneHandoff]:
         """A handoff from prefill to decode, and for two ways one back as well."""
         there, back = self._sides, self._sides[::-1]
         return [await self._meet(*each) for each in (there, back)[:ways]]
 
-    async def move(self, handoffs: list[Handoff]) -> Took:
+    async def move(self, handoffs: list[OneHandoff]) -> Took:
         """Finish them all at once, and give everything back."""
         took = Took(tuple(await asyncio.gather(*(one.finish() for one in handoffs))))
         for one in handoffs:
@@ -116,7 +120,7 @@ class Engines:
             for number in order.permutation(len(leases)).tolist():
                 await leases[number].release()
 
-    async def _meet(self, source: Side, destination: Side) -> Handoff:
+    async def _meet(self, source: EngineSide, destination: EngineSide) -> OneHandoff:
         tokens = self._fresh(self._prompt_tokens)
         self._room += 1
         lease = await source.node.lease(tokens)
@@ -127,13 +131,24 @@ class Engines:
             self._room, tokens, lease=lease, deadline_s=DEADLINE_S, to=destination.daemon.name
         )
         await send.accepted()
-        return Handoff(lease, receive, send)
+        return OneHandoff(lease, receive, send)
 
     def _fresh(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Tokens that no prompt had before."""
         start = self._next_token
         self._next_token += count
         return (np.arange(start, start + count) % TOKENS_END).astype(np.int32)
+
+
+@contextlib.asynccontextmanager
+async def two_engines(pair: Pair, prompt_tokens: int) -> AsyncIterator[HandoffEngines]:
+    """A session with each of two daemons, for as long as the block lasts."""
+    p, d = pair.prefill, pair.decode
+    async with (
+        kvd.client.connect(p.client, name="bench-p") as at_p,
+        kvd.client.connect(d.client, name="bench-d") as at_d,
+    ):
+        yield HandoffEngines(EngineSide(p, at_p), EngineSide(d, at_d), prompt_tokens)
 
 
 def run_count(pages: bytes) -> int:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from kvd.bench.daemons import LLAMA_8B, one_daemon, two_daemons
 from kvd.bench.memory import Resident, busy_s, proportional_bytes, resident, when_collapsed
-from kvd.bench.table import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.harness.daemons import LLAMA_8B, one_daemon, two_daemons
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
+    from kvd.harness.daemons import DaemonProcess
 
 POOL_MIB: Final = 256
 RECORDED_S: Final = 60.0
@@ -37,7 +37,7 @@ SETTINGS: Final = {
 """With the flight recorder, as every daemon is unless it is turned off."""
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessCost(msgspec.Struct, frozen=True):
     """One process at rest; ``cpu_share`` is of one core."""
 
     name: str
@@ -46,7 +46,7 @@ class Process(msgspec.Struct, frozen=True):
     proportional_bytes: int
 
 
-class Start(msgspec.Struct, frozen=True):
+class DaemonStart(msgspec.Struct, frozen=True):
     """One start until ready: ``cpu_s`` is what all processes computed meanwhile."""
 
     wall_s: float
@@ -56,11 +56,11 @@ class Start(msgspec.Struct, frozen=True):
 class FootprintResult(msgspec.Struct, frozen=True):
     """What ``kvd bench footprint`` reports."""
 
-    starts: tuple[Start, ...]
+    starts: tuple[DaemonStart, ...]
     start_s: float
     start_cpu_s: float
     idle_s: float
-    processes: tuple[Process, ...]
+    processes: tuple[ProcessCost, ...]
     goals: tuple[Goal, ...]
 
 
@@ -89,14 +89,14 @@ def run(starts: int, idle_s: float, told: Told) -> FootprintResult:
     )
 
 
-def _start(directory: Path, name: str) -> Start:
+def _start(directory: Path, name: str) -> DaemonStart:
     began_s = time.monotonic()
     with one_daemon(directory, SETTINGS, name=name) as daemon:
         wall_s = time.monotonic() - began_s
-        return Start(wall_s, sum(busy_s(pid) for pid in _processes(daemon).values()))
+        return DaemonStart(wall_s, sum(busy_s(pid) for pid in _processes(daemon).values()))
 
 
-def _processes(daemon: Daemon) -> dict[str, int]:
+def _processes(daemon: DaemonProcess) -> dict[str, int]:
     """Process ids by what they are called."""
     return {
         "daemon": daemon.pid,
@@ -105,12 +105,12 @@ def _processes(daemon: Daemon) -> dict[str, int]:
     }
 
 
-def _is_recorded(daemon: Daemon) -> bool:
+def _is_recorded(daemon: DaemonProcess) -> bool:
     """Whether the recorder process is up: it takes its time when the machine is busy."""
     return daemon.snapshot().recorder.inputs > 0
 
 
-def _at_rest(directory: Path, idle_s: float) -> tuple[Process, ...]:
+def _at_rest(directory: Path, idle_s: float) -> tuple[ProcessCost, ...]:
     with two_daemons(directory, SETTINGS) as pair:
         when_collapsed(pair, POOL_MIB * 2**20)
         daemon = pair.prefill
@@ -121,7 +121,7 @@ def _at_rest(directory: Path, idle_s: float) -> tuple[Process, ...]:
         time.sleep(idle_s)
         took_s = time.monotonic() - began_s
         return tuple(
-            Process(
+            ProcessCost(
                 name=name,
                 cpu_share=(busy_s(pid) - before[name]) / took_s,
                 resident=resident(pid),

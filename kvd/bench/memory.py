@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Pair
+    from kvd.harness.daemons import Pair
 
 COLLAPSE_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1

@@ -3,30 +3,39 @@
 ``python -m kvd.bench.raw_nixl`` is one such process. It maps the memory of a daemon's pool, the
 very same pages, because how they lie in the machine's memory changes the speed of copies by a
 fifth; and it obeys one command at a time: write pages to the other one through NIXL, copy pages by
-memcpy, or stream bytes over a plain TCP connection. ``RawProcess`` is its parent's end.
+memcpy, or stream bytes over a plain TCP connection. ``RawProcess`` is its parent's end,
+and ``RawPair`` two of them that do the same work as a handoff.
 
 Nothing is in the way of NIXL here: the descriptors are built before the clock starts, and nobody is
 told of anything before the last handle is done. Where that is fastest the sender spins, which is
 more than any service can afford.
+
+Raw NIXL is measured in its best configuration, found on the spot: several sizes of handles and
+numbers of them in flight are tried, and the fastest is the reference for the whole run.
 
 Times are of CLOCK_MONOTONIC, so those of two processes of one host can be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final, TypeVar, assert_never
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never
 
 import msgspec
 import numpy as np
 
+from kvd.bench.engines import Took
+from kvd.bench.memory import huge_bytes
+from kvd.client.blocking import attach
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
@@ -34,14 +43,19 @@ from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
 from kvd.transfer.nixl import Binding, Receiver, Sender, Span, Step
 from kvd.types import Pages
+from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import IO
 
     from numpy.typing import NDArray
 
-A = TypeVar("A", bound="Answer")
+    from kvd.bench.stream import Site
+    from kvd.harness.daemons import DaemonProcess, Pair
+
+
+A = TypeVar("A", bound="RawAnswer")
 
 REGION: Final = "kv"
 SCRATCH_BYTES: Final = 4096
@@ -49,8 +63,8 @@ STREAM_STEP_BYTES: Final = 2**20
 ANSWER_S: Final = 120.0
 
 
-class Shape(msgspec.Struct, frozen=True, tag=True):
-    """First command: map the region behind an inherited descriptor. Answer: ``Made``."""
+class MapRegion(msgspec.Struct, frozen=True, tag=True):
+    """First command: map the region behind an inherited descriptor. Answer: ``RegionMade``."""
 
     name: str
     descriptor: int
@@ -58,17 +72,17 @@ class Shape(msgspec.Struct, frozen=True, tag=True):
     page_bytes: int
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True):
-    """Make a sending agent for the other process. Answer: ``Did``."""
+class ConnectRaw(msgspec.Struct, frozen=True, tag=True):
+    """Make a sending agent for the other process. Answer: ``WorkDone``."""
 
     metadata: bytes
 
 
-class Write(msgspec.Struct, frozen=True, tag=True):
+class WritePages(msgspec.Struct, frozen=True, tag=True):
     """Write my pages over the other one's, in handles of ``handle_rows`` descriptors of 512 KiB.
 
     ``sleep_s`` is how long the sender sleeps at most until a socket wakes it; 0: it spins.
-    Answer: ``Did``.
+    Answer: ``WorkDone``.
     """
 
     source: bytes
@@ -78,24 +92,24 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     sleep_s: float
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
-    """memcpy my pages over my pages, at most ``piece_bytes`` per call. Answer: ``Did``."""
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """memcpy my pages over my pages, at most ``piece_bytes`` per call. Answer: ``WorkDone``."""
 
     source: bytes
     destination: bytes
     piece_bytes: int
 
 
-class Take(msgspec.Struct, frozen=True, tag=True):
-    """Accept one TCP connection and exchange bytes. Answers: ``Listening``, then ``Did``."""
+class TakeStream(msgspec.Struct, frozen=True, tag=True):
+    """Accept one TCP connection and exchange bytes. Answers: ``Listening``, then ``WorkDone``."""
 
     host: str
     receive_bytes: int
     send_bytes: int
 
 
-class Give(msgspec.Struct, frozen=True, tag=True):
-    """Make one TCP connection and exchange bytes, both directions at once. Answer: ``Did``."""
+class GiveStream(msgspec.Struct, frozen=True, tag=True):
+    """Make one TCP connection and exchange bytes, both directions at once. Answer: ``WorkDone``."""
 
     host: str
     port: int
@@ -103,14 +117,14 @@ class Give(msgspec.Struct, frozen=True, tag=True):
     send_bytes: int
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
+class RegionMade(msgspec.Struct, frozen=True, tag=True):
     """The region is mapped and registered."""
 
     metadata: bytes
     binding: str
 
 
-class Did(msgspec.Struct, frozen=True, tag=True):
+class WorkDone(msgspec.Struct, frozen=True, tag=True):
     """When the work of the last command began and ended."""
 
     began_s: float
@@ -118,20 +132,20 @@ class Did(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Where to ``Give``."""
+    """Where to ``GiveStream``."""
 
     port: int
 
 
-Command = Shape | Connect | Write | Copy | Take | Give
-Answer = Made | Did | Listening
+RawCommand = MapRegion | ConnectRaw | WritePages | CopyPages | TakeStream | GiveStream
+RawAnswer = RegionMade | WorkDone | Listening
 
-_COMMAND: Final = msgspec.msgpack.Decoder(Command)
-_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
+_COMMAND: Final = msgspec.msgpack.Decoder(RawCommand)
+_ANSWER: Final = msgspec.msgpack.Decoder(RawAnswer)
 _LENGTH_BYTES: Final = 4
 
 
-def _put(stream: IO[bytes], message: Command | Answer) -> None:
+def _put(stream: IO[bytes], message: RawCommand | RawAnswer) -> None:
     body = msgspec.msgpack.encode(message)
     stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
     stream.flush()
@@ -171,7 +185,7 @@ class RawProcess:
         """Of the process, or of what put it into its place."""
         return self._child.pid
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: RawCommand) -> None:
         """Hand over a command; ``hear`` its answer before the next."""
         try:
             _put(self._orders, command)
@@ -190,7 +204,7 @@ class RawProcess:
             raise RawFailed(f"a bare process answered {answer!r} where {kind.__name__} was due")
         return answer
 
-    def do(self, command: Command, kind: type[A]) -> A:
+    def do(self, command: RawCommand, kind: type[A]) -> A:
         """``tell`` and ``hear``."""
         self.tell(command)
         return self.hear(kind)
@@ -212,9 +226,12 @@ class RawProcess:
 class _Bare:
     """What one bare process owns."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MapRegion) -> None:
         geometry = Geometry(
-            shape.pages, shape.page_bytes, (PieceRow(0, shape.page_bytes, shape.page_bytes),), ()
+            pages=shape.pages,
+            page_bytes=shape.page_bytes,
+            rows=(PieceRow(0, shape.page_bytes, shape.page_bytes),),
+            tensors=(),
         )
         self._note = map_region(RegionFd(REGION, shape.descriptor, geometry).plan())
         whole = (ctypes.c_uint8 * self._note.region_bytes).from_address(self._note.address)
@@ -231,31 +248,38 @@ class _Bare:
         self._sender: Sender | None = None
         self._theirs = self._note
 
-    def obey(self, command: Command, say: IO[bytes]) -> Answer:
+    def obey(self, command: RawCommand, say: IO[bytes]) -> RawAnswer:
         """Do it."""
         match command:
-            case Shape():
+            case MapRegion():
                 return self._made()
-            case Connect(metadata):
+            case ConnectRaw(metadata):
                 return self._connect(metadata)
-            case Write():
+            case WritePages():
                 return self._write(command)
-            case Copy():
+            case CopyPages():
                 return self._copy(command)
-            case Take():
+            case TakeStream():
                 return self._take(command, say)
-            case Give():
+            case GiveStream():
                 with socket.create_connection((command.host, command.port)) as connection:
                     return self._exchange(connection, command)
             case _:
                 assert_never(command)
 
-    def _made(self) -> Made:
+    def _made(self) -> RegionMade:
         blob = self._receiver.blob
-        told = Metadata(VERSION, self._name, blob, self._scratch, SCRATCH_BYTES, (self._note,))
-        return Made(pack(told), self._binding.module)
+        told = Metadata(
+            version=VERSION,
+            agent=self._name,
+            blob=blob,
+            scratch=self._scratch,
+            scratch_bytes=SCRATCH_BYTES,
+            regions=(self._note,),
+        )
+        return RegionMade(pack(told), self._binding.module)
 
-    def _connect(self, metadata: bytes) -> Did:
+    def _connect(self, metadata: bytes) -> WorkDone:
         began_s = time.monotonic()
         peer = unpack(metadata)
         self._theirs = next(region for region in peer.regions if region.name == REGION)
@@ -265,9 +289,9 @@ class _Bare:
         handle = self._sender.post(first, there)
         while self._sender.step(handle) is Step.RUNNING:
             pass
-        return Did(began_s, time.monotonic())
+        return WorkDone(began_s, time.monotonic())
 
-    def _write(self, command: Write) -> Did:
+    def _write(self, command: WritePages) -> WorkDone:
         sender = self._sender
         assert sender is not None
         plan = writes(Pages(command.source), Pages(command.destination), self._note, self._theirs)
@@ -289,9 +313,9 @@ class _Bare:
                 flying.append(sender.post(at, to))
             while flying:
                 _await(sender, flying, sockets, command.sleep_s)
-            return Did(began_s, time.monotonic())
+            return WorkDone(began_s, time.monotonic())
 
-    def _copy(self, command: Copy) -> Did:
+    def _copy(self, command: CopyPages) -> WorkDone:
         size, most = self._page_bytes, command.piece_bytes
         pieces = []
         for at, to in _shared_runs(Pages(command.source), Pages(command.destination)):
@@ -304,16 +328,16 @@ class _Bare:
         began_s = time.monotonic()
         for there, here in pieces:
             np.copyto(there, here)
-        return Did(began_s, time.monotonic())
+        return WorkDone(began_s, time.monotonic())
 
-    def _take(self, command: Take, say: IO[bytes]) -> Did:
+    def _take(self, command: TakeStream, say: IO[bytes]) -> WorkDone:
         with socket.create_server((command.host, 0)) as listener:
             _put(say, Listening(listener.getsockname()[1]))
             connection, _ = listener.accept()
             with connection:
                 return self._exchange(connection, command)
 
-    def _exchange(self, connection: socket.socket, command: Take | Give) -> Did:
+    def _exchange(self, connection: socket.socket, command: TakeStream | GiveStream) -> WorkDone:
         """Send the start of the region while its end is received over."""
         view = self._bytes.data
         sending = view[: command.send_bytes]
@@ -333,7 +357,7 @@ class _Bare:
                 raise ConnectionError(f"the stream ended after {got} of {len(receiving)} bytes")
             got += count
         sender.join()
-        return Did(began_s, time.monotonic())
+        return WorkDone(began_s, time.monotonic())
 
 
 def _await(sender: Sender, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
@@ -367,13 +391,120 @@ def main() -> None:
     if not first:
         return
     shape = _COMMAND.decode(first)
-    assert isinstance(shape, Shape)
+    assert isinstance(shape, MapRegion)
     bare = _Bare(shape)
     body = first
     while body:
         _put(answers, bare.obey(_COMMAND.decode(body), answers))
         body = _get(orders)
     os._exit(0)  # agents and handles are not taken down one by one
+
+
+POOL: Final = "main"
+TRIES: Final = 3
+
+
+class Tuning(NamedTuple):
+    """How raw NIXL is driven: descriptors of 512 KiB per handle, handles in flight, longest nap."""
+
+    handle_rows: int
+    in_flight: int
+    sleep_s: float
+
+
+NAP_S: Final = 0.02
+ALL: Final = 1_000_000
+TUNINGS: Final = (
+    Tuning(16, 1, 0),
+    Tuning(16, 4, 0),
+    Tuning(64, 4, 0),
+    Tuning(ALL, 1, 0),
+    Tuning(16, 4, NAP_S),
+    Tuning(16, 8, NAP_S),
+    Tuning(ALL, 1, NAP_S),
+)
+
+
+class RawPair:
+    """Two bare processes, over the pools of two daemons, that can write to each other."""
+
+    def __init__(self, first: RawProcess, second: RawProcess) -> None:
+        self._processes = (first, second)
+        self.tuning = TUNINGS[0]
+
+    @property
+    def huge_bytes(self) -> tuple[int, ...]:
+        """Bytes of the pools that each of them has mapped as 2 MiB pages so far."""
+        return tuple(huge_bytes(one.pid) for one in self._processes)
+
+    def tune(self, source: bytes, destination: bytes) -> None:
+        """Find the fastest way to write these pages, one way."""
+        times: dict[Tuning, float] = {}
+        for tuning in TUNINGS:
+            self.tuning = tuning
+            took = [self.write(source, destination, ways=1).seconds for _ in range(TRIES)]
+            times[tuning] = statistics.median(took)
+        self.tuning = min(times, key=lambda tuning: times[tuning])
+
+    def write(self, source: bytes, destination: bytes, *, ways: int) -> Took:
+        """Write pages of the first process over pages of the second; two ways: and back."""
+        return self._both(WritePages(source, destination, *self.tuning), ways)
+
+    def copy(self, source: bytes, destination: bytes, *, ways: int, piece_bytes: int) -> Took:
+        """As many bytes by memcpy within a process; two ways: in both processes at once."""
+        return self._both(CopyPages(source, destination, piece_bytes), ways)
+
+    def stream(self, host: str, size_bytes: int, *, ways: int) -> Took:
+        """As many bytes over one plain TCP connection; two ways: in both directions at once."""
+        giver, taker = self._processes
+        back_bytes = size_bytes * (ways - 1)
+        port = taker.do(TakeStream(host, size_bytes, back_bytes), Listening).port
+        gave = giver.do(
+            GiveStream(host=host, port=port, receive_bytes=back_bytes, send_bytes=size_bytes),
+            WorkDone,
+        )
+        took = taker.hear(WorkDone)
+        spans = ((gave.began_s, took.ended_s), (took.began_s, gave.ended_s))
+        return Took(spans[:ways])
+
+    def _both(self, command: RawCommand, ways: int) -> Took:
+        active = self._processes[:ways]
+        for one in active:
+            one.tell(command)
+        done = [one.hear(WorkDone) for one in active]
+        return Took(tuple((one.began_s, one.ended_s) for one in done))
+
+
+@contextlib.contextmanager
+def raw_pair(pair: Pair, site: Site, *, pages: int, page_bytes: int) -> Iterator[RawPair]:
+    """A bare process beside each daemon, over its pool, for as long as the block lasts."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for daemon, place in zip((pair.prefill, pair.decode), site.places, strict=True):
+            descriptor = stack.enter_context(_pool_memory(daemon))
+            one = RawProcess(descriptor, place.prefix, site.environment)
+            stack.callback(one.stop)
+            one.tell(
+                MapRegion(
+                    name=daemon.name, descriptor=descriptor, pages=pages, page_bytes=page_bytes
+                )
+            )
+            processes.append(one)
+        first, second = processes
+        made = (first.hear(RegionMade), second.hear(RegionMade))
+        first.do(ConnectRaw(made[1].metadata), WorkDone)
+        second.do(ConnectRaw(made[0].metadata), WorkDone)
+        yield RawPair(first, second)
+
+
+@contextlib.contextmanager
+def _pool_memory(daemon: DaemonProcess) -> Iterator[int]:
+    """The descriptor of a daemon's pool, from a session that lasts as long as the block."""
+    attachment = attach(daemon.client, Attach("bench-raw"))
+    try:
+        yield attachment.memory_fd(POOL, REGION)
+    finally:
+        attachment.close()
 
 
 if __name__ == "__main__":

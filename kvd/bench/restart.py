@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import Daemon
-from kvd.bench.table import (
+from kvd.bench.report import (
     Goal,
     at_least,
     at_most,
@@ -35,6 +34,7 @@ from kvd.bench.table import (
     show_table,
     write_json,
 )
+from kvd.harness.daemons import DaemonProcess
 from kvd.journal.identity import HEAD_BYTES
 from kvd.journal.words import are_pending
 from kvd.pools.keeper import JOURNAL
@@ -44,7 +44,7 @@ from kvd.wire.admin import EventPage, ListEvents
 from kvd.wire.restart_events import Adopted
 
 if TYPE_CHECKING:
-    from kvd.bench.table import Told
+    from kvd.bench.report import Told
     from kvd.types import Tokens
 
 PAGE_TOKENS = 16
@@ -52,12 +52,11 @@ SHAPE = {"pool.layers": "16", "pool.heads": "1", "pool.head_dim": "64", "pool.dt
 PAGE_BYTES = 64 * 1024
 """Of ``SHAPE``: 16 layers of K and V for 16 tokens, 64 numbers of 2 bytes each."""
 SUMMED_WITHIN_S = 60.0
-GOAL_READY_S = 1.0
 CONVERSATIONS = 300
 TURNS = 8
 
 
-class Hits(msgspec.Struct, frozen=True):
+class RestartHits(msgspec.Struct, frozen=True):
     """The second half of the requests: what was asked for, and what was cached of it."""
 
     how: str
@@ -71,7 +70,7 @@ class Hits(msgspec.Struct, frozen=True):
         return self.hit_tokens / self.asked_tokens
 
 
-class Start(msgspec.Struct, frozen=True):
+class RestartTimes(msgspec.Struct, frozen=True):
     """One start, medians: of a pool that was found full (``how``: stop or kill), or made (cold)."""
 
     how: str
@@ -91,29 +90,29 @@ class RestartResult(msgspec.Struct, frozen=True):
     """What ``kvd bench restart`` reports."""
 
     requests: int
-    hits: tuple[Hits, ...]
-    starts: tuple[Start, ...]
+    hits: tuple[RestartHits, ...]
+    starts: tuple[RestartTimes, ...]
     goals: tuple[Goal, ...]
 
 
-def settings(pages: int, memory: Path, verify: str) -> dict[str, str]:
+def settings(pages: int, memory: Path) -> dict[str, str]:
     """A daemon whose pool lies in ``memory``."""
     return {
         **SHAPE,
         "pool.pages": str(pages + 1),
         "pool.backing": "shm",
         "pool.directory": str(memory),
-        "pool.verify": verify,
+        "pool.verify": "sampled",
     }
 
 
-def adopted_pages(daemon: Daemon) -> int:
+def adopted_pages(daemon: DaemonProcess) -> int:
     """Pages that this daemon took over from the one before; 0 where it found nothing."""
     page = daemon.ask(ListEvents(1, 0), EventPage)
     return sum(event.pages for event in page.events if isinstance(event, Adopted))
 
 
-async def serve(daemon: Daemon, prompts: list[Tokens]) -> int:
+async def serve(daemon: DaemonProcess, prompts: list[Tokens]) -> int:
     """Lease, commit and release each prompt; the tokens that were cached already."""
     hit_tokens = 0
     async with kvd.client.connect(daemon.client, name="bench") as node:
@@ -124,7 +123,7 @@ async def serve(daemon: Daemon, prompts: list[Tokens]) -> int:
     return hit_tokens
 
 
-async def first_hit(daemon: Daemon, prompt: Tokens) -> int:
+async def first_hit(daemon: DaemonProcess, prompt: Tokens) -> int:
     """The cached prefix of one prompt, as the first lease of an engine finds it."""
     async with kvd.client.connect(daemon.client, name="bench") as node:
         lease = await node.lease(np.frombuffer(prompt, dtype="<i4"))
@@ -132,7 +131,7 @@ async def first_hit(daemon: Daemon, prompt: Tokens) -> int:
         return lease.prefix_len
 
 
-def end(daemon: Daemon, how: str, memory: Path, pages: int) -> None:
+def end(daemon: DaemonProcess, how: str, memory: Path, pages: int) -> None:
     """Stop or kill it. A killed one is given the time to have summed what is cached."""
     if how == "kill":
         daemon.wait_for(
@@ -149,14 +148,14 @@ def unsummed_pages(memory: Path, pages: int) -> int:
     return int(np.count_nonzero(are_pending(words)))
 
 
-def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Hits:
+def measure_hits(how: str, prompts: list[Tokens], pages: int) -> RestartHits:
     """All requests, with this in the middle: nothing, a stop and a start, or a kill and one."""
     half = len(prompts) // 2
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = Daemon("solo", Path(name), settings(pages, Path(memory), "sampled"))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
         try:
             daemon.start()
             daemon.wait_ready()
@@ -170,10 +169,10 @@ def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Hits:
         finally:
             daemon.stop()
     asked = sum(len(prompt) for prompt in prompts[half:]) // ID_BYTES
-    return Hits(how, asked, hit_tokens, adopted)
+    return RestartHits(how=how, asked_tokens=asked, hit_tokens=hit_tokens, adopted_pages=adopted)
 
 
-def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
+def measure_starts(how: str, pages: int, times: int) -> RestartTimes:
     """Fill the pool once; then end and start so often."""
     rng = np.random.default_rng(1)
     prompts = [
@@ -185,7 +184,7 @@ def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
         tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
     ):
-        daemon = Daemon("solo", Path(name), settings(pages, Path(memory), verify))
+        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
         try:
             if how != "cold":
                 daemon.start()
@@ -212,12 +211,12 @@ def measure_starts(how: str, pages: int, times: int, verify: str) -> Start:
                         raise daemon.failed("has lost what was cached")
         finally:
             daemon.stop()
-    return Start(
-        how,
-        pages * PAGE_BYTES / 2**30,
-        round(statistics.median(ready), 3),
-        round(statistics.median(hit), 3),
-        adopted,
+    return RestartTimes(
+        how=how,
+        pool_gib=pages * PAGE_BYTES / 2**30,
+        ready_s=round(statistics.median(ready), 3),
+        first_hit_s=round(statistics.median(hit), 3),
+        adopted_pages=adopted,
     )
 
 
@@ -233,7 +232,14 @@ def conversations() -> list[TraceRequest]:
         grown[number] = [*grown[number], *range(last, last + more)]
         last += more
         blocks = grown[number]
-        requests.append(TraceRequest(0, len(blocks) * BLOCK_TOKENS, 0, blocks))
+        requests.append(
+            TraceRequest(
+                timestamp=0,
+                input_length=len(blocks) * BLOCK_TOKENS,
+                output_length=0,
+                hash_ids=blocks,
+            )
+        )
     return requests
 
 
@@ -250,7 +256,7 @@ def run(trace: Path | None, limit: int, pool_gib: float, times: int, told: Told)
     starts = []
     for how in ("cold", "stop", "kill"):
         told(f"starts, {how}")
-        starts.append(measure_starts(how, int(pool_gib * 2**30) // PAGE_BYTES, times, "sampled"))
+        starts.append(measure_starts(how, int(pool_gib * 2**30) // PAGE_BYTES, times))
     without, stopped, killed = hits
     goals = (
         at_least("hit rate after a stop over that without", 1.0, stopped.rate / without.rate),
@@ -258,7 +264,7 @@ def run(trace: Path | None, limit: int, pool_gib: float, times: int, told: Told)
         at_most(f"s from start to ready, {pool_gib:g} GiB, after a stop", 1.0, starts[1].ready_s),
         at_most(f"s from start to ready, {pool_gib:g} GiB, after a kill", 1.0, starts[2].ready_s),
     )
-    return RestartResult(len(prompts), tuple(hits), tuple(starts), goals)
+    return RestartResult(requests=len(prompts), hits=tuple(hits), starts=tuple(starts), goals=goals)
 
 
 @click.command("restart")

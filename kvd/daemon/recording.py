@@ -3,9 +3,9 @@
 Inputs are kept before they are stepped and written to the ring with every tick, so a daemon that is
 killed loses the last of them; following, stepping and saving is the recorder process's. At full
 rate a lease and its release take 231 us instead of 200 with 200 tokens, 273 instead of 224 with
-13,000 (``kvd bench recorder``). Whatever becomes of that process, the daemon goes on: it says that
-the recording has ended, and begins anew with a fresh copy of the node as soon as that is small
-enough to be made between two ticks.
+13,000 (``python -m benchmarks recorder``). Whatever becomes of that process, the daemon goes on:
+it says that the recording has ended, and begins anew with a fresh copy of the node as soon as that
+is small enough to be made between two ticks.
 
     OFF --begin--> RECORDING --it died, fell behind, strayed--> ENDED --pause, begin--> RECORDING
 """

@@ -1,6 +1,8 @@
 """``kvd demo``: the command line of the demo, and how its progress is shown.
 
 Importing this loads neither torch nor transformers; the engines do, in their own processes.
+Progress is a bar on a terminal, plain lines anywhere else; both go to the standard error, for the
+standard output is for the result alone.
 """
 
 from __future__ import annotations
@@ -9,24 +11,91 @@ import importlib.util
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import click
 import msgspec
 from click.core import ParameterSource
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvd.demo import embedding, embedding_report
-from kvd.demo.division import ALONE, Division, Way, need_divisible
+from kvd.demo import embedding
+from kvd.demo.division import ALONE, Division, DivisionWay, need_divisible
 from kvd.demo.models import ARCHITECTURES, DTYPES, ENCODERS, PAGE_SIZE
 from kvd.demo.processes import DemoFailed
-from kvd.demo.progress import Bar, Lines
-from kvd.demo.report import Report, controls_told, legend_of, table_of, verdict
+from kvd.demo.report import DemoReport, controls_told, legend_of, table_of, verdict
 from kvd.demo.runner import run
-from kvd.demo.settings import MOST_TURNS, Settings
+from kvd.demo.settings import MOST_TURNS, DemoSettings
 
 if TYPE_CHECKING:
-    from kvd.demo.embedding_report import EmbeddingReport
+    from types import TracebackType
+
+    from kvd.demo.embedding import EmbeddingReport
+    from kvd.demo.report import TurnRow
+
+
+def told(row: TurnRow) -> str:
+    """One turn in a line."""
+    tokens = "tokens equal" if row.tokens_equal else "TOKENS DIFFER"
+    return (
+        f"{row.conversation} turn {row.turn}: {row.prompt_tokens} tokens, "
+        f"{row.decode_prefix_len} cached on the decode node, {row.sent_told}, "
+        f"first token after {row.ttft_ms:.0f} ms, {tokens}"
+    )
+
+
+class Lines:
+    """Progress as plain lines."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def stage(self, what: str) -> None:
+        """``what`` begins."""
+        click.echo(what, err=True)
+
+    def turn(self, row: TurnRow, _turns: int) -> None:
+        """One turn is over."""
+        click.echo(f"  {told(row)}", err=True)
+
+
+class Bar:
+    """Progress as one bar with what is going on, and a line above it for each turn."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def stage(self, what: str) -> None:
+        """``what`` begins."""
+        self._progress.update(self._task, description=what)
+
+    def turn(self, row: TurnRow, turns: int) -> None:
+        """One of ``turns`` turns is over."""
+        self._progress.console.print(told(row), highlight=False)
+        self._progress.update(self._task, total=turns, advance=1)
+
 
 PARTS = ("torch", "transformers")
 TABLE_COLUMNS = 110
@@ -111,7 +180,7 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
     _need_parts()
     _need_folder(json_file)
     prefill, decode = _divisions(tp, cp, pp)
-    settings = Settings(
+    settings = DemoSettings(
         model=model,
         turns=turns,
         seed=seed,
@@ -134,12 +203,16 @@ def demo_command(  # noqa: PLR0913 - one parameter for each option
 def _divisions(tp: str | None, cp: int | None, pp: int | None) -> tuple[Division, Division]:
     """What the prefill and the decode engine are to be."""
     ranks = _rank_pair(tp)
-    ways = [(Way.TENSOR, ranks[0]), (Way.CONTEXT, cp or 1), (Way.PIPELINE, pp or 1)]
+    ways = [
+        (DivisionWay.TENSOR, ranks[0]),
+        (DivisionWay.CONTEXT, cp or 1),
+        (DivisionWay.PIPELINE, pp or 1),
+    ]
     asked = [Division(way, count) for way, count in ways if count > 1]
     if len(asked) > 1:
         told = " and ".join(one.told for one in asked)
         raise click.UsageError(f"a prefill engine is divided in one way, not by {told}")
-    decode = Division(Way.TENSOR, ranks[1]) if ranks[1] > 1 else ALONE
+    decode = Division(DivisionWay.TENSOR, ranks[1]) if ranks[1] > 1 else ALONE
     return (asked or [ALONE])[0], decode
 
 
@@ -156,7 +229,7 @@ def _rank_pair(tp: str | None) -> tuple[int, int]:
     )
 
 
-def _need_ranks(settings: Settings) -> None:
+def _need_ranks(settings: DemoSettings) -> None:
     """Refuse what the model cannot be divided into."""
     for division in (settings.prefill, settings.decode):
         if settings.is_encoder and division != ALONE:
@@ -167,7 +240,7 @@ def _need_ranks(settings: Settings) -> None:
             raise click.UsageError(f"{settings.model} as {division.told}: {reason}") from reason
 
 
-def _need_sense(ctx: click.Context, settings: Settings) -> None:
+def _need_sense(ctx: click.Context, settings: DemoSettings) -> None:
     """Refuse options that mean nothing for the model, or that its pool cannot do."""
     if settings.page_size is not None and not settings.architecture.has_token_pages:
         raise click.BadParameter(
@@ -207,7 +280,7 @@ def _end(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _perform(settings: Settings) -> Report | EmbeddingReport:
+def _perform(settings: DemoSettings) -> DemoReport | EmbeddingReport:
     """The demo, with its progress on the standard error."""
     console = Console(stderr=True)
     try:
@@ -219,18 +292,18 @@ def _perform(settings: Settings) -> Report | EmbeddingReport:
         raise click.ClickException(str(failure)) from failure
 
 
-def _show(report: Report | EmbeddingReport) -> None:
+def _show(report: DemoReport | EmbeddingReport) -> None:
     """Table and verdict on the standard output."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    if isinstance(report, Report):
+    if isinstance(report, DemoReport):
         console.print(table_of(report))
         legend, lines, last = legend_of(report), controls_told(report), verdict(report)
     else:
-        console.print(embedding_report.table_of(report))
-        legend, lines = embedding_report.LEGEND, embedding_report.told(report)
-        last = embedding_report.verdict(report)
+        console.print(embedding.table_of(report))
+        legend, lines = embedding.LEGEND, embedding.told(report)
+        last = embedding.verdict(report)
     click.secho(legend, dim=True)
     for line in (*lines, *report.problems[1:]):
         click.echo(line)

@@ -15,13 +15,14 @@ import random
 
 import msgspec
 
+from kvd.demo.messages import ANSWER_TOKENS
+
 FIRST, SECOND, RETRY, CONTROL = "first", "second", "retry", "control"
 SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 40
-ANSWER_TOKENS = 16
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ScriptTurn(msgspec.Struct, frozen=True):
     """One message of a user in ``conversation``; ``number`` counts from 1 in it."""
 
     conversation: str
@@ -33,8 +34,8 @@ class Script(msgspec.Struct, frozen=True):
     """Everything that users will say. The answers are the model's."""
 
     system: tuple[int, ...]
-    turns: tuple[Turn, ...]
-    controls: tuple[Turn, ...]
+    turns: tuple[ScriptTurn, ...]
+    controls: tuple[ScriptTurn, ...]
 
     def cached_tokens_at_most(self) -> int:
         """Tokens that one node's prefix cache holds at the end, were nothing shared."""
@@ -68,13 +69,14 @@ def write_script(
     return Script(
         system=system,
         turns=(
-            *(Turn(FIRST, number, say(MESSAGE_TOKENS)) for number in range(1, turns + 1)),
-            Turn(SECOND, 1, question),
-            Turn(SECOND, 2, say(MESSAGE_TOKENS)),
-            Turn(RETRY, 1, question),
+            *(ScriptTurn(FIRST, number, say(MESSAGE_TOKENS)) for number in range(1, turns + 1)),
+            ScriptTurn(SECOND, 1, question),
+            ScriptTurn(SECOND, 2, say(MESSAGE_TOKENS)),
+            ScriptTurn(RETRY, 1, question),
         ),
         controls=tuple(
-            Turn(f"{CONTROL} {number}", 1, say(MESSAGE_TOKENS)) for number in range(1, controls + 1)
+            ScriptTurn(f"{CONTROL} {number}", 1, say(MESSAGE_TOKENS))
+            for number in range(1, controls + 1)
         ),
     )
 
@@ -86,11 +88,11 @@ class Dialogues:
         self._system = system
         self._said: dict[str, tuple[int, ...]] = {}
 
-    def prompt(self, turn: Turn) -> tuple[int, ...]:
+    def prompt(self, turn: ScriptTurn) -> tuple[int, ...]:
         """The whole prompt of ``turn``."""
         return self._said.get(turn.conversation, self._system) + turn.message
 
-    def answered(self, turn: Turn, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
+    def answered(self, turn: ScriptTurn, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
         """The model's ``answer`` to ``prompt`` is part of the conversation now."""
         self._said[turn.conversation] = prompt + answer
 

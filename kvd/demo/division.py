@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.layout.shards import page_share, tp_shards
-from kvd.demo.layout import Part
+from kvd.demo.layout import PoolPart
 
 if TYPE_CHECKING:
-    from kvd.demo.layout import PoolLayout, Shape
+    from kvd.demo.layout import ModelShape, PoolLayout
 
 
-class Way(enum.Enum):
+class DivisionWay(enum.Enum):
     """What the ranks of an engine have their own share of."""
 
     ALONE = "alone"
@@ -39,18 +39,18 @@ class Way(enum.Enum):
 class Division(msgspec.Struct, frozen=True):
     """An engine of so many ranks."""
 
-    way: Way = Way.ALONE
+    way: DivisionWay = DivisionWay.ALONE
     ranks: int = 1
 
     @property
     def daemons(self) -> int:
         """How many daemons it has: one for each rank that has a pool of its own."""
-        return self.ranks if self.way in (Way.CONTEXT, Way.PIPELINE) else 1
+        return self.ranks if self.way in (DivisionWay.CONTEXT, DivisionWay.PIPELINE) else 1
 
     @property
     def told(self) -> str:
         """For people."""
-        names = {Way.TENSOR: "TP", Way.CONTEXT: "CP", Way.PIPELINE: "PP"}
+        names = {DivisionWay.TENSOR: "TP", DivisionWay.CONTEXT: "CP", DivisionWay.PIPELINE: "PP"}
         return f"{names[self.way]} {self.ranks}" if self.way in names else "one process"
 
 
@@ -66,12 +66,12 @@ class Heads(msgspec.Struct, frozen=True):
     end_kv: int
 
 
-def kv_heads(shape: Shape) -> int:
+def kv_heads(shape: ModelShape) -> int:
     """Heads that KV is kept of: a latent is one."""
     return 1 if shape.latent_dim else shape.kv_heads
 
 
-def heads_of(shape: Shape, rank: int, ranks: int) -> Heads:
+def heads_of(shape: ModelShape, rank: int, ranks: int) -> Heads:
     """What ``rank`` of ``ranks`` computes, and keeps the KV of.
 
     Raises:
@@ -81,10 +81,15 @@ def heads_of(shape: Shape, rank: int, ranks: int) -> Heads:
         raise ValueError(f"{shape.heads} query heads cannot be divided among {ranks} ranks")
     own = tp_shards(kv_heads(shape), ranks, (rank, rank + 1), (0, shape.layers))[0]
     each = shape.heads // ranks
-    return Heads(rank * each, (rank + 1) * each, own.first_head, own.end_head)
+    return Heads(
+        first_query=rank * each,
+        end_query=(rank + 1) * each,
+        first_kv=own.first_head,
+        end_kv=own.end_head,
+    )
 
 
-def kv_copies(shape: Shape, ranks: int) -> int:
+def kv_copies(shape: ModelShape, ranks: int) -> int:
     """How many tensor-parallel ranks keep the same head of KV."""
     return max(1, ranks // kv_heads(shape))
 
@@ -94,34 +99,34 @@ def stage_of(layers: int, rank: int, ranks: int) -> tuple[int, int]:
     return page_share(0, layers, rank, ranks)
 
 
-def need_divisible(shape: Shape, parts: tuple[Part, ...], division: Division) -> None:
+def need_divisible(shape: ModelShape, parts: tuple[PoolPart, ...], division: Division) -> None:
     """Return if a model whose pool has ``parts`` can be divided so.
 
     Raises:
         ValueError: it cannot; why.
     """
-    if division.way is not Way.ALONE and parts != (Part.KV,):
+    if division.way is not DivisionWay.ALONE and parts != (PoolPart.KV,):
         raise ValueError("only KV of layers that look at every token can be on several ranks")
-    if division.way is Way.TENSOR:
+    if division.way is DivisionWay.TENSOR:
         for rank in range(division.ranks):
             heads_of(shape, rank, division.ranks)
-    if division.way is Way.PIPELINE and division.ranks > shape.layers:
+    if division.way is DivisionWay.PIPELINE and division.ranks > shape.layers:
         raise ValueError(f"{shape.layers} layers are too few for {division.ranks} stages")
 
 
-def pool_keys(shape: Shape, division: Division, daemon: int) -> dict[str, object]:
+def pool_settings(shape: ModelShape, division: Division, daemon: int) -> dict[str, str]:
     """What the configuration of one of the daemons says beyond the model's pool."""
     match division.way:
-        case Way.TENSOR:
-            return {"tp_size": division.ranks}
-        case Way.PIPELINE:
+        case DivisionWay.TENSOR:
+            return {"pool.tp_size": str(division.ranks)}
+        case DivisionWay.PIPELINE:
             first, end = stage_of(shape.layers, daemon, division.ranks)
-            return {"stage": f"{first}:{end}"}
-        case Way.ALONE | Way.CONTEXT:
+            return {"pool.stage": f"{first}:{end}"}
+        case DivisionWay.ALONE | DivisionWay.CONTEXT:
             return {}
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentPages(msgspec.Struct, frozen=True):
     """What one prefill daemon sends of a handoff."""
 
     pages: int
@@ -129,23 +134,23 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 def due_of_each(
-    pool: PoolLayout, pages: dict[Part, int], prefill: Division, decode: Division
-) -> tuple[Sent, ...]:
+    pool: PoolLayout, pages: dict[PoolPart, int], prefill: Division, decode: Division
+) -> tuple[SentPages, ...]:
     """What each prefill daemon must send where ``pages`` of the decode node's must be filled.
 
     A decode side that keeps a head on several ranks is sent it as often.
     """
-    kv, size = pages.get(Part.KV, 0), pool.bytes_of(pages)
-    if decode.way is Way.TENSOR:
+    kv, size = pages.get(PoolPart.KV, 0), pool.bytes_of(pages)
+    if decode.way is DivisionWay.TENSOR:
         size *= kv_copies(pool.shape, decode.ranks)
     match prefill.way:
-        case Way.CONTEXT:
+        case DivisionWay.CONTEXT:
             each = size // max(1, kv)
             shares = [page_share(0, kv, rank, prefill.ranks) for rank in range(prefill.ranks)]
-            return tuple(Sent(end - first, (end - first) * each) for first, end in shares)
-        case Way.PIPELINE:
+            return tuple(SentPages(end - first, (end - first) * each) for first, end in shares)
+        case DivisionWay.PIPELINE:
             layers = pool.shape.layers
             cuts = [stage_of(layers, rank, prefill.ranks) for rank in range(prefill.ranks)]
-            return tuple(Sent(kv, size * (end - first) // layers) for first, end in cuts)
-        case Way.ALONE | Way.TENSOR:
-            return (Sent(kv, size),)
+            return tuple(SentPages(kv, size * (end - first) // layers) for first, end in cuts)
+        case DivisionWay.ALONE | DivisionWay.TENSOR:
+            return (SentPages(kv, size),)

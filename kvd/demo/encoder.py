@@ -21,11 +21,12 @@ from transformers import AttentionInterface
 
 from kvd.client import connect_sync
 from kvd.demo.messages import (
+    DEADLINE_S,
     Connected,
     ConnectEncoder,
     Embed,
     Embedded,
-    Failed,
+    EngineFailed,
     Keeping,
     Reply,
     Request,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvd.demo.cache import LayerViews
 
 ATTENTION = "kvd-pool"
-DEADLINE_S = 30.0
 
 
 class PoolAttention:
@@ -129,7 +129,7 @@ class EncoderEngine:
             case Embed():
                 return self._embed(request)
             case _:
-                return Failed(f"an encoder does not {type(request).__name__.lower()}")
+                return EngineFailed(f"an encoder does not {type(request).__name__.lower()}")
 
     def _connect(self, order: ConnectEncoder) -> Connected:
         """Attach to both daemons, and map the pool that has bytes."""

@@ -17,7 +17,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from kvd.demo.parent import end_with_parent
+from kvd.demo.processes import end_with_parent
 
 LOOPBACK = "127.0.0.1"
 IDLE = datetime.timedelta(hours=1)

@@ -20,7 +20,7 @@ import msgspec
 ELEMENT_BYTES = {"float32": 4, "float64": 8}
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True):
     """The size of a model, by the names of the field; what an architecture lacks is 0."""
 
     layers: int
@@ -45,7 +45,7 @@ class Shape(msgspec.Struct, frozen=True):
     """Of which two are chosen for each token."""
 
 
-class Part(enum.Enum):
+class PoolPart(enum.Enum):
     """A component of a pool, by its name there."""
 
     KV = "kv"
@@ -53,34 +53,34 @@ class Part(enum.Enum):
     STATE = "state"
 
 
-class Place(msgspec.Struct, frozen=True):
+class LayerPlace(msgspec.Struct, frozen=True):
     """Where a layer of the model has its KV: the ``layer`` th of those in ``part``."""
 
-    part: Part
+    part: PoolPart
     layer: int
 
 
-def places(shape: Shape) -> tuple[Place, ...]:
+def places(shape: ModelShape) -> tuple[LayerPlace, ...]:
     """The place of every layer of the model, in its order."""
-    counts = dict.fromkeys(Part, 0)
-    found: list[Place] = []
+    counts = dict.fromkeys(PoolPart, 0)
+    found: list[LayerPlace] = []
     for number in range(1, shape.layers + 1):
-        part = Part.KV
+        part = PoolPart.KV
         if shape.state_dim:
-            part = Part.STATE
+            part = PoolPart.STATE
         elif shape.window_tokens and number % shape.full_every:
-            part = Part.WINDOW
-        found.append(Place(part, counts[part]))
+            part = PoolPart.WINDOW
+        found.append(LayerPlace(part, counts[part]))
         counts[part] += 1
     return tuple(found)
 
 
-def layers_in(shape: Shape, part: Part) -> int:
+def layers_in(shape: ModelShape, part: PoolPart) -> int:
     """How many layers of the model have their KV in ``part``."""
     return sum(place.part is part for place in places(shape))
 
 
-def state_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+def state_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """What one recurrent layer keeps of one sequence: the shape of each tensor, by name."""
     inner = shape.heads * shape.head_dim
     return {
@@ -101,21 +101,21 @@ class PoolLayout(msgspec.Struct, frozen=True):
     """What a daemon's pool must hold for a model, in its ``family`` of pools."""
 
     family: str
-    shape: Shape
+    shape: ModelShape
     dtype: str
     page_size: int
     order: str
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PoolPart, ...]:
         """Those that have bytes."""
         used = {place.part for place in places(self.shape)}
-        return tuple(part for part in Part if part in used)
+        return tuple(part for part in PoolPart if part in used)
 
-    def page_bytes(self, part: Part) -> int:
+    def page_bytes(self, part: PoolPart) -> int:
         """Bytes of one page of ``part`` over its layers; 0 for what the pool does not have."""
         shape = self.shape
-        if part is Part.STATE:
+        if part is PoolPart.STATE:
             each = sum(math.prod(one) for one in state_tensors(shape).values())
         elif shape.latent_dim:
             each = self.page_size * (shape.latent_dim + shape.rope_dim)
@@ -123,49 +123,47 @@ class PoolLayout(msgspec.Struct, frozen=True):
             each = self.page_size * 2 * shape.kv_heads * shape.head_dim
         return layers_in(shape, part) * each * ELEMENT_BYTES[self.dtype]
 
-    def section(self, pages: PageCounts) -> dict[str, object]:
-        """Its ``[pool]`` section; a value that is a table is a section of its own."""
+    def settings(self, pages: PageCounts) -> dict[str, str]:
+        """The keys of its ``[pool]`` section."""
         shape = self.shape
         keys: dict[str, object] = {
             "family": self.family,
             "order": self.order,
-            "layers": layers_in(shape, Part.KV),
+            "layers": layers_in(shape, PoolPart.KV),
             "pages": pages.kv,
         }
-        if Part.KV in self.parts:
+        if PoolPart.KV in self.parts:
             keys |= {"dtype": self.dtype, "page_size": self.page_size}
             if shape.latent_dim:
                 keys |= {"latent_dim": shape.latent_dim, "rope_dim": shape.rope_dim}
             else:
                 keys |= {"heads": shape.kv_heads, "head_dim": shape.head_dim}
-        if Part.WINDOW in self.parts:
+        if PoolPart.WINDOW in self.parts:
             keys["window_tokens"] = shape.window_tokens
-            keys["window_layers"] = layers_in(shape, Part.WINDOW)
+            keys["window_layers"] = layers_in(shape, PoolPart.WINDOW)
             keys["window_pages"] = pages.window
-        if Part.STATE in self.parts:
-            keys["state_layers"] = layers_in(shape, Part.STATE)
+        if PoolPart.STATE in self.parts:
+            keys["state_layers"] = layers_in(shape, PoolPart.STATE)
             keys["states"] = pages.state
-            keys["state"] = {
-                name: f"{self.dtype}[{','.join(map(str, dims))}]"
-                for name, dims in state_tensors(shape).items()
-            }
-        return keys
+            for name, dims in state_tensors(shape).items():
+                keys[f"state.{name}"] = f"{self.dtype}[{','.join(map(str, dims))}]"
+        return {f"pool.{name}": str(value) for name, value in keys.items()}
 
-    def due_pages(self, prompt_tokens: int, prefix_tokens: int) -> dict[Part, int]:
+    def due_pages(self, prompt_tokens: int, prefix_tokens: int) -> dict[PoolPart, int]:
         """Pages that must cross when the decode side has the first ``prefix_tokens``."""
         end = -(-prompt_tokens // self.page_size)
         starts = {
-            Part.KV: prefix_tokens // self.page_size,
-            Part.WINDOW: self.window_start(prompt_tokens) // self.page_size,
+            PoolPart.KV: prefix_tokens // self.page_size,
+            PoolPart.WINDOW: self.window_start(prompt_tokens) // self.page_size,
         }
-        return {part: 1 if part is Part.STATE else end - starts[part] for part in self.parts}
+        return {part: 1 if part is PoolPart.STATE else end - starts[part] for part in self.parts}
 
-    def full_pages(self, prompt_tokens: int) -> dict[Part, int]:
+    def full_pages(self, prompt_tokens: int) -> dict[PoolPart, int]:
         """Pages that would cross with nothing cached and all layers treated alike."""
         end = -(-prompt_tokens // self.page_size)
-        return {part: 1 if part is Part.STATE else end for part in self.parts}
+        return {part: 1 if part is PoolPart.STATE else end for part in self.parts}
 
-    def bytes_of(self, pages: dict[Part, int]) -> int:
+    def bytes_of(self, pages: dict[PoolPart, int]) -> int:
         """Bytes of so many pages of each part."""
         return sum(self.page_bytes(part) * count for part, count in pages.items())
 
@@ -174,7 +172,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
         A window is always sent, and what is sent with it is the prompt from there on.
         """
-        if Part.WINDOW in self.parts:
+        if PoolPart.WINDOW in self.parts:
             return min(cached_tokens, self.window_start(prompt_tokens))
         return cached_tokens
 

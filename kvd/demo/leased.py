@@ -3,6 +3,9 @@
 ``PoolViews`` maps the pool once, each layer of the model to its place in it. ``LeasedSequence`` is
 what an engine works with: it computes the next tokens and, where layers have a window, slides the
 lease before them, so that there are window pages for what is computed and the others go back.
+
+``Sequences`` makes them of leases, on every rank of an engine; a whole model in one process is
+``Alone``, engines of several processes are in ``ranks``.
 """
 
 from __future__ import annotations
@@ -10,28 +13,72 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import torch
 from transformers import Cache
 
-from kvd.demo.cache import BlockTable, LatentLayer, LayerViews, PagedLayer, WindowLayer
-from kvd.demo.compute import last_logits
-from kvd.demo.layout import Part, Place, Shape, places
-from kvd.demo.state import StateLayer, StateViews
+from kvd.demo.cache import (
+    BlockTable,
+    LatentLayer,
+    LayerViews,
+    PagedLayer,
+    StateLayer,
+    StateViews,
+    WindowLayer,
+    forward,
+)
+from kvd.demo.layout import LayerPlace, ModelShape, PoolPart, places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
-    from transformers.cache_utils import (
-        CacheLayerMixin,
-        DummyLayer,
-        LinearAttentionCacheLayerMixin,
-    )
+    from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 
-class Memory(Protocol):
+@torch.inference_mode()
+def last_logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
+    """Compute ``tokens`` behind what ``cache`` holds; (vocabulary,) after the last one."""
+    output = forward(model, cache, input_ids=torch.tensor([list(tokens)]), logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits
+
+
+def greedy(logits: torch.Tensor) -> int:
+    """The likeliest token."""
+    return int(logits.argmax())
+
+
+def answer(
+    compute: Callable[[Sequence[int]], torch.Tensor], first: int, tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Decode greedily behind ``first`` until there are ``tokens`` tokens, ``first`` included.
+
+    The KV of the last token is not computed: nothing comes after it.
+
+    Args:
+        compute: computes the next tokens and gives the (vocabulary,) logits after the last one.
+        first: the first token of the answer.
+        tokens: how many there shall be.
+
+    Returns:
+        The tokens, and the (vocabulary,) logits that chose each of them but the first.
+    """
+    said, logits = [first], []
+    while len(said) < tokens:
+        logits.append(compute(said[-1:]))
+        said.append(greedy(logits[-1]))
+    return said, logits
+
+
+def pack_logits(logits: Sequence[torch.Tensor]) -> bytes:
+    """Rows of logits as they travel: little-endian float64."""
+    packed: bytes = torch.stack(list(logits)).double().numpy().astype("<f8").tobytes()
+    return packed
+
+
+class PoolTensors(Protocol):
     """As much of a pool as is needed here."""
 
     @property
@@ -42,7 +89,7 @@ class Memory(Protocol):
         """The memory of one layer."""
 
 
-class Leased(Protocol):
+class LeasedPages(Protocol):
     """As much of a lease as is needed here."""
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
@@ -58,23 +105,23 @@ class PoolViews:
     ``shape``: what of the model the pool keeps. ``shard``: of which of the pool's shards.
     """
 
-    def __init__(self, shape: Shape, pool: Memory, *, shard: int = 0) -> None:
+    def __init__(self, shape: ModelShape, pool: PoolTensors, *, shard: int = 0) -> None:
         self.shape = shape
         self._shard = shard
         self.parts = {place.part for place in places(shape)}
         self.page_size = pool.page_size
         self.layers = tuple(self._views(pool, place) for place in places(shape))
 
-    def _views(self, pool: Memory, place: Place) -> LayerViews | StateViews:
+    def _views(self, pool: PoolTensors, place: LayerPlace) -> LayerViews | StateViews:
         """The tensors of one layer."""
         found = pool.tensors(place.part.value, layer=place.layer, shard=self._shard)
-        if place.part is Part.STATE:
+        if place.part is PoolPart.STATE:
             return StateViews(conv=found["conv"], scan=found["ssm"])
         if self.shape.latent_dim:
             return found["latent"], found["latent"][..., : self.shape.latent_dim]
         return found["k"], found["v"]
 
-    def damage(self, part: Part, page: int) -> None:
+    def damage(self, part: PoolPart, page: int) -> None:
         """Zero one page of ``part``, in all layers: what follows must come out differently."""
         for place, views in zip(places(self.shape), self.layers, strict=True):
             if place.part is part:
@@ -93,7 +140,9 @@ class Lengths(msgspec.Struct, frozen=True):
     shared_tokens: int
 
 
-def leased_cache(views: PoolViews, tables: Mapping[Part, BlockTable], lengths: Lengths) -> Cache:
+def leased_cache(
+    views: PoolViews, tables: Mapping[PoolPart, BlockTable], lengths: Lengths
+) -> Cache:
     """What to hand to a model as its cache, over the pages of one lease.
 
     Args:
@@ -108,7 +157,7 @@ def leased_cache(views: PoolViews, tables: Mapping[Part, BlockTable], lengths: L
         if isinstance(one, StateViews):
             source, own = table.pages.tolist()
             layers.append(StateLayer(one, source_page=source, own_page=own, written_tokens=written))
-        elif place.part is Part.WINDOW:
+        elif place.part is PoolPart.WINDOW:
             window = views.shape.window_tokens
             layers.append(
                 WindowLayer(
@@ -132,7 +181,7 @@ class LeasedSequence:
         self,
         model: PreTrainedModel,
         views: PoolViews,
-        lease: Leased,
+        lease: LeasedPages,
         lengths: Lengths,
         *,
         step_tokens: int,
@@ -162,7 +211,7 @@ class LeasedSequence:
 
     def compute(self, tokens: Sequence[int]) -> torch.Tensor:
         """Compute the next tokens; (vocabulary,) logits after the last one."""
-        if Part.WINDOW in self._tables and self.written_tokens + len(tokens) > self._covered:
+        if PoolPart.WINDOW in self._tables and self.written_tokens + len(tokens) > self._covered:
             self._slide()
         logits = last_logits(self._model, tokens, self._cache)
         self.written_tokens += len(tokens)
@@ -172,12 +221,92 @@ class LeasedSequence:
         """Window pages behind the next token go back, pages ahead of it are mapped."""
         self._lease.slide(self.written_tokens)
         self.slides += 1
-        self._tables[Part.WINDOW].replace(self._lease.pages_of(Part.WINDOW.value))
+        self._tables[PoolPart.WINDOW].replace(self._lease.pages_of(PoolPart.WINDOW.value))
         self._covered = self.written_tokens + self._step_tokens
         self._note_window()
 
     def _note_window(self) -> None:
         """Remember the peak."""
-        if Part.WINDOW in self._tables:
-            mapped = int(self._tables[Part.WINDOW].pages.count_nonzero())
+        if PoolPart.WINDOW in self._tables:
+            mapped = int(self._tables[PoolPart.WINDOW].pages.count_nonzero())
             self.peak_window_pages = max(self.peak_window_pages, mapped)
+
+
+class Computed(Protocol):
+    """The tokens of one lease, as far as they are computed."""
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that are computed."""
+
+    @property
+    def peak_window_pages(self) -> int:
+        """The most window pages that the lease had at once."""
+
+    @property
+    def slides(self) -> int:
+        """How often it slid."""
+
+    def compute(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Compute the next tokens; (vocabulary,) logits after the last one.
+
+        Where another rank has those, they are zeros until ``Sequences.known`` was asked.
+        """
+
+
+class Offered(Protocol):
+    """As much of a send as is needed here."""
+
+    @property
+    def decode_prefix_len(self) -> int:
+        """What the decode side has cached."""
+
+    def accepted(self) -> None:
+        """Wait until that is known."""
+
+
+class Sequences(Protocol):
+    """Makes sequences of leases; on every rank that has a daemon of its own there is one."""
+
+    @property
+    def views(self) -> PoolViews:
+        """The memory of this rank."""
+
+    def common_prefix(self, prefix_tokens: int) -> int:
+        """How many tokens all ranks have cached, where this one has ``prefix_tokens``."""
+
+    def begin(self, lease: LeasedPages, lengths: Lengths, *, step_tokens: int) -> Computed:
+        """Go on with the tokens of ``lease`` from there; as ``LeasedSequence``."""
+
+    def agree(self, send: Offered) -> None:
+        """All ranks were offered the same handoff, before any of them says that it is done.
+
+        Raises:
+            Disagreement: they were not; the message has what each of them was told.
+        """
+
+    def known(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that ``compute`` gave last, on every rank."""
+
+
+class Alone:
+    """The whole model in this process."""
+
+    def __init__(self, model: PreTrainedModel, views: PoolViews) -> None:
+        self.views = views
+        self._model = model
+
+    def common_prefix(self, prefix_tokens: int) -> int:
+        """As ``Sequences.common_prefix``."""
+        return prefix_tokens
+
+    def begin(self, lease: LeasedPages, lengths: Lengths, *, step_tokens: int) -> Computed:
+        """As ``Sequences.begin``."""
+        return LeasedSequence(self._model, self.views, lease, lengths, step_tokens=step_tokens)
+
+    def agree(self, send: Offered) -> None:
+        """As ``Sequences.agree``: there is nobody to differ."""
+
+    def known(self, logits: torch.Tensor) -> torch.Tensor:
+        """As ``Sequences.known``."""
+        return logits

@@ -2,7 +2,8 @@
 
 The demo is the parent: it writes to a child's standard input and reads from its standard output.
 One frame is four bytes of length, big-endian, and one msgpack message. A request gets exactly one
-answer; ``Failed`` is one to any of them. Logits are raw little-endian float64, (rows, vocabulary).
+answer; ``EngineFailed`` is one to any of them. Logits are raw little-endian float64, (rows,
+vocabulary).
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvd.demo.division import ALONE, Division, Sent
-from kvd.demo.layout import Part
+from kvd.demo.division import ALONE, Division, SentPages
+from kvd.demo.layout import PoolPart
 
 LENGTH_BYTES = 4
+DEADLINE_S = 30.0
+"""Of each half of a handoff."""
+
+ANSWER_TOKENS = 16
+
+CHUNK_TOKENS = 64
+"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
+
+STEP_TOKENS = 8
+"""Tokens decoded between two slides: window pages are mapped so far ahead."""
 
 
-class Start(msgspec.Struct, frozen=True, tag="start"):
+class StartEngine(msgspec.Struct, frozen=True, tag="start"):
     """Build the model, and be so many processes. Answer: ``Started``."""
 
     model: str
@@ -27,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     division: Division = ALONE
 
 
-class Connect(msgspec.Struct, frozen=True, tag="connect"):
+class ConnectEngine(msgspec.Struct, frozen=True, tag="connect"):
     """Attach to the daemons at ``endpoints``, one for each rank that has one, in their order.
 
     Answer: ``Connected``.
@@ -37,17 +48,15 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
     name: str
 
 
-class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+class PrefillPrompt(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the prompt and hand its KV over under ``room``. Answer: ``Prefilled``."""
 
     room: int
     tokens: tuple[int, ...]
-    chunk_tokens: int
-    deadline_s: float
     to: str
 
 
-class Decode(msgspec.Struct, frozen=True, tag="decode"):
+class DecodePrompt(msgspec.Struct, frozen=True, tag="decode"):
     """Receive the prompt's KV and go on from there. Answer: ``Decoded``.
 
     With ``damage`` one page of that part which crossed is overwritten first: the negative control.
@@ -56,16 +65,13 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     room: int
     tokens: tuple[int, ...]
     sources: tuple[str, ...]
-    answer_tokens: int
-    deadline_s: float
-    damage: Part | None = None
+    damage: PoolPart | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """Do it all in this process, without kvd. Answer: ``Generated``."""
 
     tokens: tuple[int, ...]
-    answer_tokens: int
 
 
 class Keeping(enum.Enum):
@@ -96,7 +102,9 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     damage: bool = False
 
 
-Request = Start | Connect | Prefill | Decode | Generate | ConnectEncoder | Embed
+Request = (
+    StartEngine | ConnectEngine | PrefillPrompt | DecodePrompt | Generate | ConnectEncoder | Embed
+)
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -124,7 +132,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     prefix_tokens: int
     computed_tokens: int
     decode_prefix_len: int
-    sent: tuple[Sent, ...]
+    sent: tuple[SentPages, ...]
     handoff_s: float
     tail_s: float
     logits: bytes
@@ -160,13 +168,13 @@ class Embedded(msgspec.Struct, frozen=True, tag="embedded"):
     took_s: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The request failed; ``error`` says why in one sentence."""
 
     error: str
 
 
-Reply = Started | Connected | Prefilled | Decoded | Generated | Embedded | Failed
+Reply = Started | Connected | Prefilled | Decoded | Generated | Embedded | EngineFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)

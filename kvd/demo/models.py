@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvd.demo.layout import Part, PoolLayout, Shape, layers_in, places
+from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, layers_in, places
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 DTYPES = ("float32", "float64")
 """Where equal tokens are a fair demand: in 16 bits the order of sums decides close calls, so that
@@ -47,8 +47,8 @@ the scan of Mamba. 1e-5 was seen."""
 
 PAGE_SIZE = 16
 
-Configure = Callable[[Shape], "PreTrainedConfig"]
-"""Makes the Hugging Face configuration of a shape."""
+Configure = Callable[[ModelShape], tuple[str, dict[str, object]]]
+"""The name of a Hugging Face configuration, and what it is given of a shape."""
 
 
 class Architecture(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
     name: str
     family: str
-    shape: Shape
+    shape: ModelShape
     configure: Configure
     tolerance: Tolerance = TOLERANCE
     weight_scale: float = 4.0
@@ -69,7 +69,7 @@ class Architecture(msgspec.Struct, frozen=True):
     @property
     def has_token_pages(self) -> bool:
         """Whether a page holds KV of tokens; otherwise it is a single token that has none."""
-        return layers_in(self.shape, Part.KV) > 0
+        return layers_in(self.shape, PoolPart.KV) > 0
 
     def pool_layout(self, *, dtype: str, page_size: int | None, order: str) -> PoolLayout:
         """The pool that holds this model's KV."""
@@ -83,61 +83,44 @@ class Architecture(msgspec.Struct, frozen=True):
         )
 
 
-def _layer_types(shape: Shape) -> list[str]:
+def _layer_types(shape: ModelShape) -> list[str]:
     """The kind of each layer, as transformers calls it."""
-    kinds = {Part.KV: "full_attention", Part.WINDOW: "sliding_attention"}
+    kinds = {PoolPart.KV: "full_attention", PoolPart.WINDOW: "sliding_attention"}
     return [kinds[place.part] for place in places(shape)]
 
 
-def _llama(shape: Shape) -> PreTrainedConfig:
-    from transformers import LlamaConfig  # noqa: PLC0415 - only who builds a model needs it
-
-    return LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+def _decoder(shape: ModelShape, **more: object) -> dict[str, object]:
+    """What every decoder with attention is given."""
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
-def _qwen(shape: Shape) -> PreTrainedConfig:
-    from transformers import Qwen3Config  # noqa: PLC0415 - as above
-
-    return Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+NO_ENDS: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
 
 
-def _deepseek(shape: Shape) -> PreTrainedConfig:
-    from transformers import DeepseekV3Config  # noqa: PLC0415 - as above
+def _llama(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "LlamaConfig", _decoder(shape, head_dim=shape.head_dim, **NO_ENDS)
 
-    return DeepseekV3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+
+def _qwen(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "Qwen3Config", _decoder(shape, head_dim=shape.head_dim, **NO_ENDS)
+
+
+def _deepseek(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "DeepseekV3Config", _decoder(
+        shape,
         moe_intermediate_size=shape.intermediate // 4,
-        num_hidden_layers=shape.layers,
         num_mtp_layers=0,
         first_k_dense_replace=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
         kv_lora_rank=shape.latent_dim,
         q_lora_rank=shape.latent_dim,
         qk_rope_head_dim=shape.rope_dim,
@@ -147,93 +130,66 @@ def _deepseek(shape: Shape) -> PreTrainedConfig:
         num_experts_per_tok=2,
         n_group=2,
         topk_group=1,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
+        **{**NO_ENDS, "num_key_value_heads": shape.heads},
     )
 
 
-def _gemma(shape: Shape) -> PreTrainedConfig:
-    from transformers import Gemma3TextConfig  # noqa: PLC0415 - as above
-
-    return Gemma3TextConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+def _gemma(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "Gemma3TextConfig", _decoder(
+        shape,
         head_dim=shape.head_dim,
         query_pre_attn_scalar=shape.head_dim,
         sliding_window=shape.window_tokens,
         layer_types=_layer_types(shape),
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=False,
         pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
+        **NO_ENDS,
     )
 
 
-def _gptoss(shape: Shape) -> PreTrainedConfig:
-    from transformers import GptOssConfig  # noqa: PLC0415 - as above
-
-    return GptOssConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+def _gptoss(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "GptOssConfig", _decoder(
+        shape,
         head_dim=shape.head_dim,
         num_local_experts=shape.experts,
         num_experts_per_tok=2,
         sliding_window=shape.window_tokens,
         layer_types=_layer_types(shape),
         rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=False,
     )
 
 
-def _mamba(shape: Shape) -> PreTrainedConfig:
-    from transformers import Mamba2Config  # noqa: PLC0415 - as above
-
-    return Mamba2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        expand=shape.intermediate // shape.hidden,
-        num_heads=shape.heads,
-        head_dim=shape.head_dim,
-        state_size=shape.state_dim,
-        n_groups=shape.groups,
-        conv_kernel=shape.conv_tokens,
-        chunk_size=64,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+def _mamba(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "Mamba2Config", {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "expand": shape.intermediate // shape.hidden,
+        "num_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "state_size": shape.state_dim,
+        "n_groups": shape.groups,
+        "conv_kernel": shape.conv_tokens,
+        "chunk_size": 64,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        **NO_ENDS,
+    }
 
 
-def _bert(shape: Shape) -> PreTrainedConfig:
-    from transformers import BertConfig  # noqa: PLC0415 - as above
-
-    return BertConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=shape.max_positions,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+def _bert(shape: ModelShape) -> tuple[str, dict[str, object]]:
+    return "BertConfig", {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
 
 
-_LLAMA = Shape(
+_LLAMA = ModelShape(
     layers=4,
     hidden=256,
     intermediate=688,
@@ -246,27 +202,32 @@ _LLAMA = Shape(
 _SHAPE = msgspec.structs.replace
 
 _ROWS = (
-    Architecture("llama", "mha", _LLAMA, _llama),
+    Architecture(name="llama", family="mha", shape=_LLAMA, configure=_llama),
     # As many heads of KV as there are ranks in the largest demo: none of them is kept twice.
-    Architecture("qwen", "mha", _SHAPE(_LLAMA, kv_heads=4), _qwen),
+    Architecture(name="qwen", family="mha", shape=_SHAPE(_LLAMA, kv_heads=4), configure=_qwen),
     Architecture(
-        "deepseek",
-        "mla",
-        _SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
-        _deepseek,
+        name="deepseek",
+        family="mla",
+        shape=_SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
+        configure=_deepseek,
         tolerance=SINGLE_INSIDE,
     ),
-    Architecture("gemma", "swa", _SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3), _gemma),
     Architecture(
-        "gptoss",
-        "swa",
-        _SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
-        _gptoss,
+        name="gemma",
+        family="swa",
+        shape=_SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3),
+        configure=_gemma,
     ),
     Architecture(
-        "mamba",
-        "recurrent",
-        _SHAPE(
+        name="gptoss",
+        family="swa",
+        shape=_SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
+        configure=_gptoss,
+    ),
+    Architecture(
+        name="mamba",
+        family="recurrent",
+        shape=_SHAPE(
             _LLAMA,
             intermediate=512,
             heads=8,
@@ -276,7 +237,7 @@ _ROWS = (
             groups=2,
             conv_tokens=4,
         ),
-        _mamba,
+        configure=_mamba,
         tolerance=SINGLE_INSIDE,
         weight_scale=1.0,
         log_decay=-5.0,
@@ -287,10 +248,10 @@ ARCHITECTURES = {row.name: row for row in _ROWS}
 
 ENCODERS = {
     "embedding": Architecture(
-        "embedding",
-        "mha",
-        _SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
-        _bert,
+        name="embedding",
+        family="mha",
+        shape=_SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
+        configure=_bert,
         tolerance=Tolerance(1e-5, 1e-12),
     )
 }
@@ -303,16 +264,18 @@ def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrai
     An encoder comes without a head: its last layer is what is wanted of it.
     """
     import torch  # noqa: PLC0415 - see the top
-    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
     torch.manual_seed(seed)
-    config = architecture.configure(architecture.shape)
+    name, given = architecture.configure(architecture.shape)
+    config = getattr(transformers, name)(**given)
     # The expert kernels of transformers know no float64; its loop over experts does.
-    kind = AutoModel if architecture.name in ENCODERS else AutoModelForCausalLM
+    is_encoder = architecture.name in ENCODERS
+    kind = transformers.AutoModel if is_encoder else transformers.AutoModelForCausalLM
     model = kind.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
                 parameter.add_(architecture.log_decay)
             elif parameter.ndim > 1:
                 parameter.mul_(architecture.weight_scale)

@@ -2,7 +2,7 @@
 
 A row is one turn. ``problems`` holds every turn against what was worked out without the daemons:
 equal tokens, pages beyond the decode side's prefix, bytes of those pages. The JSON form is the
-``Report`` as it is.
+``DemoReport`` as it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WindowPages(msgspec.Struct, frozen=True):
     decode_slides: int = 0
 
 
-class Sender(msgspec.Struct, frozen=True):
+class SenderFigures(msgspec.Struct, frozen=True):
     """What one of several prefill daemons sent of a prompt, and what it had to send."""
 
     node: str
@@ -81,7 +81,7 @@ class Sender(msgspec.Struct, frozen=True):
     bytes_expected: int
 
 
-class Row(msgspec.Struct, frozen=True):
+class TurnRow(msgspec.Struct, frozen=True):
     """One turn.
 
     ``ttft_ms``: from the request until the decode engine has the first token. ``handoff_ms``: from
@@ -118,7 +118,7 @@ class Row(msgspec.Struct, frozen=True):
     window: WindowPages | None = None
     damaged: str | None = None
     states: int = 0
-    senders: tuple[Sender, ...] = ()
+    senders: tuple[SenderFigures, ...] = ()
 
     @property
     def sent_told(self) -> str:
@@ -131,7 +131,7 @@ class Row(msgspec.Struct, frozen=True):
         return f"conversation {self.conversation}, turn {self.turn}"
 
 
-class Totals(msgspec.Struct, frozen=True):
+class DaemonTotals(msgspec.Struct, frozen=True):
     """What the two daemons counted, at the end."""
 
     sent_bytes: int
@@ -141,7 +141,7 @@ class Totals(msgspec.Struct, frozen=True):
     pages_still_locked: int
 
 
-class Report(msgspec.Struct, frozen=True):
+class DemoReport(msgspec.Struct, frozen=True):
     """Everything; ``problems`` is empty when the demo shows what it must.
 
     ``control`` is a turn with a page damaged on purpose: its answer must be wrong. There is one for
@@ -151,15 +151,15 @@ class Report(msgspec.Struct, frozen=True):
     ok: bool
     problems: tuple[str, ...]
     environment: Environment
-    turns: tuple[Row, ...]
-    control: Row
-    totals: Totals
+    turns: tuple[TurnRow, ...]
+    control: TurnRow
+    totals: DaemonTotals
     seconds: float
-    more_controls: tuple[Row, ...] = ()
+    more_controls: tuple[TurnRow, ...] = ()
 
 
 def problems(
-    rows: Sequence[Row], controls: Sequence[Row], totals: Totals, *, tolerance: float
+    rows: Sequence[TurnRow], controls: Sequence[TurnRow], totals: DaemonTotals, *, tolerance: float
 ) -> tuple[str, ...]:
     """Every way in which the demo failed to show what it must, in sentences."""
     everything = (*rows, *controls)
@@ -174,7 +174,7 @@ def problems(
     return (*found, *_total_problems(everything, totals))
 
 
-def _total_problems(rows: Sequence[Row], totals: Totals) -> list[str]:
+def _total_problems(rows: Sequence[TurnRow], totals: DaemonTotals) -> list[str]:
     """Where the daemons counted something else than the handoffs of ``rows``."""
     found: list[str] = []
     sent = sum(row.bytes_sent for row in rows)
@@ -194,7 +194,7 @@ def _total_problems(rows: Sequence[Row], totals: Totals) -> list[str]:
     return found
 
 
-def _answer_problems(row: Row, tolerance: float) -> list[str]:
+def _answer_problems(row: TurnRow, tolerance: float) -> list[str]:
     """What is wrong with the answer of one turn."""
     found: list[str] = []
     if not row.tokens_equal and row.max_logit_difference <= tolerance:
@@ -212,7 +212,7 @@ def _answer_problems(row: Row, tolerance: float) -> list[str]:
     return found
 
 
-def _figure_problems(row: Row) -> list[str]:
+def _figure_problems(row: TurnRow) -> list[str]:
     """Which figures of one turn are not what was worked out."""
     figures = (
         ("decode_prefix_len is", row.decode_prefix_len, row.decode_prefix_expected),
@@ -244,7 +244,7 @@ def _window_problems(window: WindowPages) -> list[str]:
     ]
 
 
-def table_of(report: Report) -> Table:
+def table_of(report: DemoReport) -> Table:
     """The turns as a table for people."""
     has_window = any(row.window is not None for row in report.turns)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -279,7 +279,7 @@ def _peaks(window: WindowPages) -> str:
     return f"{window.prefill_peak}/{window.decode_peak}/{window.full}"
 
 
-def legend_of(report: Report) -> str:
+def legend_of(report: DemoReport) -> str:
     """What the headings of the table mean."""
     if any(row.senders for row in report.turns):
         return f"{LEGEND}; {BY_DAEMON}"
@@ -288,7 +288,7 @@ def legend_of(report: Report) -> str:
     return LEGEND
 
 
-def controls_told(report: Report) -> list[str]:
+def controls_told(report: DemoReport) -> list[str]:
     """What the negative controls showed, a line for each."""
     where = "on the decode node"
     if report.environment.decode.ranks > 1:
@@ -296,7 +296,7 @@ def controls_told(report: Report) -> list[str]:
     return [_control_told(control, where) for control in (report.control, *report.more_controls)]
 
 
-def _control_told(control: Row, where: str) -> str:
+def _control_told(control: TurnRow, where: str) -> str:
     tokens = "equal" if control.tokens_equal else "other"
     what = {
         "kv": f"one of {control.pages_sent} pages",
@@ -309,7 +309,7 @@ def _control_told(control: Row, where: str) -> str:
     )
 
 
-def verdict(report: Report) -> str:
+def verdict(report: DemoReport) -> str:
     """One line: what was shown, or what was not."""
     if report.problems:
         more = len(report.problems) - 1
@@ -330,7 +330,7 @@ def verdict(report: Report) -> str:
     )
 
 
-def _window_told(rows: Sequence[Row]) -> str:
+def _window_told(rows: Sequence[TurnRow]) -> str:
     """The most window pages that a lease had, against all tokens having one."""
     windows = [row.window for row in rows if row.window is not None]
     if not windows:

@@ -10,33 +10,49 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 import kvd
-from kvd.demo.conversation import ANSWER_TOKENS, Dialogues, ExpectedCache
+from kvd.demo.conversation import Dialogues, ExpectedCache
 from kvd.demo.division import due_of_each
-from kvd.demo.layout import Part
-from kvd.demo.messages import Decode, Decoded, Generate, Generated, Prefill, Prefilled
-from kvd.demo.report import Environment, Report, Row, Sender, Totals, WindowPages, problems
-from kvd.demo.settings import CHUNK_TOKENS, STEP_TOKENS
-from kvd.demo.stage import ANSWER_S, DECODE, POLL_S, Stage, Watcher, ask, open_stage
+from kvd.demo.layout import PoolPart
+from kvd.demo.messages import (
+    ANSWER_TOKENS,
+    CHUNK_TOKENS,
+    STEP_TOKENS,
+    Decoded,
+    DecodePrompt,
+    Generate,
+    Generated,
+    Prefilled,
+    PrefillPrompt,
+)
+from kvd.demo.processes import ANSWER_S, DECODE, POLL_S, Stage, Watcher, ask, open_stage
+from kvd.demo.report import (
+    DaemonTotals,
+    DemoReport,
+    Environment,
+    SenderFigures,
+    TurnRow,
+    WindowPages,
+    problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.demo.conversation import Script, Turn
-    from kvd.demo.division import Sent
-    from kvd.demo.settings import Settings
+    from kvd.demo.conversation import Script, ScriptTurn
+    from kvd.demo.division import SentPages
+    from kvd.demo.settings import DemoSettings
 
-DEADLINE_S = 30.0
 QUIET_S = 5.0
 
 
 class TurnWatcher(Watcher, Protocol):
     """Whoever shows the progress of the turns too."""
 
-    def turn(self, row: Row, turns: int) -> None:
+    def turn(self, row: TurnRow, turns: int) -> None:
         """One more of ``turns`` is over."""
 
 
-def run(settings: Settings, watcher: TurnWatcher) -> Report:
+def run(settings: DemoSettings, watcher: TurnWatcher) -> DemoReport:
     """The whole demo.
 
     Raises:
@@ -53,7 +69,7 @@ def run(settings: Settings, watcher: TurnWatcher) -> Report:
         totals = _totals(stage)
         found = problems(rows, controls, totals, tolerance=settings.tolerance)
         environment = _environment(settings, stage)
-    return Report(
+    return DemoReport(
         ok=not found,
         problems=found,
         environment=environment,
@@ -68,16 +84,16 @@ def run(settings: Settings, watcher: TurnWatcher) -> Report:
 class _Performance:
     """One pass through the script: what was said so far, and what must be cached by now."""
 
-    def __init__(self, settings: Settings, script: Script, stage: Stage) -> None:
+    def __init__(self, settings: DemoSettings, script: Script, stage: Stage) -> None:
         self._settings = settings
         self._script = script
         self._stage = stage
         self._dialogues = Dialogues(script.system)
         self._cached = ExpectedCache(settings.pool.page_size)
 
-    def play(self, watcher: TurnWatcher) -> tuple[Row, ...]:
+    def play(self, watcher: TurnWatcher) -> tuple[TurnRow, ...]:
         """All turns."""
-        rows: list[Row] = []
+        rows: list[TurnRow] = []
         turns = self._script.turns
         for room, turn in enumerate(turns, start=1):
             watcher.stage(f"conversation {turn.conversation}, turn {turn.number}")
@@ -85,7 +101,7 @@ class _Performance:
             watcher.turn(rows[-1], len(turns))
         return tuple(rows)
 
-    def controls(self) -> tuple[Row, ...]:
+    def controls(self) -> tuple[TurnRow, ...]:
         """More prompts, of which a page of each part in turn is damaged on the decode node."""
         parts = self._settings.pool.parts
         room = len(self._script.turns) + 1
@@ -96,26 +112,18 @@ class _Performance:
             )
         )
 
-    def _turn(self, room: int, turn: Turn, *, damage: Part | None) -> Row:
+    def _turn(self, room: int, turn: ScriptTurn, *, damage: PoolPart | None) -> TurnRow:
         """One prompt: decode side and prefill side at once, then the reference alone."""
         prompt = self._dialogues.prompt(turn)
         pool = self._settings.pool
         due_prefix = pool.usable_prefix(len(prompt), self._cached.prefix_tokens(prompt))
         began_s = time.monotonic()
-        self._stage.decode.tell(
-            Decode(
-                room,
-                prompt,
-                self._settings.prefill_nodes,
-                ANSWER_TOKENS,
-                DEADLINE_S,
-                damage=damage,
-            )
-        )
-        self._stage.prefill.tell(Prefill(room, prompt, CHUNK_TOKENS, DEADLINE_S, DECODE))
+        sources = self._settings.prefill_nodes
+        self._stage.decode.tell(DecodePrompt(room, prompt, sources, damage=damage))
+        self._stage.prefill.tell(PrefillPrompt(room, prompt, to=DECODE))
         prefilled = self._stage.prefill.hear(Prefilled, within_s=ANSWER_S)
         decoded = self._stage.decode.hear(Decoded, within_s=ANSWER_S)
-        alone = ask(self._stage.reference, Generate(prompt, ANSWER_TOKENS), Generated)
+        alone = ask(self._stage.reference, Generate(prompt), Generated)
         self._dialogues.answered(turn, prompt, decoded.tokens)
         self._cached.add(prompt + decoded.tokens[:-1])
 
@@ -127,7 +135,7 @@ class _Performance:
             sum(one.bytes_expected for one in senders),
         )
         gigabits = bytes_sent * 8 / 1e9
-        return Row(
+        return TurnRow(
             conversation=turn.conversation,
             turn=turn.number,
             room=room,
@@ -150,16 +158,24 @@ class _Performance:
             max_logit_difference=self._logit_difference(prefilled, decoded, alone),
             window=self._window(len(prompt), prefilled, decoded),
             damaged=None if damage is None else damage.value,
-            states=due.get(Part.STATE, 0),
+            states=due.get(PoolPart.STATE, 0),
             senders=senders if len(senders) > 1 else (),
         )
 
-    def _senders(self, sent: Sequence[Sent], pages: dict[Part, int]) -> tuple[Sender, ...]:
+    def _senders(
+        self, sent: Sequence[SentPages], pages: dict[PoolPart, int]
+    ) -> tuple[SenderFigures, ...]:
         """What each prefill daemon sent, and what it had to send of so many pages."""
         settings = self._settings
         due = due_of_each(settings.pool, pages, settings.prefill, settings.decode)
         return tuple(
-            Sender(name, one.pages, must.pages, one.bytes, must.bytes)
+            SenderFigures(
+                node=name,
+                pages_sent=one.pages,
+                pages_expected=must.pages,
+                bytes_sent=one.bytes,
+                bytes_expected=must.bytes,
+            )
             for name, one, must in zip(settings.prefill_nodes, sent, due, strict=True)
         )
 
@@ -168,10 +184,10 @@ class _Performance:
     ) -> WindowPages | None:
         """What the layers with a window took on both nodes; None where there are none."""
         pool = self._settings.pool
-        if Part.WINDOW not in pool.parts:
+        if PoolPart.WINDOW not in pool.parts:
             return None
         return WindowPages(
-            crossed=pool.due_pages(prompt_tokens, 0)[Part.WINDOW],
+            crossed=pool.due_pages(prompt_tokens, 0)[PoolPart.WINDOW],
             prefill_peak=prefilled.peak_window_pages,
             prefill_most=pool.most_window_pages(CHUNK_TOKENS),
             decode_peak=decoded.peak_window_pages,
@@ -194,7 +210,7 @@ class _Performance:
         return float(np.abs(ours[:same] - theirs[:same]).max())
 
 
-def _totals(stage: Stage) -> Totals:
+def _totals(stage: Stage) -> DaemonTotals:
     """What both daemons counted, once they are quiet: a release may be answered before it is done.
 
     Not quiet in time is no error here: it is a problem that the report names.
@@ -208,7 +224,7 @@ def _totals(stage: Stage) -> Totals:
         if not held + locked or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
-    return Totals(
+    return DaemonTotals(
         sent_bytes=sum(sender.totals.sent_bytes for sender in senders),
         received_bytes=receiver.totals.received_bytes,
         handoffs_delivered=receiver.totals.handoffs_delivered,
@@ -217,7 +233,7 @@ def _totals(stage: Stage) -> Totals:
     )
 
 
-def _environment(settings: Settings, stage: Stage) -> Environment:
+def _environment(settings: DemoSettings, stage: Stage) -> Environment:
     """Where and with what this ran."""
     pool = settings.pool
     return Environment(

@@ -6,8 +6,8 @@ import msgspec
 
 from kvd.demo.conversation import Script, write_script
 from kvd.demo.division import ALONE, Division
-from kvd.demo.layout import PageCounts, Part, PoolLayout
-from kvd.demo.messages import Start
+from kvd.demo.layout import PageCounts, PoolLayout, PoolPart
+from kvd.demo.messages import CHUNK_TOKENS, StartEngine
 from kvd.demo.models import ARCHITECTURES, ENCODERS, Architecture
 
 MOST_TURNS = 100
@@ -16,14 +16,8 @@ MOST_TURNS = 100
 SPARE_PAGES = 64
 """Pages beyond what the script needs, the null page among them."""
 
-CHUNK_TOKENS = 64
-"""Tokens of one prefill step: KV of a chunk travels while the next one is computed."""
 
-STEP_TOKENS = 8
-"""Tokens decoded between two slides: window pages are mapped so far ahead."""
-
-
-class Settings(msgspec.Struct, frozen=True):
+class DemoSettings(msgspec.Struct, frozen=True):
     """The command line, typed."""
 
     model: str
@@ -45,9 +39,9 @@ class Settings(msgspec.Struct, frozen=True):
         """Whether the model embeds texts and decodes nothing."""
         return self.model in ENCODERS
 
-    def start(self, division: Division = ALONE) -> Start:
+    def start(self, division: Division = ALONE) -> StartEngine:
         """What every engine is told first."""
-        return Start(self.model, self.seed, self.dtype, division)
+        return StartEngine(model=self.model, seed=self.seed, dtype=self.dtype, division=division)
 
     @property
     def prefill_nodes(self) -> tuple[str, ...]:
@@ -82,10 +76,10 @@ class Settings(msgspec.Struct, frozen=True):
         ends = 2 * len(script.turns)
         rooms = len(script.turns) + len(script.controls)
         parts = self.pool.parts
-        window = self.pool.most_window_pages(CHUNK_TOKENS) if Part.WINDOW in parts else 0
+        window = self.pool.most_window_pages(CHUNK_TOKENS) if PoolPart.WINDOW in parts else 0
         return PageCounts(
             kv=-(-tokens // self.pool.page_size) + ends + SPARE_PAGES,
             # What each room leaves in the cache, and what one prompt has mapped.
             window=(rooms + 1) * window + 1 if window else 0,
-            state=rooms + 3 if Part.STATE in parts else 0,
+            state=rooms + 3 if PoolPart.STATE in parts else 0,
         )

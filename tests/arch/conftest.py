@@ -63,8 +63,9 @@ def _imports(body: list[ast.AST], *, when: str) -> list[Import]:
 
 @pytest.fixture(scope="session")
 def sources() -> list[Source]:
-    """Every file of the packages ``kvd`` and ``tui``."""
-    paths = [path for package in ("kvd", "tui") for path in sorted((ROOT / package).rglob("*.py"))]
+    """Every file of the packages ``kvd``, ``tui`` and ``benchmarks``."""
+    packages = ("kvd", "tui", "benchmarks")
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     return [Source(str(path.relative_to(ROOT)), path.read_text("utf-8")) for path in paths]
 
 

@@ -8,6 +8,8 @@ Imports for type checkers count: a layer that must name another's types depends 
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 BOTTOM = {"kvd.types", "kvd.errors"}
@@ -44,8 +46,11 @@ MAY_IMPORT = {
     "kvd.client": ENGINE_SIDE,
     "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},
     "kvd.cli": WHOLE | {"kvd.trace", "kvd.sim", "kvd.cli"},
-    "kvd.demo": WHOLE | {"kvd.cli", "kvd.demo"},
-    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.demo", "kvd.bench"},
+    "kvd.harness": ENGINE_SIDE | {"kvd.curve", "kvd.harness"},
+    "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.demo"},
+    "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.bench"},
+    "benchmarks": WHOLE
+    | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"},
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
     "kvd.__main__": {"kvd.cli"},
     "kvd": set(),
@@ -81,18 +86,18 @@ NOT_IN_THE_CORE = {
 
 HOMES = {
     "torch": (
-        *("kvd/pools/", "kvd/device/", "kvd/demo/", "kvd/bench/"),
+        *("kvd/pools/", "kvd/device/", "kvd/demo/", "benchmarks/"),
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
     ),
-    "transformers": ("kvd/demo/", "kvd/bench/"),
+    "transformers": ("kvd/demo/",),
     "flash_attn": ("kvd/device/flash.py",),
     "flash_attn_interface": ("kvd/device/flash.py",),
     "nixl": ("kvd/transfer/nixl.py",),
     "nixl_cu12": ("kvd/transfer/nixl.py",),
     "nixl_cu13": ("kvd/transfer/nixl.py",),
     "textual": ("tui/",),
-    "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
-    "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "tui/"),
+    "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
+    "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
     "structlog": ("kvd/observe/",),
     "prometheus_client": ("kvd/observe/",),
     "h11": ("kvd/observe/",),
@@ -109,7 +114,7 @@ OPTIONAL = ("flash_attn", "flash_attn_interface")
 def package_of(module: str) -> str:
     """The package that the table has a row for."""
     parts = module.split(".")
-    if parts[0] == "tui" or len(parts) == 1:
+    if parts[0] in {"tui", "benchmarks"} or len(parts) == 1:
         return parts[0]
     return ".".join(parts[:2])
 
@@ -142,6 +147,19 @@ def test_packages_import_only_what_lies_below_them(sources):
 def test_every_package_has_a_row_in_the_table(sources):
     missing = {package_of(source.module) for source in sources} - set(MAY_IMPORT)
     assert not missing, f"say in MAY_IMPORT what these may import: {sorted(missing)}"
+
+
+MEASURES = re.compile(r"^\s*(from|import) (kvd\.bench|benchmarks)\b", re.MULTILINE)
+
+
+def test_no_test_borrows_from_a_benchmark(root):
+    """What several tests need is in ``tests/support``, so that a benchmark can be changed."""
+    wrong = [
+        str(path.relative_to(root))
+        for path in sorted((root / "tests").rglob("*.py"))
+        if path.parent.name != "bench" and MEASURES.search(path.read_text("utf-8"))
+    ]
+    assert not wrong, f"import from tests/support, not from a benchmark: {wrong}"
 
 
 @pytest.mark.parametrize("place", ["kvd/core/", "kvd/wire/", "kvd/types.py", "kvd/errors.py"])

@@ -1,14 +1,13 @@
-"""``kvd bench families``: its closed forms, what it says, and one family on real daemons."""
+"""``benchmarks families``: its closed forms, what it says, and one family on real daemons."""
 
 from __future__ import annotations
 
-import click
 import msgspec
 import pytest
+from click.testing import CliRunner
 
-from kvd.bench.families import report, run
-from kvd.bench.family_checks import FamiliesResult, row_of
-from kvd.bench.family_forms import (
+from benchmarks.families import measure, result_of, row_of
+from benchmarks.family_forms import (
     DEVICE,
     GROUPS,
     HISPARSE,
@@ -22,18 +21,19 @@ from kvd.bench.family_forms import (
     QUANTISED,
     RECURRENT,
     SWA,
-    Workload,
+    FamilyWorkload,
     families_of,
     tail_pages,
     window_pages,
 )
-from kvd.bench.family_runs import FetchSeen, PartSeen, Seen
+from benchmarks.family_runs import ComponentSeen, FamilySeen, FetchSeen
+from benchmarks.harness import BenchmarkFile, benchmark, show
 from kvd.config.load import load
 from kvd.config.pool import pool_spec
 from kvd.config.schema import Config
 from kvd.core.layout.spec import Buffer, Device, page_bytes
 
-WORK = Workload()
+WORK = FamilyWorkload()
 FAMILIES = families_of(WORK)
 
 
@@ -108,12 +108,13 @@ def test_every_family_is_in_one_group():
     assert sorted(name for group in GROUPS for name in group) == sorted(FAMILIES)
 
 
-def seen_as_expected(name: str) -> Seen:
+def seen_as_expected(name: str) -> FamilySeen:
     """What is measured when everything is as the forms say."""
     family = FAMILIES[name]
-    return Seen(
+    return FamilySeen(
         parts=tuple(
-            PartSeen(one.name, one.tier, one.page_bytes, 0, one.held_pages) for one in family.parts
+            ComponentSeen(one.name, one.tier, one.page_bytes, 0, one.held_pages)
+            for one in family.parts
         ),
         admitted=family.admitted(WORK),
         short_of="kv",
@@ -182,15 +183,10 @@ def test_one_percent_is_no_disagreement():
     assert [one.what for one in row.checks if not one.agrees] == []
 
 
-def result_of(*seen: tuple[str, Seen]) -> FamiliesResult:
-    rows = tuple(row_of(FAMILIES[name], one, WORK) for name, one in seen)
-    return FamiliesResult(WORK, rows, (), ())
+def test_the_table_has_each_figure_beside_its_form(capsys):
+    found = result_of([row_of(FAMILIES[SWA], seen_as_expected(SWA), WORK)], WORK)
 
-
-def test_the_table_has_each_figure_beside_its_form(capsys, tmp_path):
-    file = tmp_path / "result.json"
-
-    report(result_of((SWA, seen_as_expected(SWA))), file)
+    show(found)
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[2:5] == [
@@ -198,27 +194,28 @@ def test_the_table_has_each_figure_beside_its_form(capsys, tmp_path):
         "swa, prefill, chunks 2048 kv + 193 swa 2048+193 2.94 2.94 - - - - - - -",
         "swa, prefill, at once 2048 kv + 2048 swa 2048+2048 12.00 12.00 - - - - - - -",
     ]
-    written = msgspec.json.decode(file.read_bytes(), type=FamiliesResult)
-    assert written.rows[0].seen.admitted == 68
 
 
-def test_the_command_fails_where_a_figure_is_not_as_its_form_says(capsys):
+def test_the_command_fails_where_a_figure_is_not_as_its_form_says(tmp_path):
+    file = tmp_path / "result.json"
     seen = msgspec.structs.replace(seen_as_expected(SWA), admitted=13, counted_pages={})
+    command = benchmark("families", lambda _: result_of([row_of(FAMILIES[SWA], seen, WORK)], WORK))
 
-    with pytest.raises(click.ClickException) as failed:
-        report(result_of((SWA, seen)), None)
+    ran = CliRunner().invoke(command, ["--json", str(file)])
 
-    assert failed.value.exit_code == 1
-    assert failed.value.message == (
+    assert ran.exit_code == 1
+    assert ran.stderr.endswith(
         "what was measured is not what arithmetic says\n"
-        "swa: requests admitted: measured 13, closed form 68"
+        "swa: requests admitted: measured 13, closed form 68\n"
     )
-    assert "swa" in capsys.readouterr().out
+    assert "swa" in ran.stdout
+    written = msgspec.json.decode(file.read_bytes(), type=BenchmarkFile)
+    assert (written.name, written.found.tables[0].rows[0]["admitted"]) == ("families", 13)
 
 
 def test_two_daemons_with_windows_hold_send_and_admit_what_the_forms_say():
     """Scenarios C, at their smallest: 512 tokens, a window of 64."""
-    work = Workload(
+    work = FamilyWorkload(
         prompt_tokens=512,
         answer_tokens=64,
         window_tokens=64,
@@ -227,10 +224,11 @@ def test_two_daemons_with_windows_hold_send_and_admit_what_the_forms_say():
         repeats=1,
     )
 
-    result = run(work, [SWA], lambda _: None)
+    (row,) = measure(work, [SWA], lambda _: None)
 
-    seen = result.rows[0].seen
-    assert result.disagreements == ()
+    seen = row.seen
+    assert [one for one in row.checks if not one.agrees] == []
+    assert result_of([row], work).wrong == ()
     assert [one.held_pages for one in seen.parts] == [36, 6]
     assert (seen.admitted, seen.handed_off, seen.short_of) == (30, 31, "swa")
     assert (seen.prefill_window_pages, seen.prefill_window_pages_unslid) == (13, 32)

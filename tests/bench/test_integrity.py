@@ -1,10 +1,10 @@
-"""What ``kvd bench integrity`` is made of, without daemons."""
+"""What ``benchmarks integrity`` is made of, without daemons."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvd.bench.integrity import PAGE_TOKENS, SHAPES, sum_rate
+from benchmarks.integrity import PAGE_TOKENS, SHAPES, sum_rate
 from kvd.core.layout.spec import Component, Mha, page_bytes
 
 

@@ -1,4 +1,4 @@
-"""``kvd bench radix``: both columns serve the same trace and agree about it."""
+"""``benchmarks radix``: both columns serve the same trace and agree about it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from kvd.bench.nodestep import NodeColumn
-from kvd.bench.radix import RadixResult, TreeColumn, command
-from kvd.bench.replay import Cost
+from benchmarks.harness import BenchmarkFile
+from benchmarks.radix import BareTree, RequestCost, WholeNode, command
 from kvd.types import Tokens, pack_ids
 
 PAGE = 4
@@ -19,15 +18,15 @@ TRACE = [
 ]
 
 
-@pytest.mark.parametrize("column", [TreeColumn, NodeColumn])
-def test_column_counts_hit_and_new_tokens_in_whole_pages(column):
-    served = column(64, PAGE)
+@pytest.mark.parametrize("index", [BareTree, WholeNode])
+def test_index_counts_hit_and_new_tokens_in_whole_pages(index):
+    served = index(64, PAGE)
     prompts = [Tokens(pack_ids(list(range(n)))) for n in (10, 17, 17)]
 
     costs = [served.serve(prompt) for prompt in prompts]
 
     assert [(cost.hit_tokens, cost.new_tokens) for cost in costs] == [(0, 8), (8, 8), (16, 0)]
-    assert all(isinstance(cost, Cost) and cost.ns > 0 for cost in costs)
+    assert all(isinstance(cost, RequestCost) and cost.ns > 0 for cost in costs)
     assert served.cached_tokens == 16
 
 
@@ -40,10 +39,10 @@ def test_command_measures_tree_and_node_on_the_same_requests(tmp_path):
     )
 
     assert ran.exit_code == 0, ran.output
-    found = msgspec.json.decode(result.read_bytes(), type=RadixResult)
-    assert (found.requests, found.tokens) == (3, 3012)
+    found = msgspec.json.decode(result.read_bytes(), type=BenchmarkFile).found
+    assert "3 requests, 3012 tokens" in found.tables[0].title
     # Of 62, 93 and 32 whole pages 0, 62 and 32 were cached.
-    assert [(one.name, round(one.hit_rate, 6)) for one in found.columns] == [
+    assert [(row["index"], round(row["hit_rate"], 6)) for row in found.tables[0].rows] == [
         ("tree", round(94 / 187, 6)),
         ("node", round(94 / 187, 6)),
     ]

@@ -1,23 +1,22 @@
-"""``kvd bench shards`` in small: real transfer processes, every case, what it says of them."""
+"""``benchmarks shards`` in small: real transfer processes, every case, what it says of them."""
 
 from __future__ import annotations
 
-import asyncio
-
-from kvd.bench.shard_moves import CASES, PAGE_BYTES, Plan, goals_of, measure
+from benchmarks.shards import CASES, PAGE_BYTES, run
 
 
 def test_every_case_moves_its_share_of_the_pages_and_is_verified():
     steps: list[str] = []
 
-    result = asyncio.run(measure(Plan(pages=2, repeats=1), steps.append))
+    found = run(steps.append, pages=2, repeats=1, seed=1, tls="")
 
+    rows = found.tables[0].rows
     halves = {"second stage of 2 to 1", "second rank of 2 to 1"}
-    assert [(one.name, one.moved_bytes) for one in result.cases] == [
+    assert [(row["shards"], row["moved_bytes"]) for row in rows] == [
         (case.name, 2 * PAGE_BYTES // (2 if case.name in halves else 1)) for case in CASES
     ]
-    assert all(one.rates.raw > 0 and one.rates.kvd > 0 for one in result.cases)
-    packed = {one.name: one.pieces for one in result.cases if one.is_packed}
+    assert all(row["raw"] > 0 and row["kvd"] > 0 for row in rows)
+    packed = {row["shards"]: row["pieces"] for row in rows if row["is_packed"]}
     assert packed == {
         "1 to 2": 2 * 2 * 1024,
         "2 to 1": 2 * 2 * 1024,
@@ -25,4 +24,4 @@ def test_every_case_moves_its_share_of_the_pages_and_is_verified():
         "4 to 2": 2 * 4 * 1024,
     }
     assert steps == ["starting", *(case.name for case in CASES)]
-    assert goals_of(list(result.cases)) == result.goals
+    assert [goal.got for goal in found.goals] == [row["to_raw"] for row in rows if row["is_packed"]]

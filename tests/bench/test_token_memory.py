@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.bench.token_memory import TokenMemory, Written
+from benchmarks.token_memory import TokenMemory, WrittenTokens
 from kvd.client.attachment import Attachment
 from kvd.client.connection import Connection
 from kvd.client.lease import Lease
@@ -80,8 +80,8 @@ def test_what_is_written_piece_by_piece_is_found_in_every_component(pools: Pools
     one = lease(pools, [3, 5, 2], [0, 6, 7], [0, 2])
     other = lease(pools, [1, 4, 7], [2, 3, 4], [2, 3])
 
-    memory.write(Written(one, PROMPT, 0, 8))
-    memory.write(Written(one, PROMPT, 8, 11), Written(other, OTHER, 0, 11))
+    memory.write(WrittenTokens(one, PROMPT, 0, 8))
+    memory.write(WrittenTokens(one, PROMPT, 8, 11), WrittenTokens(other, OTHER, 0, 11))
 
     memory.check(one, PROMPT)
     memory.check(other, OTHER)
@@ -103,9 +103,9 @@ def test_a_page_that_somebody_else_wrote_is_found(
 ) -> None:
     memory = TokenMemory(pools.pool("main"))
     one = lease(pools, [3, 5, 2], [0, 6, 7], [0, 2])
-    memory.write(Written(one, PROMPT, 0, 11))
+    memory.write(WrittenTokens(one, PROMPT, 0, 11))
 
-    memory.write(Written(lease(pools, *rows), OTHER, 0, 11))
+    memory.write(WrittenTokens(lease(pools, *rows), OTHER, 0, 11))
 
     with pytest.raises(AssertionError, match=words):
         memory.check(one, PROMPT)
@@ -114,7 +114,7 @@ def test_a_page_that_somebody_else_wrote_is_found(
 def test_a_companion_is_written_in_lockstep(pools: Pools) -> None:
     """Page 5 of kv has tokens 4 to 7; of the index that is pages 10 and 11."""
     memory = TokenMemory(pools.pool("main"))
-    memory.write(Written(lease(pools, [3, 5, 2], [0, 6, 7], [0, 2]), PROMPT, 4, 8))
+    memory.write(WrittenTokens(lease(pools, [3, 5, 2], [0, 6, 7], [0, 2]), PROMPT, 4, 8))
 
     (keys,) = pools.pool("main").view("index", layer=1)
 

@@ -13,7 +13,6 @@ import zmq
 from click.testing import CliRunner
 
 from kvd import curve
-from kvd.bench.daemons import free_port, one_daemon
 from kvd.cli import host_checks, kvd, neighbour_checks
 from kvd.cli.finding import Severity
 from kvd.cli.neighbour_checks import neighbours
@@ -24,6 +23,7 @@ from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Ping
 from tests.cli.admin_peer import SNAPSHOT
 from tests.cli.inchild import subject
+from tests.support.daemons import free_port, one_daemon
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
 POOL = {"pool.layers": "1", "pool.heads": "1", "pool.pages": "65"}

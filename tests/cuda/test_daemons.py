@@ -18,13 +18,13 @@ import pytest_asyncio
 import torch
 
 import kvd.client
-from kvd.bench.daemons import Daemon, two_daemons
 from kvd.client import HandoffError, KvdError
 from kvd.errors import Code
 from kvd.wire import admin
 from tests.cuda.double import STREAM, holders, memory_of_devices
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.support.daemons import Daemon, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from tests.daemon.conftest import settle
 from tests.daemon.kv import tokens_of
 from tests.integration.test_hisparse import Both, hand_over, holds, is_right
+from tests.support.daemons import two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

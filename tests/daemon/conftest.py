@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 import kvd.client
-from kvd.bench.daemons import Daemon, Pair, two_daemons
 from kvd.wire import admin
 from tests.daemon.kv import SHAPE, digest, tokens_of, write
+from tests.support.daemons import Daemon, Pair, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -12,11 +12,11 @@ import time
 import msgspec
 import pytest
 
-from kvd.bench.daemons import one_daemon
 from kvd.client.admin import AdminClient
 from kvd.wire import admin
 from kvd.wire.console import Query, Table
 from tests.daemon.kv import SHAPE
+from tests.support.daemons import one_daemon
 
 TOLD_S = 5.0
 

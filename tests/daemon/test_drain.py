@@ -11,12 +11,12 @@ import time
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import one_daemon, two_daemons
 from kvd.client import KvdError
 from kvd.wire import admin
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE, digest, tokens_of, write
 from tests.daemon.test_two_daemons import hand_over
+from tests.support.daemons import one_daemon, two_daemons
 
 QUICK = {**SHAPE, "admission.drain_s": "1"}
 

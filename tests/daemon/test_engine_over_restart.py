@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import Daemon
 from kvd.client import KvdError
 from tests.daemon.kv import PAGE, SHAPE, digest, tokens_of, write
+from tests.support.daemons import Daemon
 
 PAGES = 257
 JOURNAL_WORDS_AT = 4096

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import kvd.client
-from kvd.bench.daemons import Daemon, Pair
 from tests.daemon.kv import tokens_of
+from tests.support.daemons import Daemon, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import one_daemon
 from kvd.client.admin import AdminClient
 from kvd.daemon.app import TICK_S
 from kvd.errors import KvdError
@@ -22,6 +21,7 @@ from kvd.recorder import recording, replay
 from kvd.wire import admin, events
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE, tokens_of, write
+from tests.support.daemons import one_daemon
 
 RECORDED = {**SHAPE, "recorder.enabled": "true"}
 LOOK_S = 20.0

@@ -13,11 +13,11 @@ import pytest_asyncio
 import torch
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from kvd.client import HandoffError
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import LAYERS, PAGE, PAGE_BYTES, SHAPE, tokens_of, write
 from tests.daemon.test_two_daemons import hand_over, tree_tokens
+from tests.support.daemons import two_daemons
 
 N_PAGES = 6
 N_TOKENS = N_PAGES * PAGE + 4

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from kvd.bench.daemons import Place, two_daemons
 from tests.daemon.kv import SHAPE
+from tests.support.daemons import Place, two_daemons
 
 
 def _has_ipv6() -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from tests.daemon.kv import tokens_of
+from tests.support.daemons import two_daemons
 
 if TYPE_CHECKING:
     from kvd.client import Lease, Node

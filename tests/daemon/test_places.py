@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
-from kvd.bench.daemons import Daemon, DaemonFailed, one_daemon
 from tests.daemon.kv import SHAPE
+from tests.support.daemons import Daemon, DaemonFailed, one_daemon
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to a group")
 

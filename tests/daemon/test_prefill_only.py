@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import Daemon
 from kvd.errors import Code, KvdError
+from tests.support.daemons import Daemon
 
 MODE = {
     "cache.mode": "prefill-only",

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 import kvd.client
-from kvd.bench.daemons import Daemon
 from kvd.cli import kvd as command
 from kvd.errors import KvdError
 from kvd.wire import admin
@@ -20,6 +19,7 @@ from kvd.wire.config_events import ConfigRefused, ConfigReloaded
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE
 from tests.daemon.manager import Manager
+from tests.support.daemons import Daemon
 
 
 class Node:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import HERE, Daemon, DaemonFailed, Place, one_daemon
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE
 from tests.daemon.manager import Manager
+from tests.support.daemons import HERE, Daemon, DaemonFailed, Place, one_daemon
 
 HANDING = str(Path(__file__).with_name("handing.py"))
 WATCHDOG_S = 1.5

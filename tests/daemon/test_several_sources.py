@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import START_S, Daemon, Pair
 from kvd.client import HandoffError, KvdError
 from kvd.wire import admin
 from tests.daemon.conftest import settle, until
 from tests.daemon.kv import tokens_of
 from tests.daemon.test_sharded_pools import MODEL, PROMPT_TOKENS, fill, model_kv, tp, wrong
+from tests.support.daemons import START_S, Daemon, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,12 +18,12 @@ import torch
 from click.testing import CliRunner
 
 import kvd.client
-from kvd.bench.daemons import START_S, Daemon, Pair, two_daemons
 from kvd.cli import kvd as command
 from kvd.client import KvdError
 from kvd.wire.memory import ShardPlace
 from tests.daemon.conftest import settle
 from tests.daemon.kv import tokens_of
+from tests.support.daemons import START_S, Daemon, Pair, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

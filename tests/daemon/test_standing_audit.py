@@ -16,13 +16,13 @@ from typing import NamedTuple
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import Daemon, Place, one_daemon
 from kvd.client.admin import AdminClient
 from kvd.errors import KvdError
 from kvd.wire.admin import Why
 from tests.core.breakage import BREAKAGES
 from tests.core.breakage_beside import BESIDE_BREAKAGES
 from tests.daemon.kv import SHAPE, tokens_of
+from tests.support.daemons import Daemon, Place, one_daemon
 
 ROOT = Path(__file__).parents[2]
 FOUND_S = 1.0

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import Daemon, Pair, two_daemons
 from kvd.wire import admin
+from tests.support.daemons import Daemon, Pair, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from kvd.client import HandoffError
 from kvd.wire import admin
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.support.daemons import two_daemons
 
 
 class Delivery:

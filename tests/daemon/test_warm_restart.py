@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.bench.daemons import Daemon
 from kvd.client import connect_sync as connect
 from kvd.core.inputs import FormerSession
 from kvd.daemon.estate import past_of
@@ -21,6 +20,7 @@ from kvd.journal.reader import Dropped, FormerEngine, Found
 from kvd.types import Pages
 from kvd.wire.admin import EventPage, ListEvents
 from kvd.wire.restart_events import Adopted
+from tests.support.daemons import Daemon
 
 SHAPE = {
     "pool.layers": "2",

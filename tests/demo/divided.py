@@ -14,17 +14,20 @@ from functools import partial
 import msgspec
 import torch
 
-from kvd.demo.context import ContextSequence, open_gather
-from kvd.demo.division import Way, heads_of, stage_of
+from kvd.demo.division import DivisionWay, heads_of, stage_of
 from kvd.demo.group import Group, fork
-from kvd.demo.layout import Part
-from kvd.demo.leased import Lengths, PoolViews
+from kvd.demo.layout import PoolPart
+from kvd.demo.leased import Alone, Lengths, PoolViews, Sequences
 from kvd.demo.models import ARCHITECTURES, Architecture
-from kvd.demo.pipeline import StageSequence
-from kvd.demo.sequences import Alone, Sequences
-from kvd.demo.slicing import keep_layers
-from kvd.demo.tensor import Row, own_heads
-from kvd.demo.together import Together
+from kvd.demo.ranks import (
+    ContextSequence,
+    PageRow,
+    StageSequence,
+    Together,
+    keep_layers,
+    open_gather,
+    own_heads,
+)
 from tests.demo.memory import PAGE, pool, scattered
 from tests.demo.reference import model_of, tokens
 
@@ -45,14 +48,14 @@ class Compared(msgspec.Struct, frozen=True):
     spoiled: float
 
 
-def sequences_of(way: Way, row: Architecture, group: Group) -> Sequences:
+def sequences_of(way: DivisionWay, row: Architecture, group: Group) -> Sequences:
     """What this rank computes with, over memory for its part; its model is cut down to that."""
     model, shape = model_of(row.name), row.shape
-    if way is Way.TENSOR:
+    if way is DivisionWay.TENSOR:
         own = heads_of(shape, group.rank, group.ranks)
         own_heads(model, shape, group)
         return Alone(model, _views(row, kv_heads=own.end_kv - own.first_kv))
-    if way is Way.CONTEXT:
+    if way is DivisionWay.CONTEXT:
         make = partial(ContextSequence, model, group=group, gather=open_gather(group))
         return Together(_views(row), group, make)
     first, end = stage_of(shape.layers, group.rank, group.ranks)
@@ -68,14 +71,14 @@ def _views(row: Architecture, **part: int) -> PoolViews:
 
 def logits_of(sequences: Sequences, pieces: list[list[int]], row: list[int]) -> torch.Tensor:
     """Behind each piece: (pieces, vocabulary)."""
-    sequence = sequences.begin(Row(tuple(row)), Lengths(0, 0), step_tokens=64)
+    sequence = sequences.begin(PageRow(tuple(row)), Lengths(0, 0), step_tokens=64)
     return torch.stack([sequences.known(sequence.compute(piece)) for piece in pieces])
 
 
 def compare(case: str) -> Compared:
     """One case, on each of its ranks."""
     first, name, last = case.split(":")
-    way, ranks = Way(first), int(last)
+    way, ranks = DivisionWay(first), int(last)
     row = ARCHITECTURES[name]
     ids = iter(tokens(sum(PIECES))[0].tolist())
     pieces = [[next(ids) for _ in range(size)] for size in PIECES]
@@ -89,9 +92,13 @@ def compare(case: str) -> Compared:
         float((mine[ROW] - whole[ROW]).abs().max())
         for mine, whole in zip(_kv(divided.views), _own_kv(alone.views, way, group), strict=True)
     )
-    if group.rank == (0 if way is Way.CONTEXT else ranks - 1):  # of some context, 0 computes one
-        divided.views.damage(Part.KV, ROW[3])
-    last = divided.begin(Row(tuple(ROW)), Lengths(sum(PIECES) - 1, sum(PIECES) - 1), step_tokens=64)
+    if group.rank == (
+        0 if way is DivisionWay.CONTEXT else ranks - 1
+    ):  # of some context, 0 computes one
+        divided.views.damage(PoolPart.KV, ROW[3])
+    last = divided.begin(
+        PageRow(tuple(ROW)), Lengths(sum(PIECES) - 1, sum(PIECES) - 1), step_tokens=64
+    )
     spoiled = divided.known(last.compute(pieces[-1]))
     worst = max(float(one) for one in group.gathered(str(kv).encode()))
     if group.rank:
@@ -109,13 +116,13 @@ def _kv(views: PoolViews) -> list[torch.Tensor]:
     return [tensor for layer in views.layers for tensor in layer]
 
 
-def _own_kv(whole: PoolViews, way: Way, group: Group) -> list[torch.Tensor]:
+def _own_kv(whole: PoolViews, way: DivisionWay, group: Group) -> list[torch.Tensor]:
     """What a rank must have of what one process has."""
     shape = whole.shape
-    if way is Way.PIPELINE:
+    if way is DivisionWay.PIPELINE:
         first, end = stage_of(shape.layers, group.rank, group.ranks)
         return [tensor for layer in whole.layers[first:end] for tensor in layer]
-    if way is Way.TENSOR and not shape.latent_dim:
+    if way is DivisionWay.TENSOR and not shape.latent_dim:
         own = heads_of(shape, group.rank, group.ranks)
         return [tensor[:, :, own.first_kv : own.end_kv] for tensor in _kv(whole)]
     return _kv(whole)

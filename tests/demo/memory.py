@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 
+from kvd.config import Config, load
 from kvd.config.pool import components
-from kvd.config.pool_sections import PoolSection
 from kvd.core.layout.geometry import geometry
 from kvd.core.layout.spec import PageOrder
 from kvd.demo.cache import BlockTable
-from kvd.demo.layout import PageCounts, Part
+from kvd.demo.layout import PageCounts, PoolPart
 from kvd.demo.leased import Lengths, PoolViews, leased_cache
 
 if TYPE_CHECKING:
@@ -38,10 +37,12 @@ class Memory:
         dtype: str = "float32",
     ) -> None:
         layout = architecture.pool_layout(dtype=dtype, page_size=None, order=order.value)
-        section = msgspec.convert(layout.section(PageCounts(PAGES, PAGES, PAGES)), PoolSection)
+        settings = layout.settings(PageCounts(PAGES, PAGES, PAGES))
+        config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
+        assert isinstance(config, Config), config
         self.page_size = layout.page_size
         self._tensors: dict[tuple[str, int, str], torch.Tensor] = {}
-        for part in components(section):
+        for part in components(config.pool):
             where = geometry(part, pages=PAGES, order=order)
             element = getattr(torch, dtype)
             memory = torch.full((where.total_bytes // element.itemsize,), JUNK, dtype=element)
@@ -62,7 +63,7 @@ class Memory:
             if (name, number) == (component, layer)
         }
 
-    def page(self, part: Part, page: int) -> list[torch.Tensor]:
+    def page(self, part: PoolPart, page: int) -> list[torch.Tensor]:
         """A copy of what is in one page."""
         return [
             tensor[page].clone()
@@ -70,7 +71,7 @@ class Memory:
             if name == part.value
         ]
 
-    def pages(self, rows: dict[Part, list[int]]) -> list[torch.Tensor]:
+    def pages(self, rows: dict[PoolPart, list[int]]) -> list[torch.Tensor]:
         """A copy of what is in all these pages."""
         return [
             tensor for part, row in rows.items() for page in row for tensor in self.page(part, page)
@@ -90,17 +91,21 @@ def scattered(count: int, seed: int = 3) -> list[int]:
 
 
 def cache_over(
-    views: PoolViews, rows: dict[Part, list[int]], *, written: int = 0, shared: int = 0
+    views: PoolViews, rows: dict[PoolPart, list[int]], *, written: int = 0, shared: int = 0
 ) -> Cache:
     """The cache of a sequence with these pages."""
     tables = {part: BlockTable(rows[part]) for part in views.parts}
     return leased_cache(views, tables, Lengths(written, shared))
 
 
-def rows_for(tokens: int) -> dict[Part, list[int]]:
+def rows_for(tokens: int) -> dict[PoolPart, list[int]]:
     """Pages for every part of a sequence of ``tokens``, all of its window too."""
     count = -(-tokens // PAGE)
-    return {Part.KV: scattered(count), Part.WINDOW: scattered(count, 4), Part.STATE: [0, 5]}
+    return {
+        PoolPart.KV: scattered(count),
+        PoolPart.WINDOW: scattered(count, 4),
+        PoolPart.STATE: [0, 5],
+    }
 
 
 class SlidingLease:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
+from kvd.demo.cache import forward
 from kvd.demo.models import ARCHITECTURES, build_model
-from kvd.demo.paged import forward
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

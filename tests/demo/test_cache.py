@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvd.core.layout.spec import PageOrder
-from kvd.demo.layout import Part, places
+from kvd.demo.layout import PoolPart, places
 from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
 from tests.demo.memory import JUNK, PAGE, cache_over, pool, rows_for, scattered
 from tests.demo.reference import ROUNDING, model_of, own_cache, pieces_of, run, tokens
@@ -114,7 +114,7 @@ def test_layer_gathers_nothing(name: str) -> None:
 
 def test_paged_cache_refuses_a_token_beyond_the_lease() -> None:
     _, views = pool(ARCHITECTURES["llama"])
-    cache = cache_over(views, {Part.KV: [5]})
+    cache = cache_over(views, {PoolPart.KV: [5]})
 
     with pytest.raises(IndexError, match="token 16 has no page: the lease covers 1 pages of 16"):
         run(model_of("llama"), cache, [tokens(17)])
@@ -128,7 +128,7 @@ def test_output_depends_on_every_page_of_the_prompt(name: str) -> None:
     rows = rows_for(100)
     parts = sorted({place.part for place in places(ARCHITECTURES[name].shape)}, key=str)
     for part in parts:
-        for page in rows[part][:6] if part is not Part.STATE else [5]:
+        for page in rows[part][:6] if part is not PoolPart.STATE else [5]:
             _, views = pool(ARCHITECTURES[name])
             run(model, cache_over(views, rows), [prompt])
             good = run(model, cache_over(views, rows, written=100, shared=100), [prompt[:, 99:]])
@@ -138,7 +138,7 @@ def test_output_depends_on_every_page_of_the_prompt(name: str) -> None:
 
             bad = run(model, cache_over(views, rows, written=100, shared=100), [prompt[:, 99:]])
 
-            seen = part is not Part.WINDOW or rows[part].index(page) * PAGE + PAGE > 101 - (
+            seen = part is not PoolPart.WINDOW or rows[part].index(page) * PAGE + PAGE > 101 - (
                 ARCHITECTURES[name].shape.window_tokens
             )
             assert ((good - bad).abs().max().item() > 0.05) == seen, (part, page)

@@ -89,7 +89,7 @@ def test_ranks_with_a_daemon_each_compare_what_their_daemons_say() -> None:
         "from types import SimpleNamespace\n"
         "torch.set_num_threads(1)\n"
         "from kvd.demo.group import fork\n"
-        "from kvd.demo.together import Together\n"
+        "from kvd.demo.ranks import Together\n"
         "from kvd.device.collectives import Disagreement\n"
         "group = fork(2)\n"
         "ranks = Together(None, group, None)\n"

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
 from kvd.config import Config, load, pool_spec
 from kvd.core.components.tail import most_pages, tail_start
 from kvd.core.layout.spec import page_bytes
-from kvd.demo.layout import PageCounts, Part, Place, places
+from kvd.demo.layout import LayerPlace, PageCounts, PoolPart, places
 from kvd.demo.models import ARCHITECTURES, DTYPES
-from kvd.demo.processes import DaemonPlan, configuration
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, order="page_first")
 
@@ -24,15 +17,13 @@ GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, orde
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
-    name: str, dtype: str, tmp_path: Path
+    name: str, dtype: str
 ) -> None:
-    """The figures of the demo and the daemon's own agree, through a real configuration file."""
+    """The figures of the demo and the daemon's own agree, through a real configuration."""
     layout = ARCHITECTURES[name].pool_layout(dtype=dtype, page_size=None, order="layer_first")
-    plan = DaemonPlan("a", "tcp://127.0.0.1:7402", {}, layout, PageCounts(100, 50, 20))
-    file = tmp_path / "kvd.toml"
-    file.write_text(configuration(plan, tmp_path))
+    settings = layout.settings(PageCounts(100, 50, 20))
 
-    config = load(file, {}, [])
+    config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
     assert isinstance(config, Config), config
     spec = pool_spec(config)
 
@@ -43,15 +34,15 @@ def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
 
 
 def test_every_third_layer_of_gemma_looks_at_every_token() -> None:
-    kv, window = Part.KV, Part.WINDOW
+    kv, window = PoolPart.KV, PoolPart.WINDOW
 
     assert places(ARCHITECTURES["gemma"].shape) == (
-        Place(window, 0),
-        Place(window, 1),
-        Place(kv, 0),
-        Place(window, 2),
-        Place(window, 3),
-        Place(kv, 1),
+        LayerPlace(window, 0),
+        LayerPlace(window, 1),
+        LayerPlace(kv, 0),
+        LayerPlace(window, 2),
+        LayerPlace(window, 3),
+        LayerPlace(kv, 1),
     )
 
 
@@ -63,8 +54,8 @@ def test_window_starts_where_the_daemons_say(prompt: int) -> None:
 
 
 def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
-    assert GEMMA.due_pages(340, 160) == {Part.KV: 12, Part.WINDOW: 7}
-    assert GEMMA.full_pages(340) == {Part.KV: 22, Part.WINDOW: 22}
+    assert GEMMA.due_pages(340, 160) == {PoolPart.KV: 12, PoolPart.WINDOW: 7}
+    assert GEMMA.full_pages(340) == {PoolPart.KV: 22, PoolPart.WINDOW: 22}
     each = 16 * 2 * 2 * 32 * 4
     assert GEMMA.bytes_of(GEMMA.due_pages(340, 160)) == 12 * 2 * each + 7 * 4 * each
 
@@ -72,25 +63,22 @@ def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
 def test_a_state_crosses_whole_whatever_is_cached() -> None:
     mamba = ARCHITECTURES["mamba"].pool_layout(dtype="float64", page_size=None, order="page_first")
 
-    assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {Part.STATE: 1}
-    assert mamba.page_bytes(Part.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
+    assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {PoolPart.STATE: 1}
+    assert mamba.page_bytes(PoolPart.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
     assert mamba.page_size == 1
 
 
 def test_llama_needs_the_keys_that_it_always_did() -> None:
     layout = ARCHITECTURES["llama"].pool_layout(dtype="float32", page_size=None, order="page_first")
-    section = layout.section(PageCounts(7))
 
-    assert section == tomllib.loads(
-        """
-        family = "mha"
-        order = "page_first"
-        layers = 4
-        pages = 7
-        dtype = "float32"
-        page_size = 16
-        heads = 2
-        head_dim = 32
-        """
-    )
+    assert layout.settings(PageCounts(7)) == {
+        "pool.family": "mha",
+        "pool.order": "page_first",
+        "pool.layers": "4",
+        "pool.pages": "7",
+        "pool.dtype": "float32",
+        "pool.page_size": "16",
+        "pool.heads": "2",
+        "pool.head_dim": "32",
+    }
     assert msgspec.structs.asdict(layout)["family"] == "mha"

@@ -7,9 +7,8 @@ import itertools
 import pytest
 import torch
 
-from kvd.demo.compute import last_logits
-from kvd.demo.layout import Part
-from kvd.demo.leased import LeasedSequence, Lengths
+from kvd.demo.layout import PoolPart
+from kvd.demo.leased import LeasedSequence, Lengths, last_logits
 from kvd.demo.models import ARCHITECTURES
 from tests.demo.memory import JUNK, PAGE, PAGES, SlidingLease, cache_over, pool
 from tests.demo.reference import ROUNDING, model_of, own_cache, run, tokens
@@ -57,9 +56,9 @@ def test_sequence_goes_on_from_the_window_alone(name: str, count: int) -> None:
     }
     run(model, cache_over(views, rows), [prompt[:, :count]])
     gone = layout.window_start(count) // PAGE
-    for page in rows[Part.WINDOW][:gone]:
-        views.damage(Part.WINDOW, page)
-    rows[Part.WINDOW][:gone] = [0] * gone
+    for page in rows[PoolPart.WINDOW][:gone]:
+        views.damage(PoolPart.WINDOW, page)
+    rows[PoolPart.WINDOW][:gone] = [0] * gone
 
     mine = cache_over(views, rows, written=count, shared=count)
     theirs = own_cache(model)
@@ -82,7 +81,7 @@ def test_layer_with_a_window_refuses_what_has_no_page(name: str) -> None:
     with pytest.raises(IndexError, match="token 32 has no window page: the lease has none so far"):
         run(model_of(name), cache_over(views, rows), [tokens(100)])
 
-    assert all(bool((one == JUNK).all()) for one in memory.page(Part.WINDOW, 0))
+    assert all(bool((one == JUNK).all()) for one in memory.page(PoolPart.WINDOW, 0))
 
 
 def test_window_of_two_pages_crosses_page_borders_anywhere() -> None:
@@ -100,7 +99,7 @@ def test_window_of_two_pages_crosses_page_borders_anywhere() -> None:
     for at in range(190, 190 + 2 * PAGE):
         kept = dict(rows)
         first = (at - window + 1) // PAGE
-        kept[Part.WINDOW] = [0] * first + rows[Part.WINDOW][first:]
+        kept[PoolPart.WINDOW] = [0] * first + rows[PoolPart.WINDOW][first:]
         mine = cache_over(views, kept, written=at, shared=240)
         one = run(model, mine, [prompt[:, at : at + 1]])
         assert (one[:, 0] - whole[:, at]).abs().max().item() <= 1e-4, at
@@ -111,19 +110,19 @@ def test_state_is_copied_before_it_is_written() -> None:
     model, row = model_of("mamba"), ARCHITECTURES["mamba"]
     memory, views = pool(row)
     prompt = tokens(120)
-    run(model, cache_over(views, {Part.STATE: [0, 7]}), [prompt[:, :64], prompt[:, 64:100]])
-    before = memory.page(Part.STATE, 7)
+    run(model, cache_over(views, {PoolPart.STATE: [0, 7]}), [prompt[:, :64], prompt[:, 64:100]])
+    before = memory.page(PoolPart.STATE, 7)
 
     for own, seed in ((8, 1), (9, 2)):
         rest = torch.cat([prompt[:, 100:], tokens(30, seed)], dim=1)
-        mine = run(model, cache_over(views, {Part.STATE: [7, own]}, written=100), [rest])
+        mine = run(model, cache_over(views, {PoolPart.STATE: [7, own]}, written=100), [rest])
         theirs = run(model, own_cache(model), [torch.cat([prompt[:, :100], rest], dim=1)])
         assert (mine - theirs[:, 100:]).abs().max().item() <= 1e-4
 
-    assert all(map(torch.equal, memory.page(Part.STATE, 7), before))
+    assert all(map(torch.equal, memory.page(PoolPart.STATE, 7), before))
     others = set(range(PAGES)) - {7, 8, 9}
     assert all(
-        bool((one == JUNK).all()) for page in others for one in memory.page(Part.STATE, page)
+        bool((one == JUNK).all()) for page in others for one in memory.page(PoolPart.STATE, page)
     )
 
 
@@ -133,13 +132,13 @@ def test_state_lies_in_its_page_after_every_step() -> None:
     _, views = pool(row)
     prompt = tokens(70)
     whole = run(model, own_cache(model), [prompt])
-    first = cache_over(views, {Part.STATE: [0, 7]})
+    first = cache_over(views, {PoolPart.STATE: [0, 7]})
 
     for start, end in ((0, 3), (3, 40), (40, 41), (41, 42), (42, 69)):
         run(model, first, [prompt[:, start:end]])
         _, elsewhere = pool(row)
         for here, there in zip(views.layers, elsewhere.layers, strict=True):
             there.conv[3], there.scan[3] = here.conv[7], here.scan[7]
-        received = cache_over(elsewhere, {Part.STATE: [0, 3]}, written=end)
+        received = cache_over(elsewhere, {PoolPart.STATE: [0, 3]}, written=end)
         one = run(model, received, [prompt[:, end : end + 1]])
         assert (one[:, 0] - whole[:, end]).abs().max().item() <= 1e-4, end

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.demo.division import Division, Way
+from kvd.demo.division import Division, DivisionWay
 from kvd.demo.report import (
+    DaemonTotals,
+    DemoReport,
     Environment,
-    Report,
-    Row,
-    Sender,
-    Totals,
+    SenderFigures,
+    TurnRow,
     WindowPages,
     controls_told,
     legend_of,
@@ -23,7 +23,7 @@ from kvd.demo.report import (
     verdict,
 )
 
-ROW = Row(
+ROW = TurnRow(
     conversation="first",
     turn=2,
     room=2,
@@ -48,7 +48,7 @@ ROW = Row(
 CONTROL = msgspec.structs.replace(
     ROW, conversation="control", tokens_equal=False, max_logit_difference=7.5, damaged="kv"
 )
-TOTALS = Totals(
+TOTALS = DaemonTotals(
     sent_bytes=6 * 32768,
     received_bytes=6 * 32768,
     handoffs_delivered=2,
@@ -57,15 +57,15 @@ TOTALS = Totals(
 )
 
 
-def change(row: Row, **fields: object) -> Row:
+def change(row: TurnRow, **fields: object) -> TurnRow:
     return msgspec.structs.replace(row, **fields)
 
 
-def change_report(report: Report, **fields: object) -> Report:
+def change_report(report: DemoReport, **fields: object) -> DemoReport:
     return msgspec.structs.replace(report, **fields)
 
 
-def report(*rows: Row, found: tuple[str, ...] = ()) -> Report:
+def report(*rows: TurnRow, found: tuple[str, ...] = ()) -> DemoReport:
     environment = Environment(
         kvd="0",
         python="3",
@@ -82,7 +82,7 @@ def report(*rows: Row, found: tuple[str, ...] = ()) -> Report:
         order="page_first",
         page_bytes=32768,
     )
-    return Report(not found, found, environment, rows, CONTROL, TOTALS, 12.3)
+    return DemoReport(not found, found, environment, rows, CONTROL, TOTALS, 12.3)
 
 
 def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
@@ -124,7 +124,7 @@ def test_problems_names_what_is_wrong_with_a_turn(
 
 
 def test_problems_holds_the_turns_against_the_daemons_counters() -> None:
-    totals = Totals(
+    totals = DaemonTotals(
         sent_bytes=1,
         received_bytes=2,
         handoffs_delivered=3,
@@ -243,8 +243,8 @@ def test_table_shows_window_pages_against_full_allocation() -> None:
 
 
 SENDERS = (
-    Sender("prefill-0", 2, 2, 2 * 32768, 2 * 32768),
-    Sender("prefill-1", 1, 1, 32768, 32768),
+    SenderFigures("prefill-0", 2, 2, 2 * 32768, 2 * 32768),
+    SenderFigures("prefill-1", 1, 1, 32768, 32768),
 )
 
 
@@ -269,8 +269,8 @@ def test_report_tells_how_the_engines_were_divided() -> None:
     before = report(change(ROW, senders=SENDERS))
     environment = msgspec.structs.replace(
         before.environment,
-        prefill=Division(Way.CONTEXT, 2),
-        decode=Division(Way.TENSOR, 4),
+        prefill=Division(DivisionWay.CONTEXT, 2),
+        decode=Division(DivisionWay.TENSOR, 4),
     )
     divided = change_report(before, environment=environment)
 

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.bench.daemons import DaemonFailed
 from kvd.errors import KvdError
 from kvd.wire import admin, events
 from tests.fault.cluster import VICTIMS, Cluster, cluster
 from tests.fault.faults import KINDS, Planned, plan_round, possible
 from tests.fault.load import Broken, Room
 from tests.fault.table import Figures, percentile, say, show
+from tests.support.daemons import DaemonFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

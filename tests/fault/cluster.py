@@ -14,13 +14,13 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from kvd.bench.daemons import HERE
-from kvd.bench.netns import DEVICE, NoNamespaces
 from kvd.wire import admin
 from tests.fault.fleet import Engine, Server
 from tests.fault.load import Broken, Load, Route, Stops
 from tests.fault.network import switch
 from tests.fault.prompts import SHAPE
+from tests.support.daemons import HERE
+from tests.support.netns import DEVICE, NoNamespaces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

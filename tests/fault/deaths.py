@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from kvd.client import KvdError
 from kvd.wire import admin
 from tests.fault.doomed import ATTACH, MOMENTS, RECEIVES, SENDS, VERBS, prompt
 from tests.fault.load import Broken
 from tests.fault.prompts import SHAPE
 from tests.fault.table import Figures, percentile, say, show
+from tests.support.daemons import two_daemons
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon, Pair
     from kvd.client import Node
     from kvd.wire.snapshot import Snapshot
+    from tests.support.daemons import Daemon, Pair
 
 LIMIT_S = 1.0
 GIVE_UP_S = 5.0

@@ -15,11 +15,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.bench.daemons import HERE, Daemon, DaemonFailed, Place
 from kvd.client.admin import AdminClient
 from kvd.errors import KvdError
 from kvd.wire import admin
 from tests.fault.jobs import ENGINE_DIED, REPORTS, Report, encode
+from tests.support.daemons import HERE, Daemon, DaemonFailed, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

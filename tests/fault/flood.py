@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import kvd.client
-from kvd.bench.daemons import Daemon, two_daemons
 from tests.fault.fuzz_target import SETTINGS
 from tests.fault.fuzz_zmtp import MOST_GROWTH_BYTES, given_back, rss
 from tests.fault.table import Figures, percentile, say, show
@@ -40,6 +39,7 @@ from tests.fault.zmtp_raw import (
     ready,
     reset,
 )
+from tests.support.daemons import Daemon, two_daemons
 
 if TYPE_CHECKING:
     import socket

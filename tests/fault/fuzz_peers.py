@@ -19,8 +19,8 @@ from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, ROOMS, Tally, Wire
 
 if TYPE_CHECKING:
-    from kvd.bench.daemons import Daemon
     from tests.fault.fuzz_target import Target
+    from tests.support.daemons import Daemon
 
 
 MOST_BEHIND = 40

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvd.bench.daemons import Daemon, Pair, two_daemons
 from kvd.wire import admin
 from tests.fault.fuzz_engine import Report
+from tests.support.daemons import Daemon, Pair, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

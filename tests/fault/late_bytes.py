@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.bench.daemons import DaemonFailed
-from kvd.bench.netns import NoNamespaces
 from kvd.errors import KvdError
 from tests.fault.late_trial import Found, Trial
 from tests.fault.late_world import FAULTS, Attempt, Where, world
 from tests.fault.load import Broken
 from tests.fault.shuttle import Order
 from tests.fault.table import Figures, percentile, say, show
+from tests.support.daemons import DaemonFailed
+from tests.support.netns import NoNamespaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

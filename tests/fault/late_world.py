@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import kvd.client
-from kvd.bench.netns import DEVICE
 from kvd.errors import KvdError
 from kvd.wire import admin
 from tests.fault.cluster import sees
@@ -25,6 +24,7 @@ from tests.fault.load import Broken
 from tests.fault.shuttle import Command, Flow, Order
 from tests.fault.slow_link import FAST, SlowLink, slow_link
 from tests.fault.watched import LEASE_PAGES, Watched
+from tests.support.netns import DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

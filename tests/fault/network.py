@@ -10,8 +10,8 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from kvd.bench.daemons import Place
-from kvd.bench.netns import DEVICE, ip, need_namespaces, wait_until_up
+from tests.support.daemons import Place
+from tests.support.netns import DEVICE, ip, need_namespaces, wait_until_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

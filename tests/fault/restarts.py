@@ -21,13 +21,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvd.bench.daemons import DaemonFailed
 from kvd.errors import KvdError
 from tests.fault import kept
 from tests.fault.cluster import Cluster, cluster
 from tests.fault.lives import Restarted, next_delivery
 from tests.fault.load import Broken
 from tests.fault.table import Figures, percentile, say, show
+from tests.support.daemons import DaemonFailed
 
 REST_EVERY = 10
 

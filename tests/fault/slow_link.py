@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.bench.daemons import Place
-from kvd.bench.netns import DEVICE, NoNamespaces, ip, need_namespaces
 from tests.fault.shuttle import PEERS_PORT, Command, Seen
+from tests.support.daemons import Place
+from tests.support.netns import DEVICE, NoNamespaces, ip, need_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

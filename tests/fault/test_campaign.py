@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.bench.daemons import Pair
 from tests.fault import deaths, kept
 from tests.fault.campaign import Campaign, one_round
 from tests.fault.cluster import cluster
 from tests.fault.faults import plan_short
 from tests.fault.restarts import restart_often
+from tests.support.daemons import Pair
 
 if TYPE_CHECKING:
     from pathlib import Path

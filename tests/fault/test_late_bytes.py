@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.bench.netns import NoNamespaces
 from tests.fault.late_bytes import plan
 from tests.fault.late_trial import Found, Trial
 from tests.fault.late_world import FAULTS, Attempt, Where, world
 from tests.fault.shuttle import Order
+from tests.support.netns import NoNamespaces
 
 if TYPE_CHECKING:
     from pathlib import Path

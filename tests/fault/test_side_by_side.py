@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvd.bench.daemons import Daemon, one_daemon
 from kvd.client.blocking import attach
 from kvd.client.sync import connect_sync
 from kvd.errors import Code
@@ -35,6 +34,7 @@ from kvd.wire.codec import (
 )
 from tests.fault.fuzz_target import SETTINGS
 from tests.fault.fuzz_wire import Wire
+from tests.support.daemons import Daemon, one_daemon
 
 PROMPTS, LEASES, PROMPT_TOKENS = 20, 300, 128
 """As measured with the peer: 300 lookups of 20 prompts of 8 units each, then the client is gone."""

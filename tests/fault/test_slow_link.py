@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from kvd.bench.netns import Namespace, NoNamespaces
 from tests.fault.shuttle import PEERS_PORT, Command, Lane, Order, read_frame
 from tests.fault.slow_link import slow_link
+from tests.support.netns import Namespace, NoNamespaces
 
 CONTROL = PEERS_PORT
 RATE = 1000.0

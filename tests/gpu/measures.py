@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 import kvd.client
-from kvd.bench.daemons import LLAMA_8B, two_daemons
+from tests.support.daemons import LLAMA_8B, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

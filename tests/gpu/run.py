@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from kvd.bench.daemons import DaemonFailed
 from kvd.client import KvdError
 from kvd.device.cuda import CudaError, Runtime
 from kvd.device.cuda_library import NoCuda, load
 from tests.gpu import measures
+from tests.support.daemons import DaemonFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,11 +13,11 @@ import pytest_asyncio
 import torch
 
 import kvd.client
-from kvd.bench.daemons import Daemon, two_daemons
 from tests.cuda.test_daemons import ENGINE
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, SHAPE, digest, tokens_of, write
 from tests.gpu.conftest import DEVICE
+from tests.support.daemons import Daemon, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,9 +12,9 @@ import time
 import pytest
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from kvd.client import HandoffError
 from kvd.wire import admin
+from tests.support.daemons import two_daemons
 
 SHAPE = {"pool.layers": "4", "pool.heads": "2", "pool.head_dim": "64", "pool.pages": "257"}
 LIMIT_S = 1.0

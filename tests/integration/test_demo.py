@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 
-from kvd.demo.embedding_report import EmbeddingReport, Memory
-from kvd.demo.report import Report, Row
+from kvd.demo.embedding import EmbeddingMemory, EmbeddingReport
+from kvd.demo.report import DemoReport, TurnRow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,9 +45,9 @@ def run(
     return done, msgspec.json.decode(json_file.read_bytes(), type=kind)
 
 
-def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Report]:
+def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], DemoReport]:
     """A model that decodes."""
-    return run(json_file, Report, *arguments)
+    return run(json_file, DemoReport, *arguments)
 
 
 def test_demo_decodes_the_same_tokens_and_sends_only_what_is_lacking(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_demo_decodes_the_same_tokens_and_sends_only_what_is_lacking(tmp_path: P
     assert done.stdout.splitlines()[-1].startswith("OK: 96 tokens of 6 turns equal")
 
 
-def good(done: subprocess.CompletedProcess[str], report: Report) -> None:
+def good(done: subprocess.CompletedProcess[str], report: DemoReport) -> None:
     """What must be so whatever the model is."""
     assert (done.returncode, report.problems) == (0, ()), done.stdout + done.stderr
     everything = (*report.turns, report.control, *report.more_controls)
@@ -281,7 +281,7 @@ def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path:
     assert report.max_difference <= report.tolerance == 1e-5
     assert report.damaged_difference > 1e-3
     page_bytes = 4 * 2 * 16 * 8 * 32 * 4
-    assert report.memory == Memory(
+    assert report.memory == EmbeddingMemory(
         pages=97,
         counted_pages=97,
         pool_bytes=97 * page_bytes,
@@ -296,7 +296,7 @@ def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path:
     assert done.stdout.splitlines()[-1].startswith("OK: embeddings of 96 texts are the same")
 
 
-def _figures(row: Row) -> tuple[int, int, int, int, int]:
+def _figures(row: TurnRow) -> tuple[int, int, int, int, int]:
     """Prompt, prefill side's prefix, tokens computed, decode side's prefix, pages sent."""
     return (
         row.prompt_tokens,

@@ -17,20 +17,20 @@ import pytest_asyncio
 import torch
 
 import kvd.client
-from kvd.bench.daemons import two_daemons
 from kvd.client import KvdError
 from kvd.errors import Code
 from kvd.wire import admin
 from tests.daemon.conftest import settle
 from tests.daemon.kv import tokens_of
+from tests.support.daemons import two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from numpy.typing import NDArray
 
-    from kvd.bench.daemons import Pair
     from kvd.client import Lease, Node
+    from tests.support.daemons import Pair
 
 LAYERS = 3
 SLOT_TOKENS = 256

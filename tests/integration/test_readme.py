@@ -14,8 +14,8 @@ import pytest
 
 import kvd.client
 from kvd import curve
-from kvd.bench.daemons import Daemon
 from kvd.config import Config, load
+from tests.support.daemons import Daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import kvd.client
-from kvd.bench.daemons import one_daemon
 from kvd.client import KvdError
 from kvd.wire import admin
+from tests.support.daemons import one_daemon
 
 PAGE = 16
 LAYERS = 2

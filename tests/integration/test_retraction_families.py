@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import kvd.client
-from kvd.bench.daemons import one_daemon
 from kvd.client import KvdError
 from kvd.wire import admin
+from tests.support.daemons import one_daemon
 
 if TYPE_CHECKING:
     from kvd.client import Lease, Node

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from kvd import curve
-from kvd.bench.daemons import Pair, two_daemons
 from kvd.sockets import open_router
+from tests.support.daemons import Pair, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ import pytest
 
 import kvd.client
 from kvd import curve
-from kvd.bench.daemons import Daemon, two_daemons
 from kvd.client.admin import AdminClient
 from kvd.core.inputs import FromPeer
 from kvd.core.layout.spec import fingerprint
@@ -23,6 +22,7 @@ from tests.core.world import World
 from tests.daemon.conftest import until
 from tests.security.callers import Caller, event, info
 from tests.security.conftest import SHAPE, public_of
+from tests.support.daemons import Daemon, two_daemons
 
 PROMPT = list(range(1000, 1100))
 MANY = 200

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from kvd.bench.daemons import Daemon
 from kvd.wire import admin, client
 from kvd.wire.codec import (
     ADMIN_REPLIES,
@@ -23,6 +22,7 @@ from tests.security.callers import Caller, info
 from tests.security.conftest import SHAPE
 from tests.security.speaker import GREETING, Speaker, by_key, nobody
 from tests.security.test_limits import NOISE_BYTES, peak_bytes
+from tests.support.daemons import Daemon
 
 ANONYMOUS = {
     "client": 0x6B8B4567,

@@ -9,7 +9,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from kvd.bench.daemons import _is_linked
+from tests.support.daemons import is_linked
 from tui import endpoint as places
 from tui.app import KvdTui, Options
 from tui.keys import PAGES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from kvd.bench.daemons import Daemon, Pair
+    from tests.support.daemons import Daemon, Pair
 
 SIZE = (132, 40)
 FOUND_S = 5.0
@@ -105,4 +105,4 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 def wait_linked(pair: Pair) -> None:
     """Return when both can send to each other again."""
     for one in (pair.prefill, pair.decode):
-        one.wait_for(lambda one=one: _is_linked(one), "has no agent for its peer", 20.0)  # type: ignore[misc]
+        one.wait_for(lambda one=one: is_linked(one), "has no agent for its peer", 20.0)  # type: ignore[misc]

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.bench.daemons import START_S, Daemon
 from kvd.client.admin import AdminClient
 from kvd.wire.admin import Because, Why
+from tests.support.daemons import START_S, Daemon
 from tests.tui.engine import engines
 
 if TYPE_CHECKING:

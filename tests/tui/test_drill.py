@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from kvd.bench.daemons import two_daemons
 from tests.daemon.test_standing_audit import breakable_daemon
+from tests.support.daemons import two_daemons
 from tests.tui.drill import operator, stopped, wait_linked
 from tests.tui.engine import engines
 

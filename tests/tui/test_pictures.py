@@ -6,7 +6,7 @@ import html
 
 import pytest
 
-from kvd.bench.daemons import one_daemon
+from tests.support.daemons import one_daemon
 from tests.tui.pictures import MAX_BYTES, PICTURES, Picture, take
 
 KEPT = ("overview", "pools", "handoffs")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvd.bench.daemons import two_daemons
+from tests.support.daemons import two_daemons
 from tests.tui.engine import engines
 from tests.tui.terminal import ALTERNATE_SCREEN, CURSOR, WRAPPING, Terminal
 from tui.keys import PAGES

@@ -1,0 +1,6 @@
+"""What proves the claims of the documentation: ``python -m benchmarks NAME [--json FILE]``.
+
+What lives here: measurements of kvd beside a reference taken in the same run. What must not:
+what an operator runs on hosts of their own (``kvd bench``), and anything that tests borrow
+(``tests/support``). Read ``harness`` first, which runs, shows and writes down all of them.
+"""
