@@ -156,7 +156,7 @@ def explain(
 
     A KEY is a section or section.key; without any, all are explained.
     """
-    from kvd.config.explain import explanations  # noqa: PLC0415 - keeps kvd --help fast
+    from kvd.config.render import explanations  # noqa: PLC0415 - keeps kvd --help fast
 
     rows = [
         row

@@ -13,11 +13,12 @@ from rich.text import Text
 from kvd.cli.exits import Failed
 from kvd.cli.render import show
 from kvd.cli.sheet import Sheet
-from kvd.config.facts import NotPlanned
-from kvd.config.model import Model, model_of
-from kvd.config.plan import FAMILIES, USUAL_CONTEXT_TOKENS, Outcome, Plan, Unsuited, Wanted, plans
-from kvd.config.pool_pages import size_bytes
-from kvd.config.sharding import KEYS
+from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Outcome, Unsuited, plans
+from kvd.core.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
+from kvd.families import FAMILIES, PlanRequest
+from kvd.families.budget import size_bytes
+from kvd.families.model import Model, NotPlanned, model_of
+from kvd.families.sharding import SHARD_KEYS
 from kvd.text import amount, clean
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
     type=click.IntRange(1, 2**28),
     help="Tokens of one request. [default: what the model was made for]",
 )
-@click.option("--page-size", type=click.IntRange(1, 65536), default=16, show_default=True)
+@click.option(
+    "--page-size",
+    type=click.IntRange(LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS),
+    default=16,
+    show_default=True,
+)
 @click.option(
     "--buffer-tokens",
     type=click.IntRange(1, 2**28),
@@ -63,7 +69,7 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
-@click.option("--family", type=click.Choice(FAMILIES), help="Plan this one only.")
+@click.option("--family", type=click.Choice(list(FAMILIES)), help="FamilyPlan this one only.")
 @click.option(
     "--format",
     "style",
@@ -84,9 +90,9 @@ def plan_command(model_file: Path, family: str | None, style: str, **options: An
     if family is not None:
         outcomes = [one for one in outcomes if one.family == family]
         for one in outcomes:
-            if not isinstance(one, Plan):
+            if not isinstance(one, FamilyPlan):
                 raise Failed(f"{model_file}: no plan for {family}: {one.why}")
-    if not any(isinstance(one, Plan) for one in outcomes):
+    if not any(isinstance(one, FamilyPlan) for one in outcomes):
         told = "; ".join(
             f"{one.family}: {one.why}" for one in outcomes if isinstance(one, Unsuited)
         )
@@ -124,31 +130,33 @@ class _Options(msgspec.Struct):
     replicas: int | None
 
 
-def _wanted(model: Model, options: _Options) -> Wanted:
+def _wanted(model: Model, options: _Options) -> PlanRequest:
     twice = f"{2 * (size_bytes(options.memory) or 0) // 2**10}KiB"
-    return Wanted(
+    return PlanRequest(
         memory=options.memory,
         host_memory=options.host_memory or twice,
         context_tokens=options.context or model.context_tokens or USUAL_CONTEXT_TOKENS,
         page_size=options.page_size,
         buffer_tokens=options.buffer_tokens,
         dtype=options.dtype,
-        shards={name: given for name in KEYS if (given := getattr(options, name)) is not None},
+        shards={
+            name: given for name in SHARD_KEYS if (given := getattr(options, name)) is not None
+        },
     )
 
 
-def _as_json(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> str:
+def _as_json(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> str:
     value = {
         "model": msgspec.to_builtins(model),
         "wanted": msgspec.to_builtins(wanted),
-        "plans": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, Plan)],
-        "unsuited": [msgspec.to_builtins(one) for one in outcomes if not isinstance(one, Plan)],
+        "plans": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, FamilyPlan)],
+        "unsuited": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, Unsuited)],
     }
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
-def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[RenderableType]:
-    made = [one for one in outcomes if isinstance(one, Plan)]
+def _blocks(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> list[RenderableType]:
+    made = [one for one in outcomes if isinstance(one, FamilyPlan)]
     sheet = Sheet("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
     for one in made:
         sheet.row(
@@ -160,7 +168,7 @@ def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[Rende
             f"{one.gain:.2f}x",
             prose="\n".join([one.note, *_parts(one)]),
         )
-    told = [f"{one.family}: {one.why}" for one in outcomes if not isinstance(one, Plan)]
+    told = [f"{one.family}: {one.why}" for one in outcomes if not isinstance(one, FamilyPlan)]
     blocks: list[RenderableType] = [Text(_head(model, wanted)), sheet]
     if told:
         blocks.append(Text("\n".join(["not planned", *(f"    {line}" for line in told)]), "dim"))
@@ -171,7 +179,7 @@ def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[Rende
     return blocks
 
 
-def _head(model: Model, wanted: Wanted) -> str:
+def _head(model: Model, wanted: PlanRequest) -> str:
     kinds = [
         f"{count} {what}"
         for count, what in (
@@ -187,7 +195,7 @@ def _head(model: Model, wanted: Wanted) -> str:
     )
 
 
-def _parts(plan: Plan) -> list[str]:
+def _parts(plan: FamilyPlan) -> list[str]:
     return [
         f"{one.name}: {one.pages} pages of {amount(one.page_bytes)}"
         + (f" in {one.shards} shards" if one.shards > 1 else "")

@@ -2,7 +2,7 @@
 
 ``flaw_of`` judges one text by its key. ``RULES`` judge a whole configuration; each names the keys
 it reads, so that ``load`` can skip it when one of them is wrong already and every other finding
-still comes out in the same run.
+still comes out in the same run. Those over [pool] are ``pool_rules``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
-from kvd.config.family_rules import FAMILY_RULES
-from kvd.config.finding import Finding, Rule
 from kvd.config.host import has_group
-from kvd.config.kept_rules import KEPT_RULES
-from kvd.config.key_rules import KEY_RULES
-from kvd.config.pool import state_tensor
-from kvd.config.pool_pages import size_bytes
-from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
-from kvd.config.shard_rules import SHARD_RULES
-from kvd.config.sharding import layers_of, ranks_of
+from kvd.config.pool_rules import POOL_RULES, KeyRule
 from kvd.core.frames import MESSAGE_BYTES
-from kvd.curve import is_key
+from kvd.curve import KeyFlaw, is_key, read_pair
+from kvd.families import FAMILIES, POOLS, Breach
+from kvd.families.budget import size_bytes
+from kvd.families.recurrent import state_tensor
+from kvd.families.sharding import layers_of, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +39,9 @@ _PACKED = (
 
 NOT_BUILT = {
     "pool.family": {
-        "prefill-only": 'to have KV nowhere is a mode of the cache: set cache.mode = "prefill-only"'
+        name: f'to have KV nowhere is a mode of the cache: set cache.mode = "{name}"'
+        for name in FAMILIES
+        if name not in POOLS
     },
     "pool.dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.scale_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
@@ -188,20 +186,20 @@ def entry_flaw(key: str, entry: str) -> str | None:
     return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
 
 
-def _silence(config: Config) -> list[Finding]:
+def _silence(config: Config) -> list[Breach]:
     """Between two limits there must be time for a Ping to be heard."""
     peers = config.peers
     out = []
     if peers.suspect_s < 2 * peers.heartbeat_s:
         rule = f"must be at least twice peers.heartbeat_s, which is {peers.heartbeat_s}"
-        out.append(Finding("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
+        out.append(Breach("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
     if peers.lost_s <= peers.suspect_s:
         rule = f"must be longer than peers.suspect_s, which is {peers.suspect_s}"
-        out.append(Finding("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
+        out.append(Breach("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
     return out
 
 
-def _others(config: Config) -> list[Finding]:
+def _others(config: Config) -> list[Breach]:
     """Peers are other nodes, each once."""
     out = []
     own = config.peers.listen
@@ -209,65 +207,65 @@ def _others(config: Config) -> list[Finding]:
     for name, endpoint in config.peers.connect.items():
         if name == config.node.name:
             rule = "is the name of this node, which is no peer of itself"
-            out.append(Finding("peers.connect", rule, "remove it, or set node.name", name))
+            out.append(Breach("peers.connect", rule, "remove it, or set node.name", name))
         elif endpoint == own:
             rule = "is the address of this node"
-            out.append(Finding("peers.connect", rule, "give the address of the peer", name))
+            out.append(Breach("peers.connect", rule, "give the address of the peer", name))
         elif endpoint in seen:
             rule = f"is the address of {seen[endpoint]} already"
-            out.append(Finding("peers.connect", rule, "give each peer its own address", name))
+            out.append(Breach("peers.connect", rule, "give each peer its own address", name))
         seen.setdefault(endpoint, name)
     return out
 
 
-def _allowed(config: Config) -> list[Finding]:
+def _allowed(config: Config) -> list[Breach]:
     """Whoever is a source must be let in."""
     allow = config.peers.allow
     if not allow:
         return []
     return [
-        Finding("peers.connect", "is not in peers.allow", f"add {name} to peers.allow", name)
+        Breach("peers.connect", "is not in peers.allow", f"add {name} to peers.allow", name)
         for name in config.peers.connect
         if name not in allow
     ]
 
 
-def _sockets_apart(config: Config) -> list[Finding]:
+def _sockets_apart(config: Config) -> list[Breach]:
     """Three sockets, three paths, none too long."""
     client, admin = config.sockets.client, config.sockets.admin
     attach = attach_path(client)
     out = []
     if ipc_path(client) == attach:
         rule = "is the path of the attach socket, which lies beside it"
-        out.append(Finding("sockets.client", rule, "name the file client.sock"))
+        out.append(Breach("sockets.client", rule, "name the file client.sock"))
     if len(attach.encode()) > SOCKET_PATH_BYTES:
         rule = f"puts attach.sock at a path of {len(attach.encode())} bytes, above 107"
-        out.append(Finding("sockets.client", rule, "choose a shorter directory"))
+        out.append(Breach("sockets.client", rule, "choose a shorter directory"))
     if ipc_path(admin) in {ipc_path(client), attach}:
         rule = f"is taken: engines use {client} and {attach}"
-        out.append(Finding("sockets.admin", rule, "name the file admin.sock"))
+        out.append(Breach("sockets.admin", rule, "name the file admin.sock"))
     return out
 
 
-def _prompt_in_frame(config: Config) -> list[Finding]:
+def _prompt_in_frame(config: Config) -> list[Breach]:
     """The tokens of a prompt travel as one frame of 4 bytes each."""
     needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
     if needed <= config.limits.max_frame_bytes:
         return []
     rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
-    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
 
 
-def _aux_in_frame(config: Config) -> list[Finding]:
+def _aux_in_frame(config: Config) -> list[Breach]:
     """The aux travels in one message, or no handoff is begun at all."""
     needed = config.limits.max_aux_bytes + MESSAGE_BYTES
     if needed <= config.limits.max_frame_bytes:
         return []
     rule = f"must hold limits.max_aux_bytes and {MESSAGE_BYTES} more"
-    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
 
 
-def _ports_apart(config: Config) -> list[Finding]:
+def _ports_apart(config: Config) -> list[Breach]:
     """Two listeners cannot share a port of one address."""
     http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
     if http is None or peers is None or http.port == 0 or http.port != peers.port:
@@ -275,21 +273,108 @@ def _ports_apart(config: Config) -> list[Finding]:
     if http.host != peers.host and not peers.is_wildcard:
         return []
     rule = f"uses port {http.port} as peers.listen does"
-    return [Finding("http.listen", rule, "choose another port")]
+    return [Breach("http.listen", rule, "choose another port")]
 
+
+# ---- keys of peers: nothing leaves this host without them, and each is of one node ------------
+
+_BARE = (
+    "leaves this host, and peers.secret_key_file is not set: nothing would be encrypted, and "
+    "anyone could speak as any node"
+)
+_ACCEPT = (
+    "run kvd keygen and set peers.secret_key_file and peers.keys; or stay on loopback; or set "
+    "peers.insecure = true if every host of that network is trusted"
+)
+
+
+def _leaves_host(config: Config) -> list[Breach]:
+    """Nothing goes to another host without keys, unless the operator said that it may."""
+    peers = config.peers
+    if peers.insecure or peers.secret_key_file is not None:
+        return []
+    out = []
+    listen = tcp_address(peers.listen)
+    if listen is not None and not listen.is_loopback:
+        out.append(Breach("peers.listen", _BARE, _ACCEPT))
+    for name, endpoint in peers.connect.items():
+        address = tcp_address(endpoint)
+        if address is not None and not address.is_loopback:
+            out.append(Breach("peers.connect", _BARE, _ACCEPT, name))
+    return out
+
+
+def _own_key(config: Config) -> list[Breach]:
+    """The secret file can be used, is wanted, and is there if keys are."""
+    peers = config.peers
+    if peers.secret_key_file is None:
+        rule = "is of no use without peers.secret_key_file, this node's own key"
+        fix = "make one with kvd keygen and set peers.secret_key_file"
+        return [Breach("peers.keys", rule, fix, name) for name in list(peers.keys)[:1]]
+    out = []
+    if peers.insecure:
+        rule = "contradicts peers.secret_key_file, with which every peer must prove its key"
+        out.append(Breach("peers.insecure", rule, "remove one of the two"))
+    own = read_pair(peers.secret_key_file)
+    if isinstance(own, KeyFlaw):
+        out.append(Breach("peers.secret_key_file", own.rule, own.fix))
+        return out
+    for name, key in peers.keys.items():
+        if name == config.node.name and key != own.public:
+            rule = "is this node, and not the public key of peers.secret_key_file"
+            out.append(Breach("peers.keys", rule, f"write {own.public} or remove it", name))
+        elif name != config.node.name and key == own.public:
+            rule = "is the key of this node itself"
+            fix = f"write the key that kvd keygen printed on {name}"
+            out.append(Breach("peers.keys", rule, fix, name))
+    return out
+
+
+def _one_key_each(config: Config) -> list[Breach]:
+    """A key says which node speaks: it is of one node."""
+    out = []
+    seen: dict[str, str] = {}
+    for name, key in config.peers.keys.items():
+        if key in seen:
+            rule = f"is the key of {seen[key]} already, and a key is of one node"
+            out.append(Breach("peers.keys", rule, f"run kvd keygen on {name} too", name))
+        seen.setdefault(key, name)
+    return out
+
+
+def _all_have_keys(config: Config) -> list[Breach]:
+    """Whoever is dialed or let in by name has a key to prove it with."""
+    peers = config.peers
+    if peers.secret_key_file is None:
+        return []
+    rule = "has no key in peers.keys, so it cannot be told from anyone else"
+    out = [
+        Breach("peers.connect", rule, f"set peers.keys.{name} to its public key", name)
+        for name in peers.connect
+        if name not in peers.keys
+    ]
+    out += [
+        Breach("peers.allow", f"names {name}, which {rule}", f"set peers.keys.{name}, or remove it")
+        for name in peers.allow
+        if name not in peers.keys
+    ]
+    return out
+
+
+_SECRET = "peers.secret_key_file"
 
 RULES = (
-    *FAMILY_RULES,
-    *SHARD_RULES,
-    *PREFILL_ONLY_RULES,
-    *KEPT_RULES,
-    Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
-    *KEY_RULES,
-    Rule(_others, frozenset({"node.name", "peers.listen"})),
-    Rule(_allowed, frozenset({"peers.allow"})),
-    Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
-    Rule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
-    Rule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
-    Rule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
+    *POOL_RULES,
+    KeyRule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
+    KeyRule(_leaves_host, frozenset({"peers.listen", "peers.insecure", _SECRET})),
+    KeyRule(_own_key, frozenset({"node.name", "peers.insecure", "peers.keys", _SECRET})),
+    KeyRule(_one_key_each, frozenset({"peers.keys"})),
+    KeyRule(_all_have_keys, frozenset({"peers.allow", "peers.keys", _SECRET})),
+    KeyRule(_others, frozenset({"node.name", "peers.listen"})),
+    KeyRule(_allowed, frozenset({"peers.allow"})),
+    KeyRule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
+    KeyRule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
+    KeyRule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
+    KeyRule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
 )
 """Every rule over several keys. Invalid entries of tables are left out before they are judged."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.config.keys import KEYS, Kind
-from kvd.config.origin import ConfigError, Origin, Source
+from kvd.config.keys import KEYS, KeyKind
+from kvd.config.origin import ConfigError, ValueOrigin, ValueSource
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Assignment(msgspec.Struct, frozen=True):
 
     key: str
     value: object
-    origin: Origin
+    origin: ValueOrigin
     entry: str | None = None
 
     @property
     def subject(self) -> str:
-        """Key and entry as one dotted name."""
+        """ConfigKey and entry as one dotted name."""
         return self.key if self.entry is None else f"{self.key}.{self.entry}"
 
     @property
@@ -52,7 +52,7 @@ class Assignment(msgspec.Struct, frozen=True):
         """The value as it stands in its source."""
         if self.key == SECRET and is_key(str(self.value)):
             return HIDDEN
-        if self.origin.source is Source.FILE:
+        if self.origin.source is ValueSource.FILE:
             return shown(self.value)
         return readable(str(self.value))
 
@@ -106,7 +106,7 @@ def _section(section: str, content: object, place: Place) -> list[Assignment]:
     for name, value in content.items():
         path = f"{section}.{name}"
         known = KEYS.get(path)
-        if known is not None and known.kind is Kind.TABLE and isinstance(value, dict):
+        if known is not None and known.kind is KeyKind.TABLE and isinstance(value, dict):
             out += [
                 Assignment(path, item, _origin(place, (section, name, entry)), entry)
                 for entry, item in value.items()
@@ -116,14 +116,14 @@ def _section(section: str, content: object, place: Place) -> list[Assignment]:
     return out
 
 
-def _origin(place: Place, path: tuple[str, ...]) -> Origin:
+def _origin(place: Place, path: tuple[str, ...]) -> ValueOrigin:
     """Where ``path`` stands: its own line, else that of the nearest table around it."""
     name, lines = place
     for length in range(len(path), 0, -1):
         line = lines.get(path[:length])
         if line is not None:
-            return Origin(Source.FILE, name, line)
-    return Origin(Source.FILE, name)
+            return ValueOrigin(ValueSource.FILE, name, line)
+    return ValueOrigin(ValueSource.FILE, name)
 
 
 _BARE = r"[A-Za-z0-9_-]+"
@@ -192,7 +192,7 @@ def read_environment(environ: Mapping[str, str]) -> Read:
             if name in meant:
                 errors.append(_one_underscore(name, meant[name], environ[name]))
             continue
-        origin = Origin(Source.ENVIRONMENT, name)
+        origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
         key, entry = _split(f"{section.lower()}.", rest, "__")
         assignments.append(Assignment(key.lower(), environ[name], origin, entry))
     return Read(tuple(assignments), tuple(errors))
@@ -213,7 +213,7 @@ def read_sets(sets: Sequence[str]) -> Read:
     for text in sets:
         path, separator, value = text.partition("=")
         is_secret = path.strip() == SECRET and is_key(value.strip())
-        origin = Origin(Source.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
+        origin = ValueOrigin(ValueSource.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
         if not separator or "." not in path:
             rule = "has the form section.key=value"
             fix = "write for example --set pool.pages=1024"
@@ -226,10 +226,10 @@ def read_sets(sets: Sequence[str]) -> Read:
 
 
 def _split(section: str, rest: str, separator: str) -> tuple[str, str | None]:
-    """Key and entry of ``rest``; only the keys that are tables have entries."""
+    """ConfigKey and entry of ``rest``; only the keys that are tables have entries."""
     name, found, entry = rest.partition(separator)
     known = KEYS.get(f"{section}{name.lower()}")
-    if found and known is not None and known.kind is Kind.TABLE:
+    if found and known is not None and known.kind is KeyKind.TABLE:
         return known.path, entry
     return f"{section}{rest.replace(separator, '.')}", None
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.config import load
-from kvd.config.families import BELONGS
 from kvd.config.keys import KEYS
+from kvd.config.pool import BELONGS
 from tests.config.pools import HOST, POOLS, PREFILL_ONLY, config_of, findings
 
 if TYPE_CHECKING:

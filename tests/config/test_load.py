@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.config import Config, ConfigError, Origin, Source, load, pool_spec
-from kvd.config.host import Host, this_host
+from kvd.config import Config, ConfigError, ValueOrigin, ValueSource, load, pool_spec
+from kvd.config.host import HostFacts, this_host
 from kvd.core.spec import Component, Device, Mha, Order, PoolSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-HOST = Host(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
+HOST = HostFacts(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
 
 
 def valid(
@@ -85,7 +85,7 @@ def test_load_lets_the_stronger_source_win_and_names_it(tmp_path: Path) -> None:
         "pool.dtype": "--set pool.dtype=float64",
         "log.level": f"{file}:8",
     }
-    assert config.origins["pool.page_size"] == Origin(Source.FILE, str(last), 2)
+    assert config.origins["pool.page_size"] == ValueOrigin(ValueSource.FILE, str(last), 2)
 
 
 def test_load_merges_tables_entry_by_entry(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from kvd.config.pool import components
-from kvd.config.pool_sections import PoolSection
 from kvd.core.geometry import geometry
 from kvd.core.spec import Order
 from kvd.demo.cache import BlockTable
 from kvd.demo.layout import PageCounts, Part
 from kvd.demo.leased import Lengths, PoolViews, leased_cache
+from kvd.families import POOLS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +34,8 @@ class Memory:
         self, architecture: Architecture, *, order: Order = Order.PAGE_FIRST, dtype: str = "float32"
     ) -> None:
         layout = architecture.pool_layout(dtype=dtype, page_size=None, order=order.value)
-        section = msgspec.convert(layout.section(PageCounts(PAGES, PAGES, PAGES)), PoolSection)
+        keys = layout.section(PageCounts(PAGES, PAGES, PAGES))
+        section = msgspec.convert(keys, POOLS[layout.family].section)
         self.page_size = layout.page_size
         self._tensors: dict[tuple[str, int, str], torch.Tensor] = {}
         for part in components(section):

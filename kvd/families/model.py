@@ -4,7 +4,9 @@ Only the JSON is read: no model library, no weights. Public configurations leave
 model class defaults; those defaults that decide about memory are in ``_DEFAULTS``. What cannot be
 told is a ``NotPlanned`` with the key that is missing, never a guess.
 
-``recurrent`` reads the states of models that have some.
+Of recurrent layers a convolution keeps the last ``kernel - 1`` columns of its input in the type of
+the model; what is carried from token to token is summed up, so it is kept in float32 unless the
+model says otherwise.
 """
 
 from __future__ import annotations
@@ -13,13 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.config import recurrent
-from kvd.config.facts import Facts, NotPlanned
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["Model", "NotPlanned", "model_of"]
+    from collections.abc import Callable, Mapping
 
 _GEMMA3: Final[dict[str, object]] = {
     "num_hidden_layers": 26,
@@ -66,6 +63,63 @@ INDEX_SCALE_BYTES: Final = 4
 """A key of an index is kept as 8-bit elements with one float32 scale, byte by byte."""
 
 
+class NotPlanned(Exception):
+    """A configuration does not say enough; the message names the key."""
+
+
+class ModelFacts:
+    """A table of keys. Numbers are whole, and not negative."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = values
+
+    def get(self, key: str) -> object:
+        """Whatever stands there; None for nothing."""
+        return self.values.get(key)
+
+    def number(self, *keys: str) -> int:
+        """The first of ``keys`` that is there: at least 1.
+
+        Raises:
+            NotPlanned: none is there, or it is none.
+        """
+        found = self.maybe(*keys)
+        if not found:
+            raise NotPlanned(f"{' or '.join(keys)} is missing")
+        return found
+
+    def maybe(self, *keys: str) -> int:
+        """The first of ``keys`` that is there and not null; 0 for none.
+
+        Raises:
+            NotPlanned: it is no whole number, or negative.
+        """
+        for key in keys:
+            found = self.values.get(key)
+            if found is None:
+                continue
+            if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+                raise NotPlanned(f"{key} = {found!r} is no whole number")
+            return found
+        return 0
+
+    def text(self, key: str) -> str:
+        """The text at ``key``.
+
+        Raises:
+            NotPlanned: there is none.
+        """
+        found = self.values.get(key)
+        if not isinstance(found, str):
+            raise NotPlanned(f"{key} is missing")
+        return found
+
+    def kinds(self, key: str) -> list[str]:
+        """The list of texts at ``key``; empty for none."""
+        found = self.values.get(key)
+        return [str(one) for one in found] if isinstance(found, list) else []
+
+
 class Model(msgspec.Struct, frozen=True):
     """The layers of a model by what they keep of a sequence.
 
@@ -99,6 +153,15 @@ class Model(msgspec.Struct, frozen=True):
         """Layers with KV, sliding or not."""
         return self.layers + self.window_layers
 
+    @property
+    def without_kv(self) -> str | None:
+        """Why KV is not all that there is to keep, or none of it; None where it is."""
+        if self.state_layers:
+            return "its recurrent layers carry a state, which only family recurrent holds"
+        if self.is_encoder:
+            return "it reads a text at once and decodes nothing, so no KV is ever read again"
+        return None
+
 
 def model_of(config: Mapping[str, object]) -> Model:
     """The model that ``config`` describes; of one with several parts, the language model.
@@ -112,7 +175,7 @@ def model_of(config: Mapping[str, object]) -> Model:
     if facts.get("compress_ratios") is not None:
         raise NotPlanned("compress_ratios: KV that is compressed over tokens is of no family here")
     n_layers = facts.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    states = recurrent.states_of(facts, n_layers, dtype)
+    states = _states_of(facts, n_layers, dtype)
     if states is not None and not states.attention_layers:
         return Model(
             name=kind,
@@ -138,7 +201,7 @@ def model_of(config: Mapping[str, object]) -> Model:
     return _with_shape(model, facts)
 
 
-def _with_shape(model: Model, facts: Facts) -> Model:
+def _with_shape(model: Model, facts: ModelFacts) -> Model:
     """What a token of one layer takes: one latent, or K and V of each head."""
     latent = facts.maybe("kv_lora_rank")
     if latent:
@@ -161,7 +224,7 @@ def _with_shape(model: Model, facts: Facts) -> Model:
     return _with_window_shape(model, facts) if model.window_layers else model
 
 
-def _with_window_shape(model: Model, facts: Facts) -> Model:
+def _with_window_shape(model: Model, facts: ModelFacts) -> Model:
     """Where sliding layers and the others differ: either of them may have keys of its own."""
     full_heads = facts.maybe("num_global_key_value_heads") or model.heads
     full_dim = facts.maybe("global_head_dim")
@@ -182,7 +245,7 @@ def _with_window_shape(model: Model, facts: Facts) -> Model:
     )
 
 
-def _sharing(facts: Facts, n_layers: int) -> int:
+def _sharing(facts: ModelFacts, n_layers: int) -> int:
     """Layers at the end that read the KV of earlier ones and have none of their own."""
     shared = facts.maybe("num_kv_shared_layers")
     if shared >= n_layers:
@@ -190,7 +253,7 @@ def _sharing(facts: Facts, n_layers: int) -> int:
     return shared
 
 
-def _facts(config: Mapping[str, object]) -> Facts:
+def _facts(config: Mapping[str, object]) -> ModelFacts:
     """The part that describes the language model, over what its class assumes."""
     inner: Mapping[str, object] = config
     for part in ("text_config", "llm_config", "language_config", "thinker_config"):
@@ -198,10 +261,10 @@ def _facts(config: Mapping[str, object]) -> Facts:
         if isinstance(found, dict):
             inner = {"model_type": inner.get("model_type"), **found}
     kind = inner.get("model_type")
-    return Facts({**_DEFAULTS.get(str(kind), {}), **inner})
+    return ModelFacts({**_DEFAULTS.get(str(kind), {}), **inner})
 
 
-def _dtype(config: Mapping[str, object], facts: Facts) -> str:
+def _dtype(config: Mapping[str, object], facts: ModelFacts) -> str:
     """Of the weights, which is that of the KV unless it is quantised."""
     for key in ("torch_dtype", "dtype"):
         for where in (facts.values, config):
@@ -211,12 +274,12 @@ def _dtype(config: Mapping[str, object], facts: Facts) -> str:
     return "bfloat16"
 
 
-def _context(facts: Facts) -> int:
+def _context(facts: ModelFacts) -> int:
     """The longest sequence it was made for; 0 where the configuration does not say."""
     return facts.maybe("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
-def _windows(facts: Facts, n_layers: int) -> tuple[int, int]:
+def _windows(facts: ModelFacts, n_layers: int) -> tuple[int, int]:
     """How many layers slide, and how far each looks back."""
     window = facts.maybe("sliding_window", "sliding_window_size")
     if not window or facts.get("use_sliding_window") is False:
@@ -238,3 +301,116 @@ def _windows(facts: Facts, n_layers: int) -> tuple[int, int]:
     else:
         sliding = n_layers
     return sliding, window if sliding else 0
+
+
+# ---- states of recurrent layers ---------------------------------------------------------------
+
+
+class _States(msgspec.Struct, frozen=True):
+    """``layers`` with the ``tensors`` of one state, beside ``attention_layers`` with KV."""
+
+    layers: int
+    tensors: dict[str, str]
+    attention_layers: int
+
+
+def _states_of(facts: ModelFacts, n_layers: int, dtype: str) -> _States | None:
+    """The states of a model of ``n_layers``; None where it has none of a kind known here.
+
+    Raises:
+        NotPlanned: it has, and a key about them is missing.
+    """
+    read = _READERS.get(facts.text("model_type"))
+    return None if read is None else read(facts, n_layers, dtype)
+
+
+def _tensors(
+    facts: ModelFacts, dtype: str, conv: tuple[int, int], ssm: tuple[int, ...]
+) -> dict[str, str]:
+    carried = facts.get("mamba_ssm_dtype") or "float32"
+    columns, kernel = conv
+    shape = ",".join(str(one) for one in ssm)
+    return {"conv": f"{dtype}[{columns},{kernel - 1}]", "ssm": f"{carried}[{shape}]"}
+
+
+def _mamba(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Mamba: one channel at a time."""
+    inner = facts.maybe("intermediate_size", "d_inner")
+    inner = inner or facts.number("expand") * facts.number("hidden_size", "d_model")
+    kernel, size = facts.number("conv_kernel", "d_conv"), facts.number("state_size", "d_state")
+    return _States(n_layers, _tensors(facts, dtype, (inner, kernel), (inner, size)), 0)
+
+
+def _mamba2(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Mamba-2: heads that share a step."""
+    return _States(n_layers, _heads(facts, dtype), 0)
+
+
+def _heads(facts: ModelFacts, dtype: str) -> dict[str, str]:
+    """The state of one Mamba-2 layer."""
+    heads = facts.number("mamba_n_heads", "mamba_num_heads", "num_heads")
+    head_dim = facts.maybe("mamba_d_head", "mamba_head_dim") or facts.number("head_dim")
+    groups = facts.number("mamba_n_groups", "n_groups")
+    size = facts.number("mamba_d_state", "ssm_state_size", "state_size")
+    kernel = facts.number("mamba_d_conv", "conv_kernel")
+    columns = heads * head_dim + 2 * groups * size
+    return _tensors(facts, dtype, (columns, kernel), (heads, head_dim, size))
+
+
+def _hybrid(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Bamba and Granite: Mamba-2 layers, some of them attention instead."""
+    kinds = facts.kinds("layer_types") or facts.kinds("layers_block_type")
+    if kinds:
+        attending = sum(kind in {"attention", "full_attention"} for kind in kinds)
+    else:
+        attending = len(facts.kinds("attn_layer_indices"))
+    return _States(n_layers - attending, _heads(facts, dtype), attending)
+
+
+def _both(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Falcon-H1: every layer has both, side by side."""
+    return _States(n_layers, _heads(facts, dtype), n_layers)
+
+
+def _patterned(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Nemotron-H: a letter for each layer, ``M`` and ``*``; the others keep nothing."""
+    pattern = facts.text("hybrid_override_pattern")
+    return _States(pattern.count("M"), _heads(facts, dtype), pattern.count("*"))
+
+
+def _jamba(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Jamba: Mamba layers, attention once per period."""
+    period, offset = facts.number("attn_layer_period"), facts.maybe("attn_layer_offset")
+    attending = sum(layer % period == offset for layer in range(n_layers))
+    inner = facts.number("mamba_expand") * facts.number("hidden_size")
+    kernel, size = facts.number("mamba_d_conv"), facts.number("mamba_d_state")
+    tensors = _tensors(facts, dtype, (inner, kernel), (inner, size))
+    return _States(n_layers - attending, tensors, attending)
+
+
+def _delta(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+    """Qwen3-Next: gated delta networks, attention in every fourth layer."""
+    kinds = facts.kinds("layer_types")
+    attending = kinds.count("full_attention")
+    if not kinds:
+        attending = n_layers // facts.number("full_attention_interval")
+    k_heads, v_heads = facts.number("linear_num_key_heads"), facts.number("linear_num_value_heads")
+    k_dim, v_dim = facts.number("linear_key_head_dim"), facts.number("linear_value_head_dim")
+    columns = 2 * k_heads * k_dim + v_heads * v_dim
+    conv = (columns, facts.number("linear_conv_kernel_dim"))
+    return _States(
+        n_layers - attending, _tensors(facts, dtype, conv, (v_heads, k_dim, v_dim)), attending
+    )
+
+
+_READERS: dict[str, Callable[[ModelFacts, int, str], _States]] = {
+    "bamba": _hybrid,
+    "falcon_h1": _both,
+    "falcon_mamba": _mamba,
+    "granitemoehybrid": _hybrid,
+    "jamba": _jamba,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "nemotron_h": _patterned,
+    "qwen3_next": _delta,
+}

@@ -1,4 +1,4 @@
-"""How the memory of a pool is divided between its components.
+"""How the memory of a pool is divided between its components, and what a request takes of them.
 
 Closed forms only. With ``n`` pages of kv and ``b`` pages of the other budget (windows, states) for
 a typical request, ``size`` bytes are divided so that both run out together::
@@ -14,29 +14,24 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvd.config.sharding import shard_count
+from kvd.core.page_sizes import pages_in
 from kvd.core.spec import Buffer, Component, PerRequest, Tail, Whole, page_bytes
 from kvd.core.tail import most_pages
+from kvd.families.keys import MAX_PAGES
+from kvd.families.sharding import shard_count
 
 if TYPE_CHECKING:
-    from kvd.config.pool_sections import PoolSection
+    from kvd.families.keys import PoolSection
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"([0-9]{1,12}) ?(KiB|MiB|GiB|TiB)")
 
-LEAST_LOGICAL_TOKENS, MOST_LOGICAL_TOKENS = 2**20, 2**22
-"""Counted where tokens take no bytes, unless pool.pages says how many: typical requests of every
-state, between these bounds. A counted token takes 4 bytes of the daemon's own memory."""
 USUAL_STATES = 2
 """Of one request: its own, and one that the cache keeps of its prompt."""
 USUAL_SAVED_SHARE = 8
 """A pool that runs full retracts a few of its leases at a time, not a half of them."""
 USUAL_SAVED_BYTES = 2**30
 """At most, unless asked for: memory is reserved at the start, which takes a second per GiB."""
-SECOND = {"swa": "window_pages", "hisparse": "buffer_pages", "recurrent": "states"}
-"""The key of [pool] that gives the pages of the second budget, by family."""
-MAX_PAGES = 2**31 - 1
-"""Page ids travel as int32."""
 
 
 def size_bytes(size: str) -> int | None:
@@ -47,7 +42,9 @@ def size_bytes(size: str) -> int | None:
 
 def factor(kv: Component, component: Component) -> int:
     """Pages of a companion that belong to one page of kv; 0 for what is no companion."""
-    return kv.page_size // component.page_size if isinstance(component.extent, Whole) else 0
+    if not isinstance(component.extent, Whole):
+        return 0
+    return pages_in(kv.page_size, component.page_size) or 0
 
 
 def block_bytes(parts: tuple[Component, ...], shards: int = 1) -> int:
@@ -95,42 +92,33 @@ def least_pages(component: Component) -> int:
             return 2
 
 
-def second_budget(pool: PoolSection) -> int | None:
-    """The pages of what has a budget beside kv, where the configuration gives them."""
-    name = SECOND.get(pool.family)
-    return None if name is None else getattr(pool, name)
+def page_counts(parts: tuple[Component, ...], divided: tuple[int, int]) -> tuple[int, ...]:
+    """Pages of each component, parallel to ``parts``; less than 2 where memory is too short.
+
+    ``divided``: pages of kv, and of what has a budget beside it.
+    """
+    first, second = divided
+    kinds = [factor(parts[0], one) for one in parts]
+    return tuple([first * k if k else second for k in kinds])
 
 
-def page_counts(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, ...]:
-    """Pages of each component, parallel to ``parts``; less than 2 where memory is too short."""
-    first, second = _budget_pages(pool, parts)
-    counts = []
-    for one in parts:
-        k = factor(parts[0], one)
-        counts.append(first * k if k else second)
-    return tuple(counts)
+def one_budget(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, int]:
+    """All memory is for kv and what goes in lockstep with it."""
+    if pool.pages is not None:
+        return pool.pages, 0
+    return pool_bytes(pool) // block_bytes(parts, shard_count(pool)), 0
 
 
-def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, int]:
-    """Pages of kv, and of what has a budget beside it (0 where there is none)."""
-    kv, other = parts[0], beside(parts)
-    size = size_bytes(pool.size or "") or 0
-    block = block_bytes(parts, shard_count(pool))
-    if other is None:
-        return (size // block if pool.pages is None else pool.pages), 0
-    given = second_budget(pool)
-    n = pages_of_request(kv, pool.typical_tokens)
+def two_budgets(
+    pool: PoolSection, parts: tuple[Component, ...], given: int | None
+) -> tuple[int, int]:
+    """Kv and what is beside it run out together; ``given`` pages of the latter, where not None."""
+    other = parts[-1]
+    n = pages_of_request(parts[0], pool.typical_tokens)
     b = pages_of_request(other, pool.typical_tokens)
-    if isinstance(other.extent, Buffer):
-        first = size // page_bytes(kv) if pool.pages is None else pool.pages
-        return first, max(1, (first - 1) // n) * b + 1 if given is None else given
     if pool.pages is not None:
         return pool.pages, max(b + 1, -(-pool.pages * b // n)) if given is None else given
-    each = page_bytes(other)
-    if not block:
-        states = size // each if given is None else given
-        tokens = max(LEAST_LOGICAL_TOKENS, (states - 1) * pool.typical_tokens)
-        return min(tokens, MOST_LOGICAL_TOKENS) + 1, states
+    size, block, each = pool_bytes(pool), block_bytes(parts, shard_count(pool)), page_bytes(other)
     if given is not None:
         return max(0, size - given * each) // block, given
     first = size * n // (block * n + each * b)
@@ -138,6 +126,11 @@ def _budget_pages(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int,
     if second < least:  # the memory is less than one typical request takes
         first, second = max(0, size - least * each) // block, least
     return first, second
+
+
+def pool_bytes(pool: PoolSection) -> int:
+    """What ``pool.size`` says; 0 where it says nothing."""
+    return size_bytes(pool.size or "") or 0
 
 
 def _one_lease(component: Component) -> int:

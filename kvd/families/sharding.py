@@ -1,7 +1,8 @@
 """Which shards of the model a node holds, from its keys: pool.tp_size, tp_ranks, stage, replicas.
 
 Shard ``i`` is that of rank ``i % ranks`` in copy ``i // ranks``: all ranks of one copy, then all of
-the next. What makes the keys mean nothing is told by ``shard_rules``; here such keys hold nothing.
+the next. What makes the keys mean nothing is told by ``kvd.config.refusals``; here such keys hold
+nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvd.config.families import keeps_latents
 from kvd.core.shards import MAX_SHARDS, Shard, tp_shards
 from kvd.core.spec import Held
 
 if TYPE_CHECKING:
-    from kvd.config.pool_sections import PoolSection
+    from kvd.families.keys import PoolSection
 
-KEYS = ("tp_size", "tp_ranks", "stage", "replicas")
+SHARD_KEYS = ("tp_size", "tp_ranks", "stage", "replicas")
 """Keys of [pool] that say which shards there are."""
 
 _RANKS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
@@ -53,7 +53,7 @@ def layers_here(pool: PoolSection) -> tuple[int, int]:
 
 def model_heads(pool: PoolSection) -> int:
     """Heads that are divided among ranks; a latent is one, which every rank has."""
-    return 1 if keeps_latents(pool) else pool.heads
+    return 1 if pool.keeps_latents else pool.heads
 
 
 def held(pool: PoolSection) -> Held | None:
@@ -64,7 +64,7 @@ def held(pool: PoolSection) -> Held | None:
     if not is_even or not is_there or shard_count(pool) > MAX_SHARDS:
         return None
     shards = tp_shards(heads, pool.tp_size, ranks, layers) * pool.replicas
-    if shards == (Shard(0, pool.layers, 0, heads),):
+    if shards == (Shard(first_layer=0, end_layer=pool.layers, first_head=0, end_head=heads),):
         return None
     return Held(pool.layers, heads, shards)
 
