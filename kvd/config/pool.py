@@ -64,10 +64,14 @@ def _why(group: KeyGroup, having: list[str]) -> str:
     needing = [name for name in having if POOLS[name].needs.keys() & set(group.keys)]
     return group.why.format(
         having=among(having),
-        needing=among(needing),
+        needing=_keeping(needing),
         may=among([name for name in having if name not in needing]),
-        others=among([name for name in POOLS if name not in having]),
+        others=_keeping([name for name in POOLS if name not in having]),
     )
+
+
+def _keeping(names: list[str]) -> str:
+    return f"{among(names)} {'keeps' if len(names) == 1 else 'keep'}"
 
 
 def _belonging() -> dict[str, tuple[frozenset[str], str]]:

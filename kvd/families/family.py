@@ -47,7 +47,8 @@ class KeyGroup(msgspec.Struct, frozen=True):
     """Keys of ``PoolSection`` that several families have, and why the others do not.
 
     In ``why`` stand ``{having}`` for the families that have them, ``{needing}`` and ``{may}`` for
-    those of them that need one and those that do not, ``{others}`` for the rest.
+    those of them that need one and those that do not, ``{others}`` for the rest; ``{needing}`` and
+    ``{others}`` with their verb, as in ``mla keeps``.
     """
 
     keys: tuple[str, ...]
@@ -56,11 +57,11 @@ class KeyGroup(msgspec.Struct, frozen=True):
 
 HEADS = KeyGroup(
     keys=("heads", "head_dim", "v_dim"),
-    why="K and V per head are what {having} keep; {others} keeps latents",
+    why="K and V per head are what {having} keep; {others} latents",
 )
 LATENT = KeyGroup(
     keys=("latent_dim", "rope_dim"),
-    why="{needing} keeps latents, and {may} may; the others keep K and V per head",
+    why="{needing} latents, and {may} may; the others keep K and V per head",
 )
 SCALE = KeyGroup(
     keys=("scale_dtype",),

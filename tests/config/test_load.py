@@ -7,6 +7,7 @@ import pytest
 from kvd.config import Config, ConfigError, ValueOrigin, ValueSource, load, pool_spec
 from kvd.config.host import HostFacts, this_host
 from kvd.core.spec import Component, Device, Mha, Order, PoolSpec
+from kvd.families import POOLS as FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,8 +129,7 @@ def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> Non
         "/kvd.toml:2: pool.page_size = 0: must be a whole number from 1 to 65536; "
         "the default is 16",
         '/kvd.toml:3: pool.family = "prefill-only": is refused: to have KV nowhere is a mode of '
-        'the cache: set cache.mode = "prefill-only"; write mha or mla or swa or hisparse or '
-        "recurrent",
+        f'the cache: set cache.mode = "prefill-only"; write {" or ".join(FAMILIES)}',
         "/kvd.toml:4: pool.pags = 3: is no key of kvd; did you mean pool.pages?",
         '/kvd.toml:9: nodes.name = "x": is no key of kvd; did you mean node.name?',
         "/conf.d/broken.toml:1: is not TOML: Expected ']' at the end of a table declaration; "
