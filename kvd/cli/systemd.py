@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvd.cli import systemd_files, systemd_reach
+from kvd.cli.doctor.service import VENV
 from kvd.cli.exits import Failed
 from kvd.cli.lazy import LazyGroup, Verb
-from kvd.cli.service_checks import VENV
 from kvd.cli.systemd_files import Choices, File, Origin
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.cli.finding import Finding, Subject, good, poor, wrong
-from kvd.cli.selftransfer import Measured, measure
+from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
+from kvd.cli.doctor.selftransfer import Measured, measure
 from kvd.text import amount, clean
 from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Path as Route
@@ -41,7 +41,7 @@ SIDE_DEVICES = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc")
 """Devices that lead to containers of this host. UCX takes them like any other."""
 
 
-def binding(_subject: Subject) -> list[Finding]:
+def binding(_subject: Subject) -> list[DoctorFinding]:
     """Whether NIXL can be imported, and which plugins it finds."""
     fix = "pip install nixl; kvd needs nixl_cu13 or nixl_cu12 to be importable"
     try:
@@ -135,7 +135,7 @@ TRAPS = (
 )
 
 
-def ucx_environment(subject: Subject) -> list[Finding]:
+def ucx_environment(subject: Subject) -> list[DoctorFinding]:
     """Variables of UCX, from the environment or ``transfer.ucx``, that would hang or hurt."""
     values = {**subject.environ, **subject.config.transfer.ucx}
     found = [
@@ -147,7 +147,7 @@ def ucx_environment(subject: Subject) -> list[Finding]:
     return found or [good("UCX_*", ", ".join(names) if names else "none set")]
 
 
-def tcp_retries(subject: Subject) -> list[Finding]:
+def tcp_retries(subject: Subject) -> list[DoctorFinding]:
     """How long the kernel keeps trying a peer that has vanished in the middle of a write."""
     if not subject.config.peers.connect or not RETRIES.is_file():
         return []
@@ -158,7 +158,7 @@ def tcp_retries(subject: Subject) -> list[Finding]:
     return [poor("tcp_retries2", what, f"sysctl -w net.ipv4.tcp_retries2={TCP_RETRIES}")]
 
 
-def self_transfer(subject: Subject) -> list[Finding]:
+def self_transfer(subject: Subject) -> list[DoctorFinding]:
     """Move bytes between two real transfer processes, and compare them."""
     name = "self-transfer"
     fix = "see nixl and UCX_* above; try without UCX_TLS and UCX_NET_DEVICES"
@@ -174,7 +174,7 @@ def self_transfer(subject: Subject) -> list[Finding]:
     return [good(name, _speed(measured)), _over_network(subject)]
 
 
-def _over_network(subject: Subject) -> Finding:
+def _over_network(subject: Subject) -> DoctorFinding:
     """The same transfer without what only works on one host: what a peer elsewhere would get."""
     name = "network transfer"
     fix = "see UCX_TLS and UCX_NET_DEVICES above, and ip -brief link"
@@ -189,7 +189,7 @@ def _over_network(subject: Subject) -> Finding:
     return judge_network(subject, measured)
 
 
-def judge_network(subject: Subject, measured: Measured) -> Finding:
+def judge_network(subject: Subject, measured: Measured) -> DoctorFinding:
     """Whether what UCX chose is what leads to other hosts, and the best that this one has."""
     name = "network transfer"
     rdma = [entry.name for entry in subject.entries("sys/class/infiniband")]

@@ -1,8 +1,9 @@
-"""Checks of ``kvd doctor`` that ask the configured peers: who is there, and are their pools alike?
+"""Checks of peers: how they are told apart, who is there, and whether their pools are alike.
 
-A running daemon knows: it is asked. Without one, each peer is asked by a Ping of nobody that it
-knows; it answers that with its Hello, and keeps nothing but one refused message in its counters.
-Never a Hello in this node's name: that would tell the peer that the daemon before is gone.
+No secret is shown: the public key is, because the other side must have it. A running daemon knows
+its peers: it is asked. Without one, each peer is asked by a Ping of nobody that it knows; it
+answers that with its Hello, and keeps nothing but one refused message in its counters. Never a
+Hello in this node's name: that would tell the peer that the daemon before is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
 from kvd.cli.exits import Unreachable
-from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import ipc_path, tcp_address
 from kvd.config.pool import pool_spec
@@ -35,6 +37,7 @@ from kvd.wire.peer import PROTOCOL, Hello, Ping, Reject
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvd.config.schema import Config
     from kvd.wire.snapshot import PeerState
 
 ANSWER_S = 0.5
@@ -60,7 +63,7 @@ class Neighbour(msgspec.Struct, frozen=True):
     address: str
 
 
-def neighbours(subject: Subject) -> list[Finding]:
+def neighbours(subject: Subject) -> list[DoctorFinding]:
     """What the running daemon says of each configured peer, or what the peer says itself."""
     wanted = [Neighbour(*pair) for pair in subject.config.peers.connect.items()]
     if not wanted:
@@ -80,7 +83,7 @@ def neighbours(subject: Subject) -> list[Finding]:
             asked.append((one, dealer, opened.enter_context(_ask(dealer, one))))
         reached_s = time.monotonic() + CONNECT_S
         end_s = time.monotonic() + HELLO_S
-        found: list[Finding] = []
+        found: list[DoctorFinding] = []
         for one, dealer, monitor in asked:
             if not monitor.poll(_until_ms(reached_s)):
                 found.append(_unreached(one))
@@ -105,7 +108,7 @@ def _known(subject: Subject) -> dict[str, PeerState] | None:
     return {peer.name: peer for peer in shot.peers}
 
 
-def _as_known(one: Neighbour, peer: PeerState | None) -> Finding:
+def _as_known(one: Neighbour, peer: PeerState | None) -> DoctorFinding:
     check = f"peer {one.name}"
     if peer is None:
         what = f"the running daemon does not know it ({OURS})"
@@ -147,7 +150,7 @@ def _ask(dealer: zmq.Socket[bytes], one: Neighbour) -> Iterator[zmq.Socket[bytes
         monitor.close(linger=0)
 
 
-def _unreached(one: Neighbour) -> Finding:
+def _unreached(one: Neighbour) -> DoctorFinding:
     """Why nobody takes the connection, as the kernel says it to a plain one."""
     check = f"peer {one.name}"
     place = tcp_address(one.address)
@@ -183,7 +186,7 @@ def _until_ms(end_s: float) -> int:
 
 def _heard(
     subject: Subject, one: Neighbour, answer: Hello | Reject | Refusal | None, *, is_keyed: bool
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     check = f"peer {one.name}"
     match answer:
         case None:
@@ -198,7 +201,7 @@ def _heard(
             return [_hello(subject, check, one, answer), *_its_clock(check, answer)]
 
 
-def _silent(check: str, one: Neighbour, *, is_keyed: bool) -> Finding:
+def _silent(check: str, one: Neighbour, *, is_keyed: bool) -> DoctorFinding:
     what = f"{one.address} takes connections and says no Hello within {HELLO_S:.1f} s"
     if is_keyed:
         fix = (
@@ -210,7 +213,7 @@ def _silent(check: str, one: Neighbour, *, is_keyed: bool) -> Finding:
     return wrong(check, what, fix)
 
 
-def _hello(subject: Subject, check: str, one: Neighbour, hello: Hello) -> Finding:
+def _hello(subject: Subject, check: str, one: Neighbour, hello: Hello) -> DoctorFinding:
     if hello.protocol != PROTOCOL:
         what = f"speaks peer protocol {hello.protocol}, this kvd speaks {PROTOCOL} ({THEIRS})"
         return wrong(check, what, "install the same kvd on both: kvd --version")
@@ -230,7 +233,7 @@ def _hello(subject: Subject, check: str, one: Neighbour, hello: Hello) -> Findin
     return wrong(check, said, _ALIKE)
 
 
-def _its_clock(check: str, hello: Hello) -> list[Finding]:
+def _its_clock(check: str, hello: Hello) -> list[DoctorFinding]:
     """Its incarnation begins with its birth: one that lies ahead tells of two clocks."""
     try:
         ahead_s = int(hello.source[:16], 16) / 1e9 - time.time()
@@ -246,3 +249,62 @@ def _spaced(address: str) -> str:
     """``HOST PORT``, as ``nc`` wants it."""
     place = tcp_address(address)
     return f"{place.host} {place.port}" if place is not None else address
+
+
+# ---- keys, their files, and who is listed -------------------------------------------------------
+
+
+_MAKE_KEYS = "run kvd keygen on every node, and set peers.secret_key_file and peers.keys"
+
+
+def peer_keys(subject: Subject) -> list[DoctorFinding]:
+    """Whether peers prove who they are, and with which files."""
+    config = subject.config
+    path = config.peers.secret_key_file
+    if path is None:
+        return [_without_keys(config)]
+    if not zmq.has("curve"):
+        fix = "pip install --force-reinstall pyzmq, whose wheels have it"
+        return [wrong("peers", "this libzmq was built without CURVE", fix)]
+    return [_secret_file(Path(path)), _directory(Path(path).parent), *_listed(config)]
+
+
+def _without_keys(config: Config) -> DoctorFinding:
+    if config.peers.insecure:
+        what = "neither authenticated nor encrypted: peers.insecure = true lets anyone be any node"
+        return poor("peers", what, f"{_MAKE_KEYS}; then remove peers.insecure")
+    return good("peers", "without keys, on loopback only: any user of this host may be any node")
+
+
+def _secret_file(path: Path) -> DoctorFinding:
+    """The configuration is valid, so it could be read a moment ago."""
+    own = read_pair(path)
+    if isinstance(own, KeyFlaw):
+        return wrong("peer key", f"{path} {own.rule}", own.fix)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    return good("peer key", f"{path}, mode {mode:04o}, public key {own.public}")
+
+
+def _directory(folder: Path) -> DoctorFinding:
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        what = f"{folder} has mode {stat.S_IMODE(mode):04o}: anyone may put another key there"
+        return wrong("peer key directory", what, f"chmod o-w {folder}")
+    return good("peer key directory", f"{folder}, mode {stat.S_IMODE(mode):04o}")
+
+
+def _listed(config: Config) -> list[DoctorFinding]:
+    """Whom the configuration lists; a dialed or allowed peer without a key makes it invalid."""
+    peers = config.peers
+    others = [name for name in peers.keys if name != config.node.name]
+    if not others:
+        what = "peers.keys lists no other node, so nobody can connect"
+        return [poor("peers", what, "list the public key of every peer in peers.keys")]
+    out = [good("peers", f"authenticated and encrypted; {len(others)} listed: {', '.join(others)}")]
+    shut_out = [name for name in others if peers.allow and name not in peers.allow]
+    if shut_out:
+        what = (
+            f"{', '.join(shut_out)}: has a key, and is refused because peers.allow has other names"
+        )
+        out.append(poor("peers.allow", what, "add it to peers.allow, or remove its key"))
+    return out

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvd.cli.finding import Finding, Subject, good, poor, wrong
+from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
 from kvd.cli.systemd_reach import flaws, user_called
 from kvd.text import clean
 
@@ -31,7 +31,7 @@ VENV = "/opt/kvd/venv"
 _EDIT = "systemctl edit kvd"
 
 
-def service(subject: Subject) -> list[Finding]:
+def service(subject: Subject) -> list[DoctorFinding]:
     """What systemd says of the unit, where systemd runs this host."""
     if not (subject.root / "run/systemd/system").is_dir():
         return [good("systemd", "does not run this host: kvd serve is started by hand")]
@@ -61,7 +61,7 @@ def read_properties(text: str) -> dict[str, str]:
     return {key: value for key, _, value in pairs if key}
 
 
-def judge(subject: Subject, unit: dict[str, str]) -> list[Finding]:
+def judge(subject: Subject, unit: dict[str, str]) -> list[DoctorFinding]:
     """What is to be said of a unit with these properties."""
     if unit.get("LoadState") != "loaded":
         state = unit.get("LoadState", "unknown")
@@ -86,7 +86,7 @@ def judge(subject: Subject, unit: dict[str, str]) -> list[Finding]:
     return out
 
 
-def _state(unit: dict[str, str]) -> Finding:
+def _state(unit: dict[str, str]) -> DoctorFinding:
     state, sub = unit.get("ActiveState", ""), unit.get("SubState", "")
     user = unit.get("User") or "root"
     if state == "failed":
@@ -104,7 +104,7 @@ def _state(unit: dict[str, str]) -> Finding:
     return good("service", what)
 
 
-def interpreter(subject: Subject) -> list[Finding]:
+def interpreter(subject: Subject) -> list[DoctorFinding]:
     """Whether a service under a user of its own could start this Python at all."""
     if not (subject.root / "run/systemd/system").is_dir():
         return []
