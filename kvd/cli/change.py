@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from kvd.cli import audited, render
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
 from kvd.wire.admin import (
     AbortRoom,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ChangeOutcome(msgspec.Struct, frozen=True):
     """What a changing verb prints with ``--format json``; ``dry_run``: so it would have been."""
 
     changed: dict[str, int]
@@ -66,7 +66,9 @@ def carry_out(
     """Ask for a change, or what it would be, and print the answer."""
     report = ask(target, Rehearse(CALL, request) if rehearsal else request, Report)
     if form == "json":
-        outcome = Outcome(report.changed, report.refused, report.notes, rehearsal)
+        outcome = ChangeOutcome(
+            changed=report.changed, refused=report.refused, notes=report.notes, dry_run=rehearsal
+        )
         render.print_json(outcome)
         return report
     if rehearsal:
@@ -79,7 +81,7 @@ def must_not_refuse(report: Report, advice: str) -> None:
     """End the verb with 1 if anything was refused."""
     if report.refused:
         count = len(report.refused)
-        raise Failed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
+        raise VerbFailed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
 
 
 @click.command()
@@ -146,7 +148,7 @@ def audit_command(target: Target, form: str) -> None:
         render.show(audited.audit(report))
     if audited.is_broken(report):
         standing = report.standing.findings if report.standing is not None else 0
-        raise Failed(
+        raise VerbFailed(
             f"{max(len(report.refused), standing)} rules are broken, which is a bug of kvd: "
             "keep what kvd status --format json and kvd events --format json print, and report it"
         )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
 from kvd.sim.cluster import Replay, Routed, replay
 from kvd.sim.decodenode import HEADS, LAYERS, Shape
@@ -41,12 +41,12 @@ def replay_trace(trace: Path, shape: Shape, limit: int | None) -> Replay:
     """Replay the file and print what came of it.
 
     Raises:
-        Failed: it is no trace.
+        VerbFailed: it is no trace.
     """
     try:
         requests = read_trace(trace, limit)
     except BadTrace as error:
-        raise Failed(str(error)) from error
+        raise VerbFailed(str(error)) from error
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -119,7 +119,15 @@ def _no_devices(config: Config) -> list[ConfigError]:
     found = absent(device_bytes(pool_spec(config)))
     if found is None:
         return []
-    return [ConfigError("this host", "pool.device", config.pool.device, found.why, found.fix)]
+    return [
+        ConfigError(
+            where="this host",
+            key="pool.device",
+            value=config.pool.device,
+            rule=found.why,
+            fix=found.fix,
+        )
+    ]
 
 
 def _pool_in_words(spec: PoolSpec) -> str:

@@ -10,9 +10,9 @@ import msgspec
 
 from kvd.cli import render
 from kvd.cli.config import valid_config
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.link import with_format
-from kvd.cli.sheet import Sheet, said
+from kvd.cli.sheet import TextTable, said
 from kvd.daemon.kept import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.place import Backing, Place
@@ -20,7 +20,7 @@ from kvd.pools.shelf import left_over, open_shelf
 from kvd.text import amount
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class DroppedPool(msgspec.Struct, frozen=True):
     """What ``kvd drop --format json`` prints: the bytes that each file took."""
 
     directory: str
@@ -50,7 +50,7 @@ def drop_command(
     """
     place = place_of(valid_config(config_file, sets))
     if not place.backing.file_system:
-        raise Failed(
+        raise VerbFailed(
             f"pool.backing = {place.backing.value} leaves no files behind: {_LEAVES[place.backing]}"
             "; for files of an earlier configuration add --set pool.backing=shm, or hugetlbfs"
         )
@@ -60,9 +60,9 @@ def drop_command(
         if files and not rehearsal:
             _discard(place, path)
     except NotReserved as exc:
-        raise Failed(str(exc)) from exc
+        raise VerbFailed(str(exc)) from exc
     if form == "json":
-        render.print_json(Dropped(str(path), files, rehearsal))
+        render.print_json(DroppedPool(str(path), files, rehearsal))
     else:
         _show(path, files, rehearsal=rehearsal)
 
@@ -89,7 +89,7 @@ def _show(path: Path, files: dict[str, int], *, rehearsal: bool) -> None:
     if not files:
         render.show(said(f"there is no pool in {path}"))
         return
-    sheet = Sheet("FILE", "MEMORY>")
+    sheet = TextTable("FILE", "MEMORY>")
     for name, size in files.items():
         sheet.row(name, amount(size))
     verb = "would be freed: nothing was changed" if rehearsal else "freed"

@@ -14,7 +14,7 @@ import click
 import msgspec
 import zmq
 
-from kvd.cli.exits import Failed, Unreachable
+from kvd.cli.exits import Unreachable, VerbFailed
 from kvd.client.admin import AdminClient
 from kvd.errors import Code, KvdError, Refusal
 from kvd.text import clean, endpoint_flaw
@@ -110,7 +110,7 @@ def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float
 
     Raises:
         Unreachable: nobody answered.
-        Failed: the daemon refused, or answered something else.
+        VerbFailed: the daemon refused, or answered something else.
     """
     try:
         with AdminClient(target.endpoint) as client:
@@ -121,7 +121,7 @@ def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float
         return reply
     if isinstance(reply, AdminFailed):
         raise _ended(reply.refusal, target)
-    raise Failed(
+    raise VerbFailed(
         f"the daemon at {target.endpoint} answered {type(reply).__name__} where "
         f"{answer.__name__} was due; its version and this command's differ: install one of both"
     )
@@ -149,7 +149,7 @@ def _ended(refusal: Refusal, target: Target) -> click.ClickException:
     side = f"{refusal.side}: " if refusal.side else ""
     sentence = clean(f"{side}{refusal.message} ({refusal.code.value})")
     if refusal.code is not Code.UNREACHABLE:
-        return Failed(sentence)
+        return VerbFailed(sentence)
     return Unreachable(
         f"no daemon answers at {clean(target.endpoint)}: {clean(refusal.message)}; "
         "start it with kvd serve, or name its admin socket with --connect"

@@ -35,14 +35,14 @@ class Locks(msgspec.Struct, frozen=True):
     waiting: tuple[WaitingState, ...]
 
 
-class Nodes(msgspec.Struct, frozen=True):
+class TreeNodes(msgspec.Struct, frozen=True):
     """What ``kvd tree --format json`` prints."""
 
     nodes: tuple[TreeNode, ...]
     total: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WhyAnswer(msgspec.Struct, frozen=True):
     """What ``kvd why --format json`` prints; ``other_ends`` are of a room."""
 
     sentence: str
@@ -95,7 +95,7 @@ def tree_command(target: Target, form: str, limit: int) -> None:
     """Show the radix tree: tokens, pages, hits, and the leases that lock each node."""
     tree = ask(target, ShowTree(CALL, limit), Tree)
     if form == "json":
-        render.print_json(Nodes(tree.nodes, tree.total))
+        render.print_json(TreeNodes(tree.nodes, tree.total))
     else:
         render.show(render.tree(tree))
 
@@ -153,7 +153,7 @@ def _named(kind: str, one: str) -> Why:
     if component and kind != "page":
         msg = f"a {kind} has no component: kvd why {kind} {digits}"
         raise click.UsageError(msg)
-    return Why(CALL, kind, int(digits), component)
+    return Why(call=CALL, kind=kind, id=int(digits), component=component)
 
 
 @click.command()
@@ -175,7 +175,14 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
     if form == "json":
         marks = tuple(msgspec.structs.asdict(mark) for mark in because.marks)
         by_name = tuple(_by_name(end) for end in ends)
-        answer = Answer(because.sentence, because.facts, because.links, marks, by_name, trouble)
+        answer = WhyAnswer(
+            sentence=because.sentence,
+            facts=because.facts,
+            links=because.links,
+            marks=marks,
+            other_ends=by_name,
+            not_asked=trouble,
+        )
         render.print_json(answer)
         return
     render.show(render.because(because), render.other_ends(ends))

@@ -10,9 +10,9 @@ import click
 import msgspec
 from rich.text import Text
 
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
-from kvd.cli.sheet import Sheet
+from kvd.cli.sheet import TextTable
 from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Outcome, Unsuited, plans
 from kvd.core.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
 from kvd.families import FAMILIES, PlanRequest
@@ -86,17 +86,17 @@ def plan_command(model_file: Path, family: str | None, style: str, **options: An
         wanted = _wanted(model, msgspec.convert(options, _Options))
         outcomes = plans(model, wanted, family)
     except NotPlanned as exc:
-        raise Failed(f"{model_file}: {exc}") from exc
+        raise VerbFailed(f"{model_file}: {exc}") from exc
     if family is not None:
         outcomes = [one for one in outcomes if one.family == family]
         for one in outcomes:
             if not isinstance(one, FamilyPlan):
-                raise Failed(f"{model_file}: no plan for {family}: {one.why}")
+                raise VerbFailed(f"{model_file}: no plan for {family}: {one.why}")
     if not any(isinstance(one, FamilyPlan) for one in outcomes):
         told = "; ".join(
             f"{one.family}: {one.why}" for one in outcomes if isinstance(one, Unsuited)
         )
-        raise Failed(f"{model_file}: no plan for any family: {told}")
+        raise VerbFailed(f"{model_file}: no plan for any family: {told}")
     if style == "json":
         click.echo(_as_json(model, wanted, outcomes))
     else:
@@ -157,7 +157,7 @@ def _as_json(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> str:
 
 def _blocks(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> list[RenderableType]:
     made = [one for one in outcomes if isinstance(one, FamilyPlan)]
-    sheet = Sheet("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
+    sheet = TextTable("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
     for one in made:
         sheet.row(
             one.family,

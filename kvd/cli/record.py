@@ -16,7 +16,7 @@ import msgspec
 
 from kvd import __version__
 from kvd.cli import render
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.link import CALL, Target, ask, with_format, with_target
 from kvd.recorder import recording, replay
 from kvd.text import amount, clean, duration, event_line
@@ -33,7 +33,7 @@ WRITE_S = 60.0
 LAST_EVENTS = 10
 
 
-class Saved(msgspec.Struct, frozen=True):
+class SavedRecording(msgspec.Struct, frozen=True):
     """What ``kvd record --format json`` prints."""
 
     path: str
@@ -72,7 +72,7 @@ def record_command(target: Target, form: str, out: Path | None, hash_objects: in
     if form == "json":
         fields = msgspec.structs.asdict(done)
         del fields["call"]
-        render.print_json(Saved(**fields))
+        render.print_json(SavedRecording(**fields))
         return
     state = done.state_hash or f"not hashed: more than {hash_objects} objects (--hash-objects)"
     click.echo(clean(done.path))
@@ -88,7 +88,7 @@ def _moved(path: Path, out: Path) -> Path:
     try:
         shutil.move(path, out)
     except OSError as error:
-        raise Failed(
+        raise VerbFailed(
             f"the recording lies at {path}, on the daemon's host and for the daemon's user only, "
             f"and cannot be moved to {out}: {error.strerror}"
         ) from error
@@ -135,18 +135,18 @@ def replay_command(
             told = _both(told, kept.append)
         outcome = replay.replay(recorded, node, told, until=until, is_checking=is_checking)
     except recording.Damaged as error:
-        raise Failed(f"{file} cannot be replayed: {error}") from error
+        raise VerbFailed(f"{file} cannot be replayed: {error}") from error
     except OSError as error:
-        raise Failed(f"{file} cannot be read: {error.strerror}") from error
+        raise VerbFailed(f"{file} cannot be read: {error.strerror}") from error
     for event in last:
         _print_event(event)
     if json_file is not None:
-        result = Replayed(head, outcome, outcome.is_equal, kept)
+        result = Replayed(header=head, outcome=outcome, is_equal=outcome.is_equal, events=kept)
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
     for line in _lines(outcome):
         click.echo(clean(line))
     if not outcome.is_equal or outcome.broken:
-        raise Failed(_verdict(outcome, head))
+        raise VerbFailed(_verdict(outcome, head))
 
 
 def _headline(head: recording.Header) -> str:

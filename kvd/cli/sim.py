@@ -179,11 +179,18 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     if [seeds, seed, trace].count(None) < 2:
         raise click.UsageError("--seeds, --seed and --trace exclude each other")
     if trace is not None:
-        shape = Shape(nodes or TRACE_NODES, pool_tokens, page, prefill_rate, decode_rate, speed)
+        shape = Shape(
+            nodes=nodes or TRACE_NODES,
+            pool_tokens=pool_tokens,
+            page_tokens=page,
+            prefill_tokens_per_s=prefill_rate,
+            decode_tokens_per_s=decode_rate,
+            speed=speed,
+        )
         _write(file, replay_trace(trace, shape, limit))
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
-    tally = Tally(Plan(steps, nodes or 0, profile, audit_steps))
+    tally = Tally(Plan(steps=steps, nodes=nodes or 0, profile=profile, audit_steps=audit_steps))
     _run(tally, first, last, minutes)
     _report(tally)
     _write(file, tally)

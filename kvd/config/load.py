@@ -168,7 +168,11 @@ class _Draft:
         if assignment.entry is None:
             self.wrong.add(assignment.key)
         where, value = assignment.origin.place, assignment.quoted
-        self.errors.append(ConfigError(where, assignment.subject, value, flaw.rule, flaw.fix))
+        self.errors.append(
+            ConfigError(
+                where=where, key=assignment.subject, value=value, rule=flaw.rule, fix=flaw.fix
+            )
+        )
 
     def error(self, finding: Breach) -> ConfigError:
         """A rule's finding with the value and the place that it is about."""
@@ -178,7 +182,9 @@ class _Draft:
             subject = f"{finding.key}.{finding.entry}"
             value = cast("dict[str, str]", value)[finding.entry]
         where = self.origins[subject].place
-        return ConfigError(where, subject, shown(value), finding.rule, finding.fix)
+        return ConfigError(
+            where=where, key=subject, value=shown(value), rule=finding.rule, fix=finding.fix
+        )
 
     def config(self) -> Config:
         """The values as typed sections."""
@@ -196,13 +202,21 @@ def _unknown(assignment: Assignment) -> ConfigError:
     path = assignment.key
     if path in SECTIONS:
         fix = f"open it with [{path}] and put its keys below"
-        return ConfigError(assignment.origin.place, path, assignment.quoted, "is a table", fix)
+        return ConfigError(
+            where=assignment.origin.place,
+            key=path,
+            value=assignment.quoted,
+            rule="is a table",
+            fix=fix,
+        )
     meant = nearest(path)
     fix = "remove it; kvd config explain lists every key"
     if meant is not None:
         fix = f"did you mean {meant}?"
     where = assignment.origin.place
-    return ConfigError(where, path, assignment.quoted, "is no key of kvd", fix)
+    return ConfigError(
+        where=where, key=path, value=assignment.quoted, rule="is no key of kvd", fix=fix
+    )
 
 
 def _entry_form(key: ConfigKey, origin: ValueOrigin) -> str:

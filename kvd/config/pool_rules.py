@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.spec import Component
-    from kvd.families import Refused
+    from kvd.families import RefusedKey
 
 
 class KeyRule(msgspec.Struct, frozen=True):
@@ -92,7 +92,9 @@ def _out_of_place(config: Config) -> list[Breach]:
         if KEYS[key].default == {}:
             entries = [path for path in config.origins if path.startswith(f"{key}.")]
             entry = entries[0].removeprefix(f"{key}.")
-            out.append(Breach(key, rule, "remove the table, or set pool.family", entry))
+            out.append(
+                Breach(key=key, rule=rule, fix="remove the table, or set pool.family", entry=entry)
+            )
         else:
             out.append(Breach(key, rule, "remove it, or set pool.family"))
     return out
@@ -124,20 +126,20 @@ def _layers(config: Config) -> list[Breach]:
 # ---- what cannot be together ---------------------------------------------------------------------
 
 
-def _refusals(config: Config, rows: Iterable[Refused], mode: str) -> list[Breach]:
+def _refusals(config: Config, rows: Iterable[RefusedKey], mode: str) -> list[Breach]:
     """The keys of ``rows`` that are not as they must be with ``mode``."""
     out = []
     for row in rows:
         value = value_of(config, KEYS[row.key])
         rule = f"is refused with {mode}: {row.why}"
         if isinstance(value, dict):
-            out += [Breach(row.key, rule, row.fix, entry) for entry in value]
+            out += [Breach(key=row.key, rule=rule, fix=row.fix, entry=entry) for entry in value]
         elif is_given(config, row.key) if row.allowed is None else value not in row.allowed:
             out.append(Breach(row.key, rule, row.fix))
     return out
 
 
-def _refused(row: Refused, mode: str, is_on: Callable[[Config], bool], *needs: str) -> KeyRule:
+def _refused(row: RefusedKey, mode: str, is_on: Callable[[Config], bool], *needs: str) -> KeyRule:
     def judged(config: Config) -> list[Breach]:
         return _refusals(config, [row], mode) if is_on(config) else []
 

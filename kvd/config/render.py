@@ -241,4 +241,4 @@ def _of_key(key: ConfigKey, before: Config, after: Config) -> Iterator[KeyChange
     old, new = cast("dict[str, str]", was), cast("dict[str, str]", is_now)
     for entry in {**old, **new}:
         if old.get(entry) != new.get(entry):
-            yield KeyChange(key.path, old.get(entry), new.get(entry), entry)
+            yield KeyChange(key=key.path, before=old.get(entry), after=new.get(entry), entry=entry)

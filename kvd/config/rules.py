@@ -207,13 +207,25 @@ def _others(config: Config) -> list[Breach]:
     for name, endpoint in config.peers.connect.items():
         if name == config.node.name:
             rule = "is the name of this node, which is no peer of itself"
-            out.append(Breach("peers.connect", rule, "remove it, or set node.name", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="remove it, or set node.name", entry=name
+                )
+            )
         elif endpoint == own:
             rule = "is the address of this node"
-            out.append(Breach("peers.connect", rule, "give the address of the peer", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="give the address of the peer", entry=name
+                )
+            )
         elif endpoint in seen:
             rule = f"is the address of {seen[endpoint]} already"
-            out.append(Breach("peers.connect", rule, "give each peer its own address", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="give each peer its own address", entry=name
+                )
+            )
         seen.setdefault(endpoint, name)
     return out
 
@@ -224,7 +236,12 @@ def _allowed(config: Config) -> list[Breach]:
     if not allow:
         return []
     return [
-        Breach("peers.connect", "is not in peers.allow", f"add {name} to peers.allow", name)
+        Breach(
+            key="peers.connect",
+            rule="is not in peers.allow",
+            fix=f"add {name} to peers.allow",
+            entry=name,
+        )
         for name in config.peers.connect
         if name not in allow
     ]
@@ -300,7 +317,7 @@ def _leaves_host(config: Config) -> list[Breach]:
     for name, endpoint in peers.connect.items():
         address = tcp_address(endpoint)
         if address is not None and not address.is_loopback:
-            out.append(Breach("peers.connect", _BARE, _ACCEPT, name))
+            out.append(Breach(key="peers.connect", rule=_BARE, fix=_ACCEPT, entry=name))
     return out
 
 
@@ -310,7 +327,10 @@ def _own_key(config: Config) -> list[Breach]:
     if peers.secret_key_file is None:
         rule = "is of no use without peers.secret_key_file, this node's own key"
         fix = "make one with kvd keygen and set peers.secret_key_file"
-        return [Breach("peers.keys", rule, fix, name) for name in list(peers.keys)[:1]]
+        return [
+            Breach(key="peers.keys", rule=rule, fix=fix, entry=name)
+            for name in list(peers.keys)[:1]
+        ]
     out = []
     if peers.insecure:
         rule = "contradicts peers.secret_key_file, with which every peer must prove its key"
@@ -322,11 +342,15 @@ def _own_key(config: Config) -> list[Breach]:
     for name, key in peers.keys.items():
         if name == config.node.name and key != own.public:
             rule = "is this node, and not the public key of peers.secret_key_file"
-            out.append(Breach("peers.keys", rule, f"write {own.public} or remove it", name))
+            out.append(
+                Breach(
+                    key="peers.keys", rule=rule, fix=f"write {own.public} or remove it", entry=name
+                )
+            )
         elif name != config.node.name and key == own.public:
             rule = "is the key of this node itself"
             fix = f"write the key that kvd keygen printed on {name}"
-            out.append(Breach("peers.keys", rule, fix, name))
+            out.append(Breach(key="peers.keys", rule=rule, fix=fix, entry=name))
     return out
 
 
@@ -337,7 +361,9 @@ def _one_key_each(config: Config) -> list[Breach]:
     for name, key in config.peers.keys.items():
         if key in seen:
             rule = f"is the key of {seen[key]} already, and a key is of one node"
-            out.append(Breach("peers.keys", rule, f"run kvd keygen on {name} too", name))
+            out.append(
+                Breach(key="peers.keys", rule=rule, fix=f"run kvd keygen on {name} too", entry=name)
+            )
         seen.setdefault(key, name)
     return out
 
@@ -349,7 +375,12 @@ def _all_have_keys(config: Config) -> list[Breach]:
         return []
     rule = "has no key in peers.keys, so it cannot be told from anyone else"
     out = [
-        Breach("peers.connect", rule, f"set peers.keys.{name} to its public key", name)
+        Breach(
+            key="peers.connect",
+            rule=rule,
+            fix=f"set peers.keys.{name} to its public key",
+            entry=name,
+        )
         for name in peers.connect
         if name not in peers.keys
     ]

@@ -80,7 +80,11 @@ def read_file(path: Path) -> Read:
         place = re.search(r"\(at line (\d+), column \d+\)", str(failure))
         where = f"{path}:{place[1]}" if place else str(path)
         rule = f"is not TOML: {re.sub(r' [(]at .*[)]$', '', str(failure))}"
-        return Read(errors=(ConfigError(where, "", "", rule, "correct the syntax"),))
+        return Read(
+            errors=(
+                ConfigError(where=where, key="", value="", rule=rule, fix="correct the syntax"),
+            )
+        )
     lines = line_numbers(text)
     assignments: list[Assignment] = []
     for section, content in parsed.items():
@@ -91,7 +95,7 @@ def read_file(path: Path) -> Read:
 def _unreadable(where: str, rule: str) -> Read:
     """A file that gives nothing."""
     fix = "give the path of a readable TOML file"
-    return Read(errors=(ConfigError(where, "", "", rule, fix),))
+    return Read(errors=(ConfigError(where=where, key="", value="", rule=rule, fix=fix),))
 
 
 Place = tuple[str, dict[tuple[str, ...], int]]
@@ -108,7 +112,9 @@ def _section(section: str, content: object, place: Place) -> list[Assignment]:
         known = KEYS.get(path)
         if known is not None and known.kind is KeyKind.TABLE and isinstance(value, dict):
             out += [
-                Assignment(path, item, _origin(place, (section, name, entry)), entry)
+                Assignment(
+                    key=path, value=item, origin=_origin(place, (section, name, entry)), entry=entry
+                )
                 for entry, item in value.items()
             ]
         else:
@@ -194,7 +200,9 @@ def read_environment(environ: Mapping[str, str]) -> Read:
             continue
         origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
         key, entry = _split(f"{section.lower()}.", rest, "__")
-        assignments.append(Assignment(key.lower(), environ[name], origin, entry))
+        assignments.append(
+            Assignment(key=key.lower(), value=environ[name], origin=origin, entry=entry)
+        )
     return Read(tuple(assignments), tuple(errors))
 
 
@@ -203,7 +211,9 @@ def _one_underscore(name: str, key: str, value: str) -> ConfigError:
     section, _, rest = key.partition(".")
     right = f"{PREFIX}{section}__{rest}".upper()
     rule = "two underscores part section and key"
-    return ConfigError(name, key, readable(value), rule, f"name it {right}")
+    return ConfigError(
+        where=name, key=key, value=readable(value), rule=rule, fix=f"name it {right}"
+    )
 
 
 def read_sets(sets: Sequence[str]) -> Read:
@@ -217,11 +227,11 @@ def read_sets(sets: Sequence[str]) -> Read:
         if not separator or "." not in path:
             rule = "has the form section.key=value"
             fix = "write for example --set pool.pages=1024"
-            errors.append(ConfigError(origin.place, "", "", rule, fix))
+            errors.append(ConfigError(where=origin.place, key="", value="", rule=rule, fix=fix))
             continue
         section, _, rest = path.strip().partition(".")
         key, entry = _split(f"{section}.", rest, ".")
-        assignments.append(Assignment(key, value.strip(), origin, entry))
+        assignments.append(Assignment(key=key, value=value.strip(), origin=origin, entry=entry))
     return Read(tuple(assignments), tuple(errors))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvd.families.family import Breach, KeyGroup, PlanRequest, PoolFamily, Refused, Value
+from kvd.families.family import Breach, KeyGroup, PlanRequest, PoolFamily, RefusedKey, Value
 from kvd.families.keys import PoolSection
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "PlanRequest",
     "PoolFamily",
     "PoolSection",
-    "Refused",
+    "RefusedKey",
     "Value",
 ]
 

@@ -31,7 +31,7 @@ class Breach(msgspec.Struct, frozen=True):
     entry: str | None = None
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedKey(msgspec.Struct, frozen=True):
     """A key that cannot be as it is, ``why``, and what to write instead.
 
     ``allowed`` are the values that are well all the same; left out, so is only leaving it alone.
@@ -122,7 +122,7 @@ class PoolFamily(msgspec.Struct, Generic[Section], frozen=True, kw_only=True):
     """The same, asked only where all keys that make its components are sound."""
     without_layers: str = "nothing"
     """What would be left with ``pool.layers = 0``; empty where that is well."""
-    refuses: tuple[Refused, ...] = ()
+    refuses: tuple[RefusedKey, ...] = ()
     """Keys anywhere in the configuration that it cannot go with."""
     unkept: str = ""
     """Why its memory cannot outlive the daemon; empty where it can."""

@@ -12,7 +12,7 @@ from kvd.core.page_sizes import buffer_flaw
 from kvd.core.spec import Buffer, Component, Device, Host, page_bytes
 from kvd.families.budget import block_bytes, pages_of_request, pool_bytes, size_bytes
 from kvd.families.components import companions, kv
-from kvd.families.family import HEADS, INDEX, LATENT, Breach, PoolFamily, Refused
+from kvd.families.family import HEADS, INDEX, LATENT, Breach, PoolFamily, RefusedKey
 from kvd.families.keys import PageCount, PoolSection, Tokens, says
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ FAMILY = PoolFamily(
     second="buffer_pages",
     flaws=_flaws,
     refuses=(
-        Refused(
+        RefusedKey(
             key="engine.mixed_chunk",
             why="a prompt's KV goes to host memory, a decoding request's to its device buffer, so "
             "one batch cannot write both",

@@ -13,7 +13,7 @@ import msgspec
 from kvd.core.spec import Component, Nowhere, page_bytes
 from kvd.families.budget import one_budget
 from kvd.families.components import kv
-from kvd.families.family import PoolFamily, Refused
+from kvd.families.family import PoolFamily, RefusedKey
 from kvd.families.keys import PoolSection
 from kvd.families.mha import plan_keys
 
@@ -63,65 +63,65 @@ FAMILY = PoolFamily(
     components=_components,
     divide=one_budget,
     refuses=(
-        Refused(
+        RefusedKey(
             key="engine.workload",
             why="each decoded token reads the KV of those before it",
             fix=f"set embedding or scoring, {_LEAVE}",
             allowed=("embedding", "scoring"),
         ),
-        Refused(
+        RefusedKey(
             key="engine.chunk_tokens",
             why="the second chunk of a prompt reads the KV of the first",
             fix=f"set -1, the whole prompt, {_LEAVE}",
             allowed=(-1, 0),  # 0 is refused in any mode, in other words
         ),
-        Refused(
+        RefusedKey(
             key="engine.mixed_chunk",
             why="a batch that decodes reads KV",
             fix=f"set false, {_LEAVE}",
             allowed=(False,),
         ),
-        Refused(
+        RefusedKey(
             key="engine.context_parallel",
             why="ranks that share a prompt write its KV to read each other's part",
             fix=f"set 1, {_LEAVE}",
             allowed=(1,),
         ),
-        Refused(
+        RefusedKey(
             key="engine.attention",
             why="paged attention reads K and V from the pool",
             fix=f"set varlen if the engine can, {_LEAVE}",
             allowed=("varlen",),
         ),
-        Refused(
+        RefusedKey(
             key="pool.scale_dtype",
             why="quantising KV stores its scales, and nothing may be written",
             fix=f"remove it, {_LEAVE}",
             allowed=(None,),
         ),
-        Refused(
+        RefusedKey(
             key="pool.index_dim",
             why="an index is read to choose KV, and there is none",
             fix=f"remove it, {_LEAVE}",
             allowed=(None,),
         ),
-        Refused(
+        RefusedKey(
             key="radix.policy",
             why="a prefix that is matched must be readable, so nothing is cached",
             fix=f"remove it, {_LEAVE}",
         ),
-        Refused(
+        RefusedKey(
             key="pool.saved_size",
             why="there is nothing to save of a lease",
             fix=f"remove it, {_LEAVE}",
             allowed=(None,),
         ),
-        Refused(
+        RefusedKey(
             key="transfer.integrity",
             why="there is no page whose bytes could be compared",
             fix=f"remove it, {_LEAVE}",
         ),
-        Refused(
+        RefusedKey(
             key="peers.connect",
             why="nothing can be sent to a peer, nor received",
             fix=f"remove it, {_LEAVE}",

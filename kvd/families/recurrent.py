@@ -118,7 +118,7 @@ def _memory_flaws(pool: StatePool) -> list[Breach]:
         f"{found.page_stride_bytes}: no multiples of the bytes of {found.dtype}"
     )
     fix = "pad the tensor with the narrowest type to a multiple of the widest one"
-    return [Breach("pool.state", rule, fix, found.part)]
+    return [Breach(key="pool.state", rule=rule, fix=fix, entry=found.part)]
 
 
 def _unsuited(model: Model, asked: str | None) -> str | None:

@@ -18,9 +18,9 @@ from rich.text import Text
 from kvd.cli import render
 from kvd.cli.doctor import host, memory, peers, service, transport
 from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject, good, wrong
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.cli.link import with_format
-from kvd.cli.sheet import Sheet
+from kvd.cli.sheet import TextTable
 from kvd.config.load import load
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvd.config.schema import Config
 
 
-class Check(msgspec.Struct, frozen=True):
+class HostCheck(msgspec.Struct, frozen=True):
     """One row: what is ``asked``, who answers, and what usually helps where it is not well.
 
     A finding has its own fix, with the numbers and names of this host.
@@ -45,152 +45,152 @@ class Check(msgspec.Struct, frozen=True):
 
 
 CHECKS = (
-    Check(
+    HostCheck(
         name="packages",
         asked="Are Python and the packages there, and new enough?",
         run=host.versions,
         remedy="install kvd again, with constraints.txt",
     ),
-    Check(
+    HostCheck(
         name="memory",
         asked="Does the pool fit, by the rule that the daemon reserves it by?",
         run=memory.memory,
         remedy="lower pool.size, or end who has the memory",
     ),
-    Check(
+    HostCheck(
         name="pool memory",
         asked="Can memory of the configured kind be had, and by this user?",
         run=memory.backing,
         remedy="make the directory, enlarge the file system, or set another pool.backing",
     ),
-    Check(
+    HostCheck(
         name="/dev/shm",
         asked="Is there room in /dev/shm, where UCX puts its small shared segments?",
         run=host.shared_memory,
         remedy="remove what is left over there, or enlarge it",
     ),
-    Check(
+    HostCheck(
         name="huge pages",
         asked="Can the kernel give the pool 2 MiB pages?",
         run=host.huge_pages,
         remedy="use Linux 6.1 or newer, or set pool.huge_pages = 'off'",
     ),
-    Check(
+    HostCheck(
         name="numa",
         asked="Will the pool lie in one NUMA node, the one of the devices, and fit there?",
         run=memory.numa,
         remedy="bind the daemon to the node of its devices",
     ),
-    Check(
+    HostCheck(
         name="memlock",
         asked="May the daemon lock what an RDMA device would pin?",
         run=host.locked_memory,
         remedy="LimitMEMLOCK=infinity in the unit",
     ),
-    Check(
+    HostCheck(
         name="open files",
         asked="May the daemon open as many files as its clients and peers take?",
         run=host.open_files,
         remedy="raise LimitNOFILE in the unit",
     ),
-    Check(
+    HostCheck(
         name="clock",
         asked="Is the time of day synchronised, and cheap to read? Did the host sleep?",
         run=host.clock,
         remedy="timedatectl set-ntp true",
     ),
-    Check(
+    HostCheck(
         name="user",
         asked="Can the sockets be given to the configured group, and is anybody in it?",
         run=host.user,
         remedy="make the group, or join it",
     ),
-    Check(
+    HostCheck(
         name="sockets",
         asked="Can the sockets be made where they belong, and by nobody else?",
         run=host.runtime_directory,
         remedy="install -d the directory for the user that runs kvd",
     ),
-    Check(
+    HostCheck(
         name="recordings",
         asked="Can the flight recorder write, and is there room for one recording?",
         run=host.recordings,
         remedy="set recorder.directory, or lower recorder.max_bytes",
     ),
-    Check(
+    HostCheck(
         name="devices",
         asked="May this user use the RDMA devices and GPUs that the host has?",
         run=host.devices,
         remedy="load the modules, or give the device nodes to the user",
     ),
-    Check(
+    HostCheck(
         name="cuda",
         asked="What is there of CUDA, and does a pool on devices fit there?",
         run=memory.cuda,
         remedy="lower pool.size, or end who has the device's memory",
     ),
-    Check(
+    HostCheck(
         name="credentials",
         asked="Can the credentials be read that systemd passes to a service?",
         run=host.credentials,
         remedy="see LoadCredential= of the unit",
     ),
-    Check(
+    HostCheck(
         name="interpreter",
         asked="Could a service under a user of its own start this Python at all?",
         run=service.interpreter,
         remedy="install kvd where a service can reach it",
     ),
-    Check(
+    HostCheck(
         name="service",
         asked="Is the unit there, and how is it doing?",
         run=service.service,
         remedy="kvd systemd install, and systemctl enable --now kvd",
     ),
-    Check(
+    HostCheck(
         name="addresses",
         asked="Are the configured ports free, and if not, who has them?",
         run=host.addresses,
         remedy="end who has the port, or choose another",
     ),
-    Check(
+    HostCheck(
         name="keys",
         asked="Do peers prove who they are, and with which files?",
         run=peers.peer_keys,
         remedy="run kvd keygen on every node, and list the public keys",
     ),
-    Check(
+    HostCheck(
         name="UCX_*",
         asked="Does a variable of UCX hang or hurt?",
         run=transport.ucx_environment,
         remedy="unset it: kvd sets what it needs",
     ),
-    Check(
+    HostCheck(
         name="tcp_retries2",
         asked="How long does the kernel keep trying a peer that has vanished?",
         run=transport.tcp_retries,
         remedy="lower net.ipv4.tcp_retries2",
     ),
-    Check(
+    HostCheck(
         name="direct copies",
         asked="May one process copy out of another, as bytes go on one host?",
         run=host.direct_copies,
         remedy="sysctl -w kernel.yama.ptrace_scope=0",
     ),
-    Check(
+    HostCheck(
         name="nixl",
         asked="Can NIXL be imported, and has it the plugin for UCX?",
         run=transport.binding,
         remedy="pip install nixl",
     ),
-    Check(
+    HostCheck(
         name="peers",
         asked="Is each configured peer there, and is its pool laid out alike?",
         run=peers.neighbours,
         remedy="start kvd there, or make [pool] equal on both",
         is_slow=True,
     ),
-    Check(
+    HostCheck(
         name="self-transfer",
         asked="Do bytes get from one transfer process to another, and as fast as they could?",
         run=transport.self_transfer,
@@ -239,7 +239,7 @@ def doctor_command(config_file: Path | None, quick: bool, form: str) -> None:
     else:
         show(findings)
     if bad:
-        raise Failed(f"{bad} of {len(findings)} findings are wrong; each one names its fix")
+        raise VerbFailed(f"{bad} of {len(findings)} findings are wrong; each one names its fix")
 
 
 def effective(config_file: Path | None) -> tuple[Config, list[DoctorFinding]]:
@@ -259,7 +259,7 @@ def _config_finding(error: ConfigError) -> DoctorFinding:
 
 def show(findings: Sequence[DoctorFinding]) -> None:
     """Print the findings as a table, each fix on a line of its own."""
-    out = Sheet("", "CHECK", "FINDING")
+    out = TextTable("", "CHECK", "FINDING")
     for finding in findings:
         mark, style = _MARKS[finding.severity]
         fix = f"-> {finding.fix}" if finding.fix else ""

@@ -56,7 +56,7 @@ _ALIKE = "make [pool] equal on both; see each with: kvd config show"
 OURS, THEIRS = "asked the running daemon", "asked the peer itself, by a Ping"
 
 
-class Neighbour(msgspec.Struct, frozen=True):
+class ConfiguredPeer(msgspec.Struct, frozen=True):
     """A configured peer: its name here, and its address."""
 
     name: str
@@ -65,7 +65,7 @@ class Neighbour(msgspec.Struct, frozen=True):
 
 def neighbours(subject: Subject) -> list[DoctorFinding]:
     """What the running daemon says of each configured peer, or what the peer says itself."""
-    wanted = [Neighbour(*pair) for pair in subject.config.peers.connect.items()]
+    wanted = [ConfiguredPeer(*pair) for pair in subject.config.peers.connect.items()]
     if not wanted:
         return []
     known = _known(subject)
@@ -108,7 +108,7 @@ def _known(subject: Subject) -> dict[str, PeerState] | None:
     return {peer.name: peer for peer in shot.peers}
 
 
-def _as_known(one: Neighbour, peer: PeerState | None) -> DoctorFinding:
+def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
     check = f"peer {one.name}"
     if peer is None:
         what = f"the running daemon does not know it ({OURS})"
@@ -133,7 +133,7 @@ def _own_keys(subject: Subject) -> KeyPair | KeyFlaw | None:
 
 
 @contextlib.contextmanager
-def _ask(dealer: zmq.Socket[bytes], one: Neighbour) -> Iterator[zmq.Socket[bytes]]:
+def _ask(dealer: zmq.Socket[bytes], one: ConfiguredPeer) -> Iterator[zmq.Socket[bytes]]:
     """Send the Ping; what is given becomes readable when the peer takes the connection.
 
     No connection is made and dropped to see: the peer would report somebody who hangs up.
@@ -143,14 +143,18 @@ def _ask(dealer: zmq.Socket[bytes], one: Neighbour) -> Iterator[zmq.Socket[bytes
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
     try:
         dealer.connect(one.address)
-        dealer.send(PEER_MESSAGES.encode(Ping(_nobody(), "", 1, 0, 0, 0)))
+        dealer.send(
+            PEER_MESSAGES.encode(
+                Ping(source=_nobody(), target="", number=1, echo=0, offer_floor=0, settled_floor=0)
+            )
+        )
         yield monitor
     finally:
         dealer.disable_monitor()
         monitor.close(linger=0)
 
 
-def _unreached(one: Neighbour) -> DoctorFinding:
+def _unreached(one: ConfiguredPeer) -> DoctorFinding:
     """Why nobody takes the connection, as the kernel says it to a plain one."""
     check = f"peer {one.name}"
     place = tcp_address(one.address)
@@ -185,7 +189,11 @@ def _until_ms(end_s: float) -> int:
 
 
 def _heard(
-    subject: Subject, one: Neighbour, answer: Hello | Reject | Refusal | None, *, is_keyed: bool
+    subject: Subject,
+    one: ConfiguredPeer,
+    answer: Hello | Reject | Refusal | None,
+    *,
+    is_keyed: bool,
 ) -> list[DoctorFinding]:
     check = f"peer {one.name}"
     match answer:
@@ -201,7 +209,7 @@ def _heard(
             return [_hello(subject, check, one, answer), *_its_clock(check, answer)]
 
 
-def _silent(check: str, one: Neighbour, *, is_keyed: bool) -> DoctorFinding:
+def _silent(check: str, one: ConfiguredPeer, *, is_keyed: bool) -> DoctorFinding:
     what = f"{one.address} takes connections and says no Hello within {HELLO_S:.1f} s"
     if is_keyed:
         fix = (
@@ -213,7 +221,7 @@ def _silent(check: str, one: Neighbour, *, is_keyed: bool) -> DoctorFinding:
     return wrong(check, what, fix)
 
 
-def _hello(subject: Subject, check: str, one: Neighbour, hello: Hello) -> DoctorFinding:
+def _hello(subject: Subject, check: str, one: ConfiguredPeer, hello: Hello) -> DoctorFinding:
     if hello.protocol != PROTOCOL:
         what = f"speaks peer protocol {hello.protocol}, this kvd speaks {PROTOCOL} ({THEIRS})"
         return wrong(check, what, "install the same kvd on both: kvd --version")

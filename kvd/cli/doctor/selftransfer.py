@@ -102,9 +102,15 @@ async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> 
     pages = Pages(pack_ids(list(range(1, PAGES))))
     times: list[float] = []
     for number in range(POSTS):
-        sender.process.order(Post(number, "to", 1, REGION, pages, pages))
+        sender.process.order(
+            Post(
+                post=number, peer="to", generation=1, region=REGION, source=pages, destination=pages
+            )
+        )
         times.append((await sender.next(Posted)).active_s)
-    return Measured(PAGE_BYTES * (PAGES - 1), min(times), route, is_equal())
+    return Measured(
+        moved_bytes=PAGE_BYTES * (PAGES - 1), best_s=min(times), route=route, bytes_equal=is_equal()
+    )
 
 
 class _End:
@@ -139,7 +145,9 @@ class _End:
 async def _end(name: str, fd: int, environment: Mapping[str, str]) -> AsyncIterator[_End]:
     """A transfer process over one region, for as long as the block lasts."""
     rows = (Row(0, PAGE_BYTES, PAGE_BYTES),)
-    region = RegionFd(REGION, fd, Geometry(PAGES, PAGE_BYTES, rows, ()))
+    region = RegionFd(
+        REGION, fd, Geometry(pages=PAGES, page_bytes=PAGE_BYTES, rows=rows, tensors=())
+    )
     process = TransferProcess(f"doctor-{os.getpid()}-{name}", [region], environment=environment)
     end = _End(process)
     try:
