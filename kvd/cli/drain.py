@@ -13,8 +13,9 @@ import click
 
 from kvd.cli.change import carry_out, with_rehearsal
 from kvd.cli.exits import VerbFailed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.link import CALL, Target, ask, with_target
 from kvd.cli.look import snapshot
+from kvd.cli.options import with_format
 from kvd.text import clean, duration
 from kvd.wire.admin import Drain, EventPage, ListEvents, Undrain
 

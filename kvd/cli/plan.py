@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 from rich.text import Text
 
 from kvd.cli.exits import VerbFailed
-from kvd.cli.render import show
+from kvd.cli.options import with_printing
+from kvd.cli.render import answer
 from kvd.cli.sheet import TextTable
 from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Outcome, Unsuited, plans
 from kvd.core.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
@@ -70,20 +70,13 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
 @click.option("--family", type=click.Choice(list(FAMILIES)), help="FamilyPlan this one only.")
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How to print.",
-)
-def plan_command(model_file: Path, family: str | None, style: str, **options: Any) -> None:
+@with_printing
+def plan_command(model_file: Path, family: str | None, form: str, **options: Any) -> None:
     """What a model's KV takes, and how many requests a memory holds, by pool family."""
-    # Any: what click parsed, checked against its struct.
+    # Any: what click parsed, by the names of ``_wanted``.
     try:
         model = _model(model_file)
-        wanted = _wanted(model, msgspec.convert(options, _Options))
+        wanted = _wanted(model, **options)
         outcomes = plans(model, wanted, family)
     except NotPlanned as exc:
         raise VerbFailed(f"{model_file}: {exc}") from exc
@@ -97,10 +90,8 @@ def plan_command(model_file: Path, family: str | None, style: str, **options: An
             f"{one.family}: {one.why}" for one in outcomes if isinstance(one, Unsuited)
         )
         raise VerbFailed(f"{model_file}: no plan for any family: {told}")
-    if style == "json":
-        click.echo(_as_json(model, wanted, outcomes))
-    else:
-        show(*_blocks(model, wanted, outcomes))
+    value = _as_tables(model, wanted, outcomes)
+    answer(form, value, *_blocks(model, wanted, outcomes))
 
 
 def _model(file: Path) -> Model:
@@ -115,44 +106,36 @@ def _model(file: Path) -> Model:
     return model_of(config)
 
 
-class _Options(msgspec.Struct):
-    """What click parsed, beside what is read of it elsewhere."""
-
-    memory: str
-    host_memory: str | None
-    context: int | None
-    page_size: int
-    buffer_tokens: int
-    dtype: str | None
-    tp_size: int | None
-    tp_ranks: str | None
-    stage: str | None
-    replicas: int | None
-
-
-def _wanted(model: Model, options: _Options) -> PlanRequest:
-    twice = f"{2 * (size_bytes(options.memory) or 0) // 2**10}KiB"
+def _wanted(
+    model: Model,
+    *,
+    memory: str,
+    host_memory: str | None,
+    context: int | None,
+    page_size: int,
+    buffer_tokens: int,
+    dtype: str | None,
+    **shards: str | int | None,
+) -> PlanRequest:
+    twice = f"{2 * (size_bytes(memory) or 0) // 2**10}KiB"
     return PlanRequest(
-        memory=options.memory,
-        host_memory=options.host_memory or twice,
-        context_tokens=options.context or model.context_tokens or USUAL_CONTEXT_TOKENS,
-        page_size=options.page_size,
-        buffer_tokens=options.buffer_tokens,
-        dtype=options.dtype,
-        shards={
-            name: given for name in SHARD_KEYS if (given := getattr(options, name)) is not None
-        },
+        memory=memory,
+        host_memory=host_memory or twice,
+        context_tokens=context or model.context_tokens or USUAL_CONTEXT_TOKENS,
+        page_size=page_size,
+        buffer_tokens=buffer_tokens,
+        dtype=dtype,
+        shards={name: given for name in SHARD_KEYS if (given := shards[name]) is not None},
     )
 
 
-def _as_json(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> str:
-    value = {
-        "model": msgspec.to_builtins(model),
-        "wanted": msgspec.to_builtins(wanted),
-        "plans": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, FamilyPlan)],
-        "unsuited": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, Unsuited)],
+def _as_tables(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> dict[str, object]:
+    return {
+        "model": model,
+        "wanted": wanted,
+        "plans": [one for one in outcomes if isinstance(one, FamilyPlan)],
+        "unsuited": [one for one in outcomes if isinstance(one, Unsuited)],
     }
-    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _blocks(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> list[RenderableType]:

@@ -17,7 +17,8 @@ import msgspec
 from kvd import __version__
 from kvd.cli import render
 from kvd.cli.exits import VerbFailed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.recorder import recording, replay
 from kvd.text import amount, clean, duration, event_line
 from kvd.types import short
@@ -31,18 +32,6 @@ WRITE_S = 60.0
 """How long the recorder process may take to write, beside the timeout."""
 
 LAST_EVENTS = 10
-
-
-class SavedRecording(msgspec.Struct, frozen=True):
-    """What ``kvd record --format json`` prints."""
-
-    path: str
-    seconds: float
-    inputs: int
-    file_bytes: int
-    steps: int
-    last_event: int
-    state_hash: str
 
 
 @click.command()
@@ -72,7 +61,7 @@ def record_command(target: Target, form: str, out: Path | None, hash_objects: in
     if form == "json":
         fields = msgspec.structs.asdict(done)
         del fields["call"]
-        render.print_json(SavedRecording(**fields))
+        render.print_json(fields)
         return
     state = done.state_hash or f"not hashed: more than {hash_objects} objects (--hash-objects)"
     click.echo(clean(done.path))

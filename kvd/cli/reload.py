@@ -9,28 +9,13 @@ import msgspec
 
 from kvd.cli import render
 from kvd.cli.exits import VerbFailed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.text import clean
 from kvd.wire.admin import Changed, Reload, Reloaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class ReloadedKey(msgspec.Struct, frozen=True):
-    """One key, or one entry of a table; its values as TOML, empty where it has none."""
-
-    key: str
-    before: str
-    after: str
-
-
-class ReloadOutcome(msgspec.Struct, frozen=True):
-    """What ``kvd reload --format json`` prints; with ``errors`` nothing was changed."""
-
-    changed: tuple[ReloadedKey, ...]
-    needs_restart: tuple[ReloadedKey, ...]
-    errors: tuple[str, ...]
 
 
 @click.command()
@@ -44,8 +29,13 @@ def reload_command(target: Target, form: str) -> None:
     """
     reloaded = ask(target, Reload(CALL), Reloaded)
     if form == "json":
-        changed, waiting = map(_as_objects, (reloaded.changed, reloaded.needs_restart))
-        render.print_json(ReloadOutcome(changed, waiting, reloaded.errors))
+        render.print_json(
+            {
+                "changed": [msgspec.structs.asdict(one) for one in reloaded.changed],
+                "needs_restart": [msgspec.structs.asdict(one) for one in reloaded.needs_restart],
+                "errors": reloaded.errors,
+            }
+        )
     elif not reloaded.errors:
         click.echo(_in_words(reloaded))
     if reloaded.errors:
@@ -53,10 +43,6 @@ def reload_command(target: Target, form: str) -> None:
         errors = "one error" if count == 1 else f"{count} errors"
         lines = (clean(error) for error in reloaded.errors)
         raise VerbFailed("\n".join([f"nothing was changed: {errors} in the configuration", *lines]))
-
-
-def _as_objects(changes: Sequence[Changed]) -> tuple[ReloadedKey, ...]:
-    return tuple(ReloadedKey(one.key, one.before, one.after) for one in changes)
 
 
 def _in_words(reloaded: Reloaded) -> str:

@@ -53,6 +53,14 @@ def show(*blocks: RenderableType) -> None:
         click.echo(line.rstrip())
 
 
+def answer(form: str, value: object, *blocks: RenderableType) -> None:
+    """What a verb prints: ``value`` as JSON, or for people the blocks that say the same."""
+    if form == "json":
+        print_json(value)
+    else:
+        show(*blocks)
+
+
 def print_json(value: object, *, indent: int = 2) -> None:
     """Print a value as JSON, alone on the standard output."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=indent))

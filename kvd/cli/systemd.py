@@ -254,11 +254,15 @@ def _ask(command: list[str]) -> list[str]:
     Raises:
         VerbFailed: it cannot be run.
     """
+    return [line for line in _done(command).stdout.splitlines() if line.strip()]
+
+
+def _done(command: list[str], advice: str = "") -> subprocess.CompletedProcess[str]:
+    """A command that has ended, well or not."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise VerbFailed(f"{' '.join(command)}: {error}") from error
-    return [line for line in done.stdout.splitlines() if line.strip()]
+        raise VerbFailed(f"{' '.join(command)}: {error}{advice}") from error
 
 
 def _run(command: list[str], *, is_dry: bool) -> None:
@@ -271,10 +275,7 @@ def _run(command: list[str], *, is_dry: bool) -> None:
     click.echo(f"{'would run' if is_dry else 'run':<10} {shown}")
     if is_dry:
         return
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise VerbFailed(f"{shown}: {error}; the files are in place, run it yourself") from error
+    done = _done(command, "; the files are in place, run it yourself")
     if done.returncode != 0:
         raise VerbFailed(f"{shown} ended with {done.returncode}: {done.stderr.strip()}")
 

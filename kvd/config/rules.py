@@ -17,7 +17,7 @@ from kvd.core.frames import MESSAGE_BYTES
 from kvd.curve import KeyFlaw, is_key, read_pair
 from kvd.families import FAMILIES, POOLS, Breach
 from kvd.families.budget import size_bytes
-from kvd.families.recurrent import state_tensor
+from kvd.families.family import TextRule, text_rule
 from kvd.families.sharding import layers_of, ranks_of
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def flaw_of(key: str, text: str) -> str | None:
     return judge(text) if judge is not None else None
 
 
-def _name(text: str) -> str | None:
-    return None if NAME.fullmatch(text) else "choose a plain name like decode-0"
+def entry_flaw(key: str, entry: str) -> str | None:
+    """What to do about the name of an entry of the table ``key``; None if it is right."""
+    return _ENTRIES[key](entry)
 
 
 def _socket(text: str) -> str | None:
@@ -76,114 +77,81 @@ def _socket(text: str) -> str | None:
     return None if size <= 100 else f"shorten the path, which has {size} bytes"
 
 
-def _mode(text: str) -> str | None:
-    is_usable = re.fullmatch(r"0[67][0-7]{2}", text) is not None
-    return None if is_usable else "write 0660 to let the group in, 0600 to keep it out"
-
-
 def _group(text: str) -> str | None:
     return None if has_group(text) else f"create it with: groupadd --system {text}"
 
 
-def _listen(text: str) -> str | None:
+def _is_listener(text: str) -> bool:
     address = tcp_address(text)
-    if address is not None and (address.is_ip or address.is_wildcard):
-        return None
-    return "write for example tcp://127.0.0.1:7402"
+    return address is not None and (address.is_ip or address.is_wildcard)
 
 
-def _reachable(text: str) -> str | None:
+def _is_reachable(text: str) -> bool:
     address = tcp_address(text)
-    if address is None or address.is_wildcard or address.port == 0:
-        return "write for example tcp://10.0.0.5:7402"
-    return None
+    return address is not None and not address.is_wildcard and address.port != 0
 
 
-def _absolute(text: str) -> str | None:
-    is_path = text.startswith("/") and not text.endswith("/") and text.isprintable()
-    return None if is_path else "write for example /etc/kvd/peer.secret"
-
-
-def _key(text: str) -> str | None:
-    return None if is_key(text) else "write the public key that kvd keygen printed on that node"
-
-
-def _http(text: str) -> str | None:
+def _is_loopback(text: str) -> bool:
     address = host_port(text)
-    if text == "off" or (address is not None and address.is_ip and address.is_loopback):
-        return None
-    return "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it"
+    return text == "off" or (address is not None and address.is_ip and address.is_loopback)
 
 
-def _variable(text: str) -> str | None:
-    return None if text.isprintable() else "remove what cannot be printed"
-
-
-def _directory(text: str) -> str | None:
-    return None if text.startswith("/") else "begin it with /"
-
-
-def _absolute_directory(text: str) -> str | None:
+def _is_plain_directory(text: str) -> bool:
     parts = text.split("/")[1:]
-    is_plain = text.startswith("/") and text.isprintable() and all(parts) and ".." not in parts
-    return None if is_plain else "write for example /dev/shm/kvd"
+    return text.startswith("/") and text.isprintable() and all(parts) and ".." not in parts
 
 
-def _device(text: str) -> str | None:
-    is_one = re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]{0,2})", text) is not None
-    return None if is_one else "write cpu, or for example cuda:0"
+def _matches(pattern: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(pattern, text) is not None
 
 
-def _size(text: str) -> str | None:
-    return None if size_bytes(text) is not None else "write for example 256MiB"
+_NAME = text_rule(_matches(NAME.pattern), "choose a plain name like decode-0")
+_SIZE = text_rule(lambda text: size_bytes(text) is not None, "write for example 256MiB")
 
-
-def _ranks(text: str) -> str | None:
-    return None if ranks_of(text) is not None else "write for example 0-3, the last one included"
-
-
-def _stage(text: str) -> str | None:
-    return None if layers_of(text) is not None else "write for example 0:16, the last not included"
-
-
-def _state(text: str) -> str | None:
-    return None if state_tensor("", text) is not None else "write for example float32[64,64,128]"
-
-
-_TEXTS: dict[str, Callable[[str], str | None]] = {
-    "node.name": _name,
+_TEXTS: dict[str, TextRule] = {
+    "node.name": _NAME,
     "sockets.client": _socket,
     "sockets.admin": _socket,
-    "sockets.mode": _mode,
+    "sockets.mode": text_rule(
+        _matches(r"0[67][0-7]{2}"), "write 0660 to let the group in, 0600 to keep it out"
+    ),
     "sockets.group": _group,
-    "peers.listen": _listen,
-    "peers.allow": _name,
-    "peers.connect": _reachable,
-    "peers.secret_key_file": _absolute,
-    "peers.keys": _key,
-    "pool.name": _name,
-    "pool.device": _device,
-    "pool.size": _size,
-    "pool.saved_size": _size,
-    "pool.state": _state,
-    "pool.tp_ranks": _ranks,
-    "pool.stage": _stage,
-    "transfer.ucx": _variable,
-    "http.listen": _http,
-    "pool.directory": _absolute_directory,
-    "recorder.directory": _directory,
-}
+    "peers.listen": text_rule(_is_listener, "write for example tcp://127.0.0.1:7402"),
+    "peers.allow": _NAME,
+    "peers.connect": text_rule(_is_reachable, "write for example tcp://10.0.0.5:7402"),
+    "peers.secret_key_file": text_rule(
+        lambda text: text.startswith("/") and not text.endswith("/") and text.isprintable(),
+        "write for example /etc/kvd/peer.secret",
+    ),
+    "peers.keys": text_rule(is_key, "write the public key that kvd keygen printed on that node"),
+    "pool.name": _NAME,
+    "pool.device": text_rule(
+        _matches(r"cpu|cuda:(0|[1-9][0-9]{0,2})"), "write cpu, or for example cuda:0"
+    ),
+    "pool.size": _SIZE,
+    "pool.saved_size": _SIZE,
+    "pool.tp_ranks": text_rule(
+        lambda text: ranks_of(text) is not None, "write for example 0-3, the last one included"
+    ),
+    "pool.stage": text_rule(
+        lambda text: layers_of(text) is not None, "write for example 0:16, the last not included"
+    ),
+    "pool.directory": text_rule(_is_plain_directory, "write for example /dev/shm/kvd"),
+    "transfer.ucx": text_rule(str.isprintable, "remove what cannot be printed"),
+    "http.listen": text_rule(
+        _is_loopback,
+        "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it",
+    ),
+    "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
+} | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 
-
-def entry_flaw(key: str, entry: str) -> str | None:
-    """What to do about the name of an entry of the table ``key``; None if it is right."""
-    if key in {"peers.connect", "peers.keys"}:
-        return _name(entry)
-    if key == "pool.state":
-        is_tensor = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", entry) is not None
-        return None if is_tensor else "name a tensor, like ssm"
-    is_variable = re.fullmatch(r"UCX_[A-Z0-9_]+", entry) is not None
-    return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
+_ENTRIES: dict[str, TextRule] = {
+    "peers.connect": _NAME,
+    "peers.keys": _NAME,
+    "transfer.ucx": text_rule(
+        _matches(r"UCX_[A-Z0-9_]+"), "name a variable of UCX, like UCX_NET_DEVICES"
+    ),
+} | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.entries.items()}
 
 
 def _silence(config: Config) -> list[Breach]:

@@ -22,6 +22,15 @@ Value = str | int | float | bool | tuple[str, ...] | dict[str, str] | None
 """Of a key."""
 
 
+TextRule = Callable[[str], str | None]
+"""What to do about a text that is not as it must be; None if it is."""
+
+
+def text_rule(is_right: Callable[[str], bool], fix: str) -> TextRule:
+    """The rule with one ``fix`` for whatever is not right."""
+    return lambda text: None if is_right(text) else fix
+
+
 class Breach(msgspec.Struct, frozen=True):
     """What a rule over several keys holds against ``key``, or one ``entry`` of a table."""
 
@@ -112,6 +121,10 @@ class PoolFamily(msgspec.Struct, Generic[Section], frozen=True, kw_only=True):
     """What its own keys are about, as in: only <name> has <this>."""
     needs: Mapping[str, str] = {}
     """Keys without which it is none, each with what to write there."""
+    texts: Mapping[str, TextRule] = {}
+    """Of its own keys: what their texts must be, beyond their type."""
+    entries: Mapping[str, TextRule] = {}
+    """Of its own keys that are tables: what the names of entries must be."""
     second: str = ""
     """The key that gives the pages of what has a budget beside kv."""
 

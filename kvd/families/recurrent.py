@@ -25,7 +25,7 @@ from kvd.core.spec import (
 )
 from kvd.families.budget import pool_bytes, size_bytes, two_budgets
 from kvd.families.components import companions, kv
-from kvd.families.family import HEADS, LATENT, SCALE, Breach, PoolFamily
+from kvd.families.family import HEADS, LATENT, SCALE, Breach, PoolFamily, text_rule
 from kvd.families.keys import MAX_PAGES, Layers, PageCount, PoolSection, says
 
 if TYPE_CHECKING:
@@ -161,6 +161,18 @@ FAMILY = PoolFamily(
     needs={
         "state_layers": "how many of its layers have a state",
         "state": 'the tensors of one layer, like ssm = "float32[64,64,128]"',
+    },
+    texts={
+        "state": text_rule(
+            lambda text: state_tensor("", text) is not None,
+            "write for example float32[64,64,128]",
+        )
+    },
+    entries={
+        "state": text_rule(
+            lambda name: re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", name) is not None,
+            "name a tensor, like ssm",
+        )
     },
     second="states",
     without_layers="",

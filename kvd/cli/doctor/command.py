@@ -19,7 +19,7 @@ from kvd.cli import render
 from kvd.cli.doctor import host, memory, peers, service, transport
 from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject, good, wrong
 from kvd.cli.exits import VerbFailed
-from kvd.cli.link import with_format
+from kvd.cli.options import with_config, with_format
 from kvd.cli.sheet import TextTable
 from kvd.config.load import load
 
@@ -207,20 +207,8 @@ _MARKS = {
 }
 
 
-class Diagnosis(msgspec.Struct, frozen=True):
-    """What ``kvd doctor --format json`` prints."""
-
-    fit: bool
-    findings: tuple[DoctorFinding, ...]
-
-
 @click.command()
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="Check for this file instead of /etc/kvd/kvd.toml.",
-)
+@with_config("Check for this file instead of /etc/kvd/kvd.toml.")
 @click.option("--quick", is_flag=True, help="Leave out the peers and the transfer: seconds.")
 @with_format
 def doctor_command(config_file: Path | None, quick: bool, form: str) -> None:
@@ -234,10 +222,7 @@ def doctor_command(config_file: Path | None, quick: bool, form: str) -> None:
         if not (quick and check.is_slow):
             findings += check.run(subject)
     bad = sum(finding.severity is Severity.WRONG for finding in findings)
-    if form == "json":
-        render.print_json(Diagnosis(not bad, tuple(findings)))
-    else:
-        show(findings)
+    render.answer(form, {"fit": not bad, "findings": findings}, table_of(findings))
     if bad:
         raise VerbFailed(f"{bad} of {len(findings)} findings are wrong; each one names its fix")
 
@@ -257,11 +242,11 @@ def _config_finding(error: ConfigError) -> DoctorFinding:
     return wrong(f"configuration {error.where}", f"{subject}{error.rule}", error.fix)
 
 
-def show(findings: Sequence[DoctorFinding]) -> None:
-    """Print the findings as a table, each fix on a line of its own."""
+def table_of(findings: Sequence[DoctorFinding]) -> TextTable:
+    """The findings as a table, each fix on a line of its own."""
     out = TextTable("", "CHECK", "FINDING")
     for finding in findings:
         mark, style = _MARKS[finding.severity]
         fix = f"-> {finding.fix}" if finding.fix else ""
         out.row(Text(mark, style), finding.check, finding.what, prose=fix)
-    render.show(out)
+    return out
