@@ -128,6 +128,7 @@ def _shape(shape: inspect.Type) -> tuple[KeyKind, str]:
 def _table() -> dict[str, ConfigKey]:
     """Every key by its path, in the order of the schema; families' own keys end [pool]."""
     table: dict[str, ConfigKey] = {}
+    # A family's section begins with all that is common, which is in the table by then.
     for section, struct in SECTIONS.items():
         family_structs = [row.section for row in POOLS.values()] if section == "pool" else []
         for one in (struct, *family_structs):

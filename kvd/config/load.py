@@ -56,6 +56,7 @@ def load(
         draft.take(source)
     config = draft.config()
     for rule in RULES:
+        # A rule over a value that stands in for a wrong one would blame what nobody wrote.
         if not rule.needs & draft.wrong:
             draft.errors += [draft.error(finding) for finding in rule.check(config)]
     return draft.errors or config
@@ -121,6 +122,7 @@ class _Draft:
             flaw = self._clash(assignment, taken) or self._assign(key, assignment)
             if flaw is not None:
                 self._refuse(assignment, flaw)
+            # Even when it was refused: its other spelling in this source is still a clash.
             taken.add(key.path)
 
     def _clash(self, assignment: Assignment, taken: set[str]) -> _Flaw | None:
@@ -142,6 +144,7 @@ class _Draft:
         self.values[key.path] = value
         self.origins[key.path] = assignment.origin
         if key.path in EXCLUSIVE:
+            # The default of pool.size must go too, or pool.pages could never be given alone.
             self.values[EXCLUSIVE[key.path]] = None
             self.origins[EXCLUSIVE[key.path]] = assignment.origin
         return None
@@ -233,8 +236,10 @@ def _entry_form(key: ConfigKey, origin: ValueOrigin) -> str:
 def _converted(key: ConfigKey, assignment: Assignment) -> Value | _Flaw:
     """The value in the type of its key, or what is wrong with it."""
     raw = assignment.value
+    # TOML has types; a variable and --set are text, of which the key says what it is to be.
     if assignment.origin.source is not ValueSource.FILE:
         raw = _parsed(key.kind, str(raw))
+    # Before the type is judged: "must be one of" would not say why fp4 is none of them.
     reason = reason_not_built(key.path, raw)
     if reason is not None:
         return _Flaw(f"is refused: {reason}", f"write {_alternatives(key)}")

@@ -71,6 +71,7 @@ def _needed(config: Config) -> list[Breach]:
     if config.cache.mode == PREFILL_ONLY:
         return []
     out = []
+    # Of a key that a shared one calls for; a family that needs it itself says it in its own words.
     needs = {**_INDEX_EXAMPLE, **family_of(config.pool).needs}
     for name, caller in missing(config.pool):
         rule = f"needs pool.{name}: {needs[name]}"
@@ -135,6 +136,7 @@ def _refusals(config: Config, rows: Iterable[RefusedKey], mode: str) -> list[Bre
         if isinstance(value, dict):
             out += [Breach(key=row.key, rule=rule, fix=row.fix, entry=entry) for entry in value]
         elif is_given(config, row.key) if row.allowed is None else value not in row.allowed:
+            # radix.policy has a default even where nothing is cached: only who writes it is told.
             out.append(Breach(row.key, rule, row.fix))
     return out
 
@@ -312,6 +314,7 @@ def _sharded(config: Config) -> list[Breach]:
 
 def _parts(config: Config) -> tuple[Component, ...]:
     """The components; none while the keys that make them are not complete or contradict."""
+    # Components of incomplete keys would be judged by zeros, and told in numbers nobody chose.
     is_sound = not missing(config.pool) and not _flaws(config) and not _layers(config)
     return components(config.pool) if is_sound else ()
 

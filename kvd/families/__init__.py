@@ -35,6 +35,7 @@ __all__ = [
 NAMES = ("mha", "mla", "swa", "hisparse", "recurrent", "prefill_only")
 """Modules of this package with a ``FAMILY``, in the order in which families are shown."""
 
+# By name and not by import statement, so that a family is one word here.
 _ROWS: list[PoolFamily[PoolSection]] = [import_module(f"{__name__}.{one}").FAMILY for one in NAMES]
 
 FAMILIES = {row.name: row for row in _ROWS}

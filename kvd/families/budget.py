@@ -121,6 +121,7 @@ def two_budgets(
     size, block, each = pool_bytes(pool), block_bytes(parts, shard_count(pool)), page_bytes(other)
     if given is not None:
         return max(0, size - given * each) // block, given
+    # Floored in integers: a page too many would be memory that is not there.
     first = size * n // (block * n + each * b)
     second, least = (size - first * block) // each, least_pages(other)
     if second < least:  # the memory is less than one typical request takes

@@ -74,15 +74,13 @@ def _flaws(pool: HostPool) -> list[Breach]:
     return [Breach("pool.buffer_tokens", f"must be whole pages: {why}", fix)]
 
 
-def _unsuited(model: Model, asked: str | None) -> str | None:
-    del asked
+def _unsuited(model: Model, _asked: str | None) -> str | None:
     if model.without_kv:
         return model.without_kv
     return None if model.index_dim else "every token is read at every step: there is no index"
 
 
-def _plan_keys(model: Model, wanted: PlanRequest) -> dict[str, Value]:
-    del model
+def _plan_keys(_model: Model, wanted: PlanRequest) -> dict[str, Value]:
     page = wanted.page_size
     buffer_tokens = -(-wanted.buffer_tokens // page) * page
     return {"buffer_tokens": buffer_tokens, "typical_tokens": wanted.context_tokens}

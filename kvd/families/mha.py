@@ -21,22 +21,19 @@ def components(pool: PoolSection) -> tuple[Component, ...]:
     return (first, *companions(pool, first))
 
 
-def plan_keys(model: Model, wanted: PlanRequest) -> dict[str, Value]:
+def plan_keys(_model: Model, _wanted: PlanRequest) -> dict[str, Value]:
     """The keys of the model say it all."""
-    del model, wanted
     return {}
 
 
-def full_note(model: Model, spec: PoolSpec) -> str:
+def full_note(model: Model, _spec: PoolSpec) -> str:
     """That nothing is spared; of sliding layers, how many could have been."""
-    del spec
     if model.window_layers:
         return f"full allocation: all {model.attention_layers} layers hold every token"
     return "full allocation"
 
 
-def _unsuited(model: Model, asked: str | None) -> str | None:
-    del asked
+def _unsuited(model: Model, _asked: str | None) -> str | None:
     if model.without_kv or model.latent_dim:
         return model.without_kv or "it keeps latents"
     return "its sliding layers have another shape than the others" if model.window_heads else None

@@ -24,8 +24,7 @@ class LatentPool(PoolSection, frozen=True):
         return True
 
 
-def _unsuited(model: Model, asked: str | None) -> str | None:
-    del asked
+def _unsuited(model: Model, _asked: str | None) -> str | None:
     if model.without_kv:
         return model.without_kv
     return None if model.latent_dim else "it keeps K and V per head"

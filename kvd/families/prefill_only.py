@@ -45,8 +45,7 @@ def _unsuited(model: Model, asked: str | None) -> str | None:
     return None
 
 
-def _note(model: Model, spec: PoolSpec) -> str:
-    del model
+def _note(_model: Model, spec: PoolSpec) -> str:
     first = spec.components[0]
     return (
         f"tokens are counted and take no byte, which would be "

@@ -121,8 +121,7 @@ def _memory_flaws(pool: StatePool) -> list[Breach]:
     return [Breach(key="pool.state", rule=rule, fix=fix, entry=found.part)]
 
 
-def _unsuited(model: Model, asked: str | None) -> str | None:
-    del asked
+def _unsuited(model: Model, _asked: str | None) -> str | None:
     if model.state_layers:
         return None
     return model.without_kv or "it has no recurrent state"
@@ -145,8 +144,7 @@ def _plan_sizes(pool: StatePool, wanted: PlanRequest) -> dict[str, Value]:
     return {"pages": max(2, pages), "states": max(2, states)}
 
 
-def _note(model: Model, spec: PoolSpec) -> str:
-    del model, spec
+def _note(_model: Model, _spec: PoolSpec) -> str:
     return "one state per request, one cached"
 
 

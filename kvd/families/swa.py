@@ -86,8 +86,7 @@ def _flaws(pool: WindowPool) -> list[Breach]:
     return out
 
 
-def _unsuited(model: Model, asked: str | None) -> str | None:
-    del asked
+def _unsuited(model: Model, _asked: str | None) -> str | None:
     if model.without_kv:
         return model.without_kv
     if not model.window_layers:
@@ -112,8 +111,7 @@ def _plan_keys(model: Model, wanted: PlanRequest) -> dict[str, Value]:
     return {**keys, "typical_tokens": wanted.context_tokens}
 
 
-def _note(model: Model, spec: PoolSpec) -> str:
-    del spec
+def _note(model: Model, _spec: PoolSpec) -> str:
     return (
         f"{model.window_layers} of {model.attention_layers} layers hold the last "
         f"{model.window_tokens} tokens only"

@@ -95,6 +95,15 @@ def judged(subject: Subject) -> Judged:
     return Judged(0, "a daemon started from here")
 
 
+def status_line(subject: Subject, who: Judged, name: str) -> str:
+    """One line of what the kernel says of the judged process; empty if it says none."""
+    for line in subject.text(f"{who.proc}/status").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return value.strip()
+    return ""
+
+
 def _holder(socket: str) -> int:
     """Who holds the lock beside a client socket; 0 for nobody.
 

@@ -29,7 +29,16 @@ from pathlib import Path
 
 import msgspec
 
-from kvd.cli.doctor.finding import DoctorFinding, Judged, Subject, good, judged, poor, wrong
+from kvd.cli.doctor.finding import (
+    DoctorFinding,
+    Judged,
+    Subject,
+    good,
+    judged,
+    poor,
+    status_line,
+    wrong,
+)
 from kvd.cli.exits import Unreachable
 from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
@@ -450,11 +459,8 @@ def direct_copies(subject: Subject) -> list[DoctorFinding]:
 
 def has_capability(subject: Subject, who: Judged, number: int) -> bool:
     """Whether the judged process has the capability ``number`` in effect."""
-    for line in subject.text(f"{who.proc}/status").splitlines():
-        name, _, value = line.partition(":")
-        if name == "CapEff":
-            return bool(int(value, 16) >> number & 1)
-    return False
+    effective = status_line(subject, who, "CapEff")
+    return bool(effective) and bool(int(effective, 16) >> number & 1)
 
 
 def _limit(who: Judged, kind: int) -> int:

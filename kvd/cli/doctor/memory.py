@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.cli.doctor.finding import DoctorFinding, Judged, Subject, good, judged, poor, wrong
+from kvd.cli.doctor.finding import (
+    DoctorFinding,
+    Subject,
+    good,
+    judged,
+    poor,
+    status_line,
+    wrong,
+)
 from kvd.config.address import ipc_path
 from kvd.config.pool import pool_spec
 from kvd.device.cuda import CudaError, Runtime
@@ -209,8 +217,8 @@ def numa(subject: Subject) -> list[DoctorFinding]:
     if len(nodes) < 2:
         return [good("numa", "one node: all memory is near")]
     who = judged(subject)
-    running = _list(_status(subject, who, "Cpus_allowed_list"))
-    allowed = _list(_status(subject, who, "Mems_allowed_list"))
+    running = _list(status_line(subject, who, "Cpus_allowed_list"))
+    allowed = _list(status_line(subject, who, "Mems_allowed_list"))
     homes = [node for node in nodes if node.cpus & running] or nodes
     devices = _devices(subject)
     device_nodes = sorted({device.node for device in devices})
@@ -278,14 +286,6 @@ def _meminfo(text: str, name: str) -> int:
         if name in words:
             return int(words[words.index(name) + 1]) * 1024
     return 0
-
-
-def _status(subject: Subject, who: Judged, name: str) -> str:
-    for line in subject.text(f"{who.proc}/status").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return value.strip()
-    return ""
 
 
 def _list(text: str) -> set[int]:
