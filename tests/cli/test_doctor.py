@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli import kvd
-from kvd.cli.doctor import host, memory, transport
+from kvd.cli.doctor import command, host, memory, transport
 from kvd.cli.doctor.finding import Severity, Subject
 from kvd.cli.doctor.selftransfer import Measured, lanes_of
 from kvd.config import load
@@ -238,3 +238,11 @@ def test_tcp_is_poor_where_there_is_an_rdma_device(tmp_path):
     assert network(about, "tcp/eth0").severity is POOR
     assert "although there is mlx5_0" in network(about, "tcp/eth0").what
     assert network(about, "rc_mlx5/mlx5_0:1").severity is GOOD
+
+
+def test_each_row_of_the_table_says_what_is_asked_and_what_usually_helps() -> None:
+    names = [one.name for one in command.CHECKS]
+
+    assert len(set(names)) == len(names)
+    assert all(one.remedy and (one.run.__doc__ or "").splitlines()[0] for one in command.CHECKS)
+    assert [one.name for one in command.CHECKS if one.is_slow] == ["peers", "self-transfer"]
