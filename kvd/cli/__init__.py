@@ -41,7 +41,7 @@ VERBS = {
     "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings; plan.", CHECK),
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),
     "systemd": Verb("kvd.cli.systemd:systemd_group", "Make kvd a service of this host.", CHECK),
-    "doctor": Verb("kvd.cli.doctor:doctor_command", "Is this host fit for kvd?", CHECK),
+    "doctor": Verb("kvd.cli.doctor.command:doctor_command", "Is this host fit for kvd?", CHECK),
     "bench": Verb("kvd.cli.bench:bench_group", "Measure, beside a reference.", CHECK),
     "sim": Verb("kvd.cli.sim:sim_command", "Many nodes under faults, or on a trace.", CHECK),
 }

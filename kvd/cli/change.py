@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from kvd.cli import audited, render
-from kvd.cli.exits import Failed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.exits import VerbFailed
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.wire.admin import (
     AbortRoom,
     Audit,
@@ -25,27 +25,9 @@ from kvd.wire.admin import (
     Report,
     Undrain,
 )
-from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What a changing verb prints with ``--format json``; ``dry_run``: so it would have been."""
-
-    changed: dict[str, int]
-    refused: tuple[str, ...]
-    notes: tuple[str, ...]
-    dry_run: bool
-
-
-class Audited(msgspec.Struct, frozen=True):
-    """What ``kvd audit --format json`` prints; ``standing`` is of the audit that always runs."""
-
-    changed: dict[str, int]
-    refused: tuple[str, ...]
-    standing: AuditState | None
 
 
 def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
@@ -65,13 +47,14 @@ def carry_out(
 ) -> Report:
     """Ask for a change, or what it would be, and print the answer."""
     report = ask(target, Rehearse(CALL, request) if rehearsal else request, Report)
-    if form == "json":
-        outcome = Outcome(report.changed, report.refused, report.notes, rehearsal)
-        render.print_json(outcome)
-        return report
-    if rehearsal:
-        render.show("dry run: nothing was changed; it would be")
-    render.show(render.report(report))
+    outcome = {
+        "changed": report.changed,
+        "refused": report.refused,
+        "notes": report.notes,
+        "dry_run": rehearsal,
+    }
+    head = ["dry run: nothing was changed; it would be"] if rehearsal else []
+    render.answer(form, outcome, *head, render.report(report))
     return report
 
 
@@ -79,7 +62,7 @@ def must_not_refuse(report: Report, advice: str) -> None:
     """End the verb with 1 if anything was refused."""
     if report.refused:
         count = len(report.refused)
-        raise Failed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
+        raise VerbFailed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
 
 
 @click.command()
@@ -140,13 +123,11 @@ def fence_command(target: Target, form: str, rehearsal: bool) -> None:
 def audit_command(target: Target, form: str) -> None:
     """Check every invariant now, and say what the standing audit found; 1 if one is broken."""
     report = ask(target, Audit(CALL), Report)
-    if form == "json":
-        render.print_json(Audited(report.changed, report.refused, report.standing))
-    else:
-        render.show(audited.audit(report))
+    found = {"changed": report.changed, "refused": report.refused, "standing": report.standing}
+    render.answer(form, found, audited.audit(report))
     if audited.is_broken(report):
         standing = report.standing.findings if report.standing is not None else 0
-        raise Failed(
+        raise VerbFailed(
             f"{max(len(report.refused), standing)} rules are broken, which is a bug of kvd: "
             "keep what kvd status --format json and kvd events --format json print, and report it"
         )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from kvd.cli import render
 from kvd.cli.exits import Misconfigured
 from kvd.cli.lazy import LazyGroup, Verb
+from kvd.cli.options import summary, valid_config, with_printing
+from kvd.config import Config, ConfigError, load, pool_spec
+from kvd.config import render as toml
+from kvd.core.layout.shards import listed
+from kvd.core.layout.spec import budgets, has_bytes, page_bytes
+from kvd.device.presence import absent
+from kvd.pools.build import device_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvd.config import Config, ConfigError
     from kvd.core.layout.spec import PoolSpec
 
 
@@ -38,39 +44,6 @@ def _sources(verb: Callable[..., None]) -> Callable[..., None]:
     return file(sets(verb))
 
 
-def _format(verb: Callable[..., None]) -> Callable[..., None]:
-    """The option that every reading verb has."""
-    return click.option(
-        "--format",
-        "style",
-        type=click.Choice(["table", "json"]),
-        default="table",
-        show_default=True,
-        help="How to print.",
-    )(verb)
-
-
-def valid_config(config_file: Path | None, sets: Sequence[str]) -> Config:
-    """The configuration of this process's environment.
-
-    Raises:
-        Misconfigured: with one line for each error; ends the command with status 78.
-    """
-    from kvd.config import Config, load  # noqa: PLC0415 - keeps kvd --help fast
-
-    match load(config_file, os.environ, sets):
-        case Config() as config:
-            return config
-        case errors:
-            raise Misconfigured(summary(errors))
-
-
-def summary(errors: Sequence[ConfigError]) -> str:
-    """All errors, one a line, below their number."""
-    count = "one error" if len(errors) == 1 else f"{len(errors)} errors"
-    return "\n".join([f"{count} in the configuration", *(error.sentence for error in errors)])
-
-
 _HERE = "kvd.cli.config"
 
 
@@ -90,20 +63,16 @@ def config_group() -> None:
 
 @click.command("check")
 @_sources
-@_format
+@with_printing
 @click.pass_context
-def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], style: str) -> None:
+def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], form: str) -> None:
     """Report everything that is wrong, at once; exit status 78 if anything is."""
-    from kvd.config import Config, load, pool_spec  # noqa: PLC0415 - keeps kvd --help fast
-
     loaded = load(config_file, os.environ, sets)
     if isinstance(loaded, Config):
         loaded = _no_devices(loaded) or loaded
-    if style == "json":
-        import msgspec  # noqa: PLC0415 - keeps kvd --help fast
-
+    if form == "json":
         errors = [] if isinstance(loaded, Config) else loaded
-        click.echo(_json({"ok": not errors, "errors": msgspec.to_builtins(errors)}))
+        render.print_json({"ok": not errors, "errors": errors})
         ctx.exit(Misconfigured.exit_code if errors else 0)
     if not isinstance(loaded, Config):
         raise Misconfigured(summary(loaded))
@@ -112,21 +81,22 @@ def check(ctx: click.Context, config_file: Path | None, sets: Sequence[str], sty
 
 def _no_devices(config: Config) -> list[ConfigError]:
     """That the pool is to lie on devices which this host has not."""
-    from kvd.config import ConfigError, pool_spec  # noqa: PLC0415 - as above
-    from kvd.device.presence import absent  # noqa: PLC0415 - as above
-    from kvd.pools.build import device_bytes  # noqa: PLC0415 - as above
-
     found = absent(device_bytes(pool_spec(config)))
     if found is None:
         return []
-    return [ConfigError("this host", "pool.device", config.pool.device, found.why, found.fix)]
+    return [
+        ConfigError(
+            where="this host",
+            key="pool.device",
+            value=config.pool.device,
+            rule=found.why,
+            fix=found.fix,
+        )
+    ]
 
 
 def _pool_in_words(spec: PoolSpec) -> str:
     """Its pages by budget; where nothing is held, the tokens that are counted."""
-    from kvd.core.layout.shards import listed  # noqa: PLC0415 - as above
-    from kvd.core.layout.spec import budgets, has_bytes, page_bytes  # noqa: PLC0415 - as above
-
     if not any(has_bytes(one) for one in spec.components):
         kv = spec.components[0]
         tokens = (spec.pages[0] - 1) * kv.page_size
@@ -148,27 +118,23 @@ def _pool_in_words(spec: PoolSpec) -> str:
 @click.command("explain")
 @click.argument("wanted", nargs=-1, metavar="[KEY]...")
 @_sources
-@_format
+@with_printing
 def explain(
-    wanted: Sequence[str], config_file: Path | None, sets: Sequence[str], style: str
+    wanted: Sequence[str], config_file: Path | None, sets: Sequence[str], form: str
 ) -> None:
     """Each key with its value, where that came from, what it means and its rule.
 
     A KEY is a section or section.key; without any, all are explained.
     """
-    from kvd.config.explain import explanations  # noqa: PLC0415 - keeps kvd --help fast
-
     rows = [
         row
-        for row in explanations(valid_config(config_file, sets))
+        for row in toml.explanations(valid_config(config_file, sets))
         if not wanted or row.key in wanted or row.key.partition(".")[0] in wanted
     ]
     if wanted and not rows:
         raise click.UsageError(f"no key or section is named {' or '.join(wanted)}")
-    if style == "json":
-        import msgspec  # noqa: PLC0415 - keeps kvd --help fast
-
-        click.echo(_json(msgspec.to_builtins(rows)))
+    if form == "json":
+        render.print_json(rows)
         return
     for row in rows:
         click.echo(f"{click.style(row.key, bold=True)} = {row.shown}   ({row.origin})")
@@ -178,21 +144,14 @@ def explain(
 @click.command("show")
 @click.option("--example", is_flag=True, help="Print a commented file of all defaults instead.")
 @_sources
-@_format
-def show(*, example: bool, config_file: Path | None, sets: Sequence[str], style: str) -> None:
+@with_printing
+def show(*, example: bool, config_file: Path | None, sets: Sequence[str], form: str) -> None:
     """Print the effective configuration as TOML: what a file would have to say."""
-    from kvd.config import render  # noqa: PLC0415 - keeps kvd --help fast
-
     if example:
-        click.echo(render.example(), nl=False)
+        click.echo(toml.example(), nl=False)
         return
     config = valid_config(config_file, sets)
-    if style == "json":
-        click.echo(_json(render.as_tables(config)))
+    if form == "json":
+        render.print_json(toml.as_tables(config))
         return
-    click.echo(render.effective(config), nl=False)
-
-
-def _json(value: Any) -> str:  # Any: what json.dumps takes
-    """JSON for people and for programs."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(toml.effective(config), nl=False)

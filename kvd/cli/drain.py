@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvd.cli.change import carry_out, with_rehearsal
-from kvd.cli.exits import Failed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.exits import VerbFailed
+from kvd.cli.link import CALL, Target, ask, with_target
 from kvd.cli.look import snapshot
+from kvd.cli.options import with_format
 from kvd.text import clean, duration
 from kvd.wire.admin import Drain, EventPage, ListEvents, Undrain
 
@@ -79,7 +80,7 @@ def _follow(target: Target, deadline_s: float) -> None:
     """Say on the standard error what is left, until nothing is.
 
     Raises:
-        Failed: somebody ended the drain, or what was given up does not settle.
+        VerbFailed: somebody ended the drain, or what was given up does not settle.
     """
     give_up_s = time.monotonic() + deadline_s + SETTLE_S if deadline_s > 0 else float("inf")
     said = ""
@@ -97,7 +98,7 @@ def _follow(target: Target, deadline_s: float) -> None:
 
 def _drain_of(shot: Snapshot) -> DrainState:
     if shot.drain is None:
-        raise Failed(f"{clean(shot.node)} is not drained any more: somebody said kvd undrain")
+        raise VerbFailed(f"{clean(shot.node)} is not drained any more: somebody said kvd undrain")
     return shot.drain
 
 
@@ -110,7 +111,9 @@ def _left(drain: DrainState) -> str:
 def _until_it_changes(target: Target, after_seq: int, give_up_s: float, left: str) -> None:
     while True:
         if time.monotonic() >= give_up_s:
-            raise Failed(f"not drained {SETTLE_S:g} s after the deadline, {left}: see kvd rooms")
+            raise VerbFailed(
+                f"not drained {SETTLE_S:g} s after the deadline, {left}: see kvd rooms"
+            )
         page = ask(target, ListEvents(CALL, after_seq, LISTEN_S), EventPage, wait_s=LISTEN_S)
         if page.lost or any(map(_is_telling, page.events)):
             return

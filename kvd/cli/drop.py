@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from kvd.cli import render
-from kvd.cli.config import valid_config
-from kvd.cli.exits import Failed
-from kvd.cli.link import with_format
-from kvd.cli.sheet import Sheet, said
+from kvd.cli.exits import VerbFailed
+from kvd.cli.options import valid_config, with_config, with_format, with_sets
+from kvd.cli.sheet import TextTable, said
 from kvd.daemon.kept import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.place import Backing, Place
 from kvd.pools.shelf import left_over, open_shelf
 from kvd.text import amount
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-class Dropped(msgspec.Struct, frozen=True):
-    """What ``kvd drop --format json`` prints: the bytes that each file took."""
-
-    directory: str
-    files: dict[str, int]
-    dry_run: bool
+    from rich.console import RenderableType
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="Find the pool through this file instead of /etc/kvd/kvd.toml.",
-)
-@click.option(
-    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value."
-)
+@with_config("Find the pool through this file instead of /etc/kvd/kvd.toml.")
+@with_sets
 @click.option("--dry-run", "rehearsal", is_flag=True, help="Say what it would do; change nothing.")
 @with_format
 def drop_command(
@@ -50,7 +38,7 @@ def drop_command(
     """
     place = place_of(valid_config(config_file, sets))
     if not place.backing.file_system:
-        raise Failed(
+        raise VerbFailed(
             f"pool.backing = {place.backing.value} leaves no files behind: {_LEAVES[place.backing]}"
             "; for files of an earlier configuration add --set pool.backing=shm, or hugetlbfs"
         )
@@ -60,11 +48,9 @@ def drop_command(
         if files and not rehearsal:
             _discard(place, path)
     except NotReserved as exc:
-        raise Failed(str(exc)) from exc
-    if form == "json":
-        render.print_json(Dropped(str(path), files, rehearsal))
-    else:
-        _show(path, files, rehearsal=rehearsal)
+        raise VerbFailed(str(exc)) from exc
+    dropped = {"directory": str(path), "files": files, "dry_run": rehearsal}
+    render.answer(form, dropped, *_told(path, files, rehearsal=rehearsal))
 
 
 _LEAVES = {
@@ -85,13 +71,11 @@ def _discard(place: Place, path: Path) -> None:
             path.rmdir()
 
 
-def _show(path: Path, files: dict[str, int], *, rehearsal: bool) -> None:
+def _told(path: Path, files: dict[str, int], *, rehearsal: bool) -> list[RenderableType]:
     if not files:
-        render.show(said(f"there is no pool in {path}"))
-        return
-    sheet = Sheet("FILE", "MEMORY>")
+        return [said(f"there is no pool in {path}")]
+    table = TextTable("FILE", "MEMORY>")
     for name, size in files.items():
-        sheet.row(name, amount(size))
+        table.row(name, amount(size))
     verb = "would be freed: nothing was changed" if rehearsal else "freed"
-    total = said(f"{amount(sum(files.values()))} in {path} {verb}")
-    render.show(sheet, total)
+    return [table, said(f"{amount(sum(files.values()))} in {path} {verb}")]

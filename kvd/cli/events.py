@@ -10,8 +10,9 @@ import click
 import msgspec
 
 from kvd.cli.exits import Unreachable
-from kvd.cli.link import CALL, Target, ask, until_somebody_listens, with_format, with_target
+from kvd.cli.link import CALL, Target, ask, until_somebody_listens, with_target
 from kvd.cli.look import snapshot
+from kvd.cli.options import with_format
 from kvd.text import event_line
 from kvd.types import short
 from kvd.wire.admin import EventPage, ListEvents

@@ -10,7 +10,7 @@ from typing import ClassVar
 import click
 
 
-class Failed(click.ClickException):
+class VerbFailed(click.ClickException):
     """The daemon, or this host, would not do it."""
 
     exit_code: ClassVar[int] = 1

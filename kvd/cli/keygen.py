@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvd import curve
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 from kvd.config import Config, load
 from kvd.config.host import this_host
 from kvd.config.render import toml_value
@@ -47,12 +47,12 @@ def keygen_command(directory: Path, *, force: bool) -> None:
         else:
             curve.create_files(directory, pair)
     except curve.KeyExists as exists:
-        raise Failed(
+        raise VerbFailed(
             f"{exists} is there already and was not touched; --force replaces both files, and then "
             "every peer needs the new public key"
         ) from exists
     except OSError as error:
-        raise Failed(
+        raise VerbFailed(
             f"the keys could not be written to {directory}: {error.strerror}; give --out DIR a "
             "directory of your own"
         ) from error

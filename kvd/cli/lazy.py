@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from typing_extensions import override
 
-from kvd.cli.exits import Failed
+from kvd.cli.exits import VerbFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
         try:
             command = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as exc:
-            raise Failed(
+            raise VerbFailed(
                 f"{ctx.command_path} {cmd_name} cannot be loaded ({exc}): "
                 "the installation lacks a part; install kvd again, with the extra "
                 "[demo] if this verb needs it"

@@ -7,14 +7,14 @@ answer comes back typed or the verb ends with a sentence and its exit status; no
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import click
 import msgspec
 import zmq
 
-from kvd.cli.exits import Failed, Unreachable
+from kvd.cli.exits import Unreachable, VerbFailed
+from kvd.cli.options import valid_config, with_config
 from kvd.client.admin import AdminClient
 from kvd.errors import Code, KvdError, Refusal
 from kvd.text import clean, endpoint_flaw
@@ -22,6 +22,7 @@ from kvd.wire.admin import AdminFailed, AdminReply, AdminRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 P = ParamSpec("P")
 A = TypeVar("A", bound=AdminReply)
@@ -47,12 +48,7 @@ def with_target(command: Callable[Concatenate[Target, P], None]) -> Callable[P, 
     """Give a verb ``--connect``, ``--config`` and ``--timeout``, as one ``Target``."""
 
     @click.option("--connect", metavar="ENDPOINT", help="Admin socket of the daemon: ipc:///PATH.")
-    @click.option(
-        "--config",
-        "config_file",
-        type=click.Path(path_type=Path),
-        help="Find the daemon through this file instead of /etc/kvd/kvd.toml.",
-    )
+    @with_config("Find the daemon through this file instead of /etc/kvd/kvd.toml.")
     @click.option(
         "--timeout",
         "timeout_s",
@@ -72,26 +68,12 @@ def with_target(command: Callable[Concatenate[Target, P], None]) -> Callable[P, 
     ) -> None:
         command(Target(endpoint(connect, config_file), timeout_s), *args, **kwargs)
 
-    return targeted  # type: ignore[return-value]  # click fills what the wrapper adds
-
-
-def with_format(command: Callable[P, None]) -> Callable[P, None]:
-    """Give a verb ``--format``, as the argument ``form``."""
-    return click.option(
-        "--format",
-        "form",
-        type=click.Choice(["table", "json"]),
-        default="table",
-        show_default=True,
-        help="json goes to the standard output alone.",
-    )(command)
+    return targeted  # click fills what the wrapper adds
 
 
 def endpoint(connect: str | None, config_file: Path | None) -> str:
     """Where the daemon's admin socket is."""
     if connect is None:
-        from kvd.cli.config import valid_config  # noqa: PLC0415 - not needed with --connect
-
         return valid_config(config_file, ()).sockets.admin
     flaw = endpoint_flaw(connect)
     if flaw is not None:
@@ -110,7 +92,7 @@ def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float
 
     Raises:
         Unreachable: nobody answered.
-        Failed: the daemon refused, or answered something else.
+        VerbFailed: the daemon refused, or answered something else.
     """
     try:
         with AdminClient(target.endpoint) as client:
@@ -121,7 +103,7 @@ def ask(target: Target, request: AdminRequest, answer: type[A], *, wait_s: float
         return reply
     if isinstance(reply, AdminFailed):
         raise _ended(reply.refusal, target)
-    raise Failed(
+    raise VerbFailed(
         f"the daemon at {target.endpoint} answered {type(reply).__name__} where "
         f"{answer.__name__} was due; its version and this command's differ: install one of both"
     )
@@ -149,7 +131,7 @@ def _ended(refusal: Refusal, target: Target) -> click.ClickException:
     side = f"{refusal.side}: " if refusal.side else ""
     sentence = clean(f"{side}{refusal.message} ({refusal.code.value})")
     if refusal.code is not Code.UNREACHABLE:
-        return Failed(sentence)
+        return VerbFailed(sentence)
     return Unreachable(
         f"no daemon answers at {clean(target.endpoint)}: {clean(refusal.message)}; "
         "start it with kvd serve, or name its admin socket with --connect"

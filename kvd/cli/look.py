@@ -8,7 +8,8 @@ import click
 import msgspec
 
 from kvd.cli import pools, render
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.cli.sheet import said
 from kvd.wire.admin import (
     AskOtherEnd,
@@ -19,39 +20,11 @@ from kvd.wire.admin import (
     ShowTree,
     Status,
     Tree,
-    TreeNode,
     Why,
 )
-from kvd.wire.snapshot import LeaseState, WaitingState
 
 if TYPE_CHECKING:
     from kvd.wire.snapshot import Snapshot
-
-
-class Locks(msgspec.Struct, frozen=True):
-    """What ``kvd locks --format json`` prints."""
-
-    leases: tuple[LeaseState, ...]
-    waiting: tuple[WaitingState, ...]
-
-
-class Nodes(msgspec.Struct, frozen=True):
-    """What ``kvd tree --format json`` prints."""
-
-    nodes: tuple[TreeNode, ...]
-    total: int
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What ``kvd why --format json`` prints; ``other_ends`` are of a room."""
-
-    sentence: str
-    facts: tuple[str, ...]
-    links: tuple[str, ...] = ()
-    marks: tuple[dict[str, object], ...] = ()
-    other_ends: tuple[dict[str, object], ...] = ()
-    not_asked: str = ""
-    """Why there are no other ends, where that is because they could not be asked."""
 
 
 OTHER_END_S = 1.0
@@ -69,10 +42,7 @@ def snapshot(target: Target) -> Snapshot:
 def status_command(target: Target, form: str) -> None:
     """Show the whole node on one screen: pools, leases, rooms, peers, and what is wrong."""
     shot = snapshot(target)
-    if form == "json":
-        render.print_json(shot)
-    else:
-        render.show(render.status(shot))
+    render.answer(form, shot, render.status(shot))
 
 
 @click.command()
@@ -81,10 +51,7 @@ def status_command(target: Target, form: str) -> None:
 def pools_command(target: Target, form: str) -> None:
     """Show the pages of each component by state, and whether they add up to the total."""
     states = snapshot(target).pools
-    if form == "json":
-        render.print_json(states)
-    else:
-        render.show(pools.table(states))
+    render.answer(form, states, pools.table(states))
 
 
 @click.command()
@@ -94,10 +61,7 @@ def pools_command(target: Target, form: str) -> None:
 def tree_command(target: Target, form: str, limit: int) -> None:
     """Show the radix tree: tokens, pages, hits, and the leases that lock each node."""
     tree = ask(target, ShowTree(CALL, limit), Tree)
-    if form == "json":
-        render.print_json(Nodes(tree.nodes, tree.total))
-    else:
-        render.show(render.tree(tree))
+    render.answer(form, {"nodes": tree.nodes, "total": tree.total}, render.tree(tree))
 
 
 @click.command()
@@ -106,11 +70,9 @@ def tree_command(target: Target, form: str, limit: int) -> None:
 def locks_command(target: Target, form: str) -> None:
     """Show every lease: owner, reason, room, pages, age; and who waits for room."""
     shot = snapshot(target)
-    if form == "json":
-        render.print_json(Locks(shot.leases, shot.waiting))
-        return
     queue = (render.waiting(shot.waiting),) if shot.waiting else ()
-    render.show(render.leases(shot.leases), *queue)
+    locks = {"leases": shot.leases, "waiting": shot.waiting}
+    render.answer(form, locks, render.leases(shot.leases), *queue)
 
 
 @click.command()
@@ -120,11 +82,8 @@ def locks_command(target: Target, form: str) -> None:
 def rooms_command(target: Target, form: str, verbose: bool) -> None:
     """Show the handoffs under way: state, progress, deadline, and what each waits for."""
     rooms = snapshot(target).rooms
-    if form == "json":
-        render.print_json(rooms)
-        return
     story = (render.stories(rooms),) if verbose and rooms else ()
-    render.show(render.rooms(rooms), *story)
+    render.answer(form, rooms, render.rooms(rooms), *story)
 
 
 @click.command()
@@ -133,10 +92,7 @@ def rooms_command(target: Target, form: str, verbose: bool) -> None:
 def peers_command(target: Target, form: str) -> None:
     """Show the other daemons as this one knows them."""
     peers = snapshot(target).peers
-    if form == "json":
-        render.print_json(peers)
-    else:
-        render.show(render.peers(peers))
+    render.answer(form, peers, render.peers(peers))
 
 
 NUMBERED = ("page", "node", "room", "lease", "receive", "send", "client")
@@ -153,7 +109,7 @@ def _named(kind: str, one: str) -> Why:
     if component and kind != "page":
         msg = f"a {kind} has no component: kvd why {kind} {digits}"
         raise click.UsageError(msg)
-    return Why(CALL, kind, int(digits), component)
+    return Why(call=CALL, kind=kind, id=int(digits), component=component)
 
 
 @click.command()
@@ -172,15 +128,16 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
     asked = _named(kind, one)
     because = ask(target, asked, Because)
     ends, trouble = _other_ends(target, asked.id) if kind == "room" else ((), "")
-    if form == "json":
-        marks = tuple(msgspec.structs.asdict(mark) for mark in because.marks)
-        by_name = tuple(_by_name(end) for end in ends)
-        answer = Answer(because.sentence, because.facts, because.links, marks, by_name, trouble)
-        render.print_json(answer)
-        return
-    render.show(render.because(because), render.other_ends(ends))
-    if trouble:
-        render.show(said(f"the other end was not asked: {trouble}"))
+    answer = {
+        "sentence": because.sentence,
+        "facts": because.facts,
+        "links": because.links,
+        "marks": [msgspec.structs.asdict(mark) for mark in because.marks],
+        "other_ends": [_by_name(end) for end in ends],
+        "not_asked": trouble,
+    }
+    not_asked = [said(f"the other end was not asked: {trouble}")] if trouble else []
+    render.answer(form, answer, render.because(because), render.other_ends(ends), *not_asked)
 
 
 def _by_name(end: OtherEnd) -> dict[str, object]:

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 from rich.text import Text
 
-from kvd.cli.exits import Failed
-from kvd.cli.render import show
-from kvd.cli.sheet import Sheet
-from kvd.config.facts import NotPlanned
-from kvd.config.model import Model, model_of
-from kvd.config.plan import FAMILIES, USUAL_CONTEXT_TOKENS, Outcome, Plan, Unsuited, Wanted, plans
-from kvd.config.pool_pages import size_bytes
-from kvd.config.sharding import KEYS
+from kvd.cli.exits import VerbFailed
+from kvd.cli.options import with_printing
+from kvd.cli.render import answer
+from kvd.cli.sheet import TextTable
+from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Outcome, Unsuited, plans
+from kvd.core.layout.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
+from kvd.families import FAMILIES, PlanRequest
+from kvd.families.budget import size_bytes
+from kvd.families.model import Model, NotPlanned, model_of
+from kvd.families.sharding import SHARD_KEYS
 from kvd.text import amount, clean
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
     type=click.IntRange(1, 2**28),
     help="Tokens of one request. [default: what the model was made for]",
 )
-@click.option("--page-size", type=click.IntRange(1, 65536), default=16, show_default=True)
+@click.option(
+    "--page-size",
+    type=click.IntRange(LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS),
+    default=16,
+    show_default=True,
+)
 @click.option(
     "--buffer-tokens",
     type=click.IntRange(1, 2**28),
@@ -63,38 +69,29 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
-@click.option("--family", type=click.Choice(FAMILIES), help="Plan this one only.")
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How to print.",
-)
-def plan_command(model_file: Path, family: str | None, style: str, **options: Any) -> None:
+@click.option("--family", type=click.Choice(list(FAMILIES)), help="FamilyPlan this one only.")
+@with_printing
+def plan_command(model_file: Path, family: str | None, form: str, **options: Any) -> None:
     """What a model's KV takes, and how many requests a memory holds, by pool family."""
-    # Any: what click parsed, checked against its struct.
+    # Any: what click parsed, by the names of ``_wanted``.
     try:
         model = _model(model_file)
-        wanted = _wanted(model, msgspec.convert(options, _Options))
+        wanted = _wanted(model, **options)
         outcomes = plans(model, wanted, family)
     except NotPlanned as exc:
-        raise Failed(f"{model_file}: {exc}") from exc
+        raise VerbFailed(f"{model_file}: {exc}") from exc
     if family is not None:
         outcomes = [one for one in outcomes if one.family == family]
         for one in outcomes:
-            if not isinstance(one, Plan):
-                raise Failed(f"{model_file}: no plan for {family}: {one.why}")
-    if not any(isinstance(one, Plan) for one in outcomes):
+            if not isinstance(one, FamilyPlan):
+                raise VerbFailed(f"{model_file}: no plan for {family}: {one.why}")
+    if not any(isinstance(one, FamilyPlan) for one in outcomes):
         told = "; ".join(
             f"{one.family}: {one.why}" for one in outcomes if isinstance(one, Unsuited)
         )
-        raise Failed(f"{model_file}: no plan for any family: {told}")
-    if style == "json":
-        click.echo(_as_json(model, wanted, outcomes))
-    else:
-        show(*_blocks(model, wanted, outcomes))
+        raise VerbFailed(f"{model_file}: no plan for any family: {told}")
+    value = _as_tables(model, wanted, outcomes)
+    answer(form, value, *_blocks(model, wanted, outcomes))
 
 
 def _model(file: Path) -> Model:
@@ -109,47 +106,41 @@ def _model(file: Path) -> Model:
     return model_of(config)
 
 
-class _Options(msgspec.Struct):
-    """What click parsed, beside what is read of it elsewhere."""
-
-    memory: str
-    host_memory: str | None
-    context: int | None
-    page_size: int
-    buffer_tokens: int
-    dtype: str | None
-    tp_size: int | None
-    tp_ranks: str | None
-    stage: str | None
-    replicas: int | None
-
-
-def _wanted(model: Model, options: _Options) -> Wanted:
-    twice = f"{2 * (size_bytes(options.memory) or 0) // 2**10}KiB"
-    return Wanted(
-        memory=options.memory,
-        host_memory=options.host_memory or twice,
-        context_tokens=options.context or model.context_tokens or USUAL_CONTEXT_TOKENS,
-        page_size=options.page_size,
-        buffer_tokens=options.buffer_tokens,
-        dtype=options.dtype,
-        shards={name: given for name in KEYS if (given := getattr(options, name)) is not None},
+def _wanted(
+    model: Model,
+    *,
+    memory: str,
+    host_memory: str | None,
+    context: int | None,
+    page_size: int,
+    buffer_tokens: int,
+    dtype: str | None,
+    **shards: str | int | None,
+) -> PlanRequest:
+    twice = f"{2 * (size_bytes(memory) or 0) // 2**10}KiB"
+    return PlanRequest(
+        memory=memory,
+        host_memory=host_memory or twice,
+        context_tokens=context or model.context_tokens or USUAL_CONTEXT_TOKENS,
+        page_size=page_size,
+        buffer_tokens=buffer_tokens,
+        dtype=dtype,
+        shards={name: given for name in SHARD_KEYS if (given := shards[name]) is not None},
     )
 
 
-def _as_json(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> str:
-    value = {
-        "model": msgspec.to_builtins(model),
-        "wanted": msgspec.to_builtins(wanted),
-        "plans": [msgspec.to_builtins(one) for one in outcomes if isinstance(one, Plan)],
-        "unsuited": [msgspec.to_builtins(one) for one in outcomes if not isinstance(one, Plan)],
+def _as_tables(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> dict[str, object]:
+    return {
+        "model": model,
+        "wanted": wanted,
+        "plans": [one for one in outcomes if isinstance(one, FamilyPlan)],
+        "unsuited": [one for one in outcomes if isinstance(one, Unsuited)],
     }
-    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
-def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[RenderableType]:
-    made = [one for one in outcomes if isinstance(one, Plan)]
-    sheet = Sheet("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
+def _blocks(model: Model, wanted: PlanRequest, outcomes: list[Outcome]) -> list[RenderableType]:
+    made = [one for one in outcomes if isinstance(one, FamilyPlan)]
+    sheet = TextTable("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
     for one in made:
         sheet.row(
             one.family,
@@ -160,7 +151,7 @@ def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[Rende
             f"{one.gain:.2f}x",
             prose="\n".join([one.note, *_parts(one)]),
         )
-    told = [f"{one.family}: {one.why}" for one in outcomes if not isinstance(one, Plan)]
+    told = [f"{one.family}: {one.why}" for one in outcomes if not isinstance(one, FamilyPlan)]
     blocks: list[RenderableType] = [Text(_head(model, wanted)), sheet]
     if told:
         blocks.append(Text("\n".join(["not planned", *(f"    {line}" for line in told)]), "dim"))
@@ -171,7 +162,7 @@ def _blocks(model: Model, wanted: Wanted, outcomes: list[Outcome]) -> list[Rende
     return blocks
 
 
-def _head(model: Model, wanted: Wanted) -> str:
+def _head(model: Model, wanted: PlanRequest) -> str:
     kinds = [
         f"{count} {what}"
         for count, what in (
@@ -187,7 +178,7 @@ def _head(model: Model, wanted: Wanted) -> str:
     )
 
 
-def _parts(plan: Plan) -> list[str]:
+def _parts(plan: FamilyPlan) -> list[str]:
     return [
         f"{one.name}: {one.pages} pages of {amount(one.page_bytes)}"
         + (f" in {one.shards} shards" if one.shards > 1 else "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvd.cli.sheet import Sheet, nothing
+from kvd.cli.sheet import TextTable, nothing
 from kvd.core.layout.shards import span
 from kvd.text import amount, bar, clean, counted
 
@@ -25,7 +25,7 @@ def table(states: tuple[PoolState, ...]) -> RenderableType:
     """Pages by state; the last column says whether they add up to the total (I1)."""
     if not states:
         return nothing("pools")
-    out = Sheet(
+    out = TextTable(
         *("POOL", "TOTAL>", "FREE>", "HELD>", "CACHED>", "LOCKED>", "EVICTABLE>", "QUAR>", "SUM"),
     )
     for one in states:

@@ -16,8 +16,9 @@ import msgspec
 
 from kvd import __version__
 from kvd.cli import render
-from kvd.cli.exits import Failed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.exits import VerbFailed
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.recorder import recording, replay
 from kvd.text import amount, clean, duration, event_line
 from kvd.types import short
@@ -31,18 +32,6 @@ WRITE_S = 60.0
 """How long the recorder process may take to write, beside the timeout."""
 
 LAST_EVENTS = 10
-
-
-class Saved(msgspec.Struct, frozen=True):
-    """What ``kvd record --format json`` prints."""
-
-    path: str
-    seconds: float
-    inputs: int
-    file_bytes: int
-    steps: int
-    last_event: int
-    state_hash: str
 
 
 @click.command()
@@ -72,7 +61,7 @@ def record_command(target: Target, form: str, out: Path | None, hash_objects: in
     if form == "json":
         fields = msgspec.structs.asdict(done)
         del fields["call"]
-        render.print_json(Saved(**fields))
+        render.print_json(fields)
         return
     state = done.state_hash or f"not hashed: more than {hash_objects} objects (--hash-objects)"
     click.echo(clean(done.path))
@@ -88,7 +77,7 @@ def _moved(path: Path, out: Path) -> Path:
     try:
         shutil.move(path, out)
     except OSError as error:
-        raise Failed(
+        raise VerbFailed(
             f"the recording lies at {path}, on the daemon's host and for the daemon's user only, "
             f"and cannot be moved to {out}: {error.strerror}"
         ) from error
@@ -135,18 +124,18 @@ def replay_command(
             told = _both(told, kept.append)
         outcome = replay.replay(recorded, node, told, until=until, is_checking=is_checking)
     except recording.Damaged as error:
-        raise Failed(f"{file} cannot be replayed: {error}") from error
+        raise VerbFailed(f"{file} cannot be replayed: {error}") from error
     except OSError as error:
-        raise Failed(f"{file} cannot be read: {error.strerror}") from error
+        raise VerbFailed(f"{file} cannot be read: {error.strerror}") from error
     for event in last:
         _print_event(event)
     if json_file is not None:
-        result = Replayed(head, outcome, outcome.is_equal, kept)
+        result = Replayed(header=head, outcome=outcome, is_equal=outcome.is_equal, events=kept)
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
     for line in _lines(outcome):
         click.echo(clean(line))
     if not outcome.is_equal or outcome.broken:
-        raise Failed(_verdict(outcome, head))
+        raise VerbFailed(_verdict(outcome, head))
 
 
 def _headline(head: recording.Header) -> str:

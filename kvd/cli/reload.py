@@ -8,29 +8,14 @@ import click
 import msgspec
 
 from kvd.cli import render
-from kvd.cli.exits import Failed
-from kvd.cli.link import CALL, Target, ask, with_format, with_target
+from kvd.cli.exits import VerbFailed
+from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli.options import with_format
 from kvd.text import clean
 from kvd.wire.admin import Changed, Reload, Reloaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Change(msgspec.Struct, frozen=True):
-    """One key, or one entry of a table; its values as TOML, empty where it has none."""
-
-    key: str
-    before: str
-    after: str
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What ``kvd reload --format json`` prints; with ``errors`` nothing was changed."""
-
-    changed: tuple[Change, ...]
-    needs_restart: tuple[Change, ...]
-    errors: tuple[str, ...]
 
 
 @click.command()
@@ -44,19 +29,20 @@ def reload_command(target: Target, form: str) -> None:
     """
     reloaded = ask(target, Reload(CALL), Reloaded)
     if form == "json":
-        changed, waiting = map(_as_objects, (reloaded.changed, reloaded.needs_restart))
-        render.print_json(Outcome(changed, waiting, reloaded.errors))
+        render.print_json(
+            {
+                "changed": [msgspec.structs.asdict(one) for one in reloaded.changed],
+                "needs_restart": [msgspec.structs.asdict(one) for one in reloaded.needs_restart],
+                "errors": reloaded.errors,
+            }
+        )
     elif not reloaded.errors:
         click.echo(_in_words(reloaded))
     if reloaded.errors:
         count = len(reloaded.errors)
         errors = "one error" if count == 1 else f"{count} errors"
         lines = (clean(error) for error in reloaded.errors)
-        raise Failed("\n".join([f"nothing was changed: {errors} in the configuration", *lines]))
-
-
-def _as_objects(changes: Sequence[Changed]) -> tuple[Change, ...]:
-    return tuple(Change(one.key, one.before, one.after) for one in changes)
+        raise VerbFailed("\n".join([f"nothing was changed: {errors} in the configuration", *lines]))
 
 
 def _in_words(reloaded: Reloaded) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import audited, pools
-from kvd.cli.sheet import Sheet, nothing, said, state
+from kvd.cli.sheet import TextTable, nothing, said, state
 from kvd.text import amount, clean, duration, progress, room
 from kvd.types import short
 
@@ -51,6 +51,14 @@ def show(*blocks: RenderableType) -> None:
             console.print(block)
     for line in printed.get().splitlines():
         click.echo(line.rstrip())
+
+
+def answer(form: str, value: object, *blocks: RenderableType) -> None:
+    """What a verb prints: ``value`` as JSON, or for people the blocks that say the same."""
+    if form == "json":
+        print_json(value)
+    else:
+        show(*blocks)
 
 
 def print_json(value: object, *, indent: int = 2) -> None:
@@ -179,7 +187,9 @@ def _troubles(shot: Snapshot) -> list[Text]:
 
 def leases(states: tuple[LeaseState, ...]) -> RenderableType:
     """Who holds what, why, since when."""
-    out = Sheet("LEASE>", "STATE", "OWNER", "REASON", "ROOM", "PREFIX>", "HELD>", "QUAR>", "AGE>")
+    out = TextTable(
+        "LEASE>", "STATE", "OWNER", "REASON", "ROOM", "PREFIX>", "HELD>", "QUAR>", "AGE>"
+    )
     for one in states:
         facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
         facts += [f"namespace {one.namespace}"] if one.namespace else []
@@ -220,7 +230,7 @@ def _saved(one: LeaseState) -> str:
 
 def waiting(states: tuple[WaitingState, ...]) -> RenderableType:
     """The admission queue, in the order in which it is served."""
-    out = Sheet("WAITING", "OWNER", "ROOM", "PRIORITY>", "WAITED>", "ENDS IN>", "PAGES>")
+    out = TextTable("WAITING", "OWNER", "ROOM", "PRIORITY>", "WAITED>", "ENDS IN>", "PAGES>")
     for one in states:
         out.row(
             one.kind,
@@ -240,7 +250,7 @@ def waiting(states: tuple[WaitingState, ...]) -> RenderableType:
 
 def rooms(states: tuple[RoomState, ...]) -> RenderableType:
     """Handoffs on this side: state, progress, and what each waits for."""
-    out = Sheet("ROOM", "SIDE", "STATE", "PEER", "PREFIX>", "PAGES>", "AGE>", "ENDS IN>")
+    out = TextTable("ROOM", "SIDE", "STATE", "PEER", "PREFIX>", "PAGES>", "AGE>", "ENDS IN>")
     for one in states:
         facts = [f"part {one.part} of {one.owner}" if one.owner else f"part {one.part}"]
         facts += [one.share] if one.share else []
@@ -273,7 +283,7 @@ def stories(states: tuple[RoomState, ...]) -> RenderableType:
 
 def peers(states: tuple[PeerState, ...]) -> RenderableType:
     """Other daemons: link, sending agent, and how long they have been silent."""
-    out = Sheet("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
+    out = TextTable("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
     for one in states:
         out.row(
             one.name,
@@ -302,7 +312,7 @@ def tree(answer: Tree) -> RenderableType:
     """Nodes indented below their parents."""
     beside = list(dict.fromkeys(one.component for node in answer.nodes for one in node.beside))
     headings = [clean(name).upper() for name in beside]
-    out = Sheet("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", *headings, "BEGINS WITH")
+    out = TextTable("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", *headings, "BEGINS WITH")
     depths: dict[int, int] = {}
     for node in answer.nodes:
         depth = depths.get(node.parent, -1) + 1

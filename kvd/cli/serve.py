@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from kvd.cli.config import valid_config
+from kvd.cli.options import valid_config, with_config, with_sets
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="Read this file instead of /etc/kvd/kvd.toml.",
-)
-@click.option(
-    "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value."
-)
+@with_config("Read this file instead of /etc/kvd/kvd.toml.")
+@with_sets
 @click.option(
     "--paranoid",
     is_flag=True,

@@ -36,7 +36,7 @@ def state(name: str) -> Text:
     return said(name, _STYLES.get(name, ""))
 
 
-class Sheet:
+class TextTable:
     """Rows below headings, each with lines of prose under it where there is more to say.
 
     A column is as wide as its widest cell, so nothing is folded or cut into an ellipsis; what does

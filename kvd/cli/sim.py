@@ -13,17 +13,28 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
-from kvd.cli.cluster import replay_trace
+from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
-from kvd.sim.decodenode import Shape
+from kvd.sim.cluster import Replay, Routed, replay
+from kvd.sim.decodenode import HEADS, LAYERS, Shape
 from kvd.sim.profile import MIXED, PROFILES
+from kvd.sim.routing import ROUTINGS
 from kvd.sim.runner import Ending, Plan, again, run_seed
+from kvd.trace import BadTrace, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 MOST_FAILURES = 5
 """Seeds that may fail before the rest is not looked at."""
@@ -51,97 +62,7 @@ class Tally(msgspec.Struct):
     failures: list[Ending] = []
 
 
-def _with_storm_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What there is to say about seeds and their weather."""
-    for option in reversed(
-        (
-            click.option("--seeds", metavar="A:B", help=f"A to B-1.  [default: {DEFAULT_SEEDS}]"),
-            click.option("--seed", type=click.IntRange(min=0), metavar="N", help="One seed alone."),
-            click.option(
-                "--steps",
-                type=click.IntRange(min=1),
-                default=2000,
-                show_default=True,
-                metavar="N",
-                help="Node.step calls of each seed before it calms down.",
-            ),
-            click.option(
-                "--audit-steps",
-                type=click.IntRange(min=1),
-                default=250,
-                show_default=True,
-                metavar="N",
-                help="How often everything is checked; 1 is slow and exact.",
-            ),
-            click.option(
-                "--minutes",
-                type=click.FloatRange(min=0.0, min_open=True),
-                metavar="M",
-                help="Go on with further seeds for so long.",
-            ),
-            click.option(
-                "--profile",
-                type=click.Choice([MIXED, *PROFILES]),
-                default=MIXED,
-                show_default=True,
-                help="What goes wrong.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What there is to say about a recorded load and its cluster."""
-    rate = click.FloatRange(min=0.0, min_open=True)
-    for option in reversed(
-        (
-            click.option(
-                "--trace",
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="Replay this load in Mooncake's format instead: routings compared.",
-            ),
-            click.option(
-                "--pool-tokens",
-                type=click.IntRange(min=1024),
-                default=500_000,
-                show_default=True,
-                help="Tokens in each node's pool.",
-            ),
-            click.option(
-                "--page",
-                type=click.IntRange(1, 512),
-                default=16,
-                show_default=True,
-                help="Tokens per page.",
-            ),
-            click.option("--limit", type=click.IntRange(min=1), help="Requests; all by default."),
-            click.option(
-                "--prefill-rate",
-                type=rate,
-                default=10_000.0,
-                show_default=True,
-                help="Tokens a second that each node takes in.",
-            ),
-            click.option(
-                "--decode-rate",
-                type=rate,
-                default=50.0,
-                show_default=True,
-                help="Tokens a second of each request.",
-            ),
-            click.option(
-                "--speed",
-                type=rate,
-                default=1.0,
-                show_default=True,
-                help="How much faster than recorded requests arrive.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+_RATE = click.FloatRange(min=0.0, min_open=True)
 
 
 @click.command("sim")
@@ -151,8 +72,78 @@ def _with_trace_options(command: Callable[..., None]) -> Callable[..., None]:
     metavar="N",
     help=f"Nodes; by default each seed draws 2 to 6, and a trace has {TRACE_NODES}.",
 )
-@_with_storm_options
-@_with_trace_options
+@click.option("--seeds", metavar="A:B", help=f"A to B-1.  [default: {DEFAULT_SEEDS}]")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="One seed alone.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=2000,
+    show_default=True,
+    metavar="N",
+    help="Node.step calls of each seed before it calms down.",
+)
+@click.option(
+    "--audit-steps",
+    type=click.IntRange(min=1),
+    default=250,
+    show_default=True,
+    metavar="N",
+    help="How often everything is checked; 1 is slow and exact.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="M",
+    help="Go on with further seeds for so long.",
+)
+@click.option(
+    "--profile",
+    type=click.Choice([MIXED, *PROFILES]),
+    default=MIXED,
+    show_default=True,
+    help="What goes wrong.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay this load in Mooncake's format instead: routings compared.",
+)
+@click.option(
+    "--pool-tokens",
+    type=click.IntRange(min=1024),
+    default=500_000,
+    show_default=True,
+    help="Tokens in each node's pool.",
+)
+@click.option(
+    "--page",
+    type=click.IntRange(1, 512),
+    default=16,
+    show_default=True,
+    help="Tokens per page.",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Requests; all by default.")
+@click.option(
+    "--prefill-rate",
+    type=_RATE,
+    default=10_000.0,
+    show_default=True,
+    help="Tokens a second that each node takes in.",
+)
+@click.option(
+    "--decode-rate",
+    type=_RATE,
+    default=50.0,
+    show_default=True,
+    help="Tokens a second of each request.",
+)
+@click.option(
+    "--speed",
+    type=_RATE,
+    default=1.0,
+    show_default=True,
+    help="How much faster than recorded requests arrive.",
+)
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
 def sim_command(  # noqa: PLR0913 - one parameter for each option
     *,
@@ -179,11 +170,18 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     if [seeds, seed, trace].count(None) < 2:
         raise click.UsageError("--seeds, --seed and --trace exclude each other")
     if trace is not None:
-        shape = Shape(nodes or TRACE_NODES, pool_tokens, page, prefill_rate, decode_rate, speed)
-        _write(file, replay_trace(trace, shape, limit))
+        shape = Shape(
+            nodes=nodes or TRACE_NODES,
+            pool_tokens=pool_tokens,
+            page_tokens=page,
+            prefill_tokens_per_s=prefill_rate,
+            decode_tokens_per_s=decode_rate,
+            speed=speed,
+        )
+        _write(file, _replay_trace(trace, shape, limit))
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
-    tally = Tally(Plan(steps, nodes or 0, profile, audit_steps))
+    tally = Tally(Plan(steps=steps, nodes=nodes or 0, profile=profile, audit_steps=audit_steps))
     _run(tally, first, last, minutes)
     _report(tally)
     _write(file, tally)
@@ -229,14 +227,8 @@ def _run(tally: Tally, first: int, last: int, minutes: float | None) -> None:
 
 def _seeds(first: int, last: int, minutes: float | None) -> Iterator[int]:
     """The seeds, with a bar; with ``minutes`` they go on above ``last`` until the time is over."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     until_s = time.monotonic() + 60 * minutes if minutes else None
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress(MofNCompleteColumn()) as progress:
         task = progress.add_task("seeds", total=None if minutes else last - first)
         seed = first
         while time.monotonic() < until_s if until_s is not None else seed < last:
@@ -282,3 +274,95 @@ def _tell(failure: Ending, plan: Plan) -> None:
     )
     for line in lines:
         click.echo(line)
+
+
+def _progress(column: ProgressColumn) -> Progress:
+    """A bar on the standard error, gone when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), column, TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+# ---- a recorded load -----------------------------------------------------------------------------
+
+GB = 1e9
+
+HEADINGS = (
+    "routing",
+    "requests",
+    "refused",
+    "reuse",
+    "GB saved",
+    "requests max/mean",
+    "variation",
+    "sent tokens max/mean",
+    "variation",
+    "wait p50 s",
+    "p99",
+    "mean",
+)
+
+
+def _replay_trace(trace: Path, shape: Shape, limit: int | None) -> Replay:
+    """Replay the file and print what came of it.
+
+    Raises:
+        VerbFailed: it is no trace.
+    """
+    try:
+        requests = read_trace(trace, limit)
+    except BadTrace as error:
+        raise VerbFailed(str(error)) from error
+    with _progress(TaskProgressColumn()) as progress:
+        task = progress.add_task("requests", total=len(requests) * len(ROUTINGS))
+        result = replay(
+            trace.name,
+            requests,
+            shape,
+            lambda routing: progress.update(task, advance=1, description=routing),
+        )
+    _show_replay(result)
+    return result
+
+
+def _show_replay(result: Replay) -> None:
+    shape = result.shape
+    table = Table(
+        title=(
+            f"{result.trace}: {result.requests} requests, {result.prompt_tokens} prompt tokens, "
+            f"{shape.speed:g} times as fast as recorded; {shape.nodes} nodes of "
+            f"{shape.pool_tokens} tokens in pages of {shape.page_tokens}"
+        ),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "routing" else "right")
+    for routed in result.routings:
+        table.add_row(*_row(routed))
+    show(table)
+    for note in (
+        "each node: the real tree, lease table and admission of a node; plain leases instead of "
+        "handoffs",
+        f"what a node lacks of a prompt comes in at {shape.prefill_tokens_per_s:g} tokens a "
+        "second, one request after the other; wait: from arrival to that turn",
+        f"each request then decodes at {shape.decode_tokens_per_s:g} tokens a second; its output "
+        "is held, and not cached, because the trace does not say what it was",
+        f"bytes saved: KV of {LAYERS} layers and {HEADS} heads in bfloat16",
+    ):
+        click.echo(f"- {note}")
+
+
+def _row(routed: Routed) -> tuple[str, ...]:
+    balances = (routed.balance_requests, routed.balance_sent_tokens)
+    return (
+        routed.routing,
+        f"{routed.requests}",
+        f"{routed.refused}",
+        f"{routed.reuse:.2%}",
+        f"{routed.saved_bytes / GB:.1f}",
+        *(f"{x:.2f}" for one in balances for x in (one.max_over_mean, one.variation)),
+        f"{routed.wait_p50_s:.3f}",
+        f"{routed.wait_p99_s:.3f}",
+        f"{routed.wait_mean_s:.3f}",
+    )

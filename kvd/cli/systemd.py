@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvd.cli import systemd_files, systemd_reach
-from kvd.cli.exits import Failed
+from kvd.cli.doctor.service import VENV
+from kvd.cli.exits import VerbFailed
 from kvd.cli.lazy import LazyGroup, Verb
-from kvd.cli.service_checks import VENV
-from kvd.cli.systemd_files import Choices, File, Origin
+from kvd.cli.systemd_files import Choices, File, FileOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -143,7 +143,7 @@ class _Changes:
         else:
             click.echo(f"changed    {target}")
             _show_difference(before, file.text)
-            if systemd_files.origin_of(before) is Origin.EDITED:
+            if systemd_files.origin_of(before) is FileOrigin.EDITED:
                 kept = target.with_name(target.name + EDITED)
                 click.echo(f"kept       {kept}: the changes made by hand; a drop-in would stay")
                 self._write(kept, before)
@@ -164,7 +164,7 @@ class _Changes:
         before = _text(target)
         if before is None:
             return
-        if systemd_files.origin_of(before) is not Origin.OURS:
+        if systemd_files.origin_of(before) is not FileOrigin.OURS:
             click.echo(f"left       {target}: not as kvd wrote it; remove it yourself")
             return
         click.echo(f"removed    {target}")
@@ -185,7 +185,7 @@ class _Changes:
             fresh.chmod(0o644)
             fresh.replace(target)
         except OSError as error:
-            raise Failed(f"{target} could not be written: {error.strerror}") from error
+            raise VerbFailed(f"{target} could not be written: {error.strerror}") from error
 
 
 def _flaws(root: Path | None, choices: Choices) -> list[str]:
@@ -218,7 +218,8 @@ def _in_the_way(top: Path, wanted: Iterable[File]) -> list[str]:
     return [
         f"{target} is not kvd's: move it away"
         for target in (_below(top, file.path) for file in wanted)
-        if (text := _text(target)) is not None and systemd_files.origin_of(text) is Origin.FOREIGN
+        if (text := _text(target)) is not None
+        and systemd_files.origin_of(text) is FileOrigin.FOREIGN
     ]
 
 
@@ -227,7 +228,7 @@ def _refuse(flaws: list[str], *, is_dry: bool) -> None:
     if not flaws:
         return
     if not is_dry:
-        raise Failed("nothing was changed:\n" + "\n".join(flaws))
+        raise VerbFailed("nothing was changed:\n" + "\n".join(flaws))
     for flaw in flaws:
         click.echo(f"would be refused: {flaw}")
 
@@ -251,31 +252,32 @@ def _ask(command: list[str]) -> list[str]:
     """The lines that a command prints.
 
     Raises:
-        Failed: it cannot be run.
+        VerbFailed: it cannot be run.
     """
+    return [line for line in _done(command).stdout.splitlines() if line.strip()]
+
+
+def _done(command: list[str], advice: str = "") -> subprocess.CompletedProcess[str]:
+    """A command that has ended, well or not."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{' '.join(command)}: {error}") from error
-    return [line for line in done.stdout.splitlines() if line.strip()]
+        raise VerbFailed(f"{' '.join(command)}: {error}{advice}") from error
 
 
 def _run(command: list[str], *, is_dry: bool) -> None:
     """Run it and say so.
 
     Raises:
-        Failed: it failed; the message quotes it.
+        VerbFailed: it failed; the message quotes it.
     """
     shown = " ".join(command)
     click.echo(f"{'would run' if is_dry else 'run':<10} {shown}")
     if is_dry:
         return
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{shown}: {error}; the files are in place, run it yourself") from error
+    done = _done(command, "; the files are in place, run it yourself")
     if done.returncode != 0:
-        raise Failed(f"{shown} ended with {done.returncode}: {done.stderr.strip()}")
+        raise VerbFailed(f"{shown} ended with {done.returncode}: {done.stderr.strip()}")
 
 
 def _version(root: Path | None) -> int:
@@ -286,7 +288,7 @@ def _version(root: Path | None) -> int:
             found.name for place in places for found in root.glob(f"{place}/libsystemd-shared-*")
         )
         return max((int(match[1]) for name in names if (match := _LIBRARY.match(name))), default=0)
-    with contextlib.suppress(Failed):
+    with contextlib.suppress(VerbFailed):
         for line in _ask(["systemctl", "--version"])[:1]:
             found = re.match(r"systemd (\d+)", line)
             return int(found[1]) if found is not None else 0

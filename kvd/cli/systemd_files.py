@@ -57,7 +57,7 @@ class File(msgspec.Struct, frozen=True):
     text: str
 
 
-class Origin(enum.Enum):
+class FileOrigin(enum.Enum):
     """Whose a file is."""
 
     OURS = "ours"
@@ -66,12 +66,16 @@ class Origin(enum.Enum):
     FOREIGN = "foreign"
 
 
-def origin_of(text: str) -> Origin:
+def origin_of(text: str) -> FileOrigin:
     """Whose text this is, by its last line."""
     found = _SIGNATURE.search(text)
     if found is None:
-        return Origin.FOREIGN if "kvd systemd install wrote this" not in text else Origin.EDITED
-    return Origin.OURS if _sum(text[: found.start()]) == found[1] else Origin.EDITED
+        return (
+            FileOrigin.FOREIGN
+            if "kvd systemd install wrote this" not in text
+            else FileOrigin.EDITED
+        )
+    return FileOrigin.OURS if _sum(text[: found.start()]) == found[1] else FileOrigin.EDITED
 
 
 def files(choices: Choices) -> tuple[File, ...]:

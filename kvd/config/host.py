@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Host(msgspec.Struct, frozen=True):
+class HostFacts(msgspec.Struct, frozen=True):
     """``node_name``, ``runtime`` (a directory) and ``config_file`` are defaults.
 
     ``group`` is kvd's own group, if this process may give its sockets to it.
@@ -31,11 +31,13 @@ class Host(msgspec.Struct, frozen=True):
     config_file: str = "/etc/kvd/kvd.toml"
 
 
-def this_host(environ: Mapping[str, str]) -> Host:
+def this_host(environ: Mapping[str, str]) -> HostFacts:
     """The facts of the host and the user that this process runs as."""
     uid = os.getuid()
     group = "kvd" if uid == 0 and has_group("kvd") else None
-    return Host(node_name=_node_name(), runtime=str(runtime_directory(environ, uid)), group=group)
+    return HostFacts(
+        node_name=_node_name(), runtime=str(runtime_directory(environ, uid)), group=group
+    )
 
 
 def has_group(name: str) -> bool:

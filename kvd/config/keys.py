@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import difflib
 import enum
-from typing import get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect, structs
 
 from kvd.config.schema import SECTIONS
+from kvd.families import POOLS, Value
+from kvd.families.family import INDEX, among
 
-Value = str | int | float | bool | tuple[str, ...] | dict[str, str] | None
+if TYPE_CHECKING:
+    from kvd.config.schema import Config
 
 
-class Kind(enum.Enum):
+class KeyKind(enum.Enum):
     """The shape of a value, as the rule names it."""
 
     TEXT = "a text"
@@ -30,11 +33,11 @@ class Kind(enum.Enum):
     TABLE = "a table of texts"
 
 
-class Key(msgspec.Struct, frozen=True):
+class ConfigKey(msgspec.Struct, frozen=True):
     """One key. ``annotation`` is what msgspec converts a value to; ``choices`` are for CHOICE."""
 
     path: str
-    kind: Kind
+    kind: KeyKind
     annotation: object
     default: Value
     doc: str
@@ -54,73 +57,98 @@ class Key(msgspec.Struct, frozen=True):
         return self.path.partition(".")[2]
 
 
-def _key(section: str, field: inspect.Field, annotation: object) -> Key:
-    """One row of the table from one field of the schema."""
+def _key(section: str, field: inspect.Field, annotation: object) -> ConfigKey:
+    """One row of the table from one field of a section."""
     described = field.type
-    plain = annotation
-    if isinstance(described, inspect.UnionType):
-        described = next(t for t in described.types if isinstance(t, inspect.Metadata))
-        plain = next(one for one in get_args(annotation) if one is not type(None))
     assert isinstance(described, inspect.Metadata)
-    kind, rule = _shape(described.type)
-    choices: tuple[str, ...] = ()
-    if kind is Kind.CHOICE:  # msgspec sorts them; they are shown in the order of the schema
-        choices = get_args(get_args(plain)[0])
-        rule = ", ".join(choices)
-    extra = described.extra or {}
+    value_type = described.type
+    if isinstance(value_type, inspect.UnionType):
+        value_type = next(t for t in value_type.types if not isinstance(t, inspect.NoneType))
+    kind, rule = _shape(value_type)
+    path = f"{section}.{field.name}"
+    choices = tuple(POOLS) if path == "pool.family" else _choices(annotation)
+    if choices:
+        kind, rule = KeyKind.CHOICE, ", ".join(choices)
+        annotation = Literal[choices]
     schema = described.extra_json_schema or {}
     default: Value = None
     if field.default_factory is not msgspec.NODEFAULT:
         default = {}
     elif field.default is not msgspec.NODEFAULT:
         default = field.default
-    return Key(
-        path=f"{section}.{field.name}",
+    return ConfigKey(
+        path=path,
         kind=kind,
         annotation=annotation,
         default=default,
-        doc=schema["description"],
-        rule=extra.get("rule", rule),
+        doc=_named(schema["description"]),
+        rule=(described.extra or {}).get("rule", rule),
         choices=choices,
         example=schema.get("examples", [None])[0],
     )
 
 
-_PLAIN: dict[type[inspect.Type], Kind] = {
-    inspect.BoolType: Kind.BOOLEAN,
-    inspect.DictType: Kind.TABLE,
-    inspect.LiteralType: Kind.CHOICE,
-    inspect.StrType: Kind.TEXT,
-    inspect.VarTupleType: Kind.LIST,
+def _choices(annotation: object) -> tuple[str, ...]:
+    """In the order of the schema, where msgspec would sort them; empty where there are none."""
+    while get_origin(annotation) not in {Literal, None}:
+        annotation = get_args(annotation)[0]
+    return get_args(annotation)
+
+
+def _named(doc: str) -> str:
+    """A documentation with the families that it is about."""
+    indexed = [name for name, row in POOLS.items() if INDEX in row.groups]
+    cut = [name for name, row in POOLS.items() if not row.unsharded]
+    owned = "; ".join(f"{name} {row.owns}" for name, row in POOLS.items())
+    doc = doc.replace("{index}", ", ".join(indexed)).replace("{shards}", among(cut))
+    return doc.replace("{families}", owned)
+
+
+_PLAIN: dict[type[inspect.Type], KeyKind] = {
+    inspect.BoolType: KeyKind.BOOLEAN,
+    inspect.DictType: KeyKind.TABLE,
+    inspect.LiteralType: KeyKind.CHOICE,
+    inspect.StrType: KeyKind.TEXT,
+    inspect.VarTupleType: KeyKind.LIST,
 }
 
 
-def _shape(shape: inspect.Type) -> tuple[Kind, str]:
+def _shape(shape: inspect.Type) -> tuple[KeyKind, str]:
     """Kind and derived rule of a field's type."""
     match shape:
         case inspect.IntType(ge=low, le=high):
-            return Kind.INTEGER, f"a whole number from {low} to {high}"
+            return KeyKind.INTEGER, f"a whole number from {low} to {high}"
         case inspect.FloatType(ge=low, le=high):
-            return Kind.NUMBER, f"a number from {low} to {high}"
+            return KeyKind.NUMBER, f"a number from {low} to {high}"
         case _:
             kind = _PLAIN[type(shape)]
             return kind, kind.value
 
 
-def _table() -> dict[str, Key]:
-    """Every key by its path, in the order of the schema."""
-    table: dict[str, Key] = {}
+def _table() -> dict[str, ConfigKey]:
+    """Every key by its path, in the order of the schema; families' own keys end [pool]."""
+    table: dict[str, ConfigKey] = {}
+    # A family's section begins with all that is common, which is in the table by then.
     for section, struct in SECTIONS.items():
-        described = inspect.type_info(struct)
-        assert isinstance(described, inspect.StructType)
-        for field, declared in zip(described.fields, structs.fields(struct), strict=True):
-            key = _key(section, field, declared.type)
-            table[key.path] = key
+        family_structs = [row.section for row in POOLS.values()] if section == "pool" else []
+        for one in (struct, *family_structs):
+            described = inspect.type_info(one)
+            assert isinstance(described, inspect.StructType)
+            for field, declared in zip(described.fields, structs.fields(one), strict=True):
+                if f"{section}.{field.name}" not in table:
+                    key = _key(section, field, declared.type)
+                    table[key.path] = key
     return table
 
 
 KEYS = _table()
 """Every key by its path, in the order of the schema."""
+
+
+def value_of(config: Config, key: ConfigKey) -> Value:
+    """The effective value of one key; its default where another family has it."""
+    section = msgspec.structs.asdict(config)[key.section]
+    return cast("Value", msgspec.structs.asdict(section).get(key.name, key.default))
 
 
 def nearest(path: str) -> str | None:

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvd.config.host import Host, this_host
-from kvd.config.keys import KEYS, Key, Kind, Value, nearest
-from kvd.config.origin import DEFAULT, ConfigError, Origin, Source
+from kvd.config.host import HostFacts, this_host
+from kvd.config.keys import KEYS, ConfigKey, KeyKind, nearest
+from kvd.config.origin import DEFAULT, ConfigError, ValueOrigin, ValueSource
 from kvd.config.rules import RULES, entry_flaw, flaw_of, reason_not_built
 from kvd.config.schema import SECTIONS, Config
 from kvd.config.sources import Assignment, Read, read_environment, read_file, read_sets, shown
+from kvd.families import POOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.config.finding import Finding
+    from kvd.families import Breach, Value
 
 EXCLUSIVE = {"pool.pages": "pool.size", "pool.size": "pool.pages"}
 """Two ways to say one thing: not both in one source; a stronger source replaces the other."""
@@ -36,7 +37,7 @@ def load(
     environ: Mapping[str, str],
     sets: Sequence[str],
     *,
-    host: Host | None = None,
+    host: HostFacts | None = None,
 ) -> Config | list[ConfigError]:
     """The effective configuration, or everything that is wrong with it.
 
@@ -55,6 +56,7 @@ def load(
         draft.take(source)
     config = draft.config()
     for rule in RULES:
+        # A rule over a value that stands in for a wrong one would blame what nobody wrote.
         if not rule.needs & draft.wrong:
             draft.errors += [draft.error(finding) for finding in rule.check(config)]
     return draft.errors or config
@@ -79,7 +81,7 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def host_defaults(host: Host) -> dict[str, Value]:
+def host_defaults(host: HostFacts) -> dict[str, Value]:
     """The defaults that depend on the host."""
     return {
         "node.name": host.node_name,
@@ -102,10 +104,10 @@ class _Draft:
     ``wrong`` are the keys whose value is a stand-in because a source gave an invalid one.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostFacts) -> None:
         self.values: dict[str, Value] = {key.path: key.default for key in KEYS.values()}
         self.values |= host_defaults(host)
-        self.origins: dict[str, Origin] = dict.fromkeys(KEYS, DEFAULT)
+        self.origins: dict[str, ValueOrigin] = dict.fromkeys(KEYS, DEFAULT)
         self.errors: list[ConfigError] = []
         self.wrong: set[str] = set()
 
@@ -120,6 +122,7 @@ class _Draft:
             flaw = self._clash(assignment, taken) or self._assign(key, assignment)
             if flaw is not None:
                 self._refuse(assignment, flaw)
+            # Even when it was refused: its other spelling in this source is still a clash.
             taken.add(key.path)
 
     def _clash(self, assignment: Assignment, taken: set[str]) -> _Flaw | None:
@@ -131,9 +134,9 @@ class _Draft:
             f"excludes {other}, which {self.origins[other].place} gives", "keep one of them"
         )
 
-    def _assign(self, key: Key, assignment: Assignment) -> _Flaw | None:
+    def _assign(self, key: ConfigKey, assignment: Assignment) -> _Flaw | None:
         """Take the value, or say what is wrong with it."""
-        if key.kind is Kind.TABLE:
+        if key.kind is KeyKind.TABLE:
             return self._assign_entry(key, assignment)
         value = _converted(key, assignment)
         if isinstance(value, _Flaw):
@@ -141,11 +144,12 @@ class _Draft:
         self.values[key.path] = value
         self.origins[key.path] = assignment.origin
         if key.path in EXCLUSIVE:
+            # The default of pool.size must go too, or pool.pages could never be given alone.
             self.values[EXCLUSIVE[key.path]] = None
             self.origins[EXCLUSIVE[key.path]] = assignment.origin
         return None
 
-    def _assign_entry(self, key: Key, assignment: Assignment) -> _Flaw | None:
+    def _assign_entry(self, key: ConfigKey, assignment: Assignment) -> _Flaw | None:
         """Take one entry of a table, or say what is wrong with it."""
         entry, value = assignment.entry, assignment.value
         if entry is None:
@@ -167,9 +171,13 @@ class _Draft:
         if assignment.entry is None:
             self.wrong.add(assignment.key)
         where, value = assignment.origin.place, assignment.quoted
-        self.errors.append(ConfigError(where, assignment.subject, value, flaw.rule, flaw.fix))
+        self.errors.append(
+            ConfigError(
+                where=where, key=assignment.subject, value=value, rule=flaw.rule, fix=flaw.fix
+            )
+        )
 
-    def error(self, finding: Finding) -> ConfigError:
+    def error(self, finding: Breach) -> ConfigError:
         """A rule's finding with the value and the place that it is about."""
         value = self.values[finding.key]
         subject = finding.key
@@ -177,14 +185,18 @@ class _Draft:
             subject = f"{finding.key}.{finding.entry}"
             value = cast("dict[str, str]", value)[finding.entry]
         where = self.origins[subject].place
-        return ConfigError(where, subject, shown(value), finding.rule, finding.fix)
+        return ConfigError(
+            where=where, key=subject, value=shown(value), rule=finding.rule, fix=finding.fix
+        )
 
     def config(self) -> Config:
         """The values as typed sections."""
         sections: dict[str, dict[str, Value]] = {section: {} for section in SECTIONS}
         for key in KEYS.values():
             sections[key.section][key.name] = self.values[key.path]
-        built = {name: msgspec.convert(sections[name], SECTIONS[name]) for name in SECTIONS}
+        # A family's section has no field for the keys of others, and msgspec passes over those.
+        types = SECTIONS | {"pool": POOLS[str(self.values["pool.family"])].section}
+        built = {name: msgspec.convert(sections[name], types[name]) for name in SECTIONS}
         return Config(**built, origins=self.origins)  # type: ignore[arg-type]  # by SECTIONS
 
 
@@ -193,31 +205,41 @@ def _unknown(assignment: Assignment) -> ConfigError:
     path = assignment.key
     if path in SECTIONS:
         fix = f"open it with [{path}] and put its keys below"
-        return ConfigError(assignment.origin.place, path, assignment.quoted, "is a table", fix)
+        return ConfigError(
+            where=assignment.origin.place,
+            key=path,
+            value=assignment.quoted,
+            rule="is a table",
+            fix=fix,
+        )
     meant = nearest(path)
     fix = "remove it; kvd config explain lists every key"
     if meant is not None:
         fix = f"did you mean {meant}?"
     where = assignment.origin.place
-    return ConfigError(where, path, assignment.quoted, "is no key of kvd", fix)
+    return ConfigError(
+        where=where, key=path, value=assignment.quoted, rule="is no key of kvd", fix=fix
+    )
 
 
-def _entry_form(key: Key, origin: Origin) -> str:
+def _entry_form(key: ConfigKey, origin: ValueOrigin) -> str:
     """How one entry of a table is written in the source that ``origin`` names."""
     match origin.source:
-        case Source.ENVIRONMENT:
+        case ValueSource.ENVIRONMENT:
             return f"name one entry per variable: {origin.name}__NAME"
-        case Source.SET:
+        case ValueSource.SET:
             return f"name one entry per --set: {key.path}.NAME=..."
-        case Source.FILE | Source.DEFAULT:
+        case ValueSource.FILE | ValueSource.DEFAULT:
             return f"open the table with [{key.path}]"
 
 
-def _converted(key: Key, assignment: Assignment) -> Value | _Flaw:
+def _converted(key: ConfigKey, assignment: Assignment) -> Value | _Flaw:
     """The value in the type of its key, or what is wrong with it."""
     raw = assignment.value
-    if assignment.origin.source is not Source.FILE:
+    # TOML has types; a variable and --set are text, of which the key says what it is to be.
+    if assignment.origin.source is not ValueSource.FILE:
         raw = _parsed(key.kind, str(raw))
+    # Before the type is judged: "must be one of" would not say why fp4 is none of them.
     reason = reason_not_built(key.path, raw)
     if reason is not None:
         return _Flaw(f"is refused: {reason}", f"write {_alternatives(key)}")
@@ -237,35 +259,35 @@ def _converted(key: Key, assignment: Assignment) -> Value | _Flaw:
     return value
 
 
-def _parsed(kind: Kind, text: str) -> object:
+def _parsed(kind: KeyKind, text: str) -> object:
     """A text from the environment or ``--set`` as its kind; the text itself if it is not one."""
     try:
         match kind:
-            case Kind.INTEGER:
+            case KeyKind.INTEGER:
                 return int(text)
-            case Kind.NUMBER:
+            case KeyKind.NUMBER:
                 return float(text)
-            case Kind.BOOLEAN:
+            case KeyKind.BOOLEAN:
                 return {"true": True, "false": False}.get(text, text)
-            case Kind.LIST:
+            case KeyKind.LIST:
                 return [item.strip() for item in text.split(",") if item.strip()]
-            case Kind.TEXT | Kind.CHOICE | Kind.TABLE:
+            case KeyKind.TEXT | KeyKind.CHOICE | KeyKind.TABLE:
                 return text
     except ValueError:
         return text
 
 
-def _alternatives(key: Key) -> str:
+def _alternatives(key: ConfigKey) -> str:
     """The choices that are not refused."""
     return " or ".join(c for c in key.choices if reason_not_built(key.path, c) is None)
 
 
-def _must(key: Key) -> str:
+def _must(key: ConfigKey) -> str:
     """The rule as the end of a sentence."""
-    return f"one of {key.rule}" if key.kind is Kind.CHOICE and len(key.choices) > 1 else key.rule
+    return f"one of {key.rule}" if key.kind is KeyKind.CHOICE and len(key.choices) > 1 else key.rule
 
 
-def _default_hint(key: Key) -> str:
+def _default_hint(key: ConfigKey) -> str:
     """What to do about a value of the wrong type or out of bounds."""
     if key.default is None:
         return "leave it out if in doubt"

@@ -10,7 +10,7 @@ import enum
 import msgspec
 
 
-class Source(enum.Enum):
+class ValueSource(enum.Enum):
     """The places a value can come from, weakest first."""
 
     DEFAULT = "default"
@@ -19,10 +19,10 @@ class Source(enum.Enum):
     SET = "set"
 
 
-class Origin(msgspec.Struct, frozen=True):
+class ValueOrigin(msgspec.Struct, frozen=True):
     """One place. ``name``: file, variable or ``--set`` text; ``line`` 0 if there is none."""
 
-    source: Source
+    source: ValueSource
     name: str = ""
     line: int = 0
 
@@ -30,17 +30,17 @@ class Origin(msgspec.Struct, frozen=True):
     def place(self) -> str:
         """The place as an operator would look for it: ``/etc/kvd/kvd.toml:12``."""
         match self.source:
-            case Source.DEFAULT:
+            case ValueSource.DEFAULT:
                 return "default"
-            case Source.FILE:
+            case ValueSource.FILE:
                 return f"{self.name}:{self.line}" if self.line else self.name
-            case Source.ENVIRONMENT:
+            case ValueSource.ENVIRONMENT:
                 return self.name
-            case Source.SET:
+            case ValueSource.SET:
                 return f"--set {self.name}"
 
 
-DEFAULT = Origin(Source.DEFAULT)
+DEFAULT = ValueOrigin(ValueSource.DEFAULT)
 
 
 class ConfigError(msgspec.Struct, frozen=True):

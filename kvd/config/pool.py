@@ -1,150 +1,144 @@
-"""From the configured pool to its spec: the components of its family, and the pages of each."""
+"""[pool] as a whole: which keys mean something in its family, and the spec that they come to."""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import TYPE_CHECKING
 
-from kvd.config.families import counts_tokens, keeps_latents
-from kvd.config.pool_pages import page_counts, saved_counts
-from kvd.config.sharding import held
-from kvd.core.layout.spec import (
-    DTYPE_BYTES,
-    Buffer,
-    Component,
-    Device,
-    Host,
-    Layout,
-    Mha,
-    Mla,
-    Nowhere,
-    PageOrder,
-    PerRequest,
-    PoolSpec,
-    Raw,
-    State,
-    StateTensor,
-    Tail,
-    shard_of,
-)
+import msgspec
+
+from kvd.config.origin import ValueSource
+from kvd.core.layout.spec import PageOrder, PoolSpec
+from kvd.families import FAMILIES, POOLS, PoolSection
+from kvd.families.budget import page_counts, saved_counts
+from kvd.families.family import GROUPS, HEADS, KeyGroup, among
+from kvd.families.prefill_only import PREFILL_ONLY
+from kvd.families.sharding import held
 
 if TYPE_CHECKING:
-    from kvd.config.pool_sections import PoolSection
     from kvd.config.schema import Config
-
-PREFILL_ONLY = "prefill-only"
-
-_TENSOR = re.compile(r"([a-z0-9_]+)\[([0-9]{1,9}(?:, ?[0-9]{1,9}){0,5})\]")
-_MAX_STATE_ELEMENTS = 2**31
+    from kvd.core.layout.spec import Component
+    from kvd.families import PoolFamily
 
 
-def state_tensor(name: str, text: str) -> StateTensor | None:
-    """One tensor of ``float32[64,128]``; None if it is not written so."""
-    match = _TENSOR.fullmatch(text)
-    if match is None or match[1] not in DTYPE_BYTES:
-        return None
-    shape = tuple(int(one) for one in match[2].split(","))
-    return (
-        StateTensor(name, shape, match[1]) if 0 < math.prod(shape) <= _MAX_STATE_ELEMENTS else None
-    )
+def family_of(pool: PoolSection) -> PoolFamily[PoolSection]:
+    """The row of the family that ``pool.family`` names."""
+    return POOLS[pool.family]
 
 
 def components(pool: PoolSection) -> tuple[Component, ...]:
-    """What the family of ``pool`` keeps: kv, its companions, and what has a budget beside it.
-
-    As one shard has it: its layers and heads are those that this node holds.
-    The keys that the family needs must be there.
-    """
-    kv = _kv(pool)
-    parts = [kv]
-    if pool.index_dim is not None:
-        heads = 1 if pool.index_heads is None else pool.index_heads
-        layout = Mha(heads, pool.index_dim, 0, pool.index_dtype or pool.dtype)
-        page = pool.index_page_size or pool.page_size
-        parts.append(Component("index", pool.layers, layout, page, tier=Device(pool.device)))
-    if pool.scale_dtype is not None and pool.layers:
-        scales: Layout = Mha(pool.heads, 1, 1, pool.scale_dtype)
-        if keeps_latents(pool):
-            scales = Mla(1, 0, pool.scale_dtype)
-        parts.append(Component("scale", pool.layers, scales, pool.page_size, tier=kv.tier))
-    match pool.family:
-        case "swa":
-            parts.append(_windows(pool))
-        case "hisparse":
-            extent = Buffer(pool.buffer_tokens or 0)
-            tier = Device(pool.device)
-            parts.append(Component("buffer", kv.layers, kv.layout, kv.page_size, extent, tier))
-        case "recurrent":
-            parts.append(_states(pool))
-        case "mha" | "mla":
-            pass
-    return tuple(parts)
+    """What its family keeps, the first of them ``kv``; the keys that it needs must be there."""
+    return family_of(pool).components(pool)
 
 
-def _kv(pool: PoolSection) -> Component:
-    if counts_tokens(pool):
-        return Component("kv", 0, Raw(0), 1, tier=Nowhere())
-    layout: Layout
-    if keeps_latents(pool):
-        layout = Mla(pool.latent_dim or 0, pool.rope_dim or 0, pool.dtype)
-    else:
-        layout = Mha(pool.heads, pool.head_dim, pool.v_dim or pool.head_dim, pool.dtype)
-    tier = Host() if pool.family == "hisparse" else Device(pool.device)
-    whole = Component("kv", pool.layers, layout, pool.page_size, tier=tier)
-    here = held(pool)
-    return whole if here is None else shard_of(whole, here.shards[0])
-
-
-def _windows(pool: PoolSection) -> Component:
-    v_dim = pool.window_v_dim or pool.window_head_dim or pool.v_dim or pool.head_dim
-    return Component(
-        name="swa",
-        layers=pool.window_layers or 0,
-        layout=Mha(
-            heads=pool.window_heads or pool.heads,
-            k_dim=pool.window_head_dim or pool.head_dim,
-            v_dim=v_dim,
-            dtype=pool.dtype,
-        ),
-        page_size=pool.page_size,
-        extent=Tail(pool.window_tokens or 0),
-        tier=Device(pool.device),
-    )
-
-
-def _states(pool: PoolSection) -> Component:
-    """Wide elements first, so that each lies at a multiple of its size; then by name."""
-    tensors = [one for name, text in pool.state.items() if (one := state_tensor(name, text))]
-    tensors.sort(key=lambda one: (-DTYPE_BYTES[one.dtype], one.name))
-    return Component(
-        name="state",
-        layers=pool.state_layers or 0,
-        layout=State(tuple(tensors)),
-        page_size=1,
-        extent=PerRequest(),
-        tier=Device(pool.device),
-    )
+def counts_of(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, ...]:
+    """Pages of each of ``parts``; less than 2 where memory is too short."""
+    return page_counts(parts, family_of(pool).divide(pool, parts))
 
 
 def pool_spec(config: Config) -> PoolSpec:
-    """The spec of the configured pool.
-
-    Prefill-only counts the tokens that the pool would have held, and has memory for none of them.
-    """
+    """The spec of the configured pool."""
     pool = config.pool
-    parts = components(pool)
-    counts = page_counts(pool, parts)
-    if config.cache.mode == PREFILL_ONLY:
-        kv = parts[0]
-        nowhere = Component(kv.name, kv.layers, kv.layout, kv.page_size, tier=Nowhere())
-        return PoolSpec(pool.name, PREFILL_ONLY, PageOrder(pool.order), (nowhere,), counts[:1])
+    is_counted = config.cache.mode == PREFILL_ONLY
+    family = FAMILIES[PREFILL_ONLY] if is_counted else family_of(pool)
+    parts = family.components(pool)
+    counts = page_counts(parts, family.divide(pool, parts))
     return PoolSpec(
         name=pool.name,
-        family=pool.family,
+        family=family.name,
         order=PageOrder(pool.order),
         components=parts,
         pages=counts,
-        saved_pages=saved_counts(pool, parts, counts),
-        held=held(pool),
+        saved_pages=() if is_counted else saved_counts(pool, parts, counts),
+        held=None if is_counted else held(pool),
     )
+
+
+# ---- which keys belong to which family -----------------------------------------------------------
+
+
+def _own_keys(section: type[PoolSection]) -> list[str]:
+    return [one for one in section.__struct_fields__ if one not in PoolSection.__struct_fields__]
+
+
+def _why(group: KeyGroup, having: list[str]) -> str:
+    needing = [name for name in having if POOLS[name].needs.keys() & set(group.keys)]
+    return group.why.format(
+        having=among(having),
+        needing=_keeping(needing),
+        may=among([name for name in having if name not in needing]),
+        others=_keeping([name for name in POOLS if name not in having]),
+    )
+
+
+def _keeping(names: list[str]) -> str:
+    return f"{among(names)} {'keeps' if len(names) == 1 else 'keep'}"
+
+
+def _belonging() -> dict[str, tuple[frozenset[str], str]]:
+    table: dict[str, tuple[frozenset[str], str]] = {}
+    for group in GROUPS:
+        having = [row.name for row in POOLS.values() if group in row.groups]
+        table |= dict.fromkeys(group.keys, (frozenset(having), _why(group, having)))
+    for row in POOLS.values():
+        for name in _own_keys(row.section):
+            having = [one.name for one in POOLS.values() if name in one.section.__struct_fields__]
+            verb = "has" if len(having) == 1 else "have"
+            why = f"only {among(having)} {verb} {POOLS[having[0]].alone}"
+            table[name] = (frozenset(having), why)
+    return table
+
+
+BELONGS = _belonging()
+"""Keys of [pool] that not every family has: which have it, and why the others do not."""
+
+
+def missing(pool: PoolSection) -> list[tuple[str, str]]:
+    """Keys of [pool] that are not there, each with the key that calls for it."""
+    values = msgspec.structs.asdict(pool)
+    needs = family_of(pool).needs
+    out = [(name, "family") for name in needs if values[name] in (None, {})]
+    if pool.rope_dim is not None and pool.latent_dim is None and "latent_dim" not in needs:
+        out.append(("latent_dim", "rope_dim"))
+    if pool.index_dim is None:
+        about = ("index_heads", "index_dtype", "index_page_size")
+        out += [("index_dim", name) for name in about if values[name] is not None][:1]
+    return out
+
+
+def reason_out_of_place(config: Config, name: str) -> str | None:
+    """Why ``pool.<name>`` means nothing in this pool; None where it does mean something."""
+    pool = config.pool
+    families, why = BELONGS.get(name, (frozenset({pool.family}), ""))
+    if pool.family not in families:
+        return why
+    is_layout = name in {*HEADS.keys, "latent_dim", "rope_dim", "dtype"}
+    if pool.counts_tokens and (is_layout or name in {"page_size", "scale_dtype"}):
+        return "with pool.layers = 0 no layer has KV: a page is one token and takes no byte"
+    if name in HEADS.keys and pool.keeps_latents:
+        return "pool.latent_dim says that latents are kept, which have no heads"
+    return None
+
+
+def is_given(config: Config, key: str) -> bool:
+    """Whether somebody wrote the key (or an entry of it), rather than leave its default."""
+    return any(
+        origin.source is not ValueSource.DEFAULT
+        for path, origin in config.origins.items()
+        if path == key or path.startswith(f"{key}.")
+    )
+
+
+def is_of_use(config: Config, key: str) -> bool:
+    """Whether a key says anything in this configuration; what says nothing is not shown."""
+    match key:
+        case "radix.policy":
+            return config.cache.mode == "radix"
+        case "transfer.integrity":
+            return config.cache.mode != PREFILL_ONLY
+        case "pool.directory":
+            return config.pool.is_in_files
+        case "pool.verify":
+            return config.pool.is_kept
+        case _:
+            section, _, name = key.partition(".")
+            return section != "pool" or reason_out_of_place(config, name) is None

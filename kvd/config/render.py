@@ -1,4 +1,4 @@
-"""A configuration as TOML text: the effective one, and the example file with every default.
+"""A configuration for its readers: as TOML, key by key with its origin, and what differs.
 
 In the example a line ``#key = value`` is a default and ``# text`` is prose, as in sshd_config.
 """
@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from kvd.config.families import is_of_use
-from kvd.config.host import Host
-from kvd.config.keys import KEYS, Key, Kind, Value
+from kvd.config.host import HostFacts
+from kvd.config.keys import KEYS, ConfigKey, KeyKind, value_of
 from kvd.config.load import host_defaults
+from kvd.config.pool import is_of_use
 from kvd.config.schema import SECTIONS
+from kvd.config.sources import shown
+from kvd.families import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kvd.config.schema import Config
 
-EXAMPLE_HOST = Host(node_name="node-0", runtime="/run/kvd")
+EXAMPLE_HOST = HostFacts(node_name="node-0", runtime="/run/kvd")
 """The host whose defaults the example shows."""
 
 NONE_CHOSEN: Final[Mapping[str, Value]] = MappingProxyType({})
@@ -60,12 +62,6 @@ def _entries(table: dict[str, str]) -> list[str]:
         f"{name if re.fullmatch('[A-Za-z0-9_-]+', name) else toml_value(name)} = {toml_value(item)}"
         for name, item in table.items()
     ]
-
-
-def value_of(config: Config, key: Key) -> Value:
-    """The effective value of one key."""
-    section = msgspec.structs.asdict(config)[key.section]
-    return cast("Value", msgspec.structs.asdict(section)[key.name])
 
 
 def effective(config: Config) -> str:
@@ -117,14 +113,14 @@ def _block(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _keys_of(section: str) -> tuple[list[Key], list[Key]]:
+def _keys_of(section: str) -> tuple[list[ConfigKey], list[ConfigKey]]:
     """The plain keys of a section and its tables, which TOML wants last."""
     keys = [key for key in KEYS.values() if key.section == section]
-    tables = [key for key in keys if key.kind is Kind.TABLE]
-    return [key for key in keys if key.kind is not Kind.TABLE], tables
+    tables = [key for key in keys if key.kind is KeyKind.TABLE]
+    return [key for key in keys if key.kind is not KeyKind.TABLE], tables
 
 
-def _prose(key: Key) -> list[str]:
+def _prose(key: ConfigKey) -> list[str]:
     """Documentation and rule as comments."""
     return textwrap.wrap(
         f"{key.doc} Rule: {key.rule}.",
@@ -135,12 +131,12 @@ def _prose(key: Key) -> list[str]:
     )
 
 
-def _set(key: Key, value: Value) -> str:
+def _set(key: ConfigKey, value: Value) -> str:
     """A line that counts."""
     return f"{key.name} = {toml_value(value)}"
 
 
-def _shown(key: Key, default: Value) -> Iterable[str]:
+def _shown(key: ConfigKey, default: Value) -> Iterable[str]:
     """The default as a line to uncomment, or else an example in prose."""
     if default is not None:
         yield f"#{key.name} = {toml_value(default)}"
@@ -148,3 +144,101 @@ def _shown(key: Key, default: Value) -> Iterable[str]:
         yield from (f"# {line}" for line in _entries(key.example))
     else:
         yield f"# {key.name} = {toml_value(key.example)}"
+
+
+# ---- key by key ----------------------------------------------------------------------------------
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """One key, or one entry of a table. ``shown`` is the value as TOML, ``origin`` its place."""
+
+    key: str
+    value: Value
+    shown: str
+    origin: str
+    doc: str
+    rule: str
+
+
+def explanations(config: Config) -> list[Explanation]:
+    """All keys in the order of the schema, the entries of a table below it."""
+    out: list[Explanation] = []
+    for key in KEYS.values():
+        value = value_of(config, key)
+        out.append(_row(config, key, key.path, value))
+        if key.kind is KeyKind.TABLE:
+            table = cast("dict[str, str]", value)
+            out += [_row(config, key, f"{key.path}.{name}", table[name]) for name in table]
+    return out
+
+
+def _row(config: Config, key: ConfigKey, path: str, value: Value) -> Explanation:
+    return Explanation(
+        key=path,
+        value=value,
+        shown="(left out)" if value is None else toml_value(value),
+        origin=config.origins[path].place,
+        doc=key.doc,
+        rule=key.rule,
+    )
+
+
+# ---- what differs --------------------------------------------------------------------------------
+
+
+class KeyChange(msgspec.Struct, frozen=True):
+    """One key, or one ``entry`` of a table, and its values; None where it has none."""
+
+    key: str
+    before: Value
+    after: Value
+    entry: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """As the configuration writes it."""
+        return self.key if self.entry is None else f"{self.key}.{self.entry}"
+
+    @property
+    def is_addition(self) -> bool:
+        """Whether a table has one entry more."""
+        return self.entry is not None and self.before is None
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """Subject, before and after; empty where there is no value."""
+        before, after = (
+            "" if value is None else shown(value) for value in (self.before, self.after)
+        )
+        return self.subject, before, after
+
+
+def changes(before: Config, after: Config) -> list[KeyChange]:
+    """Everything that differs, in the order of the schema."""
+    return [one for key in KEYS.values() for one in _of_key(key, before, after)]
+
+
+def with_changes(config: Config, taken: list[KeyChange]) -> Config:
+    """``config`` with the values after these changes."""
+    for change in taken:
+        section, _, name = change.key.partition(".")
+        value = change.after
+        if change.entry is not None:
+            table = cast("dict[str, str]", value_of(config, KEYS[change.key]))
+            value = {**table, change.entry: cast("str", change.after)}
+        replaced = msgspec.structs.replace(getattr(config, section), **{name: value})
+        config = msgspec.structs.replace(config, **{section: replaced})
+    return config
+
+
+def _of_key(key: ConfigKey, before: Config, after: Config) -> Iterator[KeyChange]:
+    was, is_now = value_of(before, key), value_of(after, key)
+    if was == is_now:
+        return
+    if key.kind is not KeyKind.TABLE:
+        yield KeyChange(key.path, was, is_now)
+        return
+    old, new = cast("dict[str, str]", was), cast("dict[str, str]", is_now)
+    for entry in {**old, **new}:
+        if old.get(entry) != new.get(entry):
+            yield KeyChange(key=key.path, before=old.get(entry), after=new.get(entry), entry=entry)

@@ -2,7 +2,7 @@
 
 ``flaw_of`` judges one text by its key. ``RULES`` judge a whole configuration; each names the keys
 it reads, so that ``load`` can skip it when one of them is wrong already and every other finding
-still comes out in the same run.
+still comes out in the same run. Those over [pool] are ``pool_rules``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import re
 from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
-from kvd.config.family_rules import FAMILY_RULES
-from kvd.config.finding import Finding, Rule
 from kvd.config.host import has_group
-from kvd.config.kept_rules import KEPT_RULES
-from kvd.config.key_rules import KEY_RULES
-from kvd.config.pool import state_tensor
-from kvd.config.pool_pages import size_bytes
-from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
-from kvd.config.shard_rules import SHARD_RULES
-from kvd.config.sharding import layers_of, ranks_of
+from kvd.config.pool_rules import POOL_RULES, KeyRule
 from kvd.core.handoff.frames import MESSAGE_BYTES
-from kvd.curve import is_key
+from kvd.curve import KeyFlaw, is_key, read_pair
+from kvd.families import FAMILIES, POOLS, Breach
+from kvd.families.budget import size_bytes
+from kvd.families.family import TextRule, text_rule
+from kvd.families.sharding import layers_of, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +39,9 @@ _PACKED = (
 
 NOT_BUILT = {
     "pool.family": {
-        "prefill-only": 'to have KV nowhere is a mode of the cache: set cache.mode = "prefill-only"'
+        name: f'to have KV nowhere is a mode of the cache: set cache.mode = "{name}"'
+        for name in FAMILIES
+        if name not in POOLS
     },
     "pool.dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.scale_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
@@ -66,8 +64,9 @@ def flaw_of(key: str, text: str) -> str | None:
     return judge(text) if judge is not None else None
 
 
-def _name(text: str) -> str | None:
-    return None if NAME.fullmatch(text) else "choose a plain name like decode-0"
+def entry_flaw(key: str, entry: str) -> str | None:
+    """What to do about the name of an entry of the table ``key``; None if it is right."""
+    return _ENTRIES[key](entry)
 
 
 def _socket(text: str) -> str | None:
@@ -78,130 +77,97 @@ def _socket(text: str) -> str | None:
     return None if size <= 100 else f"shorten the path, which has {size} bytes"
 
 
-def _mode(text: str) -> str | None:
-    is_usable = re.fullmatch(r"0[67][0-7]{2}", text) is not None
-    return None if is_usable else "write 0660 to let the group in, 0600 to keep it out"
-
-
 def _group(text: str) -> str | None:
     return None if has_group(text) else f"create it with: groupadd --system {text}"
 
 
-def _listen(text: str) -> str | None:
+def _is_listener(text: str) -> bool:
     address = tcp_address(text)
-    if address is not None and (address.is_ip or address.is_wildcard):
-        return None
-    return "write for example tcp://127.0.0.1:7402"
+    return address is not None and (address.is_ip or address.is_wildcard)
 
 
-def _reachable(text: str) -> str | None:
+def _is_reachable(text: str) -> bool:
     address = tcp_address(text)
-    if address is None or address.is_wildcard or address.port == 0:
-        return "write for example tcp://10.0.0.5:7402"
-    return None
+    return address is not None and not address.is_wildcard and address.port != 0
 
 
-def _absolute(text: str) -> str | None:
-    is_path = text.startswith("/") and not text.endswith("/") and text.isprintable()
-    return None if is_path else "write for example /etc/kvd/peer.secret"
-
-
-def _key(text: str) -> str | None:
-    return None if is_key(text) else "write the public key that kvd keygen printed on that node"
-
-
-def _http(text: str) -> str | None:
+def _is_loopback(text: str) -> bool:
     address = host_port(text)
-    if text == "off" or (address is not None and address.is_ip and address.is_loopback):
-        return None
-    return "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it"
+    return text == "off" or (address is not None and address.is_ip and address.is_loopback)
 
 
-def _variable(text: str) -> str | None:
-    return None if text.isprintable() else "remove what cannot be printed"
-
-
-def _directory(text: str) -> str | None:
-    return None if text.startswith("/") else "begin it with /"
-
-
-def _absolute_directory(text: str) -> str | None:
+def _is_plain_directory(text: str) -> bool:
     parts = text.split("/")[1:]
-    is_plain = text.startswith("/") and text.isprintable() and all(parts) and ".." not in parts
-    return None if is_plain else "write for example /dev/shm/kvd"
+    return text.startswith("/") and text.isprintable() and all(parts) and ".." not in parts
 
 
-def _device(text: str) -> str | None:
-    is_one = re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]{0,2})", text) is not None
-    return None if is_one else "write cpu, or for example cuda:0"
+def _matches(pattern: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(pattern, text) is not None
 
 
-def _size(text: str) -> str | None:
-    return None if size_bytes(text) is not None else "write for example 256MiB"
+_NAME = text_rule(_matches(NAME.pattern), "choose a plain name like decode-0")
+_SIZE = text_rule(lambda text: size_bytes(text) is not None, "write for example 256MiB")
 
-
-def _ranks(text: str) -> str | None:
-    return None if ranks_of(text) is not None else "write for example 0-3, the last one included"
-
-
-def _stage(text: str) -> str | None:
-    return None if layers_of(text) is not None else "write for example 0:16, the last not included"
-
-
-def _state(text: str) -> str | None:
-    return None if state_tensor("", text) is not None else "write for example float32[64,64,128]"
-
-
-_TEXTS: dict[str, Callable[[str], str | None]] = {
-    "node.name": _name,
+_TEXTS: dict[str, TextRule] = {
+    "node.name": _NAME,
     "sockets.client": _socket,
     "sockets.admin": _socket,
-    "sockets.mode": _mode,
+    "sockets.mode": text_rule(
+        _matches(r"0[67][0-7]{2}"), "write 0660 to let the group in, 0600 to keep it out"
+    ),
     "sockets.group": _group,
-    "peers.listen": _listen,
-    "peers.allow": _name,
-    "peers.connect": _reachable,
-    "peers.secret_key_file": _absolute,
-    "peers.keys": _key,
-    "pool.name": _name,
-    "pool.device": _device,
-    "pool.size": _size,
-    "pool.saved_size": _size,
-    "pool.state": _state,
-    "pool.tp_ranks": _ranks,
-    "pool.stage": _stage,
-    "transfer.ucx": _variable,
-    "http.listen": _http,
-    "pool.directory": _absolute_directory,
-    "recorder.directory": _directory,
-}
+    "peers.listen": text_rule(_is_listener, "write for example tcp://127.0.0.1:7402"),
+    "peers.allow": _NAME,
+    "peers.connect": text_rule(_is_reachable, "write for example tcp://10.0.0.5:7402"),
+    "peers.secret_key_file": text_rule(
+        lambda text: text.startswith("/") and not text.endswith("/") and text.isprintable(),
+        "write for example /etc/kvd/peer.secret",
+    ),
+    "peers.keys": text_rule(is_key, "write the public key that kvd keygen printed on that node"),
+    "pool.name": _NAME,
+    "pool.device": text_rule(
+        _matches(r"cpu|cuda:(0|[1-9][0-9]{0,2})"), "write cpu, or for example cuda:0"
+    ),
+    "pool.size": _SIZE,
+    "pool.saved_size": _SIZE,
+    "pool.tp_ranks": text_rule(
+        lambda text: ranks_of(text) is not None, "write for example 0-3, the last one included"
+    ),
+    "pool.stage": text_rule(
+        lambda text: layers_of(text) is not None, "write for example 0:16, the last not included"
+    ),
+    "pool.directory": text_rule(_is_plain_directory, "write for example /dev/shm/kvd"),
+    "transfer.ucx": text_rule(str.isprintable, "remove what cannot be printed"),
+    "http.listen": text_rule(
+        _is_loopback,
+        "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it",
+    ),
+    "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
+} | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
+
+_ENTRIES: dict[str, TextRule] = {
+    "peers.connect": _NAME,
+    "peers.keys": _NAME,
+    "transfer.ucx": text_rule(
+        _matches(r"UCX_[A-Z0-9_]+"), "name a variable of UCX, like UCX_NET_DEVICES"
+    ),
+} | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.entries.items()}
 
 
-def entry_flaw(key: str, entry: str) -> str | None:
-    """What to do about the name of an entry of the table ``key``; None if it is right."""
-    if key in {"peers.connect", "peers.keys"}:
-        return _name(entry)
-    if key == "pool.state":
-        is_tensor = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", entry) is not None
-        return None if is_tensor else "name a tensor, like ssm"
-    is_variable = re.fullmatch(r"UCX_[A-Z0-9_]+", entry) is not None
-    return None if is_variable else "name a variable of UCX, like UCX_NET_DEVICES"
-
-
-def _silence(config: Config) -> list[Finding]:
+def _silence(config: Config) -> list[Breach]:
     """Between two limits there must be time for a Ping to be heard."""
     peers = config.peers
     out = []
     if peers.suspect_s < 2 * peers.heartbeat_s:
         rule = f"must be at least twice peers.heartbeat_s, which is {peers.heartbeat_s}"
-        out.append(Finding("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
+        out.append(Breach("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
     if peers.lost_s <= peers.suspect_s:
         rule = f"must be longer than peers.suspect_s, which is {peers.suspect_s}"
-        out.append(Finding("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
+        out.append(Breach("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
     return out
 
 
-def _others(config: Config) -> list[Finding]:
+def _others(config: Config) -> list[Breach]:
     """Peers are other nodes, each once."""
     out = []
     own = config.peers.listen
@@ -209,65 +175,82 @@ def _others(config: Config) -> list[Finding]:
     for name, endpoint in config.peers.connect.items():
         if name == config.node.name:
             rule = "is the name of this node, which is no peer of itself"
-            out.append(Finding("peers.connect", rule, "remove it, or set node.name", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="remove it, or set node.name", entry=name
+                )
+            )
         elif endpoint == own:
             rule = "is the address of this node"
-            out.append(Finding("peers.connect", rule, "give the address of the peer", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="give the address of the peer", entry=name
+                )
+            )
         elif endpoint in seen:
             rule = f"is the address of {seen[endpoint]} already"
-            out.append(Finding("peers.connect", rule, "give each peer its own address", name))
+            out.append(
+                Breach(
+                    key="peers.connect", rule=rule, fix="give each peer its own address", entry=name
+                )
+            )
         seen.setdefault(endpoint, name)
     return out
 
 
-def _allowed(config: Config) -> list[Finding]:
+def _allowed(config: Config) -> list[Breach]:
     """Whoever is a source must be let in."""
     allow = config.peers.allow
     if not allow:
         return []
     return [
-        Finding("peers.connect", "is not in peers.allow", f"add {name} to peers.allow", name)
+        Breach(
+            key="peers.connect",
+            rule="is not in peers.allow",
+            fix=f"add {name} to peers.allow",
+            entry=name,
+        )
         for name in config.peers.connect
         if name not in allow
     ]
 
 
-def _sockets_apart(config: Config) -> list[Finding]:
+def _sockets_apart(config: Config) -> list[Breach]:
     """Three sockets, three paths, none too long."""
     client, admin = config.sockets.client, config.sockets.admin
     attach = attach_path(client)
     out = []
     if ipc_path(client) == attach:
         rule = "is the path of the attach socket, which lies beside it"
-        out.append(Finding("sockets.client", rule, "name the file client.sock"))
+        out.append(Breach("sockets.client", rule, "name the file client.sock"))
     if len(attach.encode()) > SOCKET_PATH_BYTES:
         rule = f"puts attach.sock at a path of {len(attach.encode())} bytes, above 107"
-        out.append(Finding("sockets.client", rule, "choose a shorter directory"))
+        out.append(Breach("sockets.client", rule, "choose a shorter directory"))
     if ipc_path(admin) in {ipc_path(client), attach}:
         rule = f"is taken: engines use {client} and {attach}"
-        out.append(Finding("sockets.admin", rule, "name the file admin.sock"))
+        out.append(Breach("sockets.admin", rule, "name the file admin.sock"))
     return out
 
 
-def _prompt_in_frame(config: Config) -> list[Finding]:
+def _prompt_in_frame(config: Config) -> list[Breach]:
     """The tokens of a prompt travel as one frame of 4 bytes each."""
     needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
     if needed <= config.limits.max_frame_bytes:
         return []
     rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
-    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
 
 
-def _aux_in_frame(config: Config) -> list[Finding]:
+def _aux_in_frame(config: Config) -> list[Breach]:
     """The aux travels in one message, or no handoff is begun at all."""
     needed = config.limits.max_aux_bytes + MESSAGE_BYTES
     if needed <= config.limits.max_frame_bytes:
         return []
     rule = f"must hold limits.max_aux_bytes and {MESSAGE_BYTES} more"
-    return [Finding("limits.max_frame_bytes", rule, f"give at least {needed}")]
+    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
 
 
-def _ports_apart(config: Config) -> list[Finding]:
+def _ports_apart(config: Config) -> list[Breach]:
     """Two listeners cannot share a port of one address."""
     http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
     if http is None or peers is None or http.port == 0 or http.port != peers.port:
@@ -275,21 +258,122 @@ def _ports_apart(config: Config) -> list[Finding]:
     if http.host != peers.host and not peers.is_wildcard:
         return []
     rule = f"uses port {http.port} as peers.listen does"
-    return [Finding("http.listen", rule, "choose another port")]
+    return [Breach("http.listen", rule, "choose another port")]
 
+
+# ---- keys of peers: nothing leaves this host without them, and each is of one node ------------
+
+_BARE = (
+    "leaves this host, and peers.secret_key_file is not set: nothing would be encrypted, and "
+    "anyone could speak as any node"
+)
+_ACCEPT = (
+    "run kvd keygen and set peers.secret_key_file and peers.keys; or stay on loopback; or set "
+    "peers.insecure = true if every host of that network is trusted"
+)
+
+
+def _leaves_host(config: Config) -> list[Breach]:
+    """Nothing goes to another host without keys, unless the operator said that it may."""
+    peers = config.peers
+    if peers.insecure or peers.secret_key_file is not None:
+        return []
+    out = []
+    listen = tcp_address(peers.listen)
+    if listen is not None and not listen.is_loopback:
+        out.append(Breach("peers.listen", _BARE, _ACCEPT))
+    for name, endpoint in peers.connect.items():
+        address = tcp_address(endpoint)
+        if address is not None and not address.is_loopback:
+            out.append(Breach(key="peers.connect", rule=_BARE, fix=_ACCEPT, entry=name))
+    return out
+
+
+def _own_key(config: Config) -> list[Breach]:
+    """The secret file can be used, is wanted, and is there if keys are."""
+    peers = config.peers
+    if peers.secret_key_file is None:
+        rule = "is of no use without peers.secret_key_file, this node's own key"
+        fix = "make one with kvd keygen and set peers.secret_key_file"
+        return [
+            Breach(key="peers.keys", rule=rule, fix=fix, entry=name)
+            for name in list(peers.keys)[:1]
+        ]
+    out = []
+    if peers.insecure:
+        rule = "contradicts peers.secret_key_file, with which every peer must prove its key"
+        out.append(Breach("peers.insecure", rule, "remove one of the two"))
+    own = read_pair(peers.secret_key_file)
+    if isinstance(own, KeyFlaw):
+        out.append(Breach("peers.secret_key_file", own.rule, own.fix))
+        return out
+    for name, key in peers.keys.items():
+        if name == config.node.name and key != own.public:
+            rule = "is this node, and not the public key of peers.secret_key_file"
+            out.append(
+                Breach(
+                    key="peers.keys", rule=rule, fix=f"write {own.public} or remove it", entry=name
+                )
+            )
+        elif name != config.node.name and key == own.public:
+            rule = "is the key of this node itself"
+            fix = f"write the key that kvd keygen printed on {name}"
+            out.append(Breach(key="peers.keys", rule=rule, fix=fix, entry=name))
+    return out
+
+
+def _one_key_each(config: Config) -> list[Breach]:
+    """A key says which node speaks: it is of one node."""
+    out = []
+    seen: dict[str, str] = {}
+    for name, key in config.peers.keys.items():
+        if key in seen:
+            rule = f"is the key of {seen[key]} already, and a key is of one node"
+            out.append(
+                Breach(key="peers.keys", rule=rule, fix=f"run kvd keygen on {name} too", entry=name)
+            )
+        seen.setdefault(key, name)
+    return out
+
+
+def _all_have_keys(config: Config) -> list[Breach]:
+    """Whoever is dialed or let in by name has a key to prove it with."""
+    peers = config.peers
+    if peers.secret_key_file is None:
+        return []
+    rule = "has no key in peers.keys, so it cannot be told from anyone else"
+    out = [
+        Breach(
+            key="peers.connect",
+            rule=rule,
+            fix=f"set peers.keys.{name} to its public key",
+            entry=name,
+        )
+        for name in peers.connect
+        if name not in peers.keys
+    ]
+    out += [
+        Breach("peers.allow", f"names {name}, which {rule}", f"set peers.keys.{name}, or remove it")
+        for name in peers.allow
+        if name not in peers.keys
+    ]
+    return out
+
+
+_SECRET = "peers.secret_key_file"
 
 RULES = (
-    *FAMILY_RULES,
-    *SHARD_RULES,
-    *PREFILL_ONLY_RULES,
-    *KEPT_RULES,
-    Rule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
-    *KEY_RULES,
-    Rule(_others, frozenset({"node.name", "peers.listen"})),
-    Rule(_allowed, frozenset({"peers.allow"})),
-    Rule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
-    Rule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
-    Rule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
-    Rule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
+    *POOL_RULES,
+    KeyRule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
+    KeyRule(_leaves_host, frozenset({"peers.listen", "peers.insecure", _SECRET})),
+    KeyRule(_own_key, frozenset({"node.name", "peers.insecure", "peers.keys", _SECRET})),
+    KeyRule(_one_key_each, frozenset({"peers.keys"})),
+    KeyRule(_all_have_keys, frozenset({"peers.allow", "peers.keys", _SECRET})),
+    KeyRule(_others, frozenset({"node.name", "peers.listen"})),
+    KeyRule(_allowed, frozenset({"peers.allow"})),
+    KeyRule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
+    KeyRule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
+    KeyRule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
+    KeyRule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
 )
 """Every rule over several keys. Invalid entries of tables are left out before they are judged."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.config.keys import KEYS, Kind
-from kvd.config.origin import ConfigError, Origin, Source
+from kvd.config.keys import KEYS, KeyKind
+from kvd.config.origin import ConfigError, ValueOrigin, ValueSource
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Assignment(msgspec.Struct, frozen=True):
 
     key: str
     value: object
-    origin: Origin
+    origin: ValueOrigin
     entry: str | None = None
 
     @property
     def subject(self) -> str:
-        """Key and entry as one dotted name."""
+        """ConfigKey and entry as one dotted name."""
         return self.key if self.entry is None else f"{self.key}.{self.entry}"
 
     @property
@@ -52,7 +52,7 @@ class Assignment(msgspec.Struct, frozen=True):
         """The value as it stands in its source."""
         if self.key == SECRET and is_key(str(self.value)):
             return HIDDEN
-        if self.origin.source is Source.FILE:
+        if self.origin.source is ValueSource.FILE:
             return shown(self.value)
         return readable(str(self.value))
 
@@ -80,7 +80,11 @@ def read_file(path: Path) -> Read:
         place = re.search(r"\(at line (\d+), column \d+\)", str(failure))
         where = f"{path}:{place[1]}" if place else str(path)
         rule = f"is not TOML: {re.sub(r' [(]at .*[)]$', '', str(failure))}"
-        return Read(errors=(ConfigError(where, "", "", rule, "correct the syntax"),))
+        return Read(
+            errors=(
+                ConfigError(where=where, key="", value="", rule=rule, fix="correct the syntax"),
+            )
+        )
     lines = line_numbers(text)
     assignments: list[Assignment] = []
     for section, content in parsed.items():
@@ -91,7 +95,7 @@ def read_file(path: Path) -> Read:
 def _unreadable(where: str, rule: str) -> Read:
     """A file that gives nothing."""
     fix = "give the path of a readable TOML file"
-    return Read(errors=(ConfigError(where, "", "", rule, fix),))
+    return Read(errors=(ConfigError(where=where, key="", value="", rule=rule, fix=fix),))
 
 
 Place = tuple[str, dict[tuple[str, ...], int]]
@@ -106,9 +110,11 @@ def _section(section: str, content: object, place: Place) -> list[Assignment]:
     for name, value in content.items():
         path = f"{section}.{name}"
         known = KEYS.get(path)
-        if known is not None and known.kind is Kind.TABLE and isinstance(value, dict):
+        if known is not None and known.kind is KeyKind.TABLE and isinstance(value, dict):
             out += [
-                Assignment(path, item, _origin(place, (section, name, entry)), entry)
+                Assignment(
+                    key=path, value=item, origin=_origin(place, (section, name, entry)), entry=entry
+                )
                 for entry, item in value.items()
             ]
         else:
@@ -116,14 +122,14 @@ def _section(section: str, content: object, place: Place) -> list[Assignment]:
     return out
 
 
-def _origin(place: Place, path: tuple[str, ...]) -> Origin:
+def _origin(place: Place, path: tuple[str, ...]) -> ValueOrigin:
     """Where ``path`` stands: its own line, else that of the nearest table around it."""
     name, lines = place
     for length in range(len(path), 0, -1):
         line = lines.get(path[:length])
         if line is not None:
-            return Origin(Source.FILE, name, line)
-    return Origin(Source.FILE, name)
+            return ValueOrigin(ValueSource.FILE, name, line)
+    return ValueOrigin(ValueSource.FILE, name)
 
 
 _BARE = r"[A-Za-z0-9_-]+"
@@ -192,9 +198,11 @@ def read_environment(environ: Mapping[str, str]) -> Read:
             if name in meant:
                 errors.append(_one_underscore(name, meant[name], environ[name]))
             continue
-        origin = Origin(Source.ENVIRONMENT, name)
+        origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
         key, entry = _split(f"{section.lower()}.", rest, "__")
-        assignments.append(Assignment(key.lower(), environ[name], origin, entry))
+        assignments.append(
+            Assignment(key=key.lower(), value=environ[name], origin=origin, entry=entry)
+        )
     return Read(tuple(assignments), tuple(errors))
 
 
@@ -203,7 +211,9 @@ def _one_underscore(name: str, key: str, value: str) -> ConfigError:
     section, _, rest = key.partition(".")
     right = f"{PREFIX}{section}__{rest}".upper()
     rule = "two underscores part section and key"
-    return ConfigError(name, key, readable(value), rule, f"name it {right}")
+    return ConfigError(
+        where=name, key=key, value=readable(value), rule=rule, fix=f"name it {right}"
+    )
 
 
 def read_sets(sets: Sequence[str]) -> Read:
@@ -213,23 +223,23 @@ def read_sets(sets: Sequence[str]) -> Read:
     for text in sets:
         path, separator, value = text.partition("=")
         is_secret = path.strip() == SECRET and is_key(value.strip())
-        origin = Origin(Source.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
+        origin = ValueOrigin(ValueSource.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
         if not separator or "." not in path:
             rule = "has the form section.key=value"
             fix = "write for example --set pool.pages=1024"
-            errors.append(ConfigError(origin.place, "", "", rule, fix))
+            errors.append(ConfigError(where=origin.place, key="", value="", rule=rule, fix=fix))
             continue
         section, _, rest = path.strip().partition(".")
         key, entry = _split(f"{section}.", rest, ".")
-        assignments.append(Assignment(key, value.strip(), origin, entry))
+        assignments.append(Assignment(key=key, value=value.strip(), origin=origin, entry=entry))
     return Read(tuple(assignments), tuple(errors))
 
 
 def _split(section: str, rest: str, separator: str) -> tuple[str, str | None]:
-    """Key and entry of ``rest``; only the keys that are tables have entries."""
+    """ConfigKey and entry of ``rest``; only the keys that are tables have entries."""
     name, found, entry = rest.partition(separator)
     known = KEYS.get(f"{section}{name.lower()}")
-    if found and known is not None and known.kind is Kind.TABLE:
+    if found and known is not None and known.kind is KeyKind.TABLE:
         return known.path, entry
     return f"{section}{rest.replace(separator, '.')}", None
 

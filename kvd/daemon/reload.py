@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvd.config import Config
-from kvd.config.changes import Change, changes, with_changes
+from kvd.config.render import KeyChange, changes, with_changes
 from kvd.core.inputs import Reconfigured, ReloadRefused
 from kvd.wire.admin import Changed, Reloaded
 from kvd.wire.codec import NO_CALL
@@ -87,7 +87,7 @@ class Reloader:
             tuple(Changed(*one.texts) for one in waiting),
         )
 
-    def _apply(self, live: list[Change]) -> None:
+    def _apply(self, live: list[KeyChange]) -> None:
         """What is the shell's own; the core hears of its figures by an input."""
         daemon, config = self._daemon, self._daemon.config
         keys = {one.key for one in live}
@@ -100,14 +100,14 @@ class Reloader:
         daemon.links.dial(_added(live, "peers.connect"))
 
 
-def _is_live(change: Change, before: Config, after: Config) -> bool:
+def _is_live(change: KeyChange, before: Config, after: Config) -> bool:
     """Whether it needs no restart; peers are not met under another key than they are told of."""
     has_same_key = before.peers.secret_key_file == after.peers.secret_key_file
     may_grow = change.key in GROWING and change.is_addition and has_same_key
     return change.key in LIVE or may_grow
 
 
-def _added(live: list[Change], table: str) -> dict[str, str]:
+def _added(live: list[KeyChange], table: str) -> dict[str, str]:
     """New entries of a table."""
     return {
         one.entry: cast("str", one.after)
@@ -116,6 +116,6 @@ def _added(live: list[Change], table: str) -> dict[str, str]:
     }
 
 
-def _in_words(change: Change) -> str:
+def _in_words(change: KeyChange) -> str:
     subject, before, after = change.texts
     return f"{subject}: {before or 'none'} -> {after or 'none'}"

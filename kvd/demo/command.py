@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvd.core.layout.page_sizes import window_flaw
 from kvd.demo import embedding
 from kvd.demo.division import ALONE, Division, DivisionWay, need_divisible
 from kvd.demo.models import ARCHITECTURES, DTYPES, ENCODERS, PAGE_SIZE
@@ -247,7 +248,8 @@ def _need_sense(ctx: click.Context, settings: DemoSettings) -> None:
             f"{settings.model} keeps no KV of tokens: its pages are single tokens",
             param_hint="--page-size",
         )
-    if settings.page_size == 1 and settings.architecture.shape.window_tokens:
+    page = settings.page_size
+    if page is not None and window_flaw(page) and settings.architecture.shape.window_tokens:
         raise click.BadParameter(
             f"{settings.model} has layers with a window, whose tail begins at the border of a page "
             "of several tokens",

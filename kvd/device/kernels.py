@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import override
 
+from kvd.core.layout.page_sizes import kernel_flaw
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -180,8 +182,8 @@ def _second_generation(machine: Machine, need: Need) -> Iterator[str]:
     if need.k_dim != need.v_dim:
         yield f"K and V must have one head_dim, these {need.k_dim} and {need.v_dim}"
     yield from _dims(need)
-    if need.page_size % 256:
-        yield f"page_size {need.page_size} is no multiple of 256"
+    if why := kernel_flaw(need.page_size):
+        yield why
 
 
 def _flash(kernel: Kernel, machine: Machine, need: Need) -> Iterator[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.layout.geometry import PieceRow
+from kvd.core.layout.page_sizes import pages_in
 
 if TYPE_CHECKING:
     from kvd.transfer.metadata import RegionNote
@@ -52,7 +53,7 @@ def uncut(note: RegionNote, split: int) -> str:
             f"pages of region {note.name!r} cannot be cut into {split} pieces: what they hold is "
             "not laid out by slots"
         )
-    if note.page_tokens % split:
+    if pages_in(note.page_tokens, split) is None:
         return (
             f"pages of region {note.name!r} have {note.page_tokens} slots, which do not make "
             f"{split} equal pieces"

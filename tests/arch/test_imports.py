@@ -19,7 +19,7 @@ MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
-    *("kvd.console", "kvd.journal", "kvd.zmtp"),
+    *("kvd.console", "kvd.families", "kvd.journal", "kvd.zmtp"),
 }
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
 
@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "kvd.trace": BOTTOM,
     "kvd.wire": WIRE,
     "kvd.core": CORE,
-    "kvd.config": MIDDLE | {"kvd.config"},
+    "kvd.families": CORE | {"kvd.families"},
+    "kvd.config": MIDDLE | {"kvd.families", "kvd.config"},
     "kvd.pools": MIDDLE | {"kvd.pools"},
     "kvd.device": MIDDLE | {"kvd.pools", "kvd.device"},
     "kvd.transfer": MIDDLE | {"kvd.device", "kvd.transfer"},

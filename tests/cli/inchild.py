@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.cli.finding import Finding, Subject
+from kvd.cli.doctor.finding import DoctorFinding, Subject
 from kvd.config import load
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def subject(*sets: str, root: Path = Path("/"), **environ: str) -> Subject:
 
 
 def in_child(
-    spoil: Callable[[], object], check: Callable[[Subject], list[Finding]], about: Subject
-) -> dict[str, Finding]:
+    spoil: Callable[[], object], check: Callable[[Subject], list[DoctorFinding]], about: Subject
+) -> dict[str, DoctorFinding]:
     """What ``check`` finds after ``spoil``, by check; neither reaches this process."""
     there, here = os.pipe()
     pid = os.fork()
@@ -48,7 +48,7 @@ def in_child(
         text = answer.read()
     os.waitpid(pid, 0)
     assert text.startswith(b"["), text.decode() or "the child died"
-    return {one.check: one for one in msgspec.json.decode(text, type=list[Finding])}
+    return {one.check: one for one in msgspec.json.decode(text, type=list[DoctorFinding])}
 
 
 def nobody() -> None:

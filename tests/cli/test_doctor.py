@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvd.cli import host_checks, kvd, pool_checks, transport_checks
-from kvd.cli.finding import Severity, Subject
-from kvd.cli.selftransfer import Measured, lanes_of
+from kvd.cli import kvd
+from kvd.cli.doctor import command, host, memory, transport
+from kvd.cli.doctor.finding import Severity, Subject
+from kvd.cli.doctor.selftransfer import Measured, lanes_of
 from kvd.config import load
 from kvd.pools.arena import SPARE_BYTES
 from kvd.pools.host_memory import Free
@@ -57,7 +58,7 @@ def test_a_wrong_configuration_is_a_finding_and_the_rest_is_checked(tmp_path):
 
 
 def test_a_pool_larger_than_memory_is_wrong():
-    [finding] = pool_checks.memory(subject("pool.size=50TiB"))
+    [finding] = memory.memory(subject("pool.size=50TiB"))
 
     assert finding.severity is WRONG
     assert finding.what.startswith(
@@ -69,10 +70,10 @@ def test_a_pool_larger_than_memory_is_wrong():
 def test_memory_is_judged_by_the_rule_that_the_daemon_reserves_by(monkeypatch):
     """What fits only without the spare that is left to the host is wrong here as it is there."""
     free = Free(SPARE_BYTES + 2**30 - 1, "memory.max of control group /x")
-    monkeypatch.setattr(pool_checks, "free_memory", lambda: free)
+    monkeypatch.setattr(memory, "free_memory", lambda: free)
 
-    assert severities(pool_checks.memory(subject("pool.size=1GiB"))) == {"memory": WRONG}
-    [fits] = pool_checks.memory(subject("pool.size=512MiB"))  # and an eighth for retracted leases
+    assert severities(memory.memory(subject("pool.size=1GiB"))) == {"memory": WRONG}
+    [fits] = memory.memory(subject("pool.size=512MiB"))  # and an eighth for retracted leases
     assert (fits.severity, fits.what) == (
         GOOD,
         "the pool takes 576.0 MiB of 1.2 GiB free (memory.max of control group /x)",
@@ -82,7 +83,7 @@ def test_memory_is_judged_by_the_rule_that_the_daemon_reserves_by(monkeypatch):
 def test_a_directory_that_anyone_may_write_to_is_wrong(tmp_path):
     tmp_path.chmod(0o777)
 
-    [finding] = host_checks.runtime_directory(
+    [finding] = host.runtime_directory(
         subject(f"sockets.admin=ipc://{tmp_path}/a", f"sockets.client=ipc://{tmp_path}/c")
     )
 
@@ -92,7 +93,7 @@ def test_a_directory_that_anyone_may_write_to_is_wrong(tmp_path):
 def test_a_directory_that_the_daemon_can_make_is_good(tmp_path):
     place = tmp_path / "run"
 
-    [finding] = host_checks.runtime_directory(
+    [finding] = host.runtime_directory(
         subject(f"sockets.admin=ipc://{place}/a", f"sockets.client=ipc://{place}/c")
     )
 
@@ -102,10 +103,10 @@ def test_a_directory_that_the_daemon_can_make_is_good(tmp_path):
 def test_a_taken_port_is_wrong_and_a_free_one_good():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        taken = host_checks.addresses(
+        taken = host.addresses(
             subject(f"peers.listen=tcp://127.0.0.1:{port}", "http.listen=127.0.0.1:0")
         )
-    free = host_checks.addresses(subject(f"peers.listen=tcp://127.0.0.1:{port}", "http.listen=off"))
+    free = host.addresses(subject(f"peers.listen=tcp://127.0.0.1:{port}", "http.listen=off"))
 
     assert severities(taken) == {"peers.listen": WRONG}
     assert severities(free) == {"peers.listen": GOOD}
@@ -113,7 +114,7 @@ def test_a_taken_port_is_wrong_and_a_free_one_good():
 
 def test_a_daemon_that_answers_is_named_and_owns_its_ports(daemon):
     with socket.create_server(("127.0.0.1", 0)) as its:
-        found = host_checks.addresses(
+        found = host.addresses(
             subject(
                 f"sockets.admin={daemon.endpoint}",
                 f"peers.listen=tcp://127.0.0.1:{its.getsockname()[1]}",
@@ -138,8 +139,8 @@ def test_a_daemon_that_answers_is_named_and_owns_its_ports(daemon):
     ],
 )
 def test_a_variable_that_hurts_is_found_wherever_it_is_set(name, value):
-    from_environ = transport_checks.ucx_environment(subject(**{name: value}))
-    from_config = transport_checks.ucx_environment(subject(f"transfer.ucx.{name}={value}"))
+    from_environ = transport.ucx_environment(subject(**{name: value}))
+    from_config = transport.ucx_environment(subject(f"transfer.ucx.{name}={value}"))
 
     assert severities(from_environ) == {name: POOR}
     assert from_config == from_environ
@@ -156,14 +157,14 @@ def test_a_variable_that_hurts_is_found_wherever_it_is_set(name, value):
     ],
 )
 def test_a_variable_that_is_harmless_is_only_listed(name, value):
-    [finding] = transport_checks.ucx_environment(subject(**{name: value}))
+    [finding] = transport.ucx_environment(subject(**{name: value}))
 
     assert (finding.severity, finding.what) == (GOOD, name)
 
 
 @pytest.mark.slow
 def test_self_transfer_moves_the_bytes_of_two_real_processes_by_both_ways():
-    here, network = transport_checks.self_transfer(subject())
+    here, network = transport.self_transfer(subject())
 
     assert (here.severity, network.severity) == (GOOD, GOOD), (here.what, network.what)
     assert "64.0 MiB at " in here.what
@@ -194,7 +195,7 @@ def test_lanes_are_those_of_long_writes_to_the_last_connection():
 
 @pytest.mark.slow
 def test_a_transfer_without_direct_copies_is_poor_and_names_what_it_went_by():
-    [finding] = transport_checks.self_transfer(subject("transfer.ucx.UCX_TLS=tcp"))
+    [finding] = transport.self_transfer(subject("transfer.ucx.UCX_TLS=tcp"))
 
     assert finding.severity is POOR
     assert "by network (" in finding.what
@@ -212,12 +213,12 @@ def test_a_transfer_without_direct_copies_is_poor_and_names_what_it_went_by():
     ],
 )
 def test_the_network_is_tried_with_the_transports_that_were_chosen_for_it(tls, without):
-    assert transport_checks.without_host(tls) == without
+    assert transport.without_host(tls) == without
 
 
 def network(about, lanes):
     measured = Measured(64 * 2**20, 0.01, Route.NETWORK, bytes_equal=True, lanes=lanes)
-    return transport_checks.judge_network(about, measured)
+    return transport.judge_network(about, measured)
 
 
 def test_a_device_of_containers_is_poor_where_peers_are_elsewhere():
@@ -237,3 +238,11 @@ def test_tcp_is_poor_where_there_is_an_rdma_device(tmp_path):
     assert network(about, "tcp/eth0").severity is POOR
     assert "although there is mlx5_0" in network(about, "tcp/eth0").what
     assert network(about, "rc_mlx5/mlx5_0:1").severity is GOOD
+
+
+def test_each_row_of_the_table_says_what_is_asked_and_what_usually_helps() -> None:
+    names = [one.name for one in command.CHECKS]
+
+    assert len(set(names)) == len(names)
+    assert all(one.remedy and (one.run.__doc__ or "").splitlines()[0] for one in command.CHECKS)
+    assert [one.name for one in command.CHECKS if one.is_slow] == ["peers", "self-transfer"]

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvd import curve
-from kvd.cli import key_checks, kvd
-from kvd.cli.finding import Finding, Severity, Subject
+from kvd.cli import kvd
+from kvd.cli.doctor import peers
+from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject
 from kvd.config import load
 
 OTHER, THIRD = curve.new_pair(), curve.new_pair()
@@ -22,15 +23,15 @@ def secret(tmp_path):
     return tmp_path / "peer.secret"
 
 
-def found(*sets: str) -> dict[str, Finding]:
+def found(*sets: str) -> dict[str, DoctorFinding]:
     config = load(Path(os.devnull), {}, ["node.name=me", *sets])
     assert not isinstance(config, list), config
-    return {one.check: one for one in key_checks.peer_keys(Subject(config, {}))}
+    return {one.check: one for one in peers.peer_keys(Subject(config, {}))}
 
 
 def test_loopback_without_keys_is_good_and_says_what_it_means():
     assert found() == {
-        "peers": Finding(
+        "peers": DoctorFinding(
             "peers",
             Severity.GOOD,
             "without keys, on loopback only: any user of this host may be any node",

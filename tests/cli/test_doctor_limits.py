@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import clock_checks, doctor, limit_checks, permission_checks, running, transport_checks
-from kvd.cli.clock_checks import Clocks
-from kvd.cli.finding import Finding, Severity, Subject
+from kvd.cli.doctor import command, host, transport
+from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject, judged
+from kvd.cli.doctor.host import Clocks
 from tests.cli.inchild import in_child, nobody, subject, write
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
@@ -32,8 +32,8 @@ def rdma(root) -> None:
 
 
 def test_too_few_open_files_for_the_clients_is_poor_and_far_too_few_wrong():
-    few = in_child(limit(resource.RLIMIT_NOFILE, 300), limit_checks.open_files, subject())
-    none = in_child(limit(resource.RLIMIT_NOFILE, 64), limit_checks.open_files, subject())
+    few = in_child(limit(resource.RLIMIT_NOFILE, 300), host.open_files, subject())
+    none = in_child(limit(resource.RLIMIT_NOFILE, 64), host.open_files, subject())
 
     assert few["open files"].severity is POOR
     assert few["open files"].what == (
@@ -48,9 +48,9 @@ def test_each_shard_takes_open_files_and_locked_memory(tmp_path):
     rdma(tmp_path)
     few = limit(resource.RLIMIT_NOFILE, 300)
     sets = ("pool.heads=8", "pool.tp_size=4", "pool.replicas=2")
-    found = in_child(few, limit_checks.open_files, subject(*sets))
+    found = in_child(few, host.open_files, subject(*sets))
     spoil = limit(resource.RLIMIT_MEMLOCK, 65_536)
-    pinned = in_child(spoil, limit_checks.locked_memory, subject(*sets, root=tmp_path))
+    pinned = in_child(spoil, host.locked_memory, subject(*sets, root=tmp_path))
 
     assert found["open files"].fix.endswith(f"ulimit -n {896 + 7 * 2}")
     assert "would pin 64.0 MiB (kv 64.0 MiB)" in pinned["memlock"].what
@@ -58,9 +58,9 @@ def test_each_shard_takes_open_files_and_locked_memory(tmp_path):
 
 def test_locked_memory_counts_only_where_a_device_pins_the_pool(tmp_path):
     spoil = limit(resource.RLIMIT_MEMLOCK, 65_536)
-    bare = in_child(spoil, limit_checks.locked_memory, subject(root=tmp_path))
+    bare = in_child(spoil, host.locked_memory, subject(root=tmp_path))
     rdma(tmp_path)
-    pinned = in_child(spoil, limit_checks.locked_memory, subject(root=tmp_path))
+    pinned = in_child(spoil, host.locked_memory, subject(root=tmp_path))
 
     assert bare["memlock"].severity is GOOD
     assert pinned["memlock"].severity is WRONG
@@ -73,7 +73,7 @@ def test_locked_memory_is_not_limited_for_whom_the_kernel_does_not_limit_it(tmp_
     write(tmp_path, proc__self__status=f"Name:\tkvd\nCapEff:\t{1 << 14:016x}")
     spoil = limit(resource.RLIMIT_MEMLOCK, 65_536)
 
-    found = in_child(spoil, limit_checks.locked_memory, subject(root=tmp_path))
+    found = in_child(spoil, host.locked_memory, subject(root=tmp_path))
 
     assert found["memlock"].severity is GOOD
     assert "CAP_IPC_LOCK" in found["memlock"].what
@@ -82,7 +82,7 @@ def test_locked_memory_is_not_limited_for_whom_the_kernel_does_not_limit_it(tmp_
 def test_limits_are_those_of_the_daemon_where_one_holds_the_lock(tmp_path):
     """The shell that asks has other limits than the service."""
     about = subject(f"sockets.client=ipc://{tmp_path}/c.sock")
-    assert running.judged(about).pid == 0
+    assert judged(about).pid == 0
     told, tell = os.pipe()
     ready, is_ready = os.pipe()
     pid = os.fork()
@@ -96,13 +96,13 @@ def test_limits_are_those_of_the_daemon_where_one_holds_the_lock(tmp_path):
         os.read(told, 1)
         os._exit(0)
     os.read(ready, 1)
-    [finding] = limit_checks.open_files(about)
+    [finding] = host.open_files(about)
     os.close(tell)
     os.waitpid(pid, 0)
 
     assert finding.severity is WRONG
     assert finding.what.startswith(f"the running daemon (pid {pid}) may open 77;")
-    assert running.judged(about).pid == 0, "the lock of a daemon that ended is nobody's"
+    assert judged(about).pid == 0, "the lock of a daemon that ended is nobody's"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_yama_takes_direct_copies_from_whom_it_does(tmp_path, scope, caps, sever
         proc__self__status=f"CapEff:\t{caps:016x}",
     )
 
-    [finding] = limit_checks.direct_copies(subject(root=tmp_path))
+    [finding] = host.direct_copies(subject(root=tmp_path))
 
     assert finding.severity is severity
     assert fix in finding.fix
@@ -133,7 +133,7 @@ def clocks(**changes) -> Clocks:
 
 def test_a_synchronised_clock_is_good_and_another_poor_or_wrong():
     judged = [
-        clock_checks.judge(one)
+        host.judge_clocks(one)
         for one in (
             clocks(slept_s=0.0),
             clocks(slept_s=0.0, is_synchronised=False),
@@ -153,7 +153,7 @@ def test_a_synchronised_clock_is_good_and_another_poor_or_wrong():
 
 
 def test_the_kernel_says_whether_the_clock_is_synchronised():
-    found = clock_checks.read_clocks()
+    found = host.read_clocks()
 
     assert found.is_synchronised in {True, False}
     assert abs(found.now_s - time.time()) < 5
@@ -174,7 +174,7 @@ def fall_asleep() -> None:
 @root_only
 @pytest.mark.skipif(not Path("/proc/self/timens_offsets").exists(), reason="no time namespaces")
 def test_a_host_that_slept_is_poor():
-    finding = in_child(fall_asleep, clock_checks.clock, subject())["suspend"]
+    finding = in_child(fall_asleep, host.clock, subject())["suspend"]
 
     assert finding.severity is POOR
     assert finding.what.startswith("this host slept for 100 s since it was booted")
@@ -185,7 +185,7 @@ def test_a_slow_clock_source_is_poor_with_the_one_to_choose(tmp_path):
     write(tmp_path, **{f"{place}current_clocksource": "hpet\n"})
     write(tmp_path, **{f"{place}available_clocksource": "hpet tsc acpi_pm\n"})
 
-    finding = clock_checks.clock(subject(root=tmp_path))[-1]
+    finding = host.clock(subject(root=tmp_path))[-1]
 
     assert (finding.check, finding.severity) == ("clock source", POOR)
     assert finding.fix.startswith("echo tsc > /sys/devices/system/clocksource/")
@@ -195,7 +195,7 @@ def test_a_slow_clock_source_is_poor_with_the_one_to_choose(tmp_path):
 def test_a_group_that_the_user_is_not_in_is_wrong():
     about = subject("sockets.group=adm")
 
-    found = in_child(nobody, permission_checks.user, about)
+    found = in_child(nobody, host.user, about)
 
     assert found["user"].severity is WRONG
     assert found["user"].what == (
@@ -206,11 +206,9 @@ def test_a_group_that_the_user_is_not_in_is_wrong():
 
 def test_recordings_need_a_directory_and_room(tmp_path):
     folder = tmp_path / "deep" / "recordings"
-    there = permission_checks.recordings(subject(f"recorder.directory={folder}"))
-    huge = permission_checks.recordings(
-        subject(f"recorder.directory={folder}", f"recorder.max_bytes={2**36}")
-    )
-    off = permission_checks.recordings(subject("recorder.enabled=false"))
+    there = host.recordings(subject(f"recorder.directory={folder}"))
+    huge = host.recordings(subject(f"recorder.directory={folder}", f"recorder.max_bytes={2**36}"))
+    off = host.recordings(subject("recorder.enabled=false"))
 
     assert [one.severity for one in there] == [GOOD]
     assert huge[0].severity in {GOOD, POOR}
@@ -223,7 +221,7 @@ def test_recordings_in_a_directory_of_somebody_else_are_poor(tmp_path):
     tmp_path.chmod(0o700)
     about = subject(f"recorder.directory={tmp_path}/recordings")
 
-    found = in_child(nobody, permission_checks.recordings, about)
+    found = in_child(nobody, host.recordings, about)
 
     [finding] = found.values()
     assert finding.severity is POOR
@@ -248,8 +246,8 @@ def test_devices_that_the_user_may_not_open_are_poor():
         (root / "dev/nvidia0").chmod(0o660)
         about = subject(root=root)
 
-        shut = in_child(nobody, permission_checks.devices, about)
-        own = in_child(lambda: None, permission_checks.devices, about)
+        shut = in_child(nobody, host.devices, about)
+        own = in_child(lambda: None, host.devices, about)
 
     assert {check: one.severity for check, one in shut.items()} == {"rdma": POOR, "gpu": POOR}
     assert f"{root}/dev/infiniband/uverbs0 may not be opened" in shut["rdma"].what
@@ -258,13 +256,13 @@ def test_devices_that_the_user_may_not_open_are_poor():
 
 
 def test_a_host_without_devices_says_nothing_of_them(tmp_path):
-    assert permission_checks.devices(subject(root=tmp_path)) == []
+    assert host.devices(subject(root=tmp_path)) == []
 
 
 def test_an_rdma_device_without_its_node_is_poor(tmp_path):
     write(tmp_path, sys__class__infiniband__mlx5_0__node_type="1: CA")
 
-    [finding] = permission_checks.devices(subject(root=tmp_path))
+    [finding] = host.devices(subject(root=tmp_path))
 
     assert (finding.check, finding.severity) == ("rdma", POOR)
     assert "--device=/dev/infiniband" in finding.fix
@@ -273,12 +271,12 @@ def test_an_rdma_device_without_its_node_is_poor(tmp_path):
 def test_credentials_that_are_not_there_are_wrong(tmp_path):
     (tmp_path / "peer.secret").write_text("x")
 
-    there = permission_checks.credentials(subject(CREDENTIALS_DIRECTORY=str(tmp_path)))
-    gone = permission_checks.credentials(subject(CREDENTIALS_DIRECTORY=f"{tmp_path}/no"))
+    there = host.credentials(subject(CREDENTIALS_DIRECTORY=str(tmp_path)))
+    gone = host.credentials(subject(CREDENTIALS_DIRECTORY=f"{tmp_path}/no"))
 
     assert [(one.severity, one.what) for one in there] == [(GOOD, f"{tmp_path}: peer.secret")]
     assert [one.severity for one in gone] == [WRONG]
-    assert permission_checks.credentials(subject()) == []
+    assert host.credentials(subject()) == []
 
 
 @root_only
@@ -293,9 +291,9 @@ def test_a_user_without_any_right_gets_findings_and_no_traceback(tmp_path):
         "http.listen=127.0.0.1:80",
     )
 
-    def all_but_nixl(one: Subject) -> list[Finding]:
-        checks = [check for check in doctor.CHECKS if check is not transport_checks.binding]
-        return [finding for check in checks for finding in check(one)]
+    def all_but_nixl(one: Subject) -> list[DoctorFinding]:
+        checks = [one for one in command.CHECKS if one.run is not transport.binding]
+        return [finding for check in checks for finding in check.run(one)]
 
     found = in_child(nobody, all_but_nixl, about)
 

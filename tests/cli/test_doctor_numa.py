@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from kvd.cli.finding import Severity
-from kvd.cli.numa_checks import numa
+from kvd.cli.doctor.finding import Severity
+from kvd.cli.doctor.memory import numa
 from tests.cli.inchild import subject, write
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG

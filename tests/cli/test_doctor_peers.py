@@ -13,9 +13,10 @@ import zmq
 from click.testing import CliRunner
 
 from kvd import curve
-from kvd.cli import host_checks, kvd, neighbour_checks
-from kvd.cli.finding import Severity
-from kvd.cli.neighbour_checks import neighbours
+from kvd.cli import kvd
+from kvd.cli.doctor import host, peers
+from kvd.cli.doctor.finding import Severity
+from kvd.cli.doctor.peers import neighbours
 from kvd.config import pool_spec
 from kvd.core.layout.spec import fingerprint
 from kvd.wire import admin
@@ -150,7 +151,7 @@ def test_nobody_at_the_address_is_poor_with_the_reason():
 
     assert finding.severity is POOR
     assert finding.what.endswith("cannot be reached: Connection refused")
-    assert time.monotonic() - started_s < 3 * neighbour_checks.CONNECT_S
+    assert time.monotonic() - started_s < 3 * peers.CONNECT_S
 
 
 def test_something_else_at_the_address_is_wrong():
@@ -258,7 +259,7 @@ def test_a_peer_born_in_the_future_has_another_clock():
 def test_a_taken_port_names_who_has_it():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        [finding] = host_checks.addresses(
+        [finding] = host.addresses(
             subject(
                 "sockets.admin=ipc:///nowhere/a",
                 f"peers.listen=tcp://127.0.0.1:{port}",
@@ -268,7 +269,7 @@ def test_a_taken_port_names_who_has_it():
 
     assert finding.severity is WRONG
     assert f"127.0.0.1:{port} is taken by " in finding.what
-    assert host_checks.listener(port) == 0
+    assert host.listener(port) == 0
 
 
 def test_beside_a_running_daemon_its_own_pool_and_ports_are_no_trouble(prefill, tmp_path):

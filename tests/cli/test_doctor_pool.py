@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.cli import host_checks, pool_checks
-from kvd.cli.finding import Severity
+from kvd.cli.doctor import host, memory
+from kvd.cli.doctor.finding import Severity
 from tests.cli.inchild import in_child, nobody, subject, write
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def kept(folder: Path, *sets: str):
 
 
 def test_anon_is_good_and_says_that_the_cache_ends_with_the_daemon():
-    [finding] = pool_checks.backing(subject())
+    [finding] = memory.backing(subject())
 
     assert (finding.severity, finding.what) == (
         GOOD,
@@ -56,9 +56,9 @@ def test_anon_is_good_and_says_that_the_cache_ends_with_the_daemon():
 def test_a_tmpfs_with_room_is_good_and_one_without_is_wrong_with_what_to_type(tmp_path):
     folder = tmp_path / "pool"
     folder.mkdir()
-    enough = in_child(mounted(folder, "256m"), pool_checks.backing, kept(folder))
-    little = in_child(mounted(folder, "32m"), pool_checks.backing, kept(folder))
-    just = in_child(mounted(folder, "68m"), pool_checks.backing, kept(folder))
+    enough = in_child(mounted(folder, "256m"), memory.backing, kept(folder))
+    little = in_child(mounted(folder, "32m"), memory.backing, kept(folder))
+    just = in_child(mounted(folder, "68m"), memory.backing, kept(folder))
 
     assert enough["pool memory"].severity is GOOD
     assert enough["pool memory"].what == f"shm in {folder}: 68.0 MiB of 256.0 MiB free"
@@ -77,7 +77,7 @@ def test_a_pool_that_is_there_counts_as_room(tmp_path):
         with (folder / "kvd.kv").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 64 * 2**20)
 
-    found = in_child(with_pool, pool_checks.backing, kept(folder))
+    found = in_child(with_pool, memory.backing, kept(folder))
 
     assert found["pool memory"].severity is GOOD
     assert "64.0 MiB of it taken by a pool that is there" in found["pool memory"].what
@@ -100,7 +100,7 @@ def test_a_directory_of_others_is_wrong(tmp_path, mode, owner, said, fix):
         folder.chmod(mode)
         os.chown(folder, owner, -1)
 
-    found = in_child(spoil, pool_checks.backing, kept(folder))
+    found = in_child(spoil, memory.backing, kept(folder))
 
     assert found["pool memory"].severity is WRONG
     assert said in found["pool memory"].what
@@ -108,11 +108,11 @@ def test_a_directory_of_others_is_wrong(tmp_path, mode, owner, said, fix):
 
 
 def test_a_directory_on_a_disk_is_wrong_for_files_in_memory(tmp_path):
-    kind = pool_checks.kind_of(tmp_path.stat().st_dev)
+    kind = memory.kind_of(tmp_path.stat().st_dev)
     if kind == "tmpfs":
         pytest.skip("temporary files are in memory here")
 
-    [finding] = pool_checks.backing(kept(tmp_path))
+    [finding] = memory.backing(kept(tmp_path))
 
     assert finding.severity is WRONG
     assert finding.what == f"{tmp_path} lies on {kind}, and pool.backing = shm wants tmpfs"
@@ -121,7 +121,7 @@ def test_a_directory_on_a_disk_is_wrong_for_files_in_memory(tmp_path):
 def test_a_symbolic_link_is_wrong(tmp_path):
     (tmp_path / "link").symlink_to("/dev/shm")
 
-    [finding] = pool_checks.backing(kept(tmp_path / "link"))
+    [finding] = memory.backing(kept(tmp_path / "link"))
 
     assert finding.severity is WRONG
     assert "symbolic link" in finding.what
@@ -138,24 +138,24 @@ def test_a_directory_that_the_user_cannot_make_is_wrong(tmp_path):
         folder.chmod(0o755)
         nobody()
 
-    found = in_child(spoil, pool_checks.backing, kept(folder / "pool"))
+    found = in_child(spoil, memory.backing, kept(folder / "pool"))
 
     assert found["pool memory"].severity is WRONG
     assert found["pool memory"].fix.startswith(("install -d -m 0700",))
 
 
 def test_a_store_needs_systemd(tmp_path):
-    [without] = pool_checks.backing(subject("pool.backing=fdstore", root=tmp_path))
+    [without] = memory.backing(subject("pool.backing=fdstore", root=tmp_path))
     write(tmp_path, run__systemd__system__here="")
-    [having] = pool_checks.backing(subject("pool.backing=fdstore", root=tmp_path))
+    [having] = memory.backing(subject("pool.backing=fdstore", root=tmp_path))
 
     assert (without.severity, having.severity) == (WRONG, GOOD)
     assert "pool.backing = 'shm'" in without.fix
 
 
 def test_huge_pages_that_were_not_set_apart_are_wrong():
-    found = pool_checks.backing(subject("pool.backing=hugetlbfs", "pool.size=1TiB"))
+    found = memory.backing(subject("pool.backing=hugetlbfs", "pool.size=1TiB"))
 
     assert found[0].severity is WRONG
     assert "hugepages" in found[0].fix
-    assert host_checks.huge_pages(subject("pool.backing=hugetlbfs"))[0].severity is GOOD
+    assert host.huge_pages(subject("pool.backing=hugetlbfs"))[0].severity is GOOD

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import service_checks
-from kvd.cli.finding import Severity
+from kvd.cli.doctor import service
+from kvd.cli.doctor.finding import Severity
 from kvd.cli.systemd_reach import flaws, user_called
 from tests.cli.inchild import subject, write
 
@@ -32,8 +32,8 @@ NeedDaemonReload=no
 
 
 def judged(root, text, *sets):
-    unit = service_checks.read_properties(text)
-    return {one.check: one for one in service_checks.judge(subject(*sets, root=root), unit)}
+    unit = service.read_properties(text)
+    return {one.check: one for one in service.judge(subject(*sets, root=root), unit)}
 
 
 @pytest.fixture
@@ -48,16 +48,16 @@ def booted(tmp_path):
 
 
 def test_a_host_without_systemd_needs_no_unit(tmp_path):
-    [finding] = service_checks.service(subject(root=tmp_path))
+    [finding] = service.service(subject(root=tmp_path))
 
     assert finding.severity is GOOD
-    assert service_checks.interpreter(subject(root=tmp_path)) == []
+    assert service.interpreter(subject(root=tmp_path)) == []
 
 
 def test_a_unit_that_runs_well_is_one_finding(booted, monkeypatch):
     monkeypatch.setenv("PATH", f"{booted}/bin:/usr/bin:/bin")
 
-    [finding] = service_checks.service(subject(root=booted))
+    [finding] = service.service(subject(root=booted))
 
     assert (finding.severity, finding.what) == (
         GOOD,
@@ -68,7 +68,7 @@ def test_a_unit_that_runs_well_is_one_finding(booted, monkeypatch):
 def test_a_host_with_systemd_and_no_systemctl_is_poor(booted, monkeypatch):
     monkeypatch.setenv("PATH", f"{booted}/nothing")
 
-    [finding] = service_checks.service(subject(root=booted))
+    [finding] = service.service(subject(root=booted))
 
     assert finding.severity is POOR
     assert "no systemctl" in finding.what
@@ -115,7 +115,7 @@ def test_the_interpreter_of_a_host_with_systemd_is_judged(booted, tmp_path):
     """Real modes; this Python may lie in somebody's home or not."""
     out_of_reach = flaws(Path(sys.executable), user_called("kvd"))
 
-    [finding] = service_checks.interpreter(subject(root=booted))
+    [finding] = service.interpreter(subject(root=booted))
 
     assert finding.severity is (POOR if out_of_reach else GOOD)
     assert all(flaw in finding.what for flaw in out_of_reach)

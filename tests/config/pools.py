@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvd.config import Config, load
-from kvd.config.host import Host
+from kvd.config.host import HostFacts
 
-HOST = Host(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
+HOST = HostFacts(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
 
 POOLS: dict[str, list[str]] = {
     "mha": [],

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.config import Config, load
-from kvd.config.explain import explanations
-from kvd.config.host import Host
-from kvd.config.render import effective
+from kvd.config.host import HostFacts
+from kvd.config.render import effective, explanations
 from kvd.curve import SECRET_FILE, create_files, new_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-HOST = Host(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
+HOST = HostFacts(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
 OWN, OTHER, THIRD = new_pair(), new_pair(), new_pair()
 LEAVES = (
     "leaves this host, and peers.secret_key_file is not set: nothing would be encrypted, and "

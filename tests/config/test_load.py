@@ -4,15 +4,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.config import Config, ConfigError, Origin, Source, load, pool_spec
-from kvd.config.host import Host, this_host
+from kvd.config import Config, ConfigError, ValueOrigin, ValueSource, load, pool_spec
+from kvd.config.host import HostFacts, this_host
 from kvd.core.layout.spec import Component, Device, Mha, PageOrder, PoolSpec
+from kvd.families import POOLS as FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-HOST = Host(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
+HOST = HostFacts(node_name="node-0", runtime="/run/kvd", config_file="/nonexistent/kvd.toml")
 
 
 def valid(
@@ -85,7 +86,7 @@ def test_load_lets_the_stronger_source_win_and_names_it(tmp_path: Path) -> None:
         "pool.dtype": "--set pool.dtype=float64",
         "log.level": f"{file}:8",
     }
-    assert config.origins["pool.page_size"] == Origin(Source.FILE, str(last), 2)
+    assert config.origins["pool.page_size"] == ValueOrigin(ValueSource.FILE, str(last), 2)
 
 
 def test_load_merges_tables_entry_by_entry(tmp_path: Path) -> None:
@@ -128,8 +129,7 @@ def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> Non
         "/kvd.toml:2: pool.page_size = 0: must be a whole number from 1 to 65536; "
         "the default is 16",
         '/kvd.toml:3: pool.family = "prefill-only": is refused: to have KV nowhere is a mode of '
-        'the cache: set cache.mode = "prefill-only"; write mha or mla or swa or hisparse or '
-        "recurrent",
+        f'the cache: set cache.mode = "prefill-only"; write {" or ".join(FAMILIES)}',
         "/kvd.toml:4: pool.pags = 3: is no key of kvd; did you mean pool.pages?",
         '/kvd.toml:9: nodes.name = "x": is no key of kvd; did you mean node.name?',
         "/conf.d/broken.toml:1: is not TOML: Expected ']' at the end of a table declaration; "

@@ -7,7 +7,6 @@ import pytest
 
 from kvd.config import load, pool_spec
 from kvd.config.pool import components
-from kvd.config.pool_pages import beside, block_bytes, pages_of_request
 from kvd.core.layout.spec import (
     Buffer,
     Component,
@@ -27,6 +26,7 @@ from kvd.core.layout.spec import (
     fingerprint,
     page_bytes,
 )
+from kvd.families.budget import beside, block_bytes, pages_of_request
 from tests.config.pools import HOST, POOLS, PREFILL_ONLY, config_of
 
 LATENT = Mla(512, 64, "bfloat16")

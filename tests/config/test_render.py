@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 
 from kvd.config import Config, load
-from kvd.config.explain import explanations
-from kvd.config.families import BELONGS
-from kvd.config.keys import KEYS, Kind
-from kvd.config.render import EXAMPLE_HOST, effective, example, toml_value
+from kvd.config.keys import KEYS, KeyKind
+from kvd.config.pool import BELONGS
+from kvd.config.render import EXAMPLE_HOST, effective, example, explanations, toml_value
 from kvd.curve import is_key
 from tests.config.pools import POOLS
 
@@ -47,7 +46,7 @@ def test_the_shipped_file_gives_the_defaults_as_it_is_and_with_every_line_enable
         "sockets.admin",
         "pool.pages",  # left out because of the line that gives pool.size
     }
-    tables = {key.path for key in KEYS.values() if key.kind is Kind.TABLE}
+    tables = {key.path for key in KEYS.values() if key.kind is KeyKind.TABLE}
     origins = loaded(enabled).origins
     assert {key for key in origins if origins[key].place == "default"} == unset | tables
 

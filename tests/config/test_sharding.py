@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd.config import pool_spec
-from kvd.config.pool_pages import size_bytes
 from kvd.core.layout.shards import Shard
 from kvd.core.layout.spec import Component, Mha, Mla, PoolSpec, node_page_bytes
+from kvd.families.budget import size_bytes
 from kvd.pools.build import pool_memory, reserved_bytes
 from tests.config.pools import POOLS, PREFILL_ONLY, config_of, findings
 

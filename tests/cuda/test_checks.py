@@ -9,8 +9,8 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from kvd.cli import device_checks
-from kvd.cli.finding import Severity
+from kvd.cli.doctor import memory
+from kvd.cli.doctor.finding import Severity
 from kvd.core.layout.spec import Device
 from kvd.wire import admin
 from tests.cli.inchild import subject
@@ -32,7 +32,7 @@ def at(tmp_path, *sets):
 
 
 def test_the_runtime_the_driver_and_every_device_are_named(tmp_path, double):
-    [finding] = device_checks.cuda(at(tmp_path))
+    [finding] = memory.cuda(at(tmp_path))
 
     assert finding.severity is GOOD
     assert finding.what == (
@@ -44,7 +44,7 @@ def test_the_runtime_the_driver_and_every_device_are_named(tmp_path, double):
 def test_no_cuda_is_good_where_the_pool_lies_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDART_LIBRARY", "/nowhere")
 
-    [finding] = device_checks.cuda(at(tmp_path))
+    [finding] = memory.cuda(at(tmp_path))
 
     assert finding.severity is GOOD
     assert finding.what.startswith("no CUDA device can be used here: /nowhere: cannot be loaded")
@@ -53,7 +53,7 @@ def test_no_cuda_is_good_where_the_pool_lies_elsewhere(tmp_path, monkeypatch):
 
 def test_a_pool_on_a_device_is_measured_against_what_is_free_there(tmp_path):
     fits, too_large = (
-        device_checks.cuda(at(tmp_path, "pool.device=cuda:1", f"pool.pages={pages}"))[1]
+        memory.cuda(at(tmp_path, "pool.device=cuda:1", f"pool.pages={pages}"))[1]
         for pages in (64, 9000)
     )
 
@@ -76,7 +76,7 @@ def test_a_pool_on_a_device_that_is_not_here_is_wrong_in_both(
 ):
     monkeypatch.setenv(name, value)
 
-    [finding] = device_checks.cuda(at(tmp_path, "pool.device=cuda:1"))
+    [finding] = memory.cuda(at(tmp_path, "pool.device=cuda:1"))
     checked = config_check("--set", "pool.device=cuda:1")
     told = json.loads(config_check("--set", "pool.device=cuda:1", "--format", "json").stdout)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvd.cli.config import valid_config
+from kvd.cli.options import valid_config
 from kvd.daemon.app import Daemon
 from kvd.observe.log import configure
 from tests.core.breakage import BREAKAGES, page_in_two_plain_leases

@@ -11,7 +11,7 @@ The first component is called ``kv``, and its page is the page of matching. Of t
 * every other one has a **budget**: a free list and page ids of its own.
 
 Invariant of every spec: page sizes divide that of the first component, and a companion has k times
-its pages.
+its pages. Which page sizes are right, and why, is ``page_sizes``.
 
 The leaves of a pool's layout by dotted path, for a difference to be said in words.
 """

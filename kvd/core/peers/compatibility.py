@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.layout.page_sizes import pages_in
 from kvd.core.layout.shards import MAX_SHARDS, Shard, ShardRoute, Straight, flaw, lanes
 from kvd.core.layout.spec import (
     Exchanged,
@@ -83,9 +84,10 @@ def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
         large, small = one.page_size, other.page_size
         if not is_ours_larger:
             large, small = small, large
-        if small < 1 or large % small or (large != small and not _is_token_by_token(one)):
+        part = pages_in(large, small)
+        if part is None or (part > 1 and not _is_token_by_token(one)):
             return None
-        parts.append(large // small)
+        parts.append(part)
     return PageSplit(mine[0].page_size, others[0].page_size, tuple(parts))
 
 

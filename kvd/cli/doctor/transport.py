@@ -1,0 +1,219 @@
+"""Checks of ``kvd doctor`` that look at the transport: NIXL, UCX's environment, a real transfer.
+
+NIXL is loaded by child processes only. ``ucx_environment`` knows the variables that were measured
+to hang or to hurt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
+from kvd.cli.doctor.selftransfer import Measured, measure
+from kvd.text import amount, clean
+from kvd.transfer.base import TransportDown
+from kvd.transfer.orders import Path as Route
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLUGINS = """
+import json
+from kvd.transfer.nixl import Binding
+binding = Binding()
+agent = binding.agent("doctor", progress_delay_us=0)
+print(json.dumps([binding.module, sorted(agent.getAvailPlugins())]))
+"""
+PROBE_S = 20.0
+NETWORKS = Path("/sys/class/net")
+RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
+TCP_RETRIES = 5
+SHARED = "sm"
+NEED_ONE_HOST = frozenset({SHARED, "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"})
+"""UCX's names for transports between two processes of one kernel."""
+SIDE_DEVICES = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc")
+"""Devices that lead to containers of this host. UCX takes them like any other."""
+
+
+def binding(_subject: Subject) -> list[DoctorFinding]:
+    """Whether NIXL can be imported, and which plugins it finds."""
+    fix = "pip install nixl; kvd needs nixl_cu13 or nixl_cu12 to be importable"
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-P", "-c", PLUGINS],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [wrong("nixl", f"its import takes more than {PROBE_S:.0f} s", fix)]
+    if probe.returncode:
+        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+        return [wrong("nixl", f"does not load: {clean(last)}", fix)]
+    module, plugins = msgspec.json.decode(probe.stdout, type=tuple[str, list[str]])
+    if "UCX" not in plugins:
+        return [wrong("nixl", f"{module} has no UCX plugin, only {', '.join(plugins)}", fix)]
+    return [good("nixl", f"{module} with {', '.join(plugins)}")]
+
+
+class Trap(NamedTuple):
+    """A variable, what it must not be, and what it then does."""
+
+    name: str
+    is_bad: Callable[[str], bool]
+    harm: str
+    fix: str
+
+
+def _is_no(value: str) -> bool:
+    return value.lower() in {"n", "no", "off", "0", "false"}
+
+
+def _lacks_tcp(value: str) -> bool:
+    allowed = {part.strip() for part in value.split(",")}
+    return not value.startswith("^") and not allowed & {"all", "tcp", "rc", "ud", "dc", "ib"}
+
+
+def _lacks_device(value: str) -> bool:
+    names = {part.strip().partition(":")[0] for part in value.split(",")} - {"all"}
+    known = {entry.name for entry in NETWORKS.iterdir()} if NETWORKS.is_dir() else names
+    rdma = Path("/sys/class/infiniband")
+    known |= {entry.name for entry in rdma.iterdir()} if rdma.is_dir() else set()
+    return bool(names - known)
+
+
+TRAPS = (
+    Trap(
+        "UCX_TCP_CONN_NB",
+        _is_no,
+        "a peer that swallows packets blocks the transfer process for two minutes",
+        "unset it; kvd sets y",
+    ),
+    Trap(
+        "UCX_KEEPALIVE_INTERVAL",
+        lambda value: value.strip().lower() not in {"20s", "20", "auto"},
+        "UCX's own pings keep TCP from noticing that a peer is unreachable",
+        "unset it; kvd relies on TCP keepalive",
+    ),
+    Trap(
+        "UCX_MEM_MMAP_HOOK_MODE",
+        lambda value: value.lower() != "none",
+        "starting takes 0.4 s longer, for hooks that kvd does not need",
+        "unset it; kvd sets none",
+    ),
+    Trap(
+        "UCX_TLS",
+        _lacks_tcp,
+        "no transport to other hosts is left",
+        "unset it, or add tcp",
+    ),
+    Trap(
+        "UCX_NET_DEVICES",
+        _lacks_device,
+        "it names a device that this host does not have",
+        "unset it, or name one of ip link",
+    ),
+    Trap(
+        "UCX_LOG_LEVEL",
+        lambda value: value.lower() in {"debug", "trace", "req", "data", "async", "func", "poll"},
+        "every transfer writes log lines",
+        "unset it",
+    ),
+    Trap(
+        "UCX_ERROR_HANDLING",
+        lambda value: value.lower() in {"none", "n"},
+        "the death of a peer goes unnoticed",
+        "unset it",
+    ),
+)
+
+
+def ucx_environment(subject: Subject) -> list[DoctorFinding]:
+    """Variables of UCX, from the environment or ``transfer.ucx``, that would hang or hurt."""
+    values = {**subject.environ, **subject.config.transfer.ucx}
+    found = [
+        poor(trap.name, f"{clean(values[trap.name])}: {trap.harm}", trap.fix)
+        for trap in TRAPS
+        if trap.name in values and trap.is_bad(values[trap.name])
+    ]
+    names = sorted(name for name in values if name.startswith("UCX_"))
+    return found or [good("UCX_*", ", ".join(names) if names else "none set")]
+
+
+def tcp_retries(subject: Subject) -> list[DoctorFinding]:
+    """How long the kernel keeps trying a peer that has vanished in the middle of a write."""
+    if not subject.config.peers.connect or not RETRIES.is_file():
+        return []
+    retries = int(RETRIES.read_text())
+    if retries <= TCP_RETRIES:
+        return [good("tcp_retries2", str(retries))]
+    what = f"{retries}: a write to a vanished peer hangs for up to 15 minutes in the kernel"
+    return [poor("tcp_retries2", what, f"sysctl -w net.ipv4.tcp_retries2={TCP_RETRIES}")]
+
+
+def self_transfer(subject: Subject) -> list[DoctorFinding]:
+    """Move bytes between two real transfer processes, and compare them."""
+    name = "self-transfer"
+    fix = "see nixl and UCX_* above; try without UCX_TLS and UCX_NET_DEVICES"
+    try:
+        measured = asyncio.run(measure(subject.config.transfer.ucx))
+    except (TransportDown, TimeoutError) as exc:
+        return [wrong(name, clean(str(exc) or "no end within its time limit"), fix)]
+    if not measured.bytes_equal:
+        return [wrong(name, "the bytes that arrived are not those that were sent", fix)]
+    if measured.route is Route.NETWORK:
+        fix = "unset UCX_TLS, or add cma to it; and: sysctl -w kernel.yama.ptrace_scope=0"
+        return [poor(name, f"{_speed(measured)}, over the network although on one host", fix)]
+    return [good(name, _speed(measured)), _over_network(subject)]
+
+
+def _over_network(subject: Subject) -> DoctorFinding:
+    """The same transfer without what only works on one host: what a peer elsewhere would get."""
+    name = "network transfer"
+    fix = "see UCX_TLS and UCX_NET_DEVICES above, and ip -brief link"
+    chosen = {**subject.environ, **subject.config.transfer.ucx}.get("UCX_TLS", "all")
+    environment = {**subject.config.transfer.ucx, "UCX_TLS": without_host(chosen)}
+    try:
+        measured = asyncio.run(measure(environment))
+    except (TransportDown, TimeoutError) as exc:
+        return poor(name, clean(str(exc) or "no end within its time limit"), fix)
+    if not measured.bytes_equal:
+        return wrong(name, "the bytes that arrived are not those that were sent", fix)
+    return judge_network(subject, measured)
+
+
+def judge_network(subject: Subject, measured: Measured) -> DoctorFinding:
+    """Whether what UCX chose is what leads to other hosts, and the best that this one has."""
+    name = "network transfer"
+    rdma = [entry.name for entry in subject.entries("sys/class/infiniband")]
+    if rdma and measured.lanes and not any(f"/{device}" in measured.lanes for device in rdma):
+        what = f"{_speed(measured)}, although there is {', '.join(rdma)}"
+        fix = "see rdma and memlock above; unset UCX_TLS and UCX_NET_DEVICES; ibv_devinfo"
+        return poor(name, what, fix)
+    strange = [one for one in SIDE_DEVICES if f"/{one}" in measured.lanes]
+    if strange and subject.config.peers.connect:
+        what = f"{_speed(measured)}: {', '.join(strange)}* leads to no other host"
+        fix = "kvd.toml, [transfer.ucx]: UCX_NET_DEVICES = the device of ip route get PEER"
+        return poor(name, what, fix)
+    return good(name, f"{_speed(measured)}, looped on this host: no wire was in it")
+
+
+def without_host(tls: str) -> str:
+    """A value of UCX_TLS without the transports that need a shared kernel."""
+    if tls.startswith("^"):
+        return f"{tls},{SHARED}"
+    rest = [one for one in tls.split(",") if one.strip() not in NEED_ONE_HOST]
+    return f"^{SHARED}" if "all" in rest or not rest else ",".join(rest)
+
+
+def _speed(measured: Measured) -> str:
+    rate = measured.moved_bytes / measured.best_s / 1e9
+    lanes = f" ({clean(measured.lanes)})" if measured.lanes else ""
+    return f"{amount(measured.moved_bytes)} at {rate:.1f} GB/s by {measured.route.value}{lanes}"

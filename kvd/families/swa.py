@@ -1,0 +1,144 @@
+"""swa: KV of every token in some layers, and of the last window only in those that slide.
+
+The windows have page ids and a budget of their own; the memory is divided so that both run out
+together. What a window is over time is ``kvd.core.components.tail``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from kvd.core.layout.page_sizes import window_flaw
+from kvd.core.layout.spec import Component, Device, Mha, Tail
+from kvd.families.budget import two_budgets
+from kvd.families.components import kv
+from kvd.families.family import HEADS, Breach, PoolFamily
+from kvd.families.keys import Elements, Heads, Layers, PageCount, PoolSection, Tokens, says
+
+if TYPE_CHECKING:
+    from kvd.core.layout.spec import PoolSpec
+    from kvd.families.family import PlanRequest, Value
+    from kvd.families.model import Model
+
+
+class WindowPool(PoolSection, frozen=True):
+    """[pool] of this family."""
+
+    window_tokens: Annotated[
+        Tokens | None, says("swa: how many tokens a sliding layer looks back.", example=1024)
+    ] = None
+    window_layers: Annotated[Layers | None, says("swa: number of sliding layers.", example=52)] = (
+        None
+    )
+    window_heads: Annotated[
+        Heads | None,
+        says("swa: KV heads of a sliding layer. Left out: pool.heads.", example=8),
+    ] = None
+    window_head_dim: Annotated[
+        Elements | None,
+        says(
+            "swa: elements of one K head of a sliding layer. Left out: pool.head_dim.",
+            example=192,
+        ),
+    ] = None
+    window_v_dim: Annotated[
+        Elements | None,
+        says(
+            "swa: elements of one V head of a sliding layer. Left out: window_head_dim if that is "
+            "given, else as in the other layers.",
+            example=128,
+        ),
+    ] = None
+    window_pages: Annotated[
+        PageCount | None,
+        says(
+            "swa: pages of the sliding layers, the null page included. Left out: what usual "
+            "requests need, each its window and two pages. Only engines that lease with "
+            "step_tokens do with that; otherwise each page of a prompt takes one.",
+            example=4096,
+        ),
+    ] = None
+
+
+def _components(pool: WindowPool) -> tuple[Component, ...]:
+    windows = Component(
+        name="swa",
+        layers=pool.window_layers or 0,
+        layout=Mha(
+            heads=pool.window_heads or pool.heads,
+            k_dim=pool.window_head_dim or pool.head_dim,
+            v_dim=pool.window_v_dim or pool.window_head_dim or pool.v_dim or pool.head_dim,
+            dtype=pool.dtype,
+        ),
+        page_size=pool.page_size,
+        extent=Tail(pool.window_tokens or 0),
+        tier=Device(pool.device),
+    )
+    return kv(pool), windows
+
+
+def _flaws(pool: WindowPool) -> list[Breach]:
+    out = []
+    if why := window_flaw(pool.page_size):
+        rule = f"is refused with pool.family = swa: {why}"
+        fix = "give 2 or more, or pool.family = mha, which allocates all layers in full"
+        out.append(Breach("pool.page_size", rule, fix))
+    return out
+
+
+def _unsuited(model: Model, _asked: str | None) -> str | None:
+    if model.without_kv:
+        return model.without_kv
+    if not model.window_layers:
+        return "it has no sliding layers"
+    if not model.layers:
+        return "all its layers slide, and one must have KV of every token: it is held in full"
+    return None
+
+
+def _plan_keys(model: Model, wanted: PlanRequest) -> dict[str, Value]:
+    keys: dict[str, Value] = {
+        "layers": model.layers,
+        "window_layers": model.window_layers,
+        "window_tokens": model.window_tokens,
+    }
+    if model.window_heads:
+        keys |= {
+            "window_heads": model.window_heads,
+            "window_head_dim": model.window_head_dim,
+            "window_v_dim": model.window_v_dim,
+        }
+    return {**keys, "typical_tokens": wanted.context_tokens}
+
+
+def _note(model: Model, _spec: PoolSpec) -> str:
+    return (
+        f"{model.window_layers} of {model.attention_layers} layers hold the last "
+        f"{model.window_tokens} tokens only"
+    )
+
+
+FAMILY = PoolFamily(
+    name="swa",
+    owns="K and V, in the sliding layers of the last window only",
+    section=WindowPool,
+    components=_components,
+    divide=lambda pool, parts: two_budgets(pool, parts, pool.window_pages),
+    groups=(HEADS,),
+    alone="sliding layers",
+    needs={
+        "window_tokens": "the model's sliding_window, like 1024",
+        "window_layers": "how many of its layers slide",
+    },
+    second="window_pages",
+    without_layers="its sliding layers alone",
+    flaws=_flaws,
+    unkept="the window of a sequence has pages of its own, and slides",
+    unsharded="the window of a sequence has pages of its own, which are not cut",
+    uncounted="sliding layers have a window of the pool, and a budget of its own, and there is "
+    "none",
+    unsuited=_unsuited,
+    plan_keys=_plan_keys,
+    plan_note=_note,
+    shape={"layers": 1, "heads": 2, "head_dim": 16, "window_layers": 2, "window_tokens": 40},
+)
