@@ -24,7 +24,9 @@ import numpy as np
 
 from kvd.bench.memory import busy_s
 from kvd.bench.table import Goal, at_least
+from kvd.core.effects import LoadAgent, Post, Verify
 from kvd.core.geometry import Geometry, geometry
+from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Verified
 from kvd.core.seal import Seal
 from kvd.core.shards import Lane, Shard, Straight, lanes, tp_shards
 from kvd.core.spec import Component, Mha, Order, shard_region
@@ -33,18 +35,7 @@ from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
 from kvd.transfer.nixl import Binding, Sender, Span, Step
-from kvd.transfer.orders import (
-    Collapsed,
-    Load,
-    Loaded,
-    LoadFailed,
-    Post,
-    Posted,
-    PostFailed,
-    Report,
-    Verified,
-    Verify,
-)
+from kvd.transfer.orders import Collapsed, Report
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransferProcess
 from kvd.types import Pages
@@ -58,7 +49,7 @@ if TYPE_CHECKING:
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
 
-R = TypeVar("R", Collapsed, Loaded, Posted, Verified)
+R = TypeVar("R", Collapsed, AgentLoaded, PostDone, Verified)
 
 LAYERS: Final = 32
 HEADS: Final = 8
@@ -192,7 +183,7 @@ class _End:
             report = await self._reports.get()
             if isinstance(report, kind):
                 return report
-            if isinstance(report, LoadFailed | PostFailed):
+            if isinstance(report, AgentFailed | PostFailed):
                 raise TransportDown(report.why)
             if isinstance(report, str):
                 raise TransportDown(report)
@@ -280,8 +271,8 @@ async def _running(plan: Plan) -> AsyncIterator[_Running]:
         for end in (sender, receiver):
             stack.push_async_callback(end.stop)
             await end.start()
-        sender.process.order(Load(RECEIVER, GENERATION, receiver.metadata))
-        await sender.next(Loaded)
+        sender.process.order(LoadAgent(RECEIVER, GENERATION, receiver.metadata))
+        await sender.next(AgentLoaded)
         bare = _Bare(sender, unpack(receiver.metadata))
         stack.callback(bare.close)
         yield _Running(sender, receiver, bare)
@@ -292,7 +283,7 @@ async def _write(up: _Running, posts: list[Post]) -> tuple[float, list[bytes]]:
     began_s = time.perf_counter()
     for post in posts:
         up.sender.process.order(post)
-    done = [await up.sender.next(Posted) for _ in posts]
+    done = [await up.sender.next(PostDone) for _ in posts]
     took_s = time.perf_counter() - began_s
     return took_s, [one.sums for one in sorted(done, key=lambda one: one.post)]
 

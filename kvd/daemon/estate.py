@@ -108,7 +108,7 @@ class Estate:
         if self.journal is None:
             return None
         page_bytes = self.memory.placed[0].geometry.page_bytes
-        sums = mover.sums = PageSums(mover.sum, self.region, page_bytes)
+        sums = mover.sums = PageSums(mover.order, self.region, page_bytes)
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the one in which we see pids
         if self.memory.origin is Origin.MADE:
             writer = Writer(self.journal)

@@ -17,15 +17,26 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kvd.core import effects, inputs
-from kvd.transfer import orders
 from kvd.transfer.base import TransportDown
+from kvd.transfer.orders import (
+    Alive,
+    Collapsed,
+    Dying,
+    Probe,
+    Ready,
+    StartFailed,
+    Summed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.daemon.reactor import Reactor
     from kvd.transfer.base import Transport
+    from kvd.transfer.orders import Order, Report, Shared
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
@@ -37,7 +48,7 @@ STEADY_S = 10.0
 class SumsAsked(Protocol):
     """Who orders sums hears of these."""
 
-    def summed(self, report: orders.Summed) -> None:
+    def summed(self, report: Summed) -> None:
         """The answer to one order."""
         ...
 
@@ -53,7 +64,7 @@ class SumsAsked(Protocol):
 class NobodyAsks:
     """Where nothing outlives the daemon, nothing is summed."""
 
-    def summed(self, report: orders.Summed) -> None:
+    def summed(self, report: Summed) -> None:
         """As ``SumsAsked``."""
 
     def transfer_ready(self) -> None:
@@ -79,7 +90,7 @@ class Mover:
         self._started_s = 0.0
         self._down_s: float | None = None
         self._why_down = ""
-        self.shared: tuple[orders.Shared, ...] = ()
+        self.shared: tuple[Shared, ...] = ()
         """What of the pool lies on devices, in memory of the transfer process that serves."""
         self.pool_lost: Callable[[str], None] | None = None
         """Takes why the pool is gone, where it is memory of the transfer process: no other one is
@@ -163,97 +174,35 @@ class Mover:
             return
         self._unanswered_beats = 0
         self._asked += 1
-        self._order(orders.Probe(self._asked))
+        self.order(Probe(self._asked))
 
     # ---- orders ------------------------------------------------------------------------------
 
-    def load(self, effect: effects.LoadAgent) -> None:
-        """Carry out ``LoadAgent``."""
-        self._order(orders.Load(effect.incarnation, effect.generation, effect.metadata))
+    def order(self, order: Order) -> None:
+        """Carry out an effect of the node, or have pages summed.
 
-    def drop(self, effect: effects.DropAgent) -> None:
-        """Carry out ``DropAgent``."""
-        self._order(orders.Drop(effect.incarnation, effect.generation))
-
-    def post(self, effect: effects.Post) -> None:
-        """Carry out ``Post``."""
-        self._order(
-            orders.Post(
-                effect.post,
-                effect.incarnation,
-                effect.generation,
-                effect.component,
-                effect.source,
-                effect.destination,
-                effect.seal,
-                effect.first_page,
-                effect.split,
-                effect.peer_shard,
-                effect.making,
-                effect.after,
-            )
-        )
-
-    def forget(self, effect: effects.Forget) -> None:
-        """Carry out ``Forget``."""
-        self._order(orders.Forget(effect.post))
-
-    def verify(self, effect: effects.Verify) -> None:
-        """Carry out ``Verify``."""
-        self._order(
-            orders.Verify(
-                effect.ticket,
-                effect.component,
-                effect.seal,
-                effect.pages,
-                effect.sums,
-                effect.shard,
-                effect.window,
-            )
-        )
-
-    def sum(self, order: orders.Sum) -> None:
-        """Have pages of ours summed; forgotten if the transfer process ends before."""
-        self._order(order)
-
-    def quiesce(self, effect: effects.Quiesce) -> None:
-        """Carry out ``Quiesce``."""
-        self._order(orders.Quiesce(effect.lease, effect.doubt))
-
-    def exempt(self, effect: effects.Exempt) -> None:
-        """Carry out ``Exempt``."""
-        self._order(orders.Exempt(effect.leases, effect.streams))
-
-    def copy(self, effect: effects.Copy) -> None:
-        """Carry out ``Copy``."""
-        self._order(
-            orders.Copy(
-                effect.ticket,
-                effect.source_region,
-                effect.source,
-                effect.destination_region,
-                effect.destination,
-            )
-        )
-
-    def _order(self, order: orders.Order) -> None:
+        Forgotten where no transfer process serves, and when one ends: what the node wants of the
+        next one it orders again.
+        """
         if self._transport is not None:
             self._transport.order(order)
 
     # ---- reports -----------------------------------------------------------------------------
 
-    def _on_reports(self, reports: list[orders.Report]) -> None:
+    def _on_reports(self, reports: list[Report]) -> None:
         now_s = self._reactor.clock()
         for report in reports:
-            if isinstance(report, orders.Alive):
-                self._answered = report.number
-                continue
-            if isinstance(report, orders.Summed):
-                self.sums.summed(report)
-                continue
-            happened = _input_of(report, now_s)
-            if happened is not None:
-                self._reactor.feed(happened)
+            match report:
+                case Alive(number):
+                    self._answered = number
+                case Summed():
+                    self.sums.summed(report)
+                case Ready() | StartFailed() | Dying() | Collapsed():
+                    pass  # of the process itself, no input of the node
+                case _:
+                    # Stamped here: the node's clock never goes back, and by the process's own a
+                    # report could be older than the last step.
+                    self._reactor.feed(msgspec.structs.replace(report, at_s=now_s))
 
     def _on_exit(self, why: str) -> None:
         """The transport that serves ended by itself, and is reaped."""
@@ -299,43 +248,3 @@ class Mover:
             else:
                 break
         self._restarting = None
-
-
-def _input_of(report: orders.Report, now_s: float) -> inputs.Input | None:
-    """A report as an input of the core; None for one that is not its business."""
-    happened: inputs.Input | None = None
-    match report:
-        case orders.Loaded(peer, generation, _, streams):
-            happened = inputs.AgentLoaded(now_s, peer, generation, streams)
-        case orders.LoadFailed(peer, generation, why):
-            happened = inputs.AgentFailed(now_s, peer, generation, why)
-        case orders.Dropped(peer, generation, unacknowledged_bytes):
-            happened = inputs.AgentDropped(now_s, peer, generation, unacknowledged_bytes)
-        case orders.Moved(post, moved_bytes):
-            happened = inputs.PostMoved(now_s, post, moved_bytes)
-        case orders.Posted(post, moved_bytes, _, sums):
-            happened = inputs.PostDone(now_s, post, moved_bytes, sums)
-        case orders.PostFailed(post, why):
-            happened = inputs.PostFailed(now_s, post, why)
-        case orders.Unposted(post, why):
-            happened = inputs.Unposted(now_s, post, why)
-        case _:
-            happened = _input_of_pages(report, now_s)
-    return happened
-
-
-def _input_of_pages(report: orders.Report, now_s: float) -> inputs.Input | None:
-    """What is reported of pages of our own."""
-    match report:
-        case orders.Verified(ticket, bad_pages, why):
-            return inputs.Verified(now_s, ticket, bad_pages, why)
-        case orders.Quiet(ticket):
-            return inputs.Quiet(now_s, ticket)
-        case orders.Awaiting(tickets, streams):
-            return inputs.Awaiting(now_s, tickets, streams)
-        case orders.Copied(ticket, n_bytes):
-            return inputs.Copied(now_s, ticket, n_bytes)
-        case orders.CopyFailed(ticket, why):
-            return inputs.CopyFailed(now_s, ticket, why)
-        case _:
-            return None

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from kvd.core.inputs import Copied, CopyFailed
 from kvd.transfer.descriptors import objection
-from kvd.transfer.orders import Copied, CopyFailed
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.pieces import window_rows
 from kvd.transfer.strips import matched, strips
 
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvd.core.effects import Copy
     from kvd.core.geometry import Row
     from kvd.core.shards import Window
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.orders import Copy
 
     Bytes = NDArray[np.uint8]
 
@@ -194,10 +195,10 @@ def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
     destination = areas.get(order.destination_region)
     if source is None or destination is None:
         missing = order.source_region if source is None else order.destination_region
-        return CopyFailed(order.ticket, f"there is no region {missing!r} here")
+        return CopyFailed(UNSTAMPED, order.ticket, f"there is no region {missing!r} here")
     why = objection(order.source, order.destination, source.note, destination.note)
     if why:
-        return CopyFailed(order.ticket, why)
+        return CopyFailed(UNSTAMPED, order.ticket, why)
     ours, theirs = matched(source.note, destination.note, 1)
     return Job(
         order,
@@ -273,13 +274,13 @@ class Copier:
             # The loop's thread may wait for this core: woken as batch, it preempts nobody.
             os.sched_yield()
             if job is not None:
-                self._on_over(Copied(job.ticket, job.n_bytes))
+                self._on_over(Copied(UNSTAMPED, job.ticket, job.n_bytes))
 
     def _take(self, order: Copy) -> None:
         job = begin(order, self._areas)
         if isinstance(job, CopyFailed):
             self._on_over(job)
         elif not job.left_bytes:
-            self._on_over(Copied(job.ticket, 0))
+            self._on_over(Copied(UNSTAMPED, job.ticket, 0))
         else:
             self._turns.jobs.append(job)

@@ -30,13 +30,15 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvd.core.doubt import Doubt
-from kvd.transfer.orders import Awaiting, Quiet
+from kvd.core.inputs import Awaiting, Quiet
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.streams import ask_alive, inward, marks, rdma_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.transfer.orders import Exempt, Quiesce, Report
+    from kvd.core.effects import Exempt, Quiesce
+    from kvd.transfer.orders import Report
     from kvd.transfer.streams import Mark
 
 _STORED_AFTER_NS: Final = 2_000_000
@@ -46,10 +48,10 @@ TICKS_PER_WAIT: Final = 16
 
 
 class Question:
-    """One ticket: what it still waits for."""
+    """One lease: what it still waits for."""
 
     def __init__(self, order: Quiesce, seen: dict[str, Mark]) -> None:
-        self.ticket = order.ticket
+        self.lease = order.lease
         self.due = {name: mark.received for name, mark in seen.items() if mark.unread}
         """By socket: bytes that must have been read."""
         self.ends: dict[str, str] = {}
@@ -113,10 +115,10 @@ class Inflow:
 
     def exempt(self, order: Exempt) -> None:
         """Some connections are of living writers."""
-        seen, tickets = self._look(), set(order.tickets)
+        seen, leases = self._look(), set(order.leases)
         self._begin(seen)
         for one in self._open:
-            if one.ticket in tickets:
+            if one.lease in leases:
                 one.exempt(set(order.streams), seen)
         self._next_s = 0.0
 
@@ -134,8 +136,8 @@ class Inflow:
             if is_blind or not self._is_at_rest(one):
                 rest.append(one)
             else:
-                self._told.pop(one.ticket, None)
-                self._report(Quiet(one.ticket))
+                self._told.pop(one.lease, None)
+                self._report(Quiet(UNSTAMPED, one.lease))
         self._open = rest
         self._tell(tuple(f"rdma ({device})" for device in devices))
         tick_s = (now_s - self._since_s) / TICKS_PER_WAIT
@@ -167,11 +169,11 @@ class Inflow:
         groups: dict[tuple[str, ...], list[int]] = {}
         for one in self._open:
             streams = (*unseen, *sorted(one.ends.values()))
-            if self._told.get(one.ticket, ()) != streams:
-                self._told[one.ticket] = streams
-                groups.setdefault(streams, []).append(one.ticket)
-        for streams, tickets in groups.items():
-            self._report(Awaiting(tuple(tickets), streams))
+            if self._told.get(one.lease, ()) != streams:
+                self._told[one.lease] = streams
+                groups.setdefault(streams, []).append(one.lease)
+        for streams, leases in groups.items():
+            self._report(Awaiting(UNSTAMPED, tuple(leases), streams))
 
 
 def _may_bring(mark: Mark | None) -> bool:

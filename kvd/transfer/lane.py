@@ -11,7 +11,7 @@ Invariants:
   - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
   - Over a network, every byte of a handle counts as unacknowledged until the handle is seen done,
     whether it runs, has failed, or was refused: one that failed may have written part of itself.
-  - A post leaves by exactly one of ``Posted`` and ``PostFailed``, and posts nothing afterwards.
+  - A post leaves by exactly one of ``PostDone`` and ``PostFailed``, and posts nothing afterwards.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
 from kvd.transfer.metadata import Kind
 from kvd.transfer.nixl import NixlUnusable, Step
-from kvd.transfer.orders import Moved, Path, Posted, PostFailed
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.plans import found, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvd.core.effects import Post
     from kvd.transfer.copies import Area
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.nixl import Sender
-    from kvd.transfer.orders import Post, Report
+    from kvd.transfer.orders import Report
     from kvd.transfer.plans import Plan
     from kvd.transfer.staging import Slot, Staging
 
@@ -75,7 +77,7 @@ class Lane:
         self,
         sender: Sender,
         *,
-        path: Path,
+        path: WritePath,
         regions: dict[str, RegionNote],
         staging: Staging,
         report: Callable[[Report], None],
@@ -102,7 +104,7 @@ class Lane:
         """Whether no descriptor would wake the loop when a handle in flight is done."""
         if not self._flights:
             return False
-        is_here = self.path is Path.SAME_HOST
+        is_here = self.path is WritePath.SAME_HOST
         return not self.sender.polls or (
             is_here and any(one.running.is_of_device for one in self._flights)
         )
@@ -110,7 +112,7 @@ class Lane:
     @property
     def is_fast(self) -> bool:
         """Whether handles go from device to device of one host: some take less than 100 us."""
-        return self.path is Path.SAME_HOST and any(
+        return self.path is WritePath.SAME_HOST and any(
             one.running.is_between_devices for one in self._flights
         )
 
@@ -125,11 +127,11 @@ class Lane:
         """Take a post of pages of our regions in, or refuse it with ``PostFailed``."""
         regions = found(order, ours, self._theirs)
         if order.post in self._open:
-            self._report(PostFailed(order.post, f"post {order.post} is already running"))
+            self._report(PostFailed(UNSTAMPED, order.post, f"post {order.post} is already running"))
         elif isinstance(regions, str):
-            self._report(PostFailed(order.post, regions))
+            self._report(PostFailed(UNSTAMPED, order.post, regions))
         elif not order.source:
-            self._report(Posted(order.post, 0, 0.0))
+            self._report(PostDone(UNSTAMPED, order.post, 0))
         else:
             running = _Running(order.post, plan(order, regions), regions.ours)
             self._open[order.post] = running
@@ -193,9 +195,9 @@ class Lane:
         slots = [flight.slot for flight in self._flights if flight.slot is not None]
         self._staging.free += [*slots, *self._lost_slots]
         match self.path:
-            case Path.SAME_HOST:
+            case WritePath.SAME_HOST:
                 return sum(one.size for one in self._flights if one.running.is_of_device)
-            case Path.NETWORK:
+            case WritePath.NETWORK:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
 
     def _lose(self, size: int, slot: Slot | None) -> None:
@@ -215,10 +217,10 @@ class Lane:
             running.is_over = True
             del self._open[running.post]
             active_s = now_s - running.started_s
-            self._report(Posted(running.post, running.moved_bytes, active_s))
+            self._report(PostDone(UNSTAMPED, running.post, running.moved_bytes, active_s=active_s))
         elif now_s - running.said_s >= PROGRESS_EVERY_S:
             running.said_s = now_s
-            self._report(Moved(running.post, running.moved_bytes))
+            self._report(PostMoved(UNSTAMPED, running.post, running.moved_bytes))
 
     def _fail(self, running: _Running, why: str) -> None:
         if running.is_over:
@@ -227,4 +229,4 @@ class Lane:
         del self._open[running.post]
         self._turns = deque(other for other in self._turns if other is not running)
         done = f"{running.moved_bytes} bytes had arrived"
-        self._report(PostFailed(running.post, f"{why}; {done}"))
+        self._report(PostFailed(UNSTAMPED, running.post, f"{why}; {done}"))

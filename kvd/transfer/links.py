@@ -1,10 +1,10 @@
 """The sending agents of this process, one per transport generation of a peer incarnation.
 
-    Load -> BUILDING (builder thread) -> WARMING (a first write) -> UP (a lane) -> Drop -> gone
+    LoadAgent -> BUILDING (builder thread) -> WARMING (a first write) -> UP -> DropAgent -> gone
 
 The first write goes from our scratch memory to the peer's, so it harms nothing; it connects, finds
-out how bytes travel to this peer, and makes ``Loaded`` mean that they do. A ``Drop`` at any point
-ends the agent; one that is still being built is destroyed when it comes out.
+out how bytes travel to this peer, and makes ``AgentLoaded`` mean that they do. A ``DropAgent`` at
+any point ends the agent; one that is still being built is destroyed when it comes out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from kvd.core.inputs import AgentDropped, AgentFailed, AgentLoaded, PostFailed, WritePath
 from kvd.transfer.lane import Lane
 from kvd.transfer.metadata import BadMetadata, unpack
 from kvd.transfer.nixl import NixlUnusable, Sender, Span, Step
-from kvd.transfer.orders import Drop, Dropped, Load, Loaded, LoadFailed, Path, Post, PostFailed
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.staging import STAGING_BYTES, Staging
 from kvd.transfer.streams import names
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import select
     from collections.abc import Callable
 
+    from kvd.core.effects import DropAgent, LoadAgent, Post
     from kvd.transfer.copies import Area
     from kvd.transfer.metadata import Metadata
     from kvd.transfer.nixl import Binding
@@ -49,7 +51,7 @@ class Key(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What the builder made of a ``Load``: a sender, or why there is none."""
+    """What the builder made of a ``LoadAgent``: a sender, or why there is none."""
 
     key: Key
     peer: Metadata
@@ -93,7 +95,7 @@ class Builder:
         """Build for ever; an agent name is never used twice.
 
         Any exception but those about one peer is a bug; the worker's hook ends the process, since
-        without this thread every later ``Load`` would wait for ever.
+        without this thread every later ``LoadAgent`` would wait for ever.
         """
         while True:
             key, peer = self._wanted.get()
@@ -169,12 +171,12 @@ class Links:
         senders += [lane.sender for lane in self._lanes.values()]
         return names([poll for sender in senders for poll in sender.polls])
 
-    def load(self, order: Load) -> None:
-        """Have an agent built; a repeated ``Load`` is answered again."""
-        key = Key(order.peer, order.generation)
+    def load(self, order: LoadAgent) -> None:
+        """Have an agent built; a repeated ``LoadAgent`` is answered again."""
+        key = Key(order.incarnation, order.generation)
         if key in self._lanes:
             lane = self._lanes[key]
-            self._report(Loaded(*key, lane.path, lane.sender.streams()))
+            self._report(AgentLoaded(UNSTAMPED, *key, lane.sender.streams(), lane.path))
             return
         if key in self._building or key in self._warming:
             self._unwanted.discard(key)
@@ -182,14 +184,14 @@ class Links:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
-            self._report(LoadFailed(order.peer, order.generation, str(exc)))
+            self._report(AgentFailed(UNSTAMPED, order.incarnation, order.generation, str(exc)))
             return
         self._building.add(key)
         self._builder.want(key, peer)
 
-    def drop(self, order: Drop) -> None:
+    def drop(self, order: DropAgent) -> None:
         """Destroy an agent, failing its posts first; an unknown one is as good as destroyed."""
-        key = Key(order.peer, order.generation)
+        key = Key(order.incarnation, order.generation)
         if key in self._building:
             self._unwanted.add(key)
             return
@@ -202,15 +204,15 @@ class Links:
             warming = self._warming.pop(key)
             self._unwatch(key, warming.sender)
             warming.sender.destroy()
-        self._report(Dropped(key.peer, key.generation, open_bytes))
+        self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, open_bytes))
 
     def post(self, order: Post) -> None:
         """Hand a post to its lane."""
-        key = Key(order.peer, order.generation)
+        key = Key(order.incarnation, order.generation)
         lane = self._lanes.get(key)
         if lane is None:
             why = f"no sending agent for peer {key.peer} generation {key.generation} is loaded"
-            self._report(PostFailed(order.post, why))
+            self._report(PostFailed(UNSTAMPED, order.post, why))
         else:
             self._watch(key, lane.sender)
             lane.add(order, self._mine.regions)
@@ -225,7 +227,7 @@ class Links:
         if key in self._unwanted:
             self._unwanted.discard(key)
             built.sender.destroy()
-            self._report(Dropped(key.peer, key.generation, 0))
+            self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, 0))
             return
         self._watch(key, built.sender)
         source = np.array([[self._mine.scratch, SCRATCH_BYTES, 0]], np.uint64)
@@ -280,7 +282,9 @@ class Links:
         if step is Step.DONE:
             del self._warming[key]
             by_socket = warming.sender.socket_bytes() >= warming.size
-            path = Path.NETWORK if by_socket or not warming.sender.polls else Path.SAME_HOST
+            path = (
+                WritePath.NETWORK if by_socket or not warming.sender.polls else WritePath.SAME_HOST
+            )
             regions = {region.name: region for region in warming.peer.regions}
             self._lanes[key] = Lane(
                 warming.sender,
@@ -289,7 +293,7 @@ class Links:
                 staging=self._staging,
                 report=self._report,
             )
-            self._report(Loaded(*key, path, warming.sender.streams()))
+            self._report(AgentLoaded(UNSTAMPED, *key, warming.sender.streams(), path))
         elif time.monotonic() - warming.since_s > WARM_LIMIT_S:
             del self._warming[key]
             why = f"peer {key.peer} did not confirm a first write within {WARM_LIMIT_S:.0f} s"
@@ -302,10 +306,10 @@ class Links:
 
     def _load_failed(self, key: Key, why: str) -> None:
         """Report a failed load, and the drop that was waiting for its end."""
-        self._report(LoadFailed(key.peer, key.generation, why))
+        self._report(AgentFailed(UNSTAMPED, key.peer, key.generation, why))
         if key in self._unwanted:
             self._unwanted.discard(key)
-            self._report(Dropped(key.peer, key.generation, 0))
+            self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, 0))
 
     def _watch(self, key: Key, sender: Sender) -> None:
         for descriptor in sender.polls:

@@ -15,39 +15,26 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
+from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.inputs import (
+    AgentDropped,
+    AgentFailed,
+    AgentLoaded,
+    Copied,
+    CopyFailed,
+    PostDone,
+    PostFailed,
+    PostMoved,
+    Quiet,
+    Unposted,
+    Verified,
+    WritePath,
+)
 from kvd.transfer.base import TransportDown
 from kvd.transfer.copies import Area, Turns, begin
 from kvd.transfer.mapping import noted
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, extent_bytes, pack, unpack
-from kvd.transfer.orders import (
-    Alive,
-    Begin,
-    Collapsed,
-    Copied,
-    Copy,
-    CopyFailed,
-    Drop,
-    Dropped,
-    Exempt,
-    Forget,
-    Load,
-    Loaded,
-    LoadFailed,
-    Moved,
-    Path,
-    Post,
-    Posted,
-    PostFailed,
-    Probe,
-    Quiesce,
-    Quiet,
-    Ready,
-    Sum,
-    Summed,
-    Unposted,
-    Verified,
-    Verify,
-)
+from kvd.transfer.orders import UNSTAMPED, Alive, Begin, Collapsed, Probe, Ready, Sum, Summed
 from kvd.transfer.plans import direct, found
 from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
 
@@ -108,9 +95,9 @@ class Loopback:
         if not self.is_alive:
             return
         match order:
-            case Load():
+            case LoadAgent():
                 self._load(order)
-            case Drop():
+            case DropAgent():
                 self._drop(order)
             case Post():
                 self._post(order)
@@ -120,8 +107,8 @@ class Loopback:
                 self._verify(order)
             case Sum():
                 self._sum(order)
-            case Quiesce(ticket):
-                self._say(Quiet(ticket))
+            case Quiesce(lease):
+                self._say(Quiet(UNSTAMPED, lease))
             case Copy():
                 self._copy(order)
             case Probe(number):
@@ -178,46 +165,58 @@ class Loopback:
         if region.is_registered:
             self._registered[region.name] = area
 
-    def _load(self, order: Load) -> None:
+    def _load(self, order: LoadAgent) -> None:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
-            self._say(LoadFailed(order.peer, order.generation, str(exc)))
+            self._say(AgentFailed(UNSTAMPED, order.incarnation, order.generation, str(exc)))
             return
         if peer.agent not in _alive:
-            self._say(LoadFailed(order.peer, order.generation, f"{peer.agent} does not answer"))
+            self._say(
+                AgentFailed(
+                    UNSTAMPED, order.incarnation, order.generation, f"{peer.agent} does not answer"
+                )
+            )
             return
-        self._links[order.peer, order.generation] = peer
-        self._say(Loaded(order.peer, order.generation, Path.SAME_HOST))
+        self._links[order.incarnation, order.generation] = peer
+        self._say(
+            AgentLoaded(UNSTAMPED, order.incarnation, order.generation, path=WritePath.SAME_HOST)
+        )
 
-    def _drop(self, order: Drop) -> None:
-        self._links.pop((order.peer, order.generation), None)
+    def _drop(self, order: DropAgent) -> None:
+        self._links.pop((order.incarnation, order.generation), None)
         mine = [
             copy
             for copy in self._copies
-            if (copy.order.peer, copy.order.generation) == (order.peer, order.generation)
+            if (copy.order.incarnation, copy.order.generation)
+            == (order.incarnation, order.generation)
         ]
         for copy in mine:
             self._copies.remove(copy)
-            why = f"sending agent for {order.peer} was dropped"
-            self._say(PostFailed(copy.order.post, why))
-        self._say(Dropped(order.peer, order.generation, 0))
+            why = f"sending agent for {order.incarnation} was dropped"
+            self._say(PostFailed(UNSTAMPED, copy.order.post, why))
+        self._say(AgentDropped(UNSTAMPED, order.incarnation, order.generation, 0))
 
     def _post(self, order: Post) -> None:
-        peer = self._links.get((order.peer, order.generation))
+        peer = self._links.get((order.incarnation, order.generation))
         if peer is None:
-            why = f"no sending agent for peer {order.peer} generation {order.generation} is loaded"
-            self._say(PostFailed(order.post, why))
+            agent = f"peer {order.incarnation} generation {order.generation}"
+            why = f"no sending agent for {agent} is loaded"
+            self._say(PostFailed(UNSTAMPED, order.post, why))
             return
         regions = found(order, self._registered, {note.name: note for note in peer.regions})
         if isinstance(regions, str):
-            self._say(PostFailed(order.post, regions))
+            self._say(PostFailed(UNSTAMPED, order.post, regions))
         elif order.after:
-            self._say(Unposted(order.post, "inside one process there are no events to wait for"))
+            self._say(
+                Unposted(
+                    UNSTAMPED, order.post, "inside one process there are no events to wait for"
+                )
+            )
         elif not order.source:
-            self._say(Posted(order.post, 0, 0.0))
+            self._say(PostDone(UNSTAMPED, order.post, 0))
         elif peer.agent not in _alive:
-            self._say(PostFailed(order.post, f"{peer.agent} is gone"))
+            self._say(PostFailed(UNSTAMPED, order.post, f"{peer.agent} is gone"))
         else:
             plan = direct(order, regions)
             self._copies.append(_Copy(order, plan, _alive[peer.agent]))
@@ -228,7 +227,7 @@ class Loopback:
         if isinstance(job, CopyFailed):
             self._say(job)
         elif not job.left_bytes:
-            self._say(Copied(job.ticket, 0))
+            self._say(Copied(UNSTAMPED, job.ticket, 0))
         else:
             self._slices.jobs.append(job)
             if len(self._slices.jobs) == 1:
@@ -242,7 +241,7 @@ class Loopback:
         if self._slices.jobs:
             self._loop.call_soon(self._slice)
         if job is not None:
-            self._on_reports([Copied(job.ticket, job.n_bytes)])
+            self._on_reports([Copied(UNSTAMPED, job.ticket, job.n_bytes)])
 
     def _turn_soon(self) -> None:
         if self._copies and not self._is_turning:
@@ -256,8 +255,10 @@ class Loopback:
             return
         copy = self._copies.popleft()
         if self._failures or not copy.peer.is_alive:
-            why = self._failures.popleft() if self._failures else f"{copy.order.peer} is gone"
-            self._on_reports([PostFailed(copy.order.post, why)])
+            why = (
+                self._failures.popleft() if self._failures else f"{copy.order.incarnation} is gone"
+            )
+            self._on_reports([PostFailed(UNSTAMPED, copy.order.post, why)])
         else:
             self._on_reports([self._advance(copy)])
         self._turn_soon()
@@ -270,9 +271,9 @@ class Loopback:
             copy.moved_bytes += size
         copy.turns += 1
         if copy.turns == plan.handles:
-            return Posted(copy.order.post, copy.moved_bytes, 0.0, self._sums_of(copy.order))
+            return PostDone(UNSTAMPED, copy.order.post, copy.moved_bytes, self._sums_of(copy.order))
         self._copies.append(copy)
-        return Moved(copy.order.post, copy.moved_bytes)
+        return PostMoved(UNSTAMPED, copy.order.post, copy.moved_bytes)
 
     def _sums_of(self, order: Post) -> bytes:
         job = post_job(order, self._areas)

@@ -38,11 +38,11 @@ from kvd.transfer.staging import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvd.core.effects import Post
     from kvd.core.shards import Piece
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Words
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.orders import Post
 
 
 class Found(NamedTuple):
@@ -69,14 +69,14 @@ def found(order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote
             shards = [piece.shard for piece in pieces]
         case _:
             assert_never(order.making)
-    names = [shard_region(order.region, shard) for shard in shards]
+    names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
     if missing:
         return f"this node has no region {missing[0]!r}"
-    there = theirs.get(shard_region(order.region, order.peer_shard))
+    there = theirs.get(shard_region(order.component, order.peer_shard))
     if there is None:
-        name = shard_region(order.region, order.peer_shard)
-        return f"peer {order.peer} has no region {name!r}"
+        name = shard_region(order.component, order.peer_shard)
+        return f"peer {order.incarnation} has no region {name!r}"
     areas = tuple(ours[name] for name in names)
     return _objection(order, areas, there) or Found(areas, there)
 
@@ -153,7 +153,7 @@ def _in_bands(order: Post, regions: Found, parts: list[Pieced]) -> _Packed:
     """As many layers at a time as fit into a slot."""
     areas = {area.note.name: area for area in regions.ours}
     assemblies = [
-        Assembly(window, [(areas[shard_region(order.region, one.shard)], one) for one in pieces])
+        Assembly(window, [(areas[shard_region(order.component, one.shard)], one) for one in pieces])
         for window, pieces in ((part.window, part.pieces) for part in parts)
     ]
     packing = Packing(order.source, [Band(one.gather, one.page_bytes) for one in assemblies])
@@ -168,7 +168,7 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
     making, split = order.making, order.split
     if split != 1 and (making != Straight() or order.peer_shard):
         return (
-            f"pages of region {order.region!r} cannot be cut into {split} pieces on their way "
+            f"pages of region {order.component!r} cannot be cut into {split} pieces on their way "
             f"between shards, here to shard {order.peer_shard} of the peer; use pages of one size "
             "on both sides"
         )

@@ -254,7 +254,7 @@ class TransferProcess:
     def _died(self) -> None:
         """The process is a zombie: hear it out, reap it, then wait for its memory map."""
         self._loop.remove_reader(self._pidfd)
-        while data := self._receive():  # a Posted among its last words is as true as ever
+        while data := self._receive():  # a PostDone among its last words is as true as ever
             self._hear(data)
         status = self._child.wait()
         self._loop.remove_reader(self._socket)

@@ -1,19 +1,19 @@
 """Page sums, beside the posting loop: of what is sent while it travels, and of what has arrived.
 
-    Post ---> job --> turns --> summers --> sums --> joined with its Posted --> Posted
+    Post ---> job --> turns --> summers --> sums --> joined with its PostDone --> PostDone
     Verify -> job --> turns --> summers --> sums --> compared with the writer's --> Verified
     Sum ----> job --> turns --> summers --> sums --> Summed
 
 Jobs take turns, a slice of a few megabytes each, so a small one does not wait for all of a large
-one before it; slices of one job may be summed by several threads at once. ``Posted`` of a sealed
+one before it; slices of one job may be summed by several threads at once. ``PostDone`` of a sealed
 post is held back until its sums are there.
 
 The hash lets go of the interpreter for pieces above about 100 KB. Below that the loop gets it back
 at the next switch, so the switch interval is shortened with the first summer.
 
 Invariants: each ``Verify`` is answered by one ``Verified``, each ``Sum`` by one ``Summed``; each
-post still ends by exactly one of ``Posted`` and ``PostFailed``. What waits here is bounded by what
-the daemon has under way: a job keeps page numbers and sums, no pages.
+post still ends by exactly one of ``PostDone`` and ``PostFailed``. What waits here is bounded by
+what the daemon has under way: a job keeps page numbers and sums, no pages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
+from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.shards import Piece, Pieced, Straight
 from kvd.core.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import strays
 from kvd.transfer.fetched import Fetched
-from kvd.transfer.orders import Posted, PostFailed, Summed, Verified
+from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.pieces import Source, beyond, unmade
 from kvd.transfer.reading import Gathered, InPlace
 from kvd.transfer.strips import uncut
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvd.core.effects import Post, Verify
     from kvd.core.shards import Window
     from kvd.transfer.copies import Area
-    from kvd.transfer.orders import Post, Report, Sum, Verify
+    from kvd.transfer.orders import Report, Sum
     from kvd.transfer.reading import Reading
     from kvd.types import Pages
 
@@ -92,12 +94,12 @@ class Job:
 
 
 class PostJob(Job):
-    """Of a post; its ``Posted`` waits here for the sums, or the sums for it.
+    """Of a post; its ``PostDone`` waits here for the sums, or the sums for it.
 
     Where our pages are cut, ``ids`` are pieces.
     """
 
-    posted: Posted | None = None
+    posted: PostDone | None = None
 
 
 class VerifyJob(Job):
@@ -135,14 +137,14 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
     """How the pages of a post are read; None where it will be refused."""
     match order.making:
         case Straight(shard):
-            area = areas.get(shard_region(order.region, shard))
+            area = areas.get(shard_region(order.component, shard))
             if area is None or uncut(area.note, order.split):
                 return None
             if strays(order.source, area.note, order.split).size:
                 return None
             return _read_whole(area, order.split)
         case Pieced(window, pieces):
-            found = [areas.get(shard_region(order.region, one.shard)) for one in pieces]
+            found = [areas.get(shard_region(order.component, one.shard)) for one in pieces]
             parts = [(a, one) for a, one in zip(found, pieces, strict=True) if a is not None]
             sources = [Source(area.note, one) for area, one in parts]
             if len(parts) < len(pieces) or unmade(window, sources):
@@ -175,7 +177,7 @@ def _read_window(window: Window, parts: list[tuple[Area, Piece]]) -> Reading:
 
 def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified:
     """The job of a ``Verify``, or the answer where there is nothing that could be summed."""
-    seal, name = order.seal, shard_region(order.region, order.shard)
+    seal, name = order.seal, shard_region(order.component, order.shard)
     area, window = areas.get(name), order.window
     why = ""
     if area is None:
@@ -185,7 +187,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     elif window is not None:
         why = beyond(window, area.note, "here")
     if why or area is None:
-        return Verified(order.ticket, (), why)
+        return Verified(UNSTAMPED, order.ticket, (), why)
     reading = (
         _read_whole(area, 1)
         if window is None
@@ -194,8 +196,10 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
-        return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
-    return job if job.left else Verified(order.ticket, ())
+        return Verified(
+            UNSTAMPED, order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages"
+        )
+    return job if job.left else Verified(UNSTAMPED, order.ticket, ())
 
 
 def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
@@ -211,7 +215,7 @@ def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
 def verdict(job: VerifyJob) -> Verified:
     """What the sums of a job say."""
     wanted: NDArray[np.uint64] = np.frombuffer(job.wanted, "<u8")
-    return Verified(job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
+    return Verified(UNSTAMPED, job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
 
 
 class Summers:
@@ -301,15 +305,15 @@ class Sums:
             self._summers.want(found)
 
     def pass_on(self, report: Report) -> None:
-        """A report of the links; ``Posted`` waits for its sums."""
+        """A report of the links; ``PostDone`` waits for its sums."""
         match report:
-            case Posted(post) if post in self._posts:
+            case PostDone(post=post) if post in self._posts:
                 job = self._posts[post]
                 job.posted = report
                 if not job.left:
                     self._conclude(job, report)
                 return
-            case PostFailed(post) if post in self._posts:
+            case PostFailed(post=post) if post in self._posts:
                 self._posts.pop(post).is_unwanted = True
             case _:
                 pass
@@ -322,11 +326,11 @@ class Sums:
                 self._report(verdict(job))
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))
-            case PostJob(posted=Posted() as posted) if self._posts.get(job.ticket) is job:
+            case PostJob(posted=PostDone() as posted) if self._posts.get(job.ticket) is job:
                 self._conclude(job, posted)
             case _:
                 pass
 
-    def _conclude(self, job: PostJob, posted: Posted) -> None:
+    def _conclude(self, job: PostJob, posted: PostDone) -> None:
         del self._posts[job.ticket]
         self._report(msgspec.structs.replace(posted, sums=job.packed()))

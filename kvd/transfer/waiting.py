@@ -6,7 +6,7 @@ written when that has come. Until then nothing of the pages is read, neither to 
     Post(after) -> waits -> event has come -> posted
                      |----> event failed, or is none -> Unposted
                      |----> Forget -> Unposted
-                     '----> Drop of its agent -> Unposted
+                     '----> DropAgent of its agent -> Unposted
 
 The loop looks about once a millisecond while anything waits. An event is opened once for all posts
 that wait for it, and let go of when none does: its engine may destroy it from then on.
@@ -20,15 +20,16 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.core.inputs import Unposted
 from kvd.device.cuda import CudaError
 from kvd.transfer.devices import DeviceUnusable
-from kvd.transfer.orders import Unposted
+from kvd.transfer.orders import UNSTAMPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.effects import DropAgent, Post
     from kvd.transfer.devices import Devices
-    from kvd.transfer.orders import Drop, Post
 
 
 class _Event(NamedTuple):
@@ -66,7 +67,9 @@ class Waiting:
             try:
                 found = _Event(self._devices.open_event(order.after), [])
             except DeviceUnusable as exc:
-                self._report(Unposted(order.post, f"its event cannot be waited for: {exc}"))
+                self._report(
+                    Unposted(UNSTAMPED, order.post, f"its event cannot be waited for: {exc}")
+                )
                 return
             self._events[order.after] = found
         found.posts.append(order)
@@ -81,11 +84,11 @@ class Waiting:
         """Nobody wants it any more; one that does not wait is no matter of ours."""
         self._remove(lambda order: order.post == post, "it was given up before its event came")
 
-    def drop(self, order: Drop) -> None:
+    def drop(self, order: DropAgent) -> None:
         """Its agent goes: those that were to go through it go too."""
         self._remove(
-            lambda one: (one.peer, one.generation) == (order.peer, order.generation),
-            f"the sending agent for {order.peer} was dropped before its event came",
+            lambda one: (one.incarnation, one.generation) == (order.incarnation, order.generation),
+            f"the sending agent for {order.incarnation} was dropped before its event came",
         )
 
     def _look(self, handle: bytes, one: _Event) -> None:
@@ -107,7 +110,7 @@ class Waiting:
             if not one.posts:
                 self._close(handle)
             for order in over:
-                self._report(Unposted(order.post, why))
+                self._report(Unposted(UNSTAMPED, order.post, why))
 
     def _close(self, handle: bytes) -> None:
         event = self._events.pop(handle).event

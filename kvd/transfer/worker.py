@@ -6,11 +6,11 @@ progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms
 up posts), the copier (pages to the saved area and back), the summers (page sums) and, for a while,
 the collapser. They hand their results to the loop's inbox.
 
-    daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
-                       |---Post--> Lane: handles --> Moved, PostFailed, Posted with its sums
-                       |---Post(after)--> Waiting for its event --> as above, or Unposted
+    daemon --Order--> loop --LoadAgent--> builder --Sender--> loop --first write--> AgentLoaded
+                       |---Post--> handles --> PostMoved, PostFailed, PostDone with its sums
+                       |---Post(after)--> waits for its event --> as above, or Unposted
                        |---Verify--> summers --> Verified
-                       |---Drop--> Lane.destroy --> Dropped
+                       |---DropAgent--> the agent is destroyed --> AgentDropped
                        '---Copy--> copier --> Copied, CopyFailed
 
 An exception that ends the builder, the copier or a summer is a bug: the process says so and ends
@@ -33,6 +33,8 @@ import threading
 from collections import deque
 from typing import Final, NamedTuple, NoReturn, assert_never
 
+from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.inputs import Copied, CopyFailed
 from kvd.transfer import witness
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
@@ -46,24 +48,14 @@ from kvd.transfer.orders import (
     Alive,
     Begin,
     Collapsed,
-    Copied,
-    Copy,
-    CopyFailed,
-    Drop,
     Dying,
-    Exempt,
-    Forget,
-    Load,
     Order,
-    Post,
     Probe,
-    Quiesce,
     Ready,
     RegionPlan,
     Report,
     StartFailed,
     Sum,
-    Verify,
 )
 from kvd.transfer.selfwrite import advised, prove
 from kvd.transfer.staging import STAGING_BYTES
@@ -237,9 +229,9 @@ class Worker:
 
     def _obey(self, order: Order) -> None:
         match order:
-            case Load():
+            case LoadAgent():
                 self._links.load(order)
-            case Drop() | Post() | Forget():
+            case DropAgent() | Post() | Forget():
                 self._obey_of_posts(order)
             case Verify():
                 self._sums.verify(order)
@@ -258,9 +250,9 @@ class Worker:
             case _:
                 assert_never(order)
 
-    def _obey_of_posts(self, order: Drop | Post | Forget) -> None:
+    def _obey_of_posts(self, order: DropAgent | Post | Forget) -> None:
         match order:
-            case Drop():
+            case DropAgent():
                 self._waiting.drop(order)
                 self._links.drop(order)
             case Post(after=b""):

@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvd.core.effects import Post
+from kvd.core.inputs import PostFailed, WritePath
 from kvd.core.spec import Mla
 from kvd.transfer.copies import Area, Mapped
 from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
 from kvd.transfer.metadata import Kind, Place
-from kvd.transfer.orders import Path, Post, PostFailed
 from kvd.transfer.staging import STAGING_BYTES, Staging
 from tests.transfer.layouts import ids
 from tests.transfer.test_staging import Memory, Wire
@@ -41,7 +42,7 @@ class Far(Mapped):
 
 
 class Rig:
-    def __init__(self, here: Place | None, there: Place | None, path: Path) -> None:
+    def __init__(self, here: Place | None, there: Place | None, path: WritePath) -> None:
         ours, theirs = Memory(LATENT, 64, 81), Memory(LATENT, 64, 81)
         self.far, self.wire, self.reports = Far(), Polled(), []
         area = ours.area
@@ -67,12 +68,12 @@ class Rig:
 @pytest.mark.parametrize(
     ("here", "there", "path", "is_blind", "is_fast"),
     [
-        (None, None, Path.SAME_HOST, False, False),
-        (None, None, Path.NETWORK, False, False),
-        (GPU, GPU, Path.SAME_HOST, True, True),
-        (GPU, None, Path.SAME_HOST, True, False),
-        (None, GPU, Path.SAME_HOST, True, False),
-        (GPU, GPU, Path.NETWORK, False, False),
+        (None, None, WritePath.SAME_HOST, False, False),
+        (None, None, WritePath.NETWORK, False, False),
+        (GPU, GPU, WritePath.SAME_HOST, True, True),
+        (GPU, None, WritePath.SAME_HOST, True, False),
+        (None, GPU, WritePath.SAME_HOST, True, False),
+        (GPU, GPU, WritePath.NETWORK, False, False),
     ],
 )
 def test_the_loop_looks_by_itself_where_a_device_copies_on_this_host(
@@ -90,11 +91,11 @@ def test_the_loop_looks_by_itself_where_a_device_copies_on_this_host(
 @pytest.mark.parametrize(
     ("here", "there", "path", "is_open"),
     [
-        (None, None, Path.SAME_HOST, False),
-        (GPU, GPU, Path.SAME_HOST, True),
-        (None, GPU, Path.SAME_HOST, True),
-        (GPU, None, Path.NETWORK, True),
-        (None, None, Path.NETWORK, True),
+        (None, None, WritePath.SAME_HOST, False),
+        (GPU, GPU, WritePath.SAME_HOST, True),
+        (None, GPU, WritePath.SAME_HOST, True),
+        (GPU, None, WritePath.NETWORK, True),
+        (None, None, WritePath.NETWORK, True),
     ],
 )
 def test_an_agent_that_is_destroyed_counts_what_a_device_may_still_copy(here, there, path, is_open):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from kvd.core.effects import DropAgent, Forget
+from kvd.core.inputs import AgentDropped, PostDone, Unposted
 from kvd.core.seal import Seal
 from kvd.transfer.loopback import Loopback
-from kvd.transfer.orders import Alive, Drop, Dropped, Forget, Posted, Probe, Unposted
+from kvd.transfer.orders import Alive, Probe
 from kvd.wire.peer import Integrity
 from tests.cuda.double import STREAM
 from tests.transfer.conftest import Rig
@@ -57,7 +59,7 @@ async def test_pages_are_read_when_the_event_has_come_and_not_before(pair, cuda,
     with recorded(cuda, device) as event:
         sender.post(1, receiver, PAGES, PAGES, after=cuda.share_event(event))
         sender.post(2, receiver, [9], [9])
-        assert isinstance(await sender.outcome(2), Posted)
+        assert isinstance(await sender.outcome(2), PostDone)
         await looked(sender)
         size = theirs.shape.page_bytes
         assert (theirs.bytes[: 4 * size] == before[: 4 * size]).all(), "the second post alone"
@@ -65,7 +67,7 @@ async def test_pages_are_read_when_the_event_has_come_and_not_before(pair, cuda,
         double.let_come(event)
         outcome = await sender.outcome(1)
 
-    assert isinstance(outcome, Posted)
+    assert isinstance(outcome, PostDone)
     assert (theirs.bytes[size : 4 * size] == 77).all()
 
 
@@ -95,7 +97,7 @@ async def test_an_event_that_has_come_delays_nothing(pair, cuda):
 
     sender.post(1, receiver, PAGES, PAGES, after=cuda.share_event(event))
 
-    assert isinstance(await sender.outcome(1), Posted)
+    assert isinstance(await sender.outcome(1), PostDone)
     cuda.destroy(event)
 
 
@@ -109,12 +111,12 @@ async def test_posts_of_one_event_go_in_their_order_and_an_event_can_be_waited_f
             for post in range(first, first + 3):
                 sender.post(post, receiver, [post], [post], after=handle)
             await looked(sender, 10 * first)
-            assert not sender.heard(Posted, post=first)
+            assert not sender.heard(PostDone, post=first)
             double.let_come(event)
             await sender.outcome(first + 2)
             cuda.record(event, STREAM)
 
-    assert [one.post for one in sender.reports if isinstance(one, Posted)] == [1, 2, 3, 4, 5, 6]
+    assert [one.post for one in sender.reports if isinstance(one, PostDone)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("end", ["forgotten", "dropped", "broken"])
@@ -128,7 +130,7 @@ async def test_a_post_that_waits_in_vain_sends_nothing(pair, cuda, double, end):
                 sender.transport.order(Forget(1))
                 why = "given up before its event came"
             case "dropped":
-                sender.transport.order(Drop(receiver.name, 1))
+                sender.transport.order(DropAgent(receiver.name, 1))
                 why = "dropped before its event came"
             case _:
                 double.break_event(event)
@@ -141,11 +143,11 @@ async def test_a_post_that_waits_in_vain_sends_nothing(pair, cuda, double, end):
     assert why in outcome.why
     assert (receiver.memories["kv"].bytes == before).all()
     if end == "dropped":
-        dropped = await sender.hears(Dropped)
+        dropped = await sender.hears(AgentDropped)
         assert sender.reports.index(outcome) < sender.reports.index(dropped)
     else:
         sender.post(2, receiver, PAGES, PAGES)
-        assert isinstance(await sender.outcome(2), Posted), "the agent serves on"
+        assert isinstance(await sender.outcome(2), PostDone), "the agent serves on"
 
 
 async def test_forgetting_what_does_not_wait_is_nothing(pair):
@@ -154,7 +156,7 @@ async def test_forgetting_what_does_not_wait_is_nothing(pair):
     sender.transport.order(Forget(1))
     sender.transport.order(Forget(99))
 
-    assert isinstance(await sender.outcome(1), Posted)
+    assert isinstance(await sender.outcome(1), PostDone)
     await looked(sender)
     assert not sender.heard(Unposted)
 
@@ -168,7 +170,7 @@ async def test_garbage_in_the_place_of_an_event_fails_its_post_alone(pair):
     outcome = await sender.outcome(1)
     assert isinstance(outcome, Unposted)
     assert "opening an event of another process on cuda:1: cudaErrorInvalidR" in outcome.why
-    assert isinstance(await sender.outcome(2), Posted)
+    assert isinstance(await sender.outcome(2), PostDone)
 
 
 async def test_the_event_of_a_dead_engine_cannot_be_waited_for(pair, cuda):

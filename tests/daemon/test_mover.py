@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvd.core import effects
+from kvd.core import effects, inputs
 from kvd.core.doubt import Doubt
 from kvd.core.node import Node
 from kvd.core.seal import Seal
@@ -14,7 +14,7 @@ from kvd.daemon.mover import Mover
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
 from kvd.transfer.base import OnExit, OnReports, TransportDown
-from kvd.transfer.orders import Alive, Copy, Order, Post, Probe, Ready, Verify
+from kvd.transfer.orders import UNSTAMPED, Alive, Order, Probe, Ready
 from kvd.types import Pages, pack_ids
 from kvd.wire import events
 from kvd.wire.peer import Integrity
@@ -81,6 +81,8 @@ class Site:
         reactor = Reactor(
             node, bus, clock=lambda: self.now_s, on_bug=lambda _, bug: self.bugs.append(bug)
         )
+        self.fed: list[inputs.Input] = []
+        reactor.tape = self.fed.append
         self.mover = Mover(reactor, lambda generation: lives[generation - 1], silent_s=2.0)
 
     def _take(self, event: events.Event) -> None:
@@ -111,7 +113,7 @@ async def test_mover_goes_on_to_the_next_generation_when_a_restarted_one_ends_at
 
     first.die()
     await site.until_announced(3)
-    site.mover.quiesce(effects.Quiesce(1, Doubt.SENT))
+    site.mover.order(effects.Quiesce(1, Doubt.SENT))
 
     assert site.generations == [1, 3]
     assert (len(second.orders), len(third.orders)) == (0, 1)
@@ -195,19 +197,32 @@ async def test_a_host_that_slept_does_not_blame_its_transport() -> None:
     await site.mover.stop()
 
 
-async def test_mover_orders_what_the_core_wants_moved_in_the_same_terms() -> None:
+async def test_mover_hands_over_what_the_core_wants_done_as_it_stands() -> None:
     transport = Short(ends_at_once=False)
     site = Site(transport)
     await site.mover.start("start")
     seal = Seal(Integrity.FULL, b"k" * 16, 3, 9)
     four, three = Pages(pack_ids([4, 5])), Pages(pack_ids([3, 1]))
-
-    site.mover.post(effects.Post(7, "d", 2, "index", four, three, seal, first_page=3, split=4))
-    site.mover.verify(effects.Verify(8, "state", seal, three, b"sums"))
-    site.mover.copy(effects.Copy(9, "kv", four, "buffer", three))
-
-    assert transport.orders == [
-        Post(7, "d", 2, "index", four, three, seal, first_page=3, split=4),
-        Verify(8, "state", seal, three, b"sums"),
-        Copy(9, "kv", four, "buffer", three),
+    wanted = [
+        effects.Post(7, "d", 2, "index", four, three, seal, first_page=3, split=4),
+        effects.Verify(8, "state", seal, three, b"sums"),
+        effects.Copy(9, "kv", four, "buffer", three),
     ]
+
+    for effect in wanted:
+        site.mover.order(effect)
+
+    assert transport.orders == wanted
+    await site.mover.stop()
+
+
+async def test_mover_stamps_what_is_reported_with_the_time_of_the_node() -> None:
+    transport = Short(ends_at_once=False)
+    site = Site(transport)
+    await site.mover.start("start")
+    site.now_s += 3.0
+
+    transport.on_reports([inputs.PostDone(UNSTAMPED, 7, 4096, b"sums", 0.5)])
+
+    assert site.fed[-1] == inputs.PostDone(site.now_s, 7, 4096, b"sums", 0.5)
+    await site.mover.stop()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.effects import LoadAgent
 from kvd.transfer import worker
-from kvd.transfer.orders import Load
 
 if TYPE_CHECKING:
     from kvd.transfer.orders import Order
@@ -15,7 +15,7 @@ class Babbler(worker.Worker):
     """Stands in for ``Worker``."""
 
     def _obey(self, order: Order) -> None:
-        if isinstance(order, Load):
+        if isinstance(order, LoadAgent):
             self._orders.send(order.metadata)
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kvd.core.effects import Post
 from kvd.core.geometry import Geometry, geometry
 from kvd.core.shards import Shard, tp_shards
 from kvd.core.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, Order, shard_region
 from kvd.transfer.copies import Area
-from kvd.transfer.orders import Post
 from tests.transfer.layouts import ids, note
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvd.core.effects import Copy
 from kvd.core.geometry import Geometry, Row
 from kvd.transfer.copies import PASSING_BYTES, SLICE_BYTES, Area, Turns, begin
-from kvd.transfer.orders import Copy
 from tests.transfer.layouts import ids, note
 
 PAGE_BYTES = SLICE_BYTES // 4

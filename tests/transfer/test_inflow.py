@@ -12,9 +12,11 @@ import time
 import pytest
 
 from kvd.core.doubt import Doubt
+from kvd.core.effects import Exempt, Quiesce
+from kvd.core.inputs import Awaiting, Quiet
 from kvd.transfer import inflow, streams
 from kvd.transfer.inflow import Inflow
-from kvd.transfer.orders import Awaiting, Exempt, Quiesce, Quiet
+from kvd.transfer.orders import UNSTAMPED
 
 PATIENCE_S = 5.0
 
@@ -103,7 +105,7 @@ class Asked:
 
     @property
     def is_quiet(self):
-        return Quiet(1) in self.said
+        return Quiet(UNSTAMPED, 1) in self.said
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_an_end_of_stream_counts_when_all_before_it_was_read(far, asleep):
     while far.ours.recv(100):
         pass
 
-    assert asked.said[0] == Awaiting((1,), (far.stream,))
+    assert asked.said[0] == Awaiting(UNSTAMPED, (1,), (far.stream,))
     assert not before
     assert not unread
     assert asked.until_quiet()
@@ -154,7 +156,7 @@ def test_what_has_only_arrived_is_waited_for_without_its_end(far, asleep):
 
     assert not before
     assert asked.until_quiet()
-    assert asked.said == [Quiet(1)]
+    assert asked.said == [Quiet(UNSTAMPED, 1)]
 
 
 def test_a_connection_that_came_later_is_not_waited_for(asleep):
@@ -219,7 +221,7 @@ def test_where_rdma_is_open_nothing_is_ever_quiet(monkeypatch, asleep):
     asked = Asked(asleep)
 
     assert not asked.look()
-    assert asked.said == [Awaiting((1,), ("rdma (/dev/infiniband/uverbs0)",))]
+    assert asked.said == [Awaiting(UNSTAMPED, (1,), ("rdma (/dev/infiniband/uverbs0)",))]
 
 
 def test_rdma_devices_are_seen_among_the_open_files(monkeypatch):
@@ -237,7 +239,7 @@ def test_tickets_that_wait_for_the_same_are_told_together(far, asleep):
         waiting.ask(Quiesce(ticket, Doubt.SENT))
     waiting.step()
 
-    assert said == [Awaiting((1, 2, 3), (far.stream,))]
+    assert said == [Awaiting(UNSTAMPED, (1, 2, 3), (far.stream,))]
 
 
 def test_a_long_wait_is_looked_at_less_often(far, asleep):

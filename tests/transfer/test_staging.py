@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvd.core.effects import Post
+from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.spec import Mha, Mla, Order, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
 from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
 from kvd.transfer.nixl import NixlUnusable, Step
-from kvd.transfer.orders import Path, Post, Posted, PostFailed
 from kvd.transfer.staging import (
     SLOT_BYTES,
     SLOTS,
@@ -81,7 +82,7 @@ class Bench:
         self.wire, self.reports = Wire(), []
         self.lane = Lane(
             self.wire,
-            path=Path.NETWORK,
+            path=WritePath.NETWORK,
             regions={"kv": self.theirs.note},
             staging=self.staging,
             report=self.reports.append,
@@ -94,7 +95,7 @@ class Bench:
 
     def posted(self):
         """How often and with what the post has ended well; how far it had come is told by time."""
-        return [report for report in self.reports if isinstance(report, Posted)]
+        return [report for report in self.reports if isinstance(report, PostDone)]
 
     def fill_up(self):
         while self.lane.can_post:
