@@ -30,14 +30,14 @@ from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Veri
 from kvd.core.seal import Seal
 from kvd.core.shards import Lane, Shard, Straight, lanes, tp_shards
 from kvd.core.spec import Component, Mha, Order, shard_region
-from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
-from kvd.transfer.nixl import Binding, Sender, Span, Step
+from kvd.transfer.nixl import Binding, MemorySpan, SendingAgent, TransferStep
 from kvd.transfer.orders import Collapsed, Report
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages
 from kvd.wire.peer import Integrity
 
@@ -196,11 +196,11 @@ class _Bare:
         notes = {region.name: map_region(region.plan()) for region in sender.regions}
         self._ours: dict[str, Area] = {name: mapped_area(note) for name, note in notes.items()}
         self._theirs = {note.name: note for note in peer.regions}
-        spans = [Span(note.address, note.region_bytes) for note in notes.values()]
+        spans = [MemorySpan(note.address, note.region_bytes) for note in notes.values()]
         scratch = map_scratch(SCRATCH_BYTES)
         name = f"bench-bare-{os.getpid()}-{id(self):x}"
-        spans.append(Span(scratch, SCRATCH_BYTES))
-        self._sender = Sender(Binding(), name, spans=spans, peer=peer)
+        spans.append(MemorySpan(scratch, SCRATCH_BYTES))
+        self._sender = SendingAgent(Binding(), name, spans=spans, peer=peer)
         one = np.array([[scratch, SCRATCH_BYTES, 0]], np.uint64)
         there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
         self._await(self._sender.post(one, there))
@@ -231,7 +231,7 @@ class _Bare:
         return time.perf_counter() - began_s
 
     def _await(self, handle: int) -> None:
-        while self._sender.step(handle) is Step.RUNNING:
+        while self._sender.step(handle) is TransferStep.RUNNING:
             pass
 
     def close(self) -> None:

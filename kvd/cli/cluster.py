@@ -12,7 +12,7 @@ from rich.table import Table
 from kvd.cli.exits import Failed
 from kvd.cli.render import show
 from kvd.sim.cluster import Replay, Routed, replay
-from kvd.sim.decodenode import HEADS, LAYERS, Shape
+from kvd.sim.decode_node import HEADS, LAYERS, NodeShape
 from kvd.sim.routing import ROUTINGS
 from kvd.trace import BadTrace, read_trace
 
@@ -37,7 +37,7 @@ HEADINGS = (
 )
 
 
-def replay_trace(trace: Path, shape: Shape, limit: int | None) -> Replay:
+def replay_trace(trace: Path, shape: NodeShape, limit: int | None) -> Replay:
     """Replay the file and print what came of it.
 
     Raises:

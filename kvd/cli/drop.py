@@ -15,8 +15,8 @@ from kvd.cli.link import with_format
 from kvd.cli.sheet import Sheet, said
 from kvd.daemon.kept import place_of
 from kvd.pools.arena import NotReserved
-from kvd.pools.place import Backing, Place
-from kvd.pools.shelf import left_over, open_shelf
+from kvd.pools.file_memory import left_over, open_directory
+from kvd.pools.location import Backing, PoolLocation
 from kvd.text import amount
 
 
@@ -73,13 +73,13 @@ _LEAVES = {
 }
 
 
-def _discard(place: Place, path: Path) -> None:
+def _discard(place: PoolLocation, path: Path) -> None:
     """Remove the files, and the directory unless somebody chose it."""
-    shelf = open_shelf(place, wait_s=0.0)
+    directory = open_directory(place, wait_s=0.0)
     try:
-        shelf.discard()
+        directory.discard()
     finally:
-        shelf.close()
+        directory.close()
     if not place.is_chosen:
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -22,8 +22,8 @@ from kvd.core.effects import LoadAgent, Post
 from kvd.core.geometry import Geometry, Row
 from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed
 from kvd.core.inputs import WritePath as Route
-from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:

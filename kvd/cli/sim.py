@@ -18,9 +18,9 @@ from rich.table import Table
 
 from kvd.cli.cluster import replay_trace
 from kvd.cli.render import show
-from kvd.sim.decodenode import Shape
+from kvd.sim.decode_node import NodeShape
 from kvd.sim.profile import MIXED, PROFILES
-from kvd.sim.runner import Ending, Plan, again, run_seed
+from kvd.sim.runner import Ending, SimPlan, again, run_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ TRACE_NODES = 8
 class Tally(msgspec.Struct):
     """What all seeds came to."""
 
-    plan: Plan
+    plan: SimPlan
     seeds: int = 0
     steps: int = 0
     cpu_s: float = 0.0
@@ -179,11 +179,11 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     if [seeds, seed, trace].count(None) < 2:
         raise click.UsageError("--seeds, --seed and --trace exclude each other")
     if trace is not None:
-        shape = Shape(nodes or TRACE_NODES, pool_tokens, page, prefill_rate, decode_rate, speed)
+        shape = NodeShape(nodes or TRACE_NODES, pool_tokens, page, prefill_rate, decode_rate, speed)
         _write(file, replay_trace(trace, shape, limit))
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
-    tally = Tally(Plan(steps, nodes or 0, profile, audit_steps))
+    tally = Tally(SimPlan(steps, nodes or 0, profile, audit_steps))
     _run(tally, first, last, minutes)
     _report(tally)
     _write(file, tally)
@@ -272,7 +272,7 @@ def _report(tally: Tally) -> None:
         _tell(failure, plan)
 
 
-def _tell(failure: Ending, plan: Plan) -> None:
+def _tell(failure: Ending, plan: SimPlan) -> None:
     lines: Iterable[str] = (
         "",
         f"VIOLATION in seed {failure.seed} ({failure.profile}, {failure.nodes} nodes) "

@@ -18,7 +18,7 @@ from kvd.cli.finding import Finding, Subject, good, poor, wrong
 from kvd.cli.selftransfer import Measured, measure
 from kvd.core.inputs import WritePath as Route
 from kvd.text import amount, clean
-from kvd.transfer.base import TransportDown
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

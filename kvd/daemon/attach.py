@@ -36,9 +36,15 @@ from typing import TYPE_CHECKING, Final
 from kvd.daemon.acceptor import PAUSE_S, Acceptor
 from kvd.daemon.attach_limits import DEFAULT_LIMITS, AttachLimits
 from kvd.daemon.custody import MAX_REQUEST_BYTES, Custody, hear_out, tell
+from kvd.daemon.former_processes import started_ticks
 from kvd.daemon.seqpacket import peer_pid
-from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
-from kvd.daemon.vigil import started_ticks
+from kvd.daemon.sessions import (
+    NO_PAST,
+    AttachConnection,
+    EngineSessions,
+    Unwritten,
+    nobody_returned,
+)
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import Process
 from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    from kvd.daemon.sessions import OnReturned, Past, Session, SessionNotes
+    from kvd.daemon.sessions import EngineSession, OnReturned, Past, SessionNotes
     from kvd.wire.memory import DeviceMemory, PoolMemory
 
 MAX_NAME_BYTES: Final = 128
@@ -117,8 +123,8 @@ class AttachServer:
         self._notes = notes or Unwritten()
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connections: set[Connection] = set()
-        self._sessions = Sessions(past)
+        self._connections: set[AttachConnection] = set()
+        self._sessions = EngineSessions(past)
         self._custody = Custody(
             self._sessions, self._notes, on_gone, on_hung_up_on, may_write, node=node
         )
@@ -171,7 +177,7 @@ class AttachServer:
         sock.settimeout(0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
         pid = peer_pid(sock)
-        connection = Connection(sock, Process(pid, started_ticks(pid) or 0))
+        connection = AttachConnection(sock, Process(pid, started_ticks(pid) or 0))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
@@ -188,7 +194,7 @@ class AttachServer:
             self._limits.request_within_s, self._too_late, connection
         )
 
-    def _too_late(self, connection: Connection) -> None:
+    def _too_late(self, connection: AttachConnection) -> None:
         pid, within_s = connection.pid, self._limits.request_within_s
         late = Refusal(
             Code.DEADLINE,
@@ -198,7 +204,7 @@ class AttachServer:
         )
         self._turn_away(connection, late)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: AttachConnection) -> None:
         """Something came from a process, or it hung up; runs on the loop."""
         try:
             packet, _, flags, _ = connection.sock.recvmsg(MAX_REQUEST_BYTES)
@@ -216,7 +222,9 @@ class AttachServer:
         if refusal is not None:
             self._turn_away(connection, refusal)
 
-    def _said_more(self, connection: Connection, session: Session, packet: bytes) -> None:
+    def _said_more(
+        self, connection: AttachConnection, session: EngineSession, packet: bytes
+    ) -> None:
         """An attached process leaves, or does not keep silent: then it is served no more."""
         if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
             connection.has_left = True
@@ -234,7 +242,7 @@ class AttachServer:
             if all(one.is_shut for one in session.connections):
                 self._custody.shut(session, refusal)
 
-    def _look_away(self, connection: Connection) -> None:
+    def _look_away(self, connection: AttachConnection) -> None:
         """It goes on talking, and only its hang-up is news: read slowly."""
         if self._loop is None:
             return
@@ -247,7 +255,7 @@ class AttachServer:
 
         loop.call_later(PAUSE_S, look_again)
 
-    def _answer(self, connection: Connection, packet: bytes, flags: int) -> Refusal | None:
+    def _answer(self, connection: AttachConnection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
         if connection.timer is not None:
             connection.timer.cancel()
@@ -274,7 +282,7 @@ class AttachServer:
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def _attach(self, connection: Connection, request: Attach) -> Refusal | None:
+    def _attach(self, connection: AttachConnection, request: Attach) -> Refusal | None:
         name = request.name
         if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
             return self._refuse(
@@ -306,7 +314,7 @@ class AttachServer:
         self._tell_attached(connection, session)
         return None
 
-    def _join(self, connection: Connection, token: bytes) -> Refusal | None:
+    def _join(self, connection: AttachConnection, token: bytes) -> Refusal | None:
         session = self._sessions.of_token(token)
         if session is None:
             return self._refuse(
@@ -330,7 +338,7 @@ class AttachServer:
         self._tell_attached(connection, session, was_known=was_known)
         return None
 
-    def _full(self, session: Session, connection: Connection) -> Refusal | None:
+    def _full(self, session: EngineSession, connection: AttachConnection) -> Refusal | None:
         """Why no more processes may be of it: the daemon after this one awaits so many."""
         limit, n_processes = self._limits.processes_per_session, session.n_processes
         if n_processes < limit or session.knows(connection.pid):
@@ -343,7 +351,7 @@ class AttachServer:
             numbers={"limit": limit},
         )
 
-    def _take(self, session: Session, connection: Connection) -> bool:
+    def _take(self, session: EngineSession, connection: AttachConnection) -> bool:
         """A process is of the session now; whether it was awaited."""
         was_known = session.take(connection)
         if not was_known:
@@ -352,8 +360,8 @@ class AttachServer:
 
     def _tell_attached(
         self,
-        connection: Connection,
-        session: Session,
+        connection: AttachConnection,
+        session: EngineSession,
         leases: tuple[int, ...] = (),
         *,
         was_known: bool = False,
@@ -391,20 +399,20 @@ class AttachServer:
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _turn_away(self, connection: Connection, refusal: Refusal) -> None:
+    def _turn_away(self, connection: AttachConnection, refusal: Refusal) -> None:
         """Reject it for a fault of its own: say why, then hang up."""
         self._on_refused(connection.pid, refusal)
         tell(connection, refusal)
         self._hang_up(connection)
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
         hear_out(connection)
         self._drop(connection)
         if connection.session is not None:
             self._custody.hung_up(connection, connection.session)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: AttachConnection) -> None:
         if self._loop is not None:
             self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:

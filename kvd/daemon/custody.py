@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from kvd.daemon.acceptor import ACCEPTS_PER_WAKE
-from kvd.daemon.vigil import Vigil
+from kvd.daemon.former_processes import FormerProcesses
 from kvd.errors import Code, Refusal
 from kvd.wire.attach import Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from kvd.daemon.sessions import Connection, Session, SessionNotes, Sessions
+    from kvd.daemon.sessions import AttachConnection, EngineSession, EngineSessions, SessionNotes
     from kvd.journal.engines import Process
 
 MAX_REQUEST_BYTES: Final = 512 * 1024
@@ -34,7 +34,7 @@ class Custody:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: EngineSessions,
         notes: SessionNotes,
         on_gone: Callable[[int], None],
         on_hung_up_on: Callable[[int, Refusal, tuple[int, ...]], None],
@@ -49,18 +49,18 @@ class Custody:
         self._on_gone = on_gone
         self._on_hung_up_on = on_hung_up_on
         self._may_write = may_write
-        self._vigil = Vigil(sessions.awaited, self._dead)
+        self._former = FormerProcesses(sessions.awaited, self._dead)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Look after those of before a restart."""
         self._loop = loop
-        self._vigil.start(loop)
+        self._former.start(loop)
 
     def close(self) -> None:
         """Look no more; repeatable."""
-        self._vigil.close()
+        self._former.close()
 
-    def shut(self, session: Session, refusal: Refusal) -> None:
+    def shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more; who keeps it is told, and awaited."""
         self._sessions.shut(session, refusal)
         for connection in session.connections:
@@ -69,13 +69,13 @@ class Custody:
                 tell(connection, refusal)
         self._say_who(session, refusal)
 
-    def hung_up(self, connection: Connection, session: Session) -> None:
+    def hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
         """A connection of it is closed; with the last process the session ends."""
         session.drop(connection)
         if session.lingers and not session.connections and not self._may_write(session.number):
             session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
         if session.knows(connection.pid):
-            self._vigil.look_soon()
+            self._former.look_soon()
         self._fewer(session, (connection.process,))
 
     def _dead(self, number: int, processes: tuple[Process, ...]) -> None:
@@ -85,7 +85,7 @@ class Custody:
             session.awaited = tuple([one for one in session.awaited if one not in processes])
             self._fewer(session, processes)
 
-    def _fewer(self, session: Session, gone: tuple[Process, ...]) -> None:
+    def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
         """Processes have left a session, or live on without a connection."""
         if session.is_over:
             self._sessions.forget(session)
@@ -101,14 +101,14 @@ class Custody:
         elif session.lingers and not session.connections:
             self._loop.call_later(UNATTENDED_S, self._unattended, session)
 
-    def _say_who(self, session: Session, refusal: Refusal) -> None:
+    def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
         """Who is waited for, where that is news."""
         pids = session.pids
         if frozenset(pids) != session.told:
             session.told = frozenset(pids)
             self._on_hung_up_on(session.number, refusal, pids)
 
-    def _unattended(self, session: Session) -> None:
+    def _unattended(self, session: EngineSession) -> None:
         """Nobody of it is attached, though a process of it lives: serve it no more."""
         is_known = self._sessions.of_number(session.number) is session
         if not is_known or session.connections or session.refusal is not None:
@@ -122,7 +122,7 @@ class Custody:
         self.shut(session, Refusal(Code.CLIENT_GONE, why, side=self._node))
 
 
-def tell(connection: Connection, refusal: Refusal) -> None:
+def tell(connection: AttachConnection, refusal: Refusal) -> None:
     """Say why it is served no more, before its hang-up or ours.
 
     Best effort: a process that does not read, or is gone, does not hear it. Unread packets would
@@ -133,7 +133,7 @@ def tell(connection: Connection, refusal: Refusal) -> None:
     hear_out(connection)
 
 
-def hear_out(connection: Connection) -> None:
+def hear_out(connection: AttachConnection) -> None:
     """Read what it has said before: it may be ``Leave``.
 
     A process that closes its end without having read all of ours resets it, and the reset is told

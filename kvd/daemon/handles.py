@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.spec import PoolSpec
-    from kvd.transfer.orders import Shared
+    from kvd.transfer.orders import SharedRegion
 
 
-def device_memory(spec: PoolSpec, shared: Iterable[Shared]) -> tuple[DeviceMemory, ...]:
+def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:
     """Each region of the pool on a device, by component and shard."""
     regions = {
         name: (component.name, shard)

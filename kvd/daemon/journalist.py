@@ -17,8 +17,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvd.daemon.former_processes import started_ticks
 from kvd.daemon.sessions import TOKEN_HEAD
-from kvd.daemon.vigil import started_ticks
 from kvd.journal.engines import Process
 from kvd.types import ID_BYTES, Pages
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
     from kvd.daemon.pagesums import PageSums
-    from kvd.journal.words import Words
-    from kvd.journal.writer import Writer
+    from kvd.journal.checked_words import Words
+    from kvd.journal.writer import JournalWriter
     from kvd.transfer.orders import Summed
 
 
@@ -53,7 +53,7 @@ class Journalist:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: JournalWriter,
         sums: PageSums,
         process: Callable[[int], Process] = process_now,
     ) -> None:

@@ -52,7 +52,7 @@ class Reactor:
         self.node = node
         self.clock = clock
         self.perform: Perform = {}
-        self.tape: Callable[[Input], None] = untaped
+        self.tape: Callable[[Input], None] = unrecorded
         """Sees every input before it is stepped."""
         self.ticked_s = float("-inf")
         """When the last ``Tick`` was stepped without a bug."""
@@ -170,5 +170,5 @@ def _is_apology(effect: effects.Effect) -> bool:
             return False
 
 
-def untaped(_: Input) -> None:
+def unrecorded(_: Input) -> None:
     """The tape of a reactor that nobody records."""

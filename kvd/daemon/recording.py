@@ -25,10 +25,10 @@ from kvd import __version__
 from kvd.core.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.core.inputs import Input, RecorderSaid, RecordingSaved, Tick
 from kvd.core.recorded import RECORDING
-from kvd.daemon.reactor import untaped
+from kvd.daemon.reactor import unrecorded
 from kvd.recorder import orders, ring
+from kvd.recorder.input_records import mark_of, record_of, record_of_mark
 from kvd.recorder.orders import DEAF_TO
-from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvd.config.schema import RecorderSection
     from kvd.daemon.reactor import Reactor
 
-    OnSaved = Callable[[orders.Saved | orders.NotSaved], None]
+    OnSaved = Callable[[orders.SavedFile | orders.NotSaved], None]
 
 MARK_EVERY_S: Final = 1.0
 """A mark costs 20 us; a replay that strays is found within as much."""
@@ -63,7 +63,7 @@ BUG_EVERY_S: Final = 60.0
 """A bug that every input meets is saved once in this time."""
 
 
-class Recording:
+class FlightRecorder:
     """At most one recorder process at a time.
 
     Args:
@@ -77,7 +77,7 @@ class Recording:
         self._section = section
         self._directory = directory
         self._why = "" if section.enabled else "recorder.enabled is false"
-        self._child: Child | None = None
+        self._child: RecorderChild | None = None
         self._pause_s = FIRST_PAUSE_S
         self._again: asyncio.TimerHandle | None = None
         self._began_s = self._mark_s = self._bug_s = float("-inf")
@@ -94,7 +94,7 @@ class Recording:
         node = self._reactor.node
         try:
             base = freeze(node, max_objects=BASE_OBJECTS)
-            self._child = Child(self, base, self._section.max_bytes)
+            self._child = RecorderChild(self, base, self._section.max_bytes)
         except TooManyObjects:
             again = f"the node has more than {BASE_OBJECTS} objects, too many to copy meanwhile"
             self._end(f"{self._why or 'not begun'}; {again}")
@@ -104,7 +104,7 @@ class Recording:
             return
         self._began_s = self._reactor.clock()
         self._child.tell(
-            orders.Begin(
+            orders.BeginRecording(
                 node.settings.name,
                 node.settings.incarnation,
                 __version__,
@@ -119,7 +119,7 @@ class Recording:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
-        self._reactor.tape = untaped
+        self._reactor.tape = unrecorded
         self._write()
         child, self._child = self._child, None
         if child is None:
@@ -164,18 +164,18 @@ class Recording:
                     RECORDING, covered_s=seconds, inputs=inputs, record_bytes=n_bytes
                 )
                 self._say(state)
-            case orders.Saved() | orders.NotSaved():
+            case orders.SavedFile() | orders.NotSaved():
                 on_saved = self._waiting.pop(report.ticket, None)
                 if on_saved is not None:
                     on_saved(report)
-                if isinstance(report, orders.Saved):
+                if isinstance(report, orders.SavedFile):
                     self._reactor.feed(
                         RecordingSaved(self._reactor.clock(), report.path, report.why)
                     )
-            case orders.Strayed(why):
+            case orders.ShadowStrayed(why):
                 self._end(f"a bug: {why}")
 
-    def died(self, child: Child, why: str) -> None:
+    def died(self, child: RecorderChild, why: str) -> None:
         """A recorder process is gone: a misfortune, unless it is one that was given up."""
         if child is self._child:
             self._end(why)
@@ -214,7 +214,7 @@ class Recording:
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
-        self._reactor.tape = untaped
+        self._reactor.tape = unrecorded
         self._why = why
         self._kept = []
         child, self._child = self._child, None
@@ -238,10 +238,10 @@ class Recording:
         self._reactor.feed(RecorderSaid(self._reactor.clock(), state))
 
 
-class Child:
+class RecorderChild:
     """One recorder process, its ring, and the socket to it."""
 
-    def __init__(self, owner: Recording, base: bytes, max_bytes: int) -> None:
+    def __init__(self, owner: FlightRecorder, base: bytes, max_bytes: int) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self.gone = asyncio.Event()
@@ -253,7 +253,7 @@ class Child:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             os.pwrite(frozen, base, 0)
-            self.ring = ring.Ring(memory)
+            self.ring = ring.RecordRing(memory)
             descriptors = (theirs.fileno(), memory, frozen)
             # What is blocked here is blocked there from its first moment: it ignores them later.
             signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)

@@ -50,14 +50,14 @@ class Reloader:
     def reload(self, call: int = NO_CALL) -> Reloaded:
         """Do it now; the answer to ``call``."""
         daemon = self._daemon
-        is_told = daemon.supervisor.is_ready  # not while it starts or stops: that is what it says
+        is_told = daemon.systemd.is_ready  # not while it starts or stops: that is what it says
         if is_told:
-            daemon.supervisor.reloading()
+            daemon.systemd.reloading()
         try:
             return self._reload(call)
         finally:
             if is_told:
-                daemon.supervisor.ready(daemon.state())
+                daemon.systemd.ready(daemon.state())
 
     def _reload(self, call: int) -> Reloaded:
         daemon, reactor = self._daemon, self._daemon.reactor

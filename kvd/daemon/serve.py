@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvd import __version__
-from kvd.daemon.ends import CANNOT_SERVE, FAILED, exit_status
+from kvd.daemon.exit_status import CANNOT_SERVE, FAILED, exit_status
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
-from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 async def serve(
-    config: Config, log: EventLog, supervisor: Supervisor, read: Read, launched: Launch
+    config: Config, log: EventLog, systemd: Systemd, read: Read, launched: Launch
 ) -> int:
     """Run one daemon until a signal; returns the exit status."""
     from kvd.daemon import app  # noqa: PLC0415 - the transfer process comes up meanwhile
 
-    daemon = app.Daemon(config, log, supervisor, read, launched)
+    daemon = app.Daemon(config, log, systemd, read, launched)
     loop = asyncio.get_running_loop()
     is_stale = asyncio.Event()
     if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
@@ -41,11 +41,11 @@ async def serve(
     why = "stopping"
     try:
         await daemon.start()
-        if daemon.estate.is_journaled:
-            _print(f"kvd: the pool's memory was {daemon.estate.said}")
-        for name in supervisor.drop_unclaimed():
+        if daemon.pool.is_journaled:
+            _print(f"kvd: the pool's memory was {daemon.pool.said}")
+        for name in systemd.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
-        supervisor.ready("serving")
+        systemd.ready("serving")
         _print(f"kvd {__version__} {config.node.name} ready")
         if is_stale.is_set():
             daemon.reloader.reload()
@@ -57,7 +57,7 @@ async def serve(
         why = _cannot_serve(error)
         return exit_status(error, config)
     finally:
-        supervisor.stopping(why)
+        systemd.stopping(why)
         await daemon.stop()
     return 0
 
@@ -105,14 +105,14 @@ def main(config: Config, read: Read) -> int:
     ``read`` gives the configuration as it is by then, or what is wrong with it.
     """
     keep_freed_memory()
-    supervisor = Supervisor.of(os.environ, os.getpid())
+    systemd = Systemd.of(os.environ, os.getpid())
     try:
-        launched = launch(config, supervisor)
+        launched = launch(config, systemd)
     except CANNOT_SERVE as error:
-        supervisor.stopping(_cannot_serve(error))
+        systemd.stopping(_cannot_serve(error))
         return exit_status(error, config)
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
-        return uvloop.run(serve(config, log, supervisor, read, launched))
+        return uvloop.run(serve(config, log, systemd, read, launched))
     finally:
         log.close()

@@ -41,7 +41,7 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from kvd.demo.paged import Seen
-from kvd.device.attention import Pages
+from kvd.device.attention import BatchPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +152,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """As ``paged.Paged.seen``."""
         lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
         starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
-        return Seen(Pages(self._k, self._v, self._table.pages[None], lengths), starts)
+        return Seen(BatchPages(self._k, self._v, self._table.pages[None], lengths), starts)
 
     def _first_seen(self) -> int:
         """The first token that the next one looks at."""

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvd.journal.checked_words import WORD_BYTES, sealed, unsealed
 from kvd.journal.layout import ENGINE_BYTES, ENGINE_SLOTS, NAME_BYTES, PROCESSES
-from kvd.journal.words import WORD_BYTES, sealed, unsealed
 
 if TYPE_CHECKING:
     from kvd.journal.layout import Journal, Store
@@ -40,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     start_ticks: int = 0
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineRecord(msgspec.Struct, frozen=True):
     """A session as it was noted."""
 
     session: int
@@ -53,10 +53,10 @@ def _check(session: int, token: bytes, name: bytes) -> int:
     return xxhash.xxh3_64_intdigest(session.to_bytes(WORD_BYTES, "little") + token + name)
 
 
-def read_engines(journal: Journal) -> tuple[dict[int, Engine], int]:
+def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
     """The engines by slot, and how many slots are damaged."""
     words, whole = journal.engines, journal.whole
-    found: dict[int, Engine] = {}
+    found: dict[int, EngineRecord] = {}
     n_damaged = 0
     for slot in np.flatnonzero(np.asarray(words)[::_WORDS]).tolist():
         at, start = slot * _WORDS, journal.sizes.engines_at + slot * ENGINE_BYTES
@@ -72,14 +72,14 @@ def read_engines(journal: Journal) -> tuple[dict[int, Engine], int]:
             pid = unsealed(word, session ^ start_ticks) if word else None
             if pid is not None:
                 processes.append(Process(pid, start_ticks))
-        found[slot] = Engine(session, token, name.decode(errors="replace"), tuple(processes))
+        found[slot] = EngineRecord(session, token, name.decode(errors="replace"), tuple(processes))
     return found, n_damaged
 
 
-class Engines:
+class EngineRecords:
     """Who writes the slots of engines. ``n_unkept``: engines and processes that found none."""
 
-    def __init__(self, journal: Journal, store: Store, known: dict[int, Engine]) -> None:
+    def __init__(self, journal: Journal, store: Store, known: dict[int, EngineRecord]) -> None:
         self._words = journal.engines
         self._whole = journal.whole
         self._base = journal.sizes.engines_at
@@ -127,7 +127,7 @@ class Engines:
             self._store(self._words, slot * _WORDS, 0)
             self._free.append(slot)
 
-    def drop_but(self, known: dict[int, Engine]) -> None:
+    def drop_but(self, known: dict[int, EngineRecord]) -> None:
         """Clear every slot but these."""
         for slot in np.flatnonzero(np.asarray(self._words)[::_WORDS]).tolist():
             if slot not in known:

@@ -15,9 +15,9 @@ import msgspec
 from kvd.core import beside_rules, effects, inputs
 from kvd.core.invariants import violations
 from kvd.core.spec import companion_pages
-from kvd.sim.memory import Memory
-from kvd.sim.mover import Mover
-from kvd.sim.session import Session
+from kvd.sim.memory import SimMemory
+from kvd.sim.session import SimSession
+from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.types import Incarnation, Pages, count, page_ids
 from kvd.wire.peer import Offer
@@ -41,23 +41,23 @@ SWEEPS, SWEEP_WORK = 0.2, 40
 cut in the middle of its phases."""
 
 
-class Host:
+class SimHost:
     """One node, over all its lives."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self.name = settings.name
         self.settings = settings
-        self.dials: list[Host] = []
-        self.links: dict[str, tuple[Host, str]] = {}
+        self.dials: list[SimHost] = []
+        self.links: dict[str, tuple[SimHost, str]] = {}
         """Where each link leads, and what it is called there."""
         self.life = 0
         self.is_up = False
         self.asleep_until_s = 0.0
         self.node: Node
-        self.mover: Mover
-        self.session: Session
-        self.memory: Memory
+        self.transfer: SimTransferProcess
+        self.session: SimSession
+        self.memory: SimMemory
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
         self._n_sessions = 0
@@ -72,7 +72,7 @@ class Host:
             effects.DropAgent: self._drop_agent,
             effects.Post: self._post,
             effects.Forget: lambda _: None,  # no engine here names events
-            effects.Verify: lambda effect: self.mover.verify(effect),  # noqa: PLW0108 - the mover changes
+            effects.Verify: lambda effect: self.transfer.verify(effect),  # noqa: PLW0108 - the transfer changes
             effects.Quiesce: self._quiesce,
             effects.Exempt: self._exempt,
             effects.Copy: self._copy,
@@ -91,14 +91,14 @@ class Host:
             self.settings, incarnation=incarnation(self.name, self.life)
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
-        self.memory = Memory(self.settings.spec, world.contents)
+        self.memory = SimMemory(self.settings.spec, world.contents)
         self.grants = {}
         self._seq = 0
         self._balance = (-1, -1)
         self._n_sessions = 0
         self.attach()
-        self.mover = Mover(self, 1)
-        self.mover.start("start")
+        self.transfer = SimTransferProcess(self, 1)
+        self.transfer.start("start")
         world.agenda.after(TICK_S * world.rng.random(), self.tick, self.life)
 
     def dial(self) -> None:
@@ -115,12 +115,12 @@ class Host:
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False
         self.session.die()
-        self.mover.die()
+        self.transfer.die()
 
     def attach(self) -> None:
         """An engine opens a session."""
         self._n_sessions += 1
-        self.session = Session(self, self._n_sessions)
+        self.session = SimSession(self, self._n_sessions)
         now_s = self.world.agenda.now_s
         self.feed(inputs.ClientJoined(now_s, self._n_sessions, f"engine of {self.name}", 1000))
 
@@ -135,14 +135,14 @@ class Host:
 
     def restart_transfer(self, why: str) -> None:
         """Kill and reap the transfer process, then start the next generation."""
-        old = self.mover
+        old = self.transfer
         if not old.is_alive:
             return  # it is being replaced already
         # An order comes in the middle of a step's effects: carried out when that step is over.
         self.world.agenda.after(0.0, self._replace_transfer, old, why)
 
-    def _replace_transfer(self, old: Mover, why: str) -> None:
-        if self.mover is not old or not old.is_alive:
+    def _replace_transfer(self, old: SimTransferProcess, why: str) -> None:
+        if self.transfer is not old or not old.is_alive:
             return
         old.die()
         self.feed(inputs.TransferGone(self.world.agenda.now_s, why))
@@ -150,10 +150,10 @@ class Host:
             0.02 + 0.3 * self.world.rng.random(), self._revive, old, self.life, why
         )
 
-    def _revive(self, old: Mover, life: int, why: str) -> None:
-        if self.life == life and self.is_up and self.mover is old:
-            self.mover = Mover(self, old.generation + 1)
-            self.mover.start(why)
+    def _revive(self, old: SimTransferProcess, life: int, why: str) -> None:
+        if self.life == life and self.is_up and self.transfer is old:
+            self.transfer = SimTransferProcess(self, old.generation + 1)
+            self.transfer.start(why)
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -238,22 +238,22 @@ class Host:
     # Each looks for the transfer process that serves now: they come and go.
 
     def _load_agent(self, effect: effects.LoadAgent) -> None:
-        self.mover.load(effect)
+        self.transfer.load(effect)
 
     def _drop_agent(self, effect: effects.DropAgent) -> None:
-        self.mover.drop(effect.incarnation, effect.generation)
+        self.transfer.drop(effect.incarnation, effect.generation)
 
     def _post(self, effect: effects.Post) -> None:
-        self.mover.post(effect)
+        self.transfer.post(effect)
 
     def _quiesce(self, effect: effects.Quiesce) -> None:
-        self.mover.inbound.quiesce(effect)
+        self.transfer.inbound.quiesce(effect)
 
     def _exempt(self, effect: effects.Exempt) -> None:
-        self.mover.inbound.exempt(effect)
+        self.transfer.inbound.exempt(effect)
 
     def _copy(self, effect: effects.Copy) -> None:
-        self.mover.copy(effect)
+        self.transfer.copy(effect)
 
     def _grant(self, offer: Offer) -> None:
         """Remember which lease the pages of an Offer belong to: a check of every write."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvd.sim.contents import Contents
 
 
-class Memory:
+class SimMemory:
     """One process's pools. ``regions``: by name, what their pages hold."""
 
     def __init__(self, spec: PoolSpec, contents: Contents) -> None:

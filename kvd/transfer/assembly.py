@@ -20,8 +20,8 @@ import numpy as np
 from kvd.core.geometry import Row
 from kvd.core.shards import Window
 from kvd.transfer.metadata import RegionNote
-from kvd.transfer.pieces import tensors, window_strips
-from kvd.transfer.strips import strips
+from kvd.transfer.page_split import strips
+from kvd.transfer.window_layout import tensors, window_strips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ from kvd.core.geometry import Row
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.copies import Area
 from kvd.transfer.metadata import RegionNote
+from kvd.transfer.page_split import strips
 from kvd.transfer.reading import GATHERED_BYTES
-from kvd.transfer.strips import strips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Ids = NDArray[np.int32]
 
 
-class Fetched:
+class FetchedWindows:
     """A window of the peer's pages, made of pages of ours that lie on devices."""
 
     def __init__(self, window: Window, pieces: Sequence[tuple[Area, Piece]]) -> None:

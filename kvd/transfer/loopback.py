@@ -1,8 +1,8 @@
 """A transport inside one process, for unit tests only: regions are mappings, posts are copies.
 
-It keeps the contract of ``kvd.transfer.base`` and the order of reports of the real one: posts take
-turns, one handle per turn of the loop, copies one slice, and reports come by ``call_soon``. A test
-can hold posts, fail the next one, or kill a transport.
+It keeps the contract of ``kvd.transfer.transport`` and the order of reports of the real one: posts
+take turns, one handle per turn of the loop, copies one slice, and reports come by ``call_soon``. A
+test can hold posts, or kill a transport.
 """
 
 from __future__ import annotations
@@ -30,20 +30,29 @@ from kvd.core.inputs import (
     Verified,
     WritePath,
 )
-from kvd.transfer.base import TransportDown
-from kvd.transfer.copies import Area, Turns, begin
+from kvd.transfer.copies import Area, CopyTurns, copy_job
 from kvd.transfer.mapping import noted
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, extent_bytes, pack, unpack
-from kvd.transfer.orders import UNSTAMPED, Alive, Begin, Collapsed, Probe, Ready, Sum, Summed
+from kvd.transfer.orders import (
+    UNSTAMPED,
+    Alive,
+    BeginTransfer,
+    Collapsed,
+    Probe,
+    Ready,
+    Sum,
+    Summed,
+)
 from kvd.transfer.plans import direct, found
 from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.transfer.base import OnExit, OnReports, RegionFd
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.orders import Order, Report
+    from kvd.transfer.transport import OnExit, OnReports, RegionFd
 
 _alive: dict[str, Loopback] = {}
 
@@ -69,7 +78,7 @@ class Loopback:
         self._areas: dict[str, Area] = {}
         self._links: dict[tuple[str, int], Metadata] = {}
         self._copies: deque[_Copy] = deque()
-        self._slices = Turns()
+        self._slices = CopyTurns()
         self._is_held = False
         self._is_turning = False
         self._failures: deque[str] = deque()
@@ -101,7 +110,7 @@ class Loopback:
                 self._drop(order)
             case Post():
                 self._post(order)
-            case Forget() | Exempt() | Begin():
+            case Forget() | Exempt() | BeginTransfer():
                 pass  # no post waits here, nor is a connection waited for
             case Verify():
                 self._verify(order)
@@ -223,7 +232,7 @@ class Loopback:
             self._turn_soon()
 
     def _copy(self, order: Copy) -> None:
-        job = begin(order, self._areas)
+        job = copy_job(order, self._areas)
         if isinstance(job, CopyFailed):
             self._say(job)
         elif not job.left_bytes:

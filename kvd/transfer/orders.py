@@ -65,11 +65,11 @@ class RegionPlan(msgspec.Struct, frozen=True):
     """The number of a CUDA device; None: it is host memory. One on a device has no descriptor."""
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who this process is and what it maps.
 
     ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
-    generation. ``kept`` are descriptors to keep mapped to the end (see ``kvd.transfer.witness``).
+    generation. ``kept`` are descriptors to keep mapped to the end (see ``map_lifetime``).
     """
 
     name: str
@@ -94,10 +94,10 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 ByNode = LoadAgent | DropAgent | Post | Forget | Verify | Quiesce | Exempt | Copy
 """Orders that are effects of a step."""
 
-Order = Begin | Sum | Probe | ByNode
+Order = BeginTransfer | Sum | Probe | ByNode
 
 
-class Shared(msgspec.Struct, frozen=True):
+class SharedRegion(msgspec.Struct, frozen=True):
     """A region on a device, for engines to open: where the device sits, and an IPC handle."""
 
     region: str
@@ -113,7 +113,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     metadata: bytes
     transport: str
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedRegion, ...] = ()
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):

@@ -34,11 +34,11 @@ from kvd.core.shards import Piece, Pieced, Straight
 from kvd.core.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import strays
-from kvd.transfer.fetched import Fetched
+from kvd.transfer.fetched import FetchedWindows
 from kvd.transfer.orders import UNSTAMPED, Summed
-from kvd.transfer.pieces import Source, beyond, unmade
+from kvd.transfer.page_split import uncut
 from kvd.transfer.reading import Gathered, InPlace
-from kvd.transfer.strips import uncut
+from kvd.transfer.window_layout import WindowSource, beyond, unmade
 from kvd.types import NO_PAGES
 from kvd.wire.peer import Integrity
 
@@ -62,7 +62,7 @@ SLICE_BYTES: Final = 4 * 2**20
 SWITCH_S: Final = 0.0005
 
 
-class Job:
+class PageSumJob:
     """The sums of the chosen pages of one post, or of one delta that has arrived."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Job:
         return self.sums.astype("<u8").tobytes()
 
 
-class PostJob(Job):
+class PostJob(PageSumJob):
     """Of a post; its ``PostDone`` waits here for the sums, or the sums for it.
 
     Where our pages are cut, ``ids`` are pieces.
@@ -102,13 +102,13 @@ class PostJob(Job):
     posted: PostDone | None = None
 
 
-class VerifyJob(Job):
+class VerifyJob(PageSumJob):
     """Of a delta; ``wanted`` is what the writer says."""
 
     wanted = b""
 
 
-class SumJob(Job):
+class SumJob(PageSumJob):
     """Of pages as they lie here: each sum is bound to the number of its page."""
 
     def __init__(self, ticket: int, area: Area, pages: Pages) -> None:
@@ -146,7 +146,7 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
         case Pieced(window, pieces):
             found = [areas.get(shard_region(order.component, one.shard)) for one in pieces]
             parts = [(a, one) for a, one in zip(found, pieces, strict=True) if a is not None]
-            sources = [Source(area.note, one) for area, one in parts]
+            sources = [WindowSource(area.note, one) for area, one in parts]
             if len(parts) < len(pieces) or unmade(window, sources):
                 return None
             if any(strays(order.source, area.note).size for area, _ in parts):
@@ -166,7 +166,7 @@ def _read_whole(area: Area, split: int) -> Reading:
 def _read_window(window: Window, parts: list[tuple[Area, Piece]]) -> Reading:
     """Pieces that make a window."""
     if not all(area.is_readable for area, _ in parts):
-        fetched = Fetched(window, parts)
+        fetched = FetchedWindows(window, parts)
         return Gathered(fetched.gather, fetched.page_bytes)
     area, piece = parts[0]
     if len(parts) == 1 and piece.ours.end_head - piece.ours.first_head == area.note.heads:
@@ -221,10 +221,10 @@ def verdict(job: VerifyJob) -> Verified:
 class Summers:
     """The threads, and whose turn it is."""
 
-    def __init__(self, on_done: Callable[[Job], None]) -> None:
+    def __init__(self, on_done: Callable[[PageSumJob], None]) -> None:
         """``on_done`` takes each job whose sums are there, on a summer's thread."""
         self._on_done = on_done
-        self._turns: deque[Job] = deque()
+        self._turns: deque[PageSumJob] = deque()
         self._news = threading.Condition()
 
     def start(self) -> None:
@@ -233,7 +233,7 @@ class Summers:
         for _ in range(SUMMERS):
             threading.Thread(target=self._run, name=SUMMER, daemon=True).start()
 
-    def want(self, job: Job) -> None:
+    def want(self, job: PageSumJob) -> None:
         """Queue one job; from any thread."""
         with self._news:
             self._turns.append(job)
@@ -253,7 +253,7 @@ class Summers:
             if is_done:
                 self._on_done(job)
 
-    def _next(self) -> tuple[Job, int, int]:
+    def _next(self) -> tuple[PageSumJob, int, int]:
         """The next slice of the job whose turn it is."""
         with self._news:
             while not self._turns:
@@ -319,7 +319,7 @@ class Sums:
                 pass
         self._report(report)
 
-    def done(self, job: Job) -> None:
+    def done(self, job: PageSumJob) -> None:
         """The sums of a job are there."""
         match job:
             case VerifyJob():

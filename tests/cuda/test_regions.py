@@ -19,8 +19,8 @@ from kvd.core.seal import Seal
 from kvd.core.shards import lanes, tp_shards
 from kvd.core.spec import Mla, Order
 from kvd.device.cuda import CudaError
-from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Sum, Summed
+from kvd.transfer.transport import TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.cuda.double import holders, memory_of_devices

@@ -13,11 +13,11 @@ from kvd.daemon.journalist import Journalist, process_now
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
 from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
-from kvd.journal.reader import Reading, Verify
-from kvd.journal.writer import Writer
-from kvd.transfer.base import RegionFd
+from kvd.journal.reader import Reading, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import Sum, Summed
+from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
 from tests.transfer.conftest import SHAPES, Memory
@@ -33,7 +33,7 @@ class Desk:
         self.identity = identity(pages=n_pages)
         self.buffer, self.journal = made(self.identity)
         self.sums = PageSums(self.orders.append, "kv", page_bytes)
-        self.writer = Writer(self.journal)
+        self.writer = JournalWriter(self.journal)
         self.journalist = Journalist(
             self.writer, self.sums, process=lambda pid: Process(pid, 10 * pid)
         )
@@ -59,7 +59,7 @@ def packed(*pages: int) -> Pages:
 
 
 def only_sums(sums: PageSums):
-    """What the mover does with reports of sums."""
+    """What the transfer does with reports of sums."""
 
     def take(reports) -> None:
         for report in reports:
@@ -227,7 +227,7 @@ async def test_what_is_read_is_checked_piece_by_piece():
     desk.writer.cached(cached(list(range(1, 21)), path(20)))
     pages, words = desk.writer.pending(packed(*range(1, 21)))
     desk.writer.summed(pages, words, sums_of(pages))
-    reading = Reading(desk.journal, Verify.ALL)
+    reading = Reading(desk.journal, VerifyDepth.ALL)
 
     checking = asyncio.ensure_future(desk.sums.check(reading, lambda _: None))
     answered = 0
@@ -249,7 +249,7 @@ async def test_a_check_ends_when_the_transfer_process_dies():
     pages, words = desk.writer.pending(packed(1))
     desk.writer.summed(pages, words, sums_of(pages))
     checking = asyncio.ensure_future(
-        desk.sums.check(Reading(desk.journal, Verify.ALL), lambda _: None)
+        desk.sums.check(Reading(desk.journal, VerifyDepth.ALL), lambda _: None)
     )
     await turn()
 
@@ -277,7 +277,7 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     first = Loopback("first", [region])
     sums = PageSums(first.order, "kv", memory.shape.page_bytes)
     await first.start(only_sums(sums), print)
-    journalist = Journalist(Writer(journal), sums)
+    journalist = Journalist(JournalWriter(journal), sums)
     journalist.transfer_ready()
     journalist.cached(cached(list(range(1, 9)), path(8)))
     assert await journalist.settle(10)
@@ -287,7 +287,7 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     second = Loopback("second", [region])
     sums = PageSums(second.order, "kv", memory.shape.page_bytes)
     await second.start(only_sums(sums), print)
-    reading = Reading(open_journal(buffer, ours), Verify.ALL)
+    reading = Reading(open_journal(buffer, ours), VerifyDepth.ALL)
     await sums.check(reading, lambda _: None)
     await second.stop()
 

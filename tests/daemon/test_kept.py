@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.daemon.kept import keep, memory_of, place_of
-from kvd.daemon.passed import Passed
-from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.socket_activation import PassedDescriptors
+from kvd.daemon.systemd import Systemd
 from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
-from kvd.pools.memory import Origin
-from kvd.pools.place import Backing, Place
+from kvd.pools.location import Backing, PoolLocation
+from kvd.pools.memory import MemoryOrigin
 from tests.config.pools import config_of
 from tests.daemon.manager import Manager
 from tests.pools.keeping import content, shm_directory, written
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 STORED = ["pool.backing=fdstore", "pool.pages=4"]
 
 
-def passed_again(manager: Manager) -> Passed:
+def passed_again(manager: Manager) -> PassedDescriptors:
     """What a service gets of it at its next start."""
     by_name: dict[str, list[int]] = {}
     for name, descriptor in manager.store:
         by_name.setdefault(name, []).append(os.dup(descriptor))
-    return Passed(by_name)
+    return PassedDescriptors(by_name)
 
 
 def test_the_place_is_what_the_configuration_says() -> None:
     config = config_of("pool.backing=shm", "sockets.client=ipc:///run/kvd/a/client.sock")
 
-    assert place_of(config) == Place(Backing.SHM, None, "/run/kvd/a")
+    assert place_of(config) == PoolLocation(Backing.SHM, None, "/run/kvd/a")
 
 
 def test_the_journal_has_room_for_every_page_and_no_huge_page_more() -> None:
@@ -48,7 +48,7 @@ def test_the_journal_has_room_for_every_page_and_no_huge_page_more() -> None:
             "pool.heads=1",
             "pool.head_dim=8",
         )
-        memory = memory_of(config, Supervisor())
+        memory = memory_of(config, Systemd())
         assert memory.journal is not None
         assert memory.journal.size_bytes - HUGE_PAGE_BYTES < size_bytes(60000, 16)
         assert memory.journal.size_bytes >= size_bytes(60000, 16)
@@ -59,29 +59,29 @@ def test_memory_in_files_needs_no_supervisor_and_tells_one_how_it_goes(tmp_path:
     with shm_directory() as directory, Manager.at(tmp_path) as manager:
         config = config_of("pool.backing=shm", f"pool.directory={directory}", "pool.pages=4")
 
-        memory_of(config, Supervisor(manager.address)).close()
-        found = memory_of(config, Supervisor())
+        memory_of(config, Systemd(manager.address)).close()
+        found = memory_of(config, Systemd())
 
-        assert (found.origin, found.to_store) == (Origin.FOUND, {})
+        assert (found.origin, found.to_store) == (MemoryOrigin.FOUND, {})
         manager.expect("STATUS", "reserving memory: 2 MiB so far")
         found.close()
 
 
 def test_what_systemd_holds_comes_back_and_is_held_on(tmp_path: Path) -> None:
     with Manager.at(tmp_path, store_max=8) as manager:
-        first = memory_of(config_of(*STORED), Supervisor(manager.address))
+        first = memory_of(config_of(*STORED), Systemd(manager.address))
         written(first.placed[0].arena, b"kept")
-        supervisor = Supervisor(manager.address)
+        supervisor = Systemd(manager.address)
         keep(first, supervisor)
         supervisor.barrier()
         first.close()
 
-        again = Supervisor(manager.address, passed=passed_again(manager))
+        again = Systemd(manager.address, passed=passed_again(manager))
         second = memory_of(config_of(*STORED), again)
         keep(second, again)
         again.barrier()
 
-        assert second.origin is Origin.FOUND
+        assert second.origin is MemoryOrigin.FOUND
         assert content(second.placed[0].arena, 4) == (b"kept", b"kept")
         assert again.drop_unclaimed() == ()
         assert [name for name, _ in manager.store] == ["kvd.kv", "kvd.journal"]
@@ -94,7 +94,7 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
 ) -> None:
     """None, of a daemon killed while it stored; two, of two daemons."""
     with Manager.at(tmp_path, store_max=8) as manager:
-        supervisor = Supervisor(manager.address)
+        supervisor = Systemd(manager.address)
         first = memory_of(config_of(*STORED), supervisor)
         keep(first, supervisor)
         supervisor.barrier()
@@ -104,10 +104,10 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
         if not journals:
             supervisor.forget("kvd.journal")
             supervisor.barrier()
-        passed = Passed({"kvd.kv": [os.dup(held["kvd.kv"])], "kvd.journal": doubles})
+        passed = PassedDescriptors({"kvd.kv": [os.dup(held["kvd.kv"])], "kvd.journal": doubles})
         first.close()
 
-        again = Supervisor(manager.address, passed=passed)
+        again = Systemd(manager.address, passed=passed)
         second = memory_of(config_of(*STORED), again)
         keep(second, again)
         again.barrier()
@@ -120,4 +120,4 @@ def test_what_systemd_holds_and_is_no_pool_is_replaced_in_its_store(
 
 def test_a_store_without_systemd_is_said() -> None:
     with pytest.raises(NotReserved, match=r"NOTIFY_SOCKET is not set"):
-        memory_of(config_of(*STORED), Supervisor())
+        memory_of(config_of(*STORED), Systemd())

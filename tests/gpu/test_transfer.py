@@ -8,7 +8,7 @@ import pytest
 from kvd.core.effects import Verify
 from kvd.core.inputs import Copied, PostDone, Verified
 from kvd.core.seal import Seal
-from kvd.transfer.metadata import Kind, unpack
+from kvd.transfer.metadata import MemoryKind, unpack
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.gpu.conftest import DEVICE
@@ -27,7 +27,7 @@ async def test_pages_arrive_and_nothing_else_changes(nodes, is_double, sides):
     receiver = await nodes.start("receiver", SHAPES, theirs)
     for node, devices in ((sender, ours), (receiver, theirs)):
         kinds = {one.name: one.place.kind for one in unpack(node.ready.metadata).regions}
-        wanted = Kind.VRAM if devices and not is_double else Kind.DRAM
+        wanted = MemoryKind.VRAM if devices and not is_double else MemoryKind.DRAM
         assert kinds == dict.fromkeys(("kv", "layered"), wanted)
     await sender.load(receiver)
     post = 0

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvd.transfer.orders import Order
 
 
-class Babbler(worker.Worker):
+class Babbler(worker.TransferWorker):
     """Stands in for ``Worker``."""
 
     def _obey(self, order: Order) -> None:

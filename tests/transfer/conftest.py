@@ -25,16 +25,16 @@ from kvd.core.inputs import (
     PostFailed,
     Unposted,
 )
-from kvd.transfer.base import RegionFd
 from kvd.transfer.loopback import Loopback
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from kvd.transfer.base import Transport
     from kvd.transfer.orders import Ready, Report
+    from kvd.transfer.transport import Transport
 
 DEADLINE_S = 20.0
 HUGE = 2 * 2**20

@@ -17,7 +17,7 @@ from kvd.core.effects import Copy, Verify
 from kvd.core.inputs import Copied, PostDone, PostFailed, Verified
 from kvd.core.seal import Seal, page_sum
 from kvd.core.spec import Layout, Mha, Mla, Order, Raw, State, StateTensor, companion_pages
-from kvd.transfer.copies import Area, begin
+from kvd.transfer.copies import Area, copy_job
 from kvd.transfer.orders import UNSTAMPED
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Memory, Rig
@@ -304,7 +304,7 @@ async def test_a_copy_between_memory_of_different_orders_goes_tensor_by_tensor(o
     for read, store in zip(slots(ours.bytes, ours.shape), expected, strict=True):
         store[[1, 2]] = read[[4, 2]]
 
-    begin(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas).step()
+    copy_job(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas).step()
 
     for found, wanted in zip(slots(theirs.bytes, theirs.shape), expected, strict=True):
         assert np.array_equal(found, wanted)

@@ -11,11 +11,11 @@ from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Q
 from kvd.core.geometry import Row
 from kvd.core.inputs import AgentLoaded, PostDone, PostFailed, Unposted, WritePath
 from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
-from kvd.transfer.orders import UNSTAMPED, Begin, RegionPlan
+from kvd.transfer.orders import UNSTAMPED, BeginTransfer, RegionPlan
 from kvd.types import Pages, pack_ids
 
 ORDERS = [
-    Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
+    BeginTransfer("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (Row(0, 4096, 4096),)),)),
     LoadAgent("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),

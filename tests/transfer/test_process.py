@@ -32,10 +32,10 @@ from kvd.core.inputs import (
     WritePath,
 )
 from kvd.core.seal import Seal
-from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import Alive, Collapsed, Probe
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 

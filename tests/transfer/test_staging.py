@@ -14,8 +14,8 @@ from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.spec import Mha, Mla, Order, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
-from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
-from kvd.transfer.nixl import NixlUnusable, Step
+from kvd.transfer.nixl import NixlUnusable, TransferStep
+from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
 from kvd.transfer.staging import (
     SLOT_BYTES,
     SLOTS,
@@ -64,7 +64,7 @@ class Wire:
     def step(self, handle):
         if handle in self.broken:
             raise NixlUnusable("broken")
-        return Step.DONE if handle in self.done else Step.RUNNING
+        return TransferStep.DONE if handle in self.done else TransferStep.RUNNING
 
     def destroy(self):
         self.is_gone = True
@@ -80,7 +80,7 @@ class Bench:
         self._staged = mmap.mmap(-1, STAGING_BYTES)
         self.staging = Staging(np.frombuffer(self._staged, np.uint8).ctypes.data)
         self.wire, self.reports = Wire(), []
-        self.lane = Lane(
+        self.lane = PostQueue(
             self.wire,
             path=WritePath.NETWORK,
             regions={"kv": self.theirs.note},
