@@ -115,7 +115,11 @@ class AdminPort(ListenerOwner):
             call = ADMIN_REQUESTS.call_of(frames[0]) if len(frames) == 1 else NO_CALL
             self._send(operator, admin.AdminFailed(call, message))
             sender = f"operator {operator.decode()}"
-            self._reactor.feed(Unreadable(self._reactor.clock(), "admin", sender, message))
+            self._reactor.feed(
+                Unreadable(
+                    at_s=self._reactor.clock(), socket="admin", sender=sender, refusal=message
+                )
+            )
         elif isinstance(message, admin.Look):
             self._show(operator, message)
         elif isinstance(message, admin.ListEvents):
@@ -177,7 +181,14 @@ class AdminPort(ListenerOwner):
             match report:
                 case SavedFile(_, path, _, seconds, inputs, n_bytes):
                     reply = admin.Recorded(
-                        asked.call, path, seconds, inputs, n_bytes, steps, last_event, live_hash
+                        call=asked.call,
+                        path=path,
+                        seconds=seconds,
+                        inputs=inputs,
+                        file_bytes=n_bytes,
+                        steps=steps,
+                        last_event=last_event,
+                        state_hash=live_hash,
                     )
                 case NotSaved(_, why):
                     refusal = Refusal(Code.NOT_SUPPORTED, why, side=node.settings.name)

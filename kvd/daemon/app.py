@@ -216,15 +216,15 @@ class Daemon:
             node=config.node.name,
             incarnation=self.node.settings.incarnation,
             on_opened=lambda session, name, pid: self.reactor.feed(
-                ClientJoined(self._clock(), session, name, pid)
+                ClientJoined(at_s=self._clock(), session=session, name=name, pid=pid)
             ),
             on_joined=lambda session, pid: self.reactor.feed(
-                ClientJoined(self._clock(), session, "", pid)
+                ClientJoined(at_s=self._clock(), session=session, name="", pid=pid)
             ),
             on_gone=self._client_gone,
             on_hung_up_on=self._hung_up_on,
             on_refused=lambda pid, why: self.reactor.feed(
-                Unreadable(self._clock(), "attach", f"pid {pid}", why)
+                Unreadable(at_s=self._clock(), socket="attach", sender=f"pid {pid}", refusal=why)
             ),
             may_write=self.node.sessions.may_write,
             past=self.past,
@@ -342,7 +342,9 @@ class Daemon:
         self, session: int, _name: str, pid: int, leases: tuple[int, ...]
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; the leases that it can still release."""
-        self.reactor.feed(ClientReturned(self._clock(), session, pid, leases))
+        self.reactor.feed(
+            ClientReturned(at_s=self._clock(), session=session, pid=pid, leases=leases)
+        )
         return tuple(lease.id for lease in self.node.former.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
@@ -351,7 +353,7 @@ class Daemon:
         self._loop.call_soon(self._shut_out, session, why, pids)
 
     def _shut_out(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
-        self.reactor.feed(HungUpOn(self._clock(), session, why, pids))
+        self.reactor.feed(HungUpOn(at_s=self._clock(), session=session, why=why, pids=pids))
         if session not in self.node.sessions.by_id:  # it held nothing: nobody is waited for
             self.attach.forget(session)
 

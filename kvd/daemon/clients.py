@@ -189,7 +189,7 @@ class ClientPort(ListenerOwner):
         self._call, self._op = message.call, OPS[kind]
         reactor = self._reactor
         began_s = reactor.clock()
-        reactor.feed(FromClient(began_s, session, message, tokens))
+        reactor.feed(FromClient(at_s=began_s, session=session, message=message, tokens=tokens))
         self._call = NO_CALL
         self._metrics.rpc(self._op, reactor.clock() - began_s)
 
@@ -215,7 +215,9 @@ class ClientPort(ListenerOwner):
             numbers={"unread": self._bounds.backlog_messages},
         )
         sender = f"session {session}"
-        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+        self._reactor.feed(
+            Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
+        )
         self._sessions.hang_up(session, refusal)
 
     def _refuse(
@@ -224,7 +226,9 @@ class ClientPort(ListenerOwner):
         self._metrics.rpc_failed(UNKNOWN_OP, refusal.code.value)
         connection.send([CLIENT_REPLIES.encode(client.Failed(call, refusal))])
         sender = f"{connection.routing_id[:4].hex()}, {sum(map(len, frames))} bytes"
-        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+        self._reactor.feed(
+            Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
+        )
 
     def _tell(self, event: Event) -> None:
         """Push an event to the subscribers, batched per turn of the loop."""

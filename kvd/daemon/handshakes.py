@@ -111,4 +111,8 @@ class Handshakes:
         if now_s - told.at_s < TELL_EVERY_S:
             return
         times, told.times, told.at_s = told.times, 0, now_s
-        self._reactor.feed(HandshakeFailed(now_s, link, address, reason, why, times))
+        self._reactor.feed(
+            HandshakeFailed(
+                at_s=now_s, link=link, address=address, reason=reason, why=why, times=times
+            )
+        )

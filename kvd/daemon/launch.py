@@ -84,10 +84,23 @@ def _region(one: Placed, in_huge_pages: bool) -> RegionFd:  # noqa: FBT001 - as 
     """What the transfer process makes of it."""
     match one.arena:
         case OnDevice(number):
-            return RegionFd(one.name, NO_FD, one.geometry, False, one.is_registered, number)  # noqa: FBT003 - as above
+            return RegionFd(
+                name=one.name,
+                fd=NO_FD,
+                geometry=one.geometry,
+                in_huge_pages=False,
+                is_registered=one.is_registered,
+                device=number,
+            )
         case Arena(fd=fd):
             is_huge = in_huge_pages and one.is_pool
-            return RegionFd(one.name, fd, one.geometry, is_huge, one.is_registered)
+            return RegionFd(
+                name=one.name,
+                fd=fd,
+                geometry=one.geometry,
+                in_huge_pages=is_huge,
+                is_registered=one.is_registered,
+            )
 
 
 def _check_devices(devices: dict[int, int]) -> None:

@@ -105,7 +105,9 @@ class PeerLinks(ListenerOwner):
                 on_failed=partial(self._handshakes.dialed_them, link, name, address),
                 bounds=self._bounds,
             )
-            self._reactor.feed(LinkDialed(self._reactor.clock(), link, name, address))
+            self._reactor.feed(
+                LinkDialed(at_s=self._reactor.clock(), link=link, name=name, address=address)
+            )
 
     def _mechanism(self, name: str) -> Mechanism:
         if self._keys is None or self._ring is None:
@@ -153,9 +155,9 @@ class PeerLinks(ListenerOwner):
             message = Refusal(Code.BAD_REQUEST, f"{len(frames)} frames, a message has one")
         now_s = self._reactor.clock()
         if not isinstance(message, Refusal):
-            self._reactor.feed(FromPeer(now_s, link, message, proven))
+            self._reactor.feed(FromPeer(at_s=now_s, link=link, message=message, proven=proven))
             return
-        self._reactor.feed(Unreadable(now_s, "peers", link, message))
+        self._reactor.feed(Unreadable(at_s=now_s, socket="peers", sender=link, refusal=message))
         came_by = self._inward.get(link)
         if came_by is not None:
             mine = self._reactor.node.settings.incarnation

@@ -105,11 +105,11 @@ class FlightRecorder:
         self._began_s = self._reactor.clock()
         self._child.tell(
             orders.BeginRecording(
-                node.settings.name,
-                node.settings.incarnation,
-                __version__,
-                60 * self._section.minutes,
-                str(self._directory),
+                node=node.settings.name,
+                incarnation=node.settings.incarnation,
+                kvd=__version__,
+                keep_s=60 * self._section.minutes,
+                directory=str(self._directory),
             )
         )
         self._reactor.tape = self._tape
@@ -145,7 +145,11 @@ class FlightRecorder:
         self._write()
         if self._child is None:
             return  # it fell behind, and whoever waits was told
-        self._child.tell(orders.Save(ticket, kind, why, self._child.ring.end, state_hash))
+        self._child.tell(
+            orders.Save(
+                ticket=ticket, kind=kind, why=why, upto=self._child.ring.end, state_hash=state_hash
+            )
+        )
 
     def bug(self, task: str, error: BaseException) -> None:
         """A step or an effect has raised: save what led to it, once in a while."""

@@ -131,7 +131,11 @@ class TransferSupervisor:
         self._started_s = self._reactor.clock()
         self._reactor.feed(
             inputs.TransferReady(
-                self._started_s, self._generation, ready.metadata, ready.transport, why
+                at_s=self._started_s,
+                generation=self._generation,
+                metadata=ready.metadata,
+                transport=ready.transport,
+                why=why,
             )
         )
         self.sums.transfer_ready()

@@ -183,12 +183,12 @@ def _mapped(memory: DaemonMemory) -> mmap.mmap:
 
 def _adopted(found: FoundJournal, at_s: float) -> Adopted:
     return Adopted(
-        at_s,
-        found.generation,
-        found.branches,
-        tuple(engine.session for engine in found.engines),
-        found.unproven,
-        found.last_lease,
+        at_s=at_s,
+        generation=found.generation,
+        branches=found.branches,
+        sessions=tuple(engine.session for engine in found.engines),
+        unproven=found.unproven,
+        last_lease=found.last_lease,
     )
 
 
@@ -197,10 +197,10 @@ def past_of(found: FoundJournal, namespace: int) -> Past:
     return Past(
         tuple(
             AwaitedSession(
-                engine.session.id,
-                TOKEN_HEAD + engine.token,
-                engine.session.name,
-                engine.processes if found.pid_namespace == namespace else UNSEEN,
+                session=engine.session.id,
+                token=TOKEN_HEAD + engine.token,
+                name=engine.session.name,
+                processes=engine.processes if found.pid_namespace == namespace else UNSEEN,
             )
             for engine in found.engines
         ),

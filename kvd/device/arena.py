@@ -96,12 +96,12 @@ class DeviceArena:
     def usage(self) -> Usage:
         """What it was asked for so far."""
         return Usage(
-            self._window.ring.capacity,
-            self._in_window,
-            self._too_large,
-            self._largest_bytes,
-            self._plain.ring.capacity,
-            self._allocations,
+            window_bytes=self._window.ring.capacity,
+            in_window=self._in_window,
+            too_large=self._too_large,
+            largest_bytes=self._largest_bytes,
+            plain_bytes=self._plain.ring.capacity,
+            allocations=self._allocations,
         )
 
     def take(self, size: int) -> ArenaBlock:

@@ -72,7 +72,12 @@ def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
             pid = unsealed(word, session ^ start_ticks) if word else None
             if pid is not None:
                 processes.append(Process(pid, start_ticks))
-        found[slot] = EngineRecord(session, token, name.decode(errors="replace"), tuple(processes))
+        found[slot] = EngineRecord(
+            session=session,
+            token=token,
+            name=name.decode(errors="replace"),
+            processes=tuple(processes),
+        )
     return found, n_damaged
 
 

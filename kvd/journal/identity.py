@@ -76,7 +76,13 @@ def identity_of(spec: PoolSpec, node: str, memory: bytes = bytes(16)) -> Identit
     if not can_keep(spec):
         raise ValueError(f"pools of family {spec.family} have no journal yet")
     layout = hashlib.sha256(f"{spec.name}\0{spec.family}\0{fingerprint(spec)}".encode()).digest()
-    return Identity(layout, spec.pages[0], spec.components[0].page_size, node, memory)
+    return Identity(
+        layout=layout,
+        pages=spec.pages[0],
+        page_size=spec.components[0].page_size,
+        node=node,
+        memory=memory,
+    )
 
 
 def head_of(identity: Identity) -> bytes:

@@ -179,10 +179,10 @@ class GrownRows:
             space = int(journal.rows4[cut.in_order[start], SPACE])
             found.append(
                 Branch(
-                    place[parent] if parent >= 0 else -1,
-                    names[space],
-                    Tokens(tokens[start:stop].tobytes()),
-                    Pages(page_bytes_of(cut.in_order[start:stop])),
+                    parent=place[parent] if parent >= 0 else -1,
+                    namespace=names[space],
+                    tokens=Tokens(tokens[start:stop].tobytes()),
+                    pages=Pages(page_bytes_of(cut.in_order[start:stop])),
                 )
             )
         self._place = place

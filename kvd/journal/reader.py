@@ -242,15 +242,15 @@ class Reading:
             anchor = self._kept_part(claim.anchor, anchors)
             namespace, prefix = grown.path_to(anchor) if anchor > 0 else ("", NO_TOKENS)
             held = Pages(page_bytes_of(own[claim.lease]))
-            former = FormerLease(claim.lease, namespace, prefix, held)
+            former = FormerLease(id=claim.lease, namespace=namespace, prefix=prefix, held=held)
             leases.setdefault(claim.session, []).append(former)
         return tuple(
             FoundEngine(
                 FormerSession(
-                    engine.session,
-                    engine.name,
-                    tuple(process.pid for process in engine.processes),
-                    tuple(leases.get(engine.session, ())),
+                    id=engine.session,
+                    name=engine.name,
+                    pids=tuple(process.pid for process in engine.processes),
+                    leases=tuple(leases.get(engine.session, ())),
                 ),
                 engine.token,
                 engine.processes,

@@ -90,7 +90,10 @@ def input_of(record: InputRecord) -> Input:
         msg = f"tokens came with {type(happened).__name__}"
         raise Unknown(msg)
     return FromClient(
-        happened.at_s, happened.session, happened.message, Tokens(bytes(record.tokens))
+        at_s=happened.at_s,
+        session=happened.session,
+        message=happened.message,
+        tokens=Tokens(bytes(record.tokens)),
     )
 
 

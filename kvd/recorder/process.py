@@ -104,12 +104,12 @@ class RecorderProcess:
             report = orders.NotSaved(order.ticket, f"{path}: {error.strerror}")
         else:
             report = orders.SavedFile(
-                order.ticket,
-                str(path),
-                order.why,
-                header.seconds,
-                header.inputs,
-                path.stat().st_size,
+                ticket=order.ticket,
+                path=str(path),
+                why=order.why,
+                seconds=header.seconds,
+                inputs=header.inputs,
+                n_bytes=path.stat().st_size,
             )
         self._tell(report)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -78,9 +78,20 @@ class DecodeNode:
         """Of prompts that wait for memory."""
         self._calls: dict[int, tuple[Tokens, int, float]] = {}
         self._n_calls = 0
-        component = Component("kv", LAYERS, Mha(HEADS, WIDTH, WIDTH, DTYPE), shape.page_tokens)
+        component = Component(
+            name="kv",
+            layers=LAYERS,
+            layout=Mha(heads=HEADS, k_dim=WIDTH, v_dim=WIDTH, dtype=DTYPE),
+            page_size=shape.page_tokens,
+        )
         pages = shape.pool_tokens // shape.page_tokens + 1
-        spec = PoolSpec("main", "mha", Order.PAGE_FIRST, (component,), (pages,))
+        spec = PoolSpec(
+            name="main",
+            family="mha",
+            order=Order.PAGE_FIRST,
+            components=(component,),
+            pages=(pages,),
+        )
         name = f"d{number}"
         settings = Settings(
             NodeName(name),
@@ -90,7 +101,7 @@ class DecodeNode:
             max_queue=2**31,
         )
         self._node = Node(settings, agenda.now_s)
-        self._feed(inputs.ClientJoined(agenda.now_s, SESSION, name, 1))
+        self._feed(inputs.ClientJoined(at_s=agenda.now_s, session=SESSION, name=name, pid=1))
 
     # ---- what a router may ask ---------------------------------------------------------------
 
@@ -124,7 +135,14 @@ class DecodeNode:
         begun_s = max(now_s, self._free_s)
         delta_tokens = n_tokens - reply.prefix_tokens
         self._free_s = begun_s + delta_tokens / shape.prefill_tokens_per_s
-        self._served(Served(self.number, n_tokens, reply.prefix_tokens, begun_s - arrived_s))
+        self._served(
+            Served(
+                node=self.number,
+                prompt_tokens=n_tokens,
+                reused_tokens=reply.prefix_tokens,
+                wait_s=begun_s - arrived_s,
+            )
+        )
         self._agenda.at(self._free_s, self._call, client.CommitLease, reply.lease)
         self._agenda.at(
             self._free_s + output_tokens / shape.decode_tokens_per_s, self._release, reply.lease
@@ -141,7 +159,11 @@ class DecodeNode:
     ) -> None:
         self._n_calls += 1
         message = kind(self._n_calls, *fields)  # type: ignore[arg-type]  # of its own kind
-        self._feed(inputs.FromClient(self._agenda.now_s, SESSION, message, tokens))
+        self._feed(
+            inputs.FromClient(
+                at_s=self._agenda.now_s, session=SESSION, message=message, tokens=tokens
+            )
+        )
 
     def _feed(self, happened: inputs.Input) -> None:
         for effect in self._node.step(happened).effects:

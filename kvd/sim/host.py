@@ -107,7 +107,10 @@ class SimHost:
             self.world.network.connect(self, other)
             self.feed(
                 inputs.LinkDialed(
-                    self.world.agenda.now_s, f"out:{other.name}", other.name, f"tcp://{other.name}"
+                    at_s=self.world.agenda.now_s,
+                    link=f"out:{other.name}",
+                    name=other.name,
+                    address=f"tcp://{other.name}",
                 )
             )
 
@@ -122,7 +125,11 @@ class SimHost:
         self._n_sessions += 1
         self.session = SimSession(self, self._n_sessions)
         now_s = self.world.agenda.now_s
-        self.feed(inputs.ClientJoined(now_s, self._n_sessions, f"engine of {self.name}", 1000))
+        self.feed(
+            inputs.ClientJoined(
+                at_s=now_s, session=self._n_sessions, name=f"engine of {self.name}", pid=1000
+            )
+        )
 
     def hang_up(self) -> None:
         """The engine dies, and the daemon sees it."""

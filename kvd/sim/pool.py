@@ -42,11 +42,39 @@ LARGE, LARGE_PAGES = 2, 0.5
 STEPS_TOKENS = (0, 0, 16, 48)
 """What engines say of how far they compute between two slides."""
 
-_KV = Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS)
-_INDEX = Component("index", 1, Mha(1, 1, 0, "float32"), PAGE_TOKENS // 4)
-_SWA = Component("swa", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS, Tail(WINDOW_TOKENS))
-_STATE = Component("state", 1, State((StateTensor("ssm", (2,), "float32"),)), 1, PerRequest())
-_BUFFER = Component("buffer", 1, Mha(1, 1, 1, "float32"), PAGE_TOKENS, Buffer(BUFFER_TOKENS))
+_KV = Component(
+    name="kv",
+    layers=1,
+    layout=Mha(heads=1, k_dim=1, v_dim=1, dtype="float32"),
+    page_size=PAGE_TOKENS,
+)
+_INDEX = Component(
+    name="index",
+    layers=1,
+    layout=Mha(heads=1, k_dim=1, v_dim=0, dtype="float32"),
+    page_size=PAGE_TOKENS // 4,
+)
+_SWA = Component(
+    name="swa",
+    layers=1,
+    layout=Mha(heads=1, k_dim=1, v_dim=1, dtype="float32"),
+    page_size=PAGE_TOKENS,
+    extent=Tail(WINDOW_TOKENS),
+)
+_STATE = Component(
+    name="state",
+    layers=1,
+    layout=State((StateTensor("ssm", (2,), "float32"),)),
+    page_size=1,
+    extent=PerRequest(),
+)
+_BUFFER = Component(
+    name="buffer",
+    layers=1,
+    layout=Mha(heads=1, k_dim=1, v_dim=1, dtype="float32"),
+    page_size=PAGE_TOKENS,
+    extent=Buffer(BUFFER_TOKENS),
+)
 
 SAVED_PAGES = (0, 9, 41)
 """Pages of the saved area of the first component, a null page included."""
@@ -77,12 +105,12 @@ def pool_of(profile: Profile, name: str, rng: Random) -> PoolSpec:
         case _:
             pass
     return PoolSpec(
-        "main",
-        profile.family,
-        Order.PAGE_FIRST,
-        (kv, *(component for component, _, _ in more)),
-        (pages, *(n_pages for _, n_pages, _ in more)),
-        (saved_pages, *(saved for _, _, saved in more)),
+        name="main",
+        family=profile.family,
+        order=Order.PAGE_FIRST,
+        components=(kv, *(component for component, _, _ in more)),
+        pages=(pages, *(n_pages for _, n_pages, _ in more)),
+        saved_pages=(saved_pages, *(saved for _, _, saved in more)),
     )
 
 

@@ -69,7 +69,11 @@ class SimSession:
         if host.asleep_until_s > agenda.now_s:
             agenda.at(host.asleep_until_s, self._submit, message, tokens)
         else:
-            host.feed(inputs.FromClient(agenda.now_s, self.id, message, tokens))
+            host.feed(
+                inputs.FromClient(
+                    at_s=agenda.now_s, session=self.id, message=message, tokens=tokens
+                )
+            )
 
     def heard(self, reply: client.Reply) -> None:
         """The daemon says something.

@@ -219,13 +219,13 @@ class World:
             self._rooms += 1
             room = self.a_recent_room() if rng.random() < self.profile.lonely else self._rooms
         return Request(
-            room,
-            self._prompt(),
-            tuple([source.name for source in sources]),
-            rng.choice((0, 0, 1)),
-            rng.choice(self.profile.deadlines_s),
-            rng.random() < 0.9,
-            decode.name if room % 2 else None,
+            room=room,
+            prompt=self._prompt(),
+            sources=tuple([source.name for source in sources]),
+            priority=rng.choice((0, 0, 1)),
+            deadline_s=rng.choice(self.profile.deadlines_s),
+            cache=rng.random() < 0.9,
+            to=decode.name if room % 2 else None,
         )
 
     def _prompt(self) -> Prompt:
@@ -339,7 +339,14 @@ class World:
                 self._rooms += 1
                 tokens = self.some_tokens(100)
                 prompt = Prompt(self.contents, tokens, f"last {self._rooms}")
-                request = Request(self._rooms, prompt, (prefill.name,), 0, 2.0, cache=True)
+                request = Request(
+                    room=self._rooms,
+                    prompt=prompt,
+                    sources=(prefill.name,),
+                    priority=0,
+                    deadline_s=2.0,
+                    cache=True,
+                )
                 tries.append((request, decode, prefill))
                 SendingEngine(prefill.session, request)
                 ReceivingEngine(decode.session, request)

@@ -88,17 +88,28 @@ def _packed_note(window: Window, pieces: Sequence[tuple[Area, Piece]]) -> Region
     sizes = tuple(size // part_heads * heads for size in layer) * layers
     total = sum(sizes)
     row = (Row(0, total, total),)
-    return RegionNote("packed", 0, total, 1, total, row, note.page_tokens, sizes, layers, heads)
+    return RegionNote(
+        name="packed",
+        address=0,
+        region_bytes=total,
+        pages=1,
+        page_bytes=total,
+        rows=row,
+        page_tokens=note.page_tokens,
+        strips=sizes,
+        layers=layers,
+        heads=heads,
+    )
 
 
 def _from(window: Window, piece: Piece) -> Window:
     """What the piece goes over, counted from the window's beginning."""
     theirs = piece.theirs
     return Window(
-        theirs.first_layer - window.first_layer,
-        theirs.end_layer - window.first_layer,
-        theirs.first_head - window.first_head,
-        theirs.end_head - window.first_head,
+        first_layer=theirs.first_layer - window.first_layer,
+        end_layer=theirs.end_layer - window.first_layer,
+        first_head=theirs.first_head - window.first_head,
+        end_head=theirs.end_head - window.first_head,
     )
 
 

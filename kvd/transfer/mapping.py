@@ -88,16 +88,16 @@ def noted(
 ) -> RegionNote:
     """A region that lies at ``address``, as peers are told of it."""
     return RegionNote(
-        plan.name,
-        address,
-        region_bytes,
-        plan.pages,
-        plan.page_bytes,
-        plan.rows,
-        plan.page_tokens,
-        plan.strips,
-        plan.layers,
-        plan.heads,
+        name=plan.name,
+        address=address,
+        region_bytes=region_bytes,
+        pages=plan.pages,
+        page_bytes=plan.page_bytes,
+        rows=plan.rows,
+        page_tokens=plan.page_tokens,
+        strips=plan.strips,
+        layers=plan.layers,
+        heads=plan.heads,
         place=place,
     )
 

@@ -190,7 +190,14 @@ class SendingAgents:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
-            self._report(AgentFailed(UNSTAMPED, order.incarnation, order.generation, str(exc)))
+            self._report(
+                AgentFailed(
+                    at_s=UNSTAMPED,
+                    incarnation=order.incarnation,
+                    generation=order.generation,
+                    why=str(exc),
+                )
+            )
             return
         self._building.add(key)
         self._builder.want(key, peer)
@@ -210,7 +217,14 @@ class SendingAgents:
             warming = self._warming.pop(key)
             self._unwatch(key, warming.sender)
             warming.sender.destroy()
-        self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, open_bytes))
+        self._report(
+            AgentDropped(
+                at_s=UNSTAMPED,
+                incarnation=key.peer,
+                generation=key.generation,
+                unconfirmed_bytes=open_bytes,
+            )
+        )
 
     def post(self, order: Post) -> None:
         """Hand a post to its lane."""
@@ -233,7 +247,14 @@ class SendingAgents:
         if key in self._unwanted:
             self._unwanted.discard(key)
             built.sender.destroy()
-            self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, 0))
+            self._report(
+                AgentDropped(
+                    at_s=UNSTAMPED,
+                    incarnation=key.peer,
+                    generation=key.generation,
+                    unconfirmed_bytes=0,
+                )
+            )
             return
         self._watch(key, built.sender)
         source = np.array([[self._mine.scratch, SCRATCH_BYTES, 0]], np.uint64)
@@ -312,10 +333,19 @@ class SendingAgents:
 
     def _load_failed(self, key: AgentKey, why: str) -> None:
         """Report a failed load, and the drop that was waiting for its end."""
-        self._report(AgentFailed(UNSTAMPED, key.peer, key.generation, why))
+        self._report(
+            AgentFailed(at_s=UNSTAMPED, incarnation=key.peer, generation=key.generation, why=why)
+        )
         if key in self._unwanted:
             self._unwanted.discard(key)
-            self._report(AgentDropped(UNSTAMPED, key.peer, key.generation, 0))
+            self._report(
+                AgentDropped(
+                    at_s=UNSTAMPED,
+                    incarnation=key.peer,
+                    generation=key.generation,
+                    unconfirmed_bytes=0,
+                )
+            )
 
     def _watch(self, key: AgentKey, sender: SendingAgent) -> None:
         for descriptor in sender.polls:

@@ -119,7 +119,7 @@ class SumJob(PageSumJob):
         self.left = self.ids.size
 
 
-_HERE: Final = Seal(Integrity.FULL, b"kvd page of ours", 0, 0)
+_HERE: Final = Seal(integrity=Integrity.FULL, key=b"kvd page of ours", first=0, end=0)
 
 
 def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
@@ -187,7 +187,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     elif window is not None:
         why = beyond(window, area.note, "here")
     if why or area is None:
-        return Verified(UNSTAMPED, order.ticket, (), why)
+        return Verified(at_s=UNSTAMPED, ticket=order.ticket, bad_pages=(), why=why)
     reading = (
         _read_whole(area, 1)
         if window is None
@@ -197,7 +197,10 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
         return Verified(
-            UNSTAMPED, order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages"
+            at_s=UNSTAMPED,
+            ticket=order.ticket,
+            bad_pages=(),
+            why=f"{len(order.sums)} bytes of sums for {job.left} pages",
         )
     return job if job.left else Verified(UNSTAMPED, order.ticket, ())
 

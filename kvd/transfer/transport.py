@@ -1,7 +1,7 @@
 """The seam between the daemon and whatever moves its pages.
 
 The daemon speaks to a ``Transport``; ``kvd.transfer.process`` is the real one and
-``kvd.transfer.loopback`` stands in for it in unit tests. Nothing here moves a byte.
+``tests.transfer.loopback`` stands in for it in unit tests. Nothing here moves a byte.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class RegionFd(msgspec.Struct, frozen=True):
         """What the transfer process must know of this region."""
         shape = self.geometry
         return RegionPlan(
-            self.name,
-            self.fd,
-            shape.pages,
-            shape.page_bytes,
-            shape.rows,
-            self.in_huge_pages,
-            self.is_registered,
-            shape.page_tokens,
-            shape.strips,
-            shape.layers,
-            shape.heads,
+            name=self.name,
+            descriptor=self.fd,
+            pages=shape.pages,
+            page_bytes=shape.page_bytes,
+            rows=shape.rows,
+            in_huge_pages=self.in_huge_pages,
+            is_registered=self.is_registered,
+            page_tokens=shape.page_tokens,
+            strips=shape.strips,
+            layers=shape.layers,
+            heads=shape.heads,
             device=self.device,
         )
 

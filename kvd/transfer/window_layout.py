@@ -68,7 +68,7 @@ class _Places(NamedTuple):
 
 def whole(note: RegionNote) -> Window:
     """All of a page of the region."""
-    return Window(0, note.layers, 0, note.heads)
+    return Window(first_layer=0, end_layer=note.layers, first_head=0, end_head=note.heads)
 
 
 def tensors(note: RegionNote) -> int:

@@ -324,7 +324,14 @@ def _area(plan: RegionPlan, devices: Devices) -> Area:
 def _told(mine: OwnMemory, blob: bytes) -> Metadata:
     """What peers must know."""
     notes = tuple(area.note for area in mine.regions.values())
-    return Metadata(VERSION, mine.name, blob, mine.scratch, SCRATCH_BYTES, notes)
+    return Metadata(
+        version=VERSION,
+        agent=mine.name,
+        blob=blob,
+        scratch=mine.scratch,
+        scratch_bytes=SCRATCH_BYTES,
+        regions=notes,
+    )
 
 
 def die_with(parent: int) -> None:

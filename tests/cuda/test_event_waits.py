@@ -15,11 +15,11 @@ import pytest_asyncio
 from kvd.core.effects import DropAgent, Forget
 from kvd.core.inputs import AgentDropped, PostDone, Unposted
 from kvd.core.seal import Seal
-from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import Alive, Probe
 from kvd.wire.peer import Integrity
 from tests.cuda.double import STREAM
 from tests.transfer.conftest import Rig
+from tests.transfer.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -15,12 +15,12 @@ from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
 from kvd.journal.reader import Reading, VerifyDepth
 from kvd.journal.writer import JournalWriter
-from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import Sum, Summed
 from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
 from tests.transfer.conftest import SHAPES, Memory
+from tests.transfer.loopback import Loopback
 
 PAGE_BYTES = 4096
 

@@ -25,10 +25,10 @@ from kvd.core.inputs import (
     PostFailed,
     Unposted,
 )
-from kvd.transfer.loopback import Loopback
 from kvd.transfer.process import TransferProcess
 from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids
+from tests.transfer.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

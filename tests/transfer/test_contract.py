@@ -25,8 +25,8 @@ from kvd.core.inputs import (
     PostMoved,
     Quiet,
 )
-from kvd.transfer.loopback import Loopback
 from kvd.transfer.orders import UNSTAMPED
+from tests.transfer.loopback import Loopback
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
