@@ -33,12 +33,10 @@ from kvd.core.node import Node
 from kvd.core.report import snapshot
 from kvd.core.words import node_word
 from kvd.daemon.admins import AdminPort
-from kvd.daemon.attach import AttachServer
-from kvd.daemon.attach_limits import AttachLimits
+from kvd.daemon.attach import AttachLimits, AttachServer, device_memory
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
-from kvd.daemon.handles import device_memory
 from kvd.daemon.heap import give_back
 from kvd.daemon.http_pages import http_pages
 from kvd.daemon.launch import launch

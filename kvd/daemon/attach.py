@@ -1,7 +1,8 @@
 """The attach socket: where engine processes get the pool's memory, and how their death is noticed.
 
-What lives here: a unix SOCK_SEQPACKET listener on the event loop and the connections behind it.
-What must not: leases, handoffs, the ZMQ socket; what keeps a session alive is in ``sessions``.
+What lives here: a unix SOCK_SEQPACKET listener on the event loop, the connections behind it, and
+when a session is over or hung up on. What must not: leases, handoffs, the ZMQ socket; which session
+a token is of is in ``sessions``.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent
@@ -30,13 +31,15 @@ most ``max_sessions`` times as many connections are open; one that has not attac
 from __future__ import annotations
 
 import array
+import contextlib
 import socket
 from typing import TYPE_CHECKING, Final
 
-from kvd.daemon.acceptor import PAUSE_S, Acceptor
-from kvd.daemon.attach_limits import DEFAULT_LIMITS, AttachLimits
-from kvd.daemon.custody import MAX_REQUEST_BYTES, Custody, hear_out, tell
-from kvd.daemon.former_processes import started_ticks
+import msgspec
+
+from kvd.core.spec import region_names
+from kvd.daemon.acceptor import ACCEPTS_PER_WAKE, PAUSE_S, Acceptor
+from kvd.daemon.former_processes import FormerProcesses, started_ticks
 from kvd.daemon.seqpacket import peer_pid
 from kvd.daemon.sessions import (
     NO_PAST,
@@ -47,22 +50,49 @@ from kvd.daemon.sessions import (
 )
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import Process
-from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave
+from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.wire.memory import DeviceMemory
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from kvd.core.spec import PoolSpec
     from kvd.daemon.sessions import EngineSession, OnReturned, Past, SessionNotes
-    from kvd.wire.memory import DeviceMemory, PoolMemory
+    from kvd.transfer.orders import SharedRegion
+    from kvd.wire.memory import PoolMemory
 
 MAX_NAME_BYTES: Final = 128
 """Names are shown in every table an operator reads."""
 
+MAX_REQUEST_BYTES: Final = 512 * 1024
+"""An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
+
+UNATTENDED_S: Final = 0.25
+"""A process that is dying closes its connection first, some milliseconds before it is dead."""
+
 _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 """Asked for each connection (Linux grants up to twice that): a reply is one packet that names
 every tensor of every layer, about 100 KB for a thousand layers; clients read up to 4 MiB."""
+
+
+class AttachLimits(msgspec.Struct, frozen=True):
+    """Who may connect, and how much one daemon carries.
+
+    ``mode`` and ``group`` are of the socket file; ``max_frame_bytes`` is announced to clients, so
+    that they refuse a frame that the client socket would drop them for.
+    """
+
+    mode: int = 0o660
+    group: str | None = None
+    max_sessions: int = 256
+    processes_per_session: int = 16
+    request_within_s: float = 5.0
+    max_frame_bytes: int = 16 * 1024 * 1024
+
+
+DEFAULT_LIMITS: Final = AttachLimits()
 
 
 class AttachServer:
@@ -122,12 +152,12 @@ class AttachServer:
         self._on_returned = on_returned
         self._notes = notes or Unwritten()
         self._max_processes = limits.max_sessions * limits.processes_per_session
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: set[AttachConnection] = set()
         self._sessions = EngineSessions(past)
-        self._custody = Custody(
-            self._sessions, self._notes, on_gone, on_hung_up_on, may_write, node=node
-        )
+        self._on_gone = on_gone
+        self._on_hung_up_on = on_hung_up_on
+        self._may_write = may_write
+        self._former = FormerProcesses(self._sessions.awaited, self._dead)
 
     def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:
         """Serve the socket ``listening``, whose file is not ours, or listen.
@@ -138,13 +168,13 @@ class AttachServer:
         """
         self._loop = loop
         self._acceptor.start(loop, self._limits.mode, self._limits.group, listening)
-        self._custody.start(loop)
+        self._former.start(loop)
 
     def close(self) -> None:
         """Hang up on everybody and remove the socket file; calls nobody back; repeatable."""
         if not self._acceptor.close():
             return
-        self._custody.close()
+        self._former.close()
         for connection in list(self._connections):
             self._drop(connection)
         self._sessions.clear()
@@ -158,7 +188,7 @@ class AttachServer:
         """Serve a session no more, and tell each of its processes why; they live and may write."""
         one = self._sessions.of_number(session)
         if one is not None and one.refusal is None:
-            self._custody.shut(one, refusal)
+            self._shut(one, refusal)
 
     def forget(self, session: int) -> None:
         """One that was hung up on, and held nothing that its processes may write."""
@@ -172,8 +202,6 @@ class AttachServer:
     # ---- connections -----------------------------------------------------------------------------
 
     def _welcome(self, sock: socket.socket) -> None:
-        if self._loop is None:
-            return
         sock.settimeout(0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
         pid = peer_pid(sock)
@@ -237,15 +265,13 @@ class AttachServer:
                 "socket stays silent after Attached, requests go to the client socket",
             )
             self._on_refused(connection.pid, refusal)
-            tell(connection, refusal)
+            _tell(connection, refusal)
             connection.is_shut = True
             if all(one.is_shut for one in session.connections):
-                self._custody.shut(session, refusal)
+                self._shut(session, refusal)
 
     def _look_away(self, connection: AttachConnection) -> None:
         """It goes on talking, and only its hang-up is news: read slowly."""
-        if self._loop is None:
-            return
         loop = self._loop
         loop.remove_reader(connection.sock.fileno())
 
@@ -402,20 +428,125 @@ class AttachServer:
     def _turn_away(self, connection: AttachConnection, refusal: Refusal) -> None:
         """Reject it for a fault of its own: say why, then hang up."""
         self._on_refused(connection.pid, refusal)
-        tell(connection, refusal)
+        _tell(connection, refusal)
         self._hang_up(connection)
 
     def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
-        hear_out(connection)
+        _hear_out(connection)
         self._drop(connection)
         if connection.session is not None:
-            self._custody.hung_up(connection, connection.session)
+            self._hung_up(connection, connection.session)
 
     def _drop(self, connection: AttachConnection) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(connection.sock.fileno())
+        self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:
             connection.timer.cancel()
         self._connections.discard(connection)
         connection.sock.close()
+
+    # ---- what keeps a session --------------------------------------------------------------------
+
+    def _shut(self, session: EngineSession, refusal: Refusal) -> None:
+        """It is served no more; who keeps it is told, and awaited."""
+        self._sessions.shut(session, refusal)
+        for connection in session.connections:
+            if not connection.is_shut:
+                connection.is_shut = True
+                _tell(connection, refusal)
+        self._say_who(session, refusal)
+
+    def _hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
+        """A connection of it is closed; with the last process the session ends."""
+        session.drop(connection)
+        if session.lingers and not session.connections and not self._may_write(session.number):
+            session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
+        if session.knows(connection.pid):
+            self._former.look_soon()
+        self._fewer(session, (connection.process,))
+
+    def _dead(self, number: int, processes: tuple[Process, ...]) -> None:
+        """Processes that were awaited are dead."""
+        session = self._sessions.of_number(number)
+        if session is not None:
+            session.awaited = tuple([one for one in session.awaited if one not in processes])
+            self._fewer(session, processes)
+
+    def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
+        """Processes have left a session, or live on without a connection."""
+        if session.is_over:
+            self._sessions.forget(session)
+            self._notes.session_left(session.number)
+            self._on_gone(session.number)
+            return
+        pids = session.pids
+        for one in gone:
+            if one.pid not in pids:
+                self._notes.process_left(session.number, one.pid)
+        if session.refusal is not None:
+            self._say_who(session, session.refusal)
+        elif session.lingers and not session.connections:
+            self._loop.call_later(UNATTENDED_S, self._unattended, session)
+
+    def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
+        """Who is waited for, where that is news."""
+        pids = session.pids
+        if frozenset(pids) != session.told:
+            session.told = frozenset(pids)
+            self._on_hung_up_on(session.number, refusal, pids)
+
+    def _unattended(self, session: EngineSession) -> None:
+        """Nobody of it is attached, though a process of it lives: serve it no more."""
+        is_known = self._sessions.of_number(session.number) is session
+        if not is_known or session.connections or session.refusal is not None:
+            return
+        pids = ", ".join(map(str, session.pids))
+        why = (
+            f"session {session.number} closed its attach socket without a word, and pid {pids} of "
+            "it lives: what that may write stays held until it ends; close a node before dropping "
+            "it, and attach anew"
+        )
+        self._shut(session, self._refuse(Code.CLIENT_GONE, why))
+
+
+def _tell(connection: AttachConnection, refusal: Refusal) -> None:
+    """Say why it is served no more, before its hang-up or ours.
+
+    Best effort: a process that does not read, or is gone, does not hear it. Unread packets would
+    turn our last word into a reset: they are read.
+    """
+    with contextlib.suppress(OSError):
+        connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal)))
+    _hear_out(connection)
+
+
+def _hear_out(connection: AttachConnection) -> None:
+    """Read what it has said before: it may be ``Leave``.
+
+    A process that closes its end without having read all of ours resets it, and the reset is told
+    before the packets that were there first.
+    """
+    for _ in range(ACCEPTS_PER_WAKE):
+        try:
+            packet = connection.sock.recv(MAX_REQUEST_BYTES)
+        except ConnectionResetError:
+            continue
+        except OSError:
+            return
+        if not packet:
+            return
+        if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
+            connection.has_left = True
+
+
+def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:
+    """Each region of the pool on a device, by component and shard."""
+    regions = {
+        name: (component.name, shard)
+        for component in spec.components
+        for shard, name in enumerate(region_names(spec, component.name))
+    }
+    return tuple(
+        DeviceMemory(spec.name, *regions[one.region], bus_id=one.bus_id, handle=one.handle)
+        for one in shared
+    )

@@ -239,7 +239,7 @@ async def test_a_session_lives_while_a_worker_of_before_may_map_the_pool(start):
 
     assert again.attached.session == 3
     assert server.attach._sessions.awaited() == {3: (ELSEWHERE,)}
-    server.attach._custody._dead(3, (ELSEWHERE,))
+    server.attach._dead(3, (ELSEWHERE,))
     assert ("gone", 3) not in server.said
     again.close()
     await server.hears("gone", 3)
@@ -300,7 +300,7 @@ async def test_nobody_is_looked_for_any_more_once_all_are_back(start):
     server = start(HERE)
     back = await server.process(Attach("decode-0", resumes=TOKEN))
 
-    former = server.attach._custody._former
+    former = server.attach._former
     former._look()
     assert former._next is None
     back.close()
