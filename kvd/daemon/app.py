@@ -129,11 +129,16 @@ class Daemon:
         self.reactor = reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
         self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
         self.recording = self._recording()
-        self.transfer = TransferSupervisor(self.reactor, launched.process, config.transfer.silent_s)
+        self.transfer = TransferSupervisor(
+            self.reactor,
+            launched.process,
+            config.transfer.silent_s,
+            region=self.pool.region,
+            page_bytes=self.pool.page_bytes,
+            on_pool_lost=self._pool_lost,
+        )
         self._up.push_async_callback(self.transfer.stop)
         await self.transfer.start("start")
-        if self.transfer.shared:
-            self.transfer.pool_lost = self._pool_lost
         await self._take_over()
         self._listeners = Listeners(config, self._up, self.systemd.passed)
         self._batch = WriteBatch(self._loop, give_back)
@@ -188,7 +193,7 @@ class Daemon:
         self.past: Past = NO_PAST
         self.journalist: Journalist | None = None
         verify = VerifyDepth(self.config.pool.verify)
-        taken = await self.pool.take(verify, self.transfer, self._clock, self.systemd.advance)
+        taken = await self.pool.take(verify, self.transfer.sums, self._clock, self.systemd.advance)
         if taken is None:
             return
         if taken.adopted is not None:
@@ -200,8 +205,7 @@ class Daemon:
                 )
             self.reactor.feed(taken.adopted)
         self.past = taken.past
-        self.journalist = self.transfer.sums = taken.journalist
-        self.journalist.transfer_ready()
+        self.journalist = taken.journalist
 
     def _open_engines(self, descriptors: tuple[int, ...]) -> None:
         config = self.config

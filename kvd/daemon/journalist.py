@@ -65,10 +65,10 @@ class Journalist:
         self._queue: deque[Pages] = deque()
         self._queued_pages = 0
         self._most_queued_pages = 2 * writer.journal.sizes.pages
-        self._is_ready = False
         self._turn: asyncio.Handle | None = None
         self._is_settled = asyncio.Event()
         self._is_settled.set()
+        sums.ask_again_with(self._ask_soon)
 
     # ---- notes -------------------------------------------------------------------------------
 
@@ -97,29 +97,15 @@ class Journalist:
 
     # ---- sums --------------------------------------------------------------------------------
 
-    def transfer_ready(self) -> None:
-        """A transfer process serves: ask for what waits."""
-        self._is_ready = True
-        self._ask_soon()
-
-    def transfer_gone(self) -> None:
-        """It is dead: what it was asked for is asked again, of the next one."""
-        self._is_ready = False
-        self._sums.transfer_gone()
-
-    def summed(self, report: Summed) -> None:
-        """The transfer process answers."""
-        self._sums.summed(report)
-
     def _ask_soon(self) -> None:
-        if self._turn is None and self._is_ready:
+        if self._turn is None and self._sums.is_ready:
             self._turn = asyncio.get_running_loop().call_soon(self._ask)
 
     def _ask(self) -> None:
         """Ask for as much as may be outstanding."""
         self._turn = None
         sums = self._sums
-        while self._is_ready and self._queue and sums.n_pages < sums.most_pages:
+        while sums.is_ready and self._queue and sums.n_pages < sums.most_pages:
             pages, words = self.writer.pending(self._next_pages(sums.order_pages))
             if pages:
                 sums.ask(pages, self._proof(pages, words))

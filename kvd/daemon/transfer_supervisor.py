@@ -15,11 +15,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvd.core import effects, inputs
+from kvd.daemon.pagesums import PageSums
 from kvd.transfer.orders import (
     Alive,
     Collapsed,
@@ -45,39 +46,30 @@ STEADY_S = 10.0
 """A process that lived so long has not failed to start: its successor comes at once."""
 
 
-class SumsAsked(Protocol):
-    """Who orders sums hears of these."""
-
-    def summed(self, report: Summed) -> None:
-        """The answer to one order."""
-        ...
-
-    def transfer_ready(self) -> None:
-        """A transfer process takes orders."""
-        ...
-
-    def transfer_gone(self) -> None:
-        """It is gone, with what it was asked."""
-        ...
-
-
-class NobodyAsks:
-    """Where nothing outlives the daemon, nothing is summed."""
-
-    def summed(self, report: Summed) -> None:
-        """As ``SumsAsked``."""
-
-    def transfer_ready(self) -> None:
-        """As ``SumsAsked``."""
-
-    def transfer_gone(self) -> None:
-        """As ``SumsAsked``."""
-
-
 class TransferSupervisor:
     """One transfer process after the other."""
 
-    def __init__(self, reactor: Reactor, make: Callable[[int], Transport], silent_s: float) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        make: Callable[[int], Transport],
+        silent_s: float,
+        *,
+        region: str,
+        page_bytes: int,
+        on_pool_lost: Callable[[str], None],
+    ) -> None:
+        """Prepare; nothing is started before ``start``.
+
+        Args:
+            reactor: takes what is reported.
+            make: the transport of a generation.
+            silent_s: so long one may not answer before it is replaced.
+            region: of the pages that the daemon has summed.
+            page_bytes: of one of them.
+            on_pool_lost: takes why the pool is gone, where it was memory of the transfer process:
+                no other one is started then, for the next one would have another pool.
+        """
         self._reactor = reactor
         self._patience = max(1, round(silent_s / PROBE_EVERY_S))
         self._asked = self._answered = self._unanswered_beats = 0
@@ -92,11 +84,9 @@ class TransferSupervisor:
         self._why_down = ""
         self.shared: tuple[SharedRegion, ...] = ()
         """What of the pool lies on devices, in memory of the transfer process that serves."""
-        self.pool_lost: Callable[[str], None] | None = None
-        """Takes why the pool is gone, where it is memory of the transfer process: no other one is
-        started then, for the next one would have another pool. None where it is not."""
-        self.sums: SumsAsked = NobodyAsks()
-        """Whoever has pages of ours summed; what a process takes with it is not answered."""
+        self.sums = PageSums(self.order, region, page_bytes)
+        """For whoever has pages of ours summed; what a process takes with it is not answered."""
+        self._on_pool_lost = on_pool_lost
 
     def trouble(self, limit_s: float) -> str:
         """Why no transfer process has served for longer than ``limit_s``; empty if one has."""
@@ -151,8 +141,8 @@ class TransferSupervisor:
 
     def restart(self, effect: effects.RestartTransfer) -> None:
         """Carry out ``RestartTransfer``: a fence."""
-        if self.pool_lost is not None:
-            self.pool_lost(f"fenced: {effect.why}")
+        if self.shared:
+            self._on_pool_lost(f"fenced: {effect.why}")
         elif self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._replace(effect.why))
 
@@ -214,8 +204,8 @@ class TransferSupervisor:
         self._is_down(why)
         self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
         self.sums.transfer_gone()
-        if self.pool_lost is not None:
-            self.pool_lost(why)
+        if self.shared:
+            self._on_pool_lost(why)
         elif self._restarting is None:
             self._restarting = asyncio.get_running_loop().create_task(self._revive(why))
 

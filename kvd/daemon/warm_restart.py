@@ -23,7 +23,7 @@ import msgspec
 from kvd.core.inputs import Adopted
 from kvd.daemon.journalist import Journalist
 from kvd.daemon.kept import keep, memory_of
-from kvd.daemon.pagesums import PageSums, Unsummed
+from kvd.daemon.pagesums import Unsummed
 from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, AwaitedSession, Past
 from kvd.journal.engines import Process
 from kvd.journal.identity import RefusedJournal, identity_of
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from kvd.config import Config
     from kvd.core.radix import RadixTree
     from kvd.core.spec import PoolSpec
+    from kvd.daemon.pagesums import PageSums
     from kvd.daemon.systemd import Systemd
-    from kvd.daemon.transfer_supervisor import TransferSupervisor
     from kvd.journal.layout import Journal
     from kvd.journal.reader import FoundJournal
     from kvd.pools.memory import DaemonMemory
@@ -83,6 +83,11 @@ class OpenPool:
         return self._spec.components[0].name
 
     @property
+    def page_bytes(self) -> int:
+        """Of one of those pages."""
+        return self.memory.placed[0].geometry.page_bytes
+
+    @property
     def said(self) -> str:
         """A sentence for the log."""
         return self.memory.reason
@@ -90,7 +95,7 @@ class OpenPool:
     async def take(
         self,
         verify: VerifyDepth,
-        transfer: TransferSupervisor,
+        sums: PageSums,
         clock: Callable[[], float],
         advance: Callable[[str], None],
     ) -> TakenOver | None:
@@ -98,7 +103,7 @@ class OpenPool:
 
         Args:
             verify: how much of it is summed.
-            transfer: has the transfer process sum them.
+            sums: has the transfer process sum them.
             clock: of the core's inputs.
             advance: told of every step.
 
@@ -107,8 +112,6 @@ class OpenPool:
         """
         if self.journal is None:
             return None
-        page_bytes = self.memory.placed[0].geometry.page_bytes
-        sums = transfer.sums = PageSums(transfer.order, self.region, page_bytes)
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the one in which we see pids
         if self.memory.origin is MemoryOrigin.MADE:
             writer = JournalWriter(self.journal)

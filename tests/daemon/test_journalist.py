@@ -76,7 +76,7 @@ async def turn() -> None:
 
 async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     desk.journalist.cached(cached([9], path(3), before=4))
     assert desk.orders == []
@@ -91,7 +91,7 @@ async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
 
 async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     desk.journalist.freed(freed([3]))
 
@@ -103,7 +103,7 @@ async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
 
 async def test_a_page_that_was_freed_while_it_was_summed_is_not_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     await turn()
     desk.journalist.freed(freed([4]))
@@ -118,7 +118,7 @@ async def test_nothing_is_asked_for_before_a_transfer_process_is_ready():
     await turn()
     assert desk.orders == []
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
 
     assert desk.orders == [Sum(1, "kv", packed(3))]
@@ -126,14 +126,14 @@ async def test_nothing_is_asked_for_before_a_transfer_process_is_ready():
 
 async def test_sums_that_a_dead_transfer_process_owes_are_asked_of_the_next():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     await turn()
-    desk.journalist.transfer_gone()
+    desk.sums.transfer_gone()
     await turn()
     assert len(desk.orders) == 1
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
     desk.sums.summed(Summed(1, bytes(8)))
     assert desk.proven() == []
@@ -146,7 +146,7 @@ async def test_sums_that_a_dead_transfer_process_owes_are_asked_of_the_next():
 async def test_no_more_is_outstanding_than_may_be():
     desk = Desk(page_bytes=ORDER_BYTES)
     most = OUTSTANDING_BYTES // ORDER_BYTES
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached(list(range(1, 21)), path(20)))
 
     await turn()
@@ -161,7 +161,7 @@ async def test_no_more_is_outstanding_than_may_be():
 
 async def test_pages_that_cannot_be_summed_are_counted_and_not_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     await turn()
     desk.sums.summed(Summed(1, b"", "there is no region 'kv' here"))
@@ -175,7 +175,7 @@ async def test_pages_that_cannot_be_summed_are_counted_and_not_proven():
 
 async def test_settling_ends_with_the_last_sum():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     settling = asyncio.ensure_future(desk.journalist.settle(30))
     await turn()
@@ -203,7 +203,7 @@ async def test_pages_that_come_and_go_while_nobody_sums_do_not_pile_up():
     desk.journalist.cached(cached([5], path(1)))
     assert desk.journalist._queued_pages <= 32
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
 
     assert [page_ids(order.pages) for order in desk.orders] == [[5]]
@@ -278,7 +278,7 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     sums = PageSums(first.order, "kv", memory.shape.page_bytes)
     await first.start(only_sums(sums), print)
     journalist = Journalist(JournalWriter(journal), sums)
-    journalist.transfer_ready()
+    sums.transfer_ready()
     journalist.cached(cached(list(range(1, 9)), path(8)))
     assert await journalist.settle(10)
     await first.stop()

@@ -82,9 +82,15 @@ class Site:
             node, bus, clock=lambda: self.now_s, on_bug=lambda _, bug: self.bugs.append(bug)
         )
         self.fed: list[inputs.Input] = []
+        self.lost: list[str] = []
         reactor.tape = self.fed.append
         self.transfer = TransferSupervisor(
-            reactor, lambda generation: lives[generation - 1], silent_s=2.0
+            reactor,
+            lambda generation: lives[generation - 1],
+            silent_s=2.0,
+            region="kv",
+            page_bytes=4096,
+            on_pool_lost=self.lost.append,
         )
 
     def _take(self, event: events.Event) -> None:

@@ -63,7 +63,14 @@ class Rig:
         self.reactor = Reactor(
             node, Bus(), clock=lambda: self.now_s, on_bug=lambda task, error: None
         )
-        self.transfer = TransferSupervisor(self.reactor, lambda generation: Mortal(self), 1e9)
+        self.transfer = TransferSupervisor(
+            self.reactor,
+            lambda generation: Mortal(self),
+            1e9,
+            region="kv",
+            page_bytes=4096,
+            on_pool_lost=print,
+        )
         self.watchdog = Watchdog(
             self.supervisor, self.reactor, self.transfer, self.log, lambda: "serving"
         )
