@@ -188,18 +188,14 @@ class NoteEnded(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
+TransferOrder = LoadAgent | DropAgent | Post | Forget | Verify | Quiesce | Exempt | Copy
+"""What goes to the transfer process, as it stands."""
+
 Effect = (
     Answer
     | Report
     | Send
-    | LoadAgent
-    | DropAgent
-    | Post
-    | Forget
-    | Verify
-    | Quiesce
-    | Exempt
-    | Copy
+    | TransferOrder
     | RestartTransfer
     | Recall
     | ReadyToStop

@@ -389,6 +389,22 @@ class ConfigRefused(msgspec.Struct, frozen=True, tag=True):
     errors: tuple[str, ...]
 
 
+TransferReport = (
+    AgentLoaded
+    | AgentFailed
+    | AgentDropped
+    | PostMoved
+    | PostDone
+    | PostFailed
+    | Unposted
+    | Verified
+    | Quiet
+    | Awaiting
+    | Copied
+    | CopyFailed
+)
+"""What a transfer process says; the daemon stamps it with its own time."""
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -404,18 +420,7 @@ Input = (
     | HandshakeFailed
     | TransferReady
     | TransferGone
-    | AgentLoaded
-    | AgentFailed
-    | AgentDropped
-    | PostMoved
-    | PostDone
-    | PostFailed
-    | Unposted
-    | Verified
-    | Quiet
-    | Awaiting
-    | Copied
-    | CopyFailed
+    | TransferReport
     | Tick
     | AuditTurn
     | CheckedAll

@@ -77,7 +77,7 @@ class Flight:
         if not landing:
             return
         require(self.handoff in to.grants, f"{to.name}: handoff {self.handoff} granted nothing")
-        to.receive(self.handoff, self.component, landing)
+        to.check_landing(self.handoff, to.grants[self.handoff], self.component, landing)
         memory = to.memory.regions[self.component]
         for k, page in enumerate(landing, start=first):
             memory[page] = self.contents[k] if k < last else TORN

@@ -8,25 +8,23 @@ some ticks, and must find nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from kvd.core import beside_rules, effects, inputs
 from kvd.core.invariants import violations
-from kvd.core.spec import companion_pages
 from kvd.sim.memory import SimMemory
+from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.session import SimSession
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
-from kvd.types import Incarnation, Pages, count, page_ids
+from kvd.types import Pages, count, page_ids
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvd.core.inputs import Input
-    from kvd.core.lease import Lease
     from kvd.core.node import Node
     from kvd.core.settings import Settings
     from kvd.sim.world import World
@@ -41,12 +39,12 @@ SWEEPS, SWEEP_WORK = 0.2, 40
 cut in the middle of its phases."""
 
 
-class SimHost:
+class SimHost(NodeShell):
     """One node, over all its lives."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
-        self.name = settings.name
+        self.name: str = settings.name
         self.settings = settings
         self.dials: list[SimHost] = []
         self.links: dict[str, tuple[SimHost, str]] = {}
@@ -63,21 +61,6 @@ class SimHost:
         self._n_sessions = 0
         self._seq = 0
         self._balance = (-1, -1)
-        # Any: each effect goes to a function that takes its type.
-        self._perform: dict[type, Callable[[Any], None]] = {
-            effects.Answer: self._answer,
-            effects.Report: self._report,
-            effects.Send: self._send,
-            effects.LoadAgent: self._load_agent,
-            effects.DropAgent: self._drop_agent,
-            effects.Post: self._post,
-            effects.Forget: lambda _: None,  # no engine here names events
-            effects.Verify: lambda effect: self.transfer.verify(effect),  # noqa: PLW0108 - the transfer changes
-            effects.Quiesce: self._quiesce,
-            effects.Exempt: self._exempt,
-            effects.Copy: self._copy,
-            effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),
-        }
 
     # ---- lives -------------------------------------------------------------------------------
 
@@ -140,8 +123,8 @@ class SimHost:
             if lease.session == session.id and "engine" in lease.holders:
                 raise Violated(f"{self.name}: lease {lease.id} outlives its session {session.id}")
 
+    @override
     def restart_transfer(self, why: str) -> None:
-        """Kill and reap the transfer process, then start the next generation."""
         old = self.transfer
         if not old.is_alive:
             return  # it is being replaced already
@@ -181,15 +164,8 @@ class SimHost:
             world.watch(self, step)
         elif step.effects:
             world.watch(self, step)
-        perform = self._perform
         for effect in step.effects:
-            carry_out = perform.get(type(effect))
-            if carry_out is None:
-                raise Violated(
-                    f"the simulator does not know the effect {type(effect).__name__}: add a row to "
-                    "the table of kvd.sim.host"
-                )
-            carry_out(effect)
+            self.perform(effect)
 
     def tick(self, life: int) -> None:
         """Time passes, unless the node is down or suspended."""
@@ -228,64 +204,38 @@ class SimHost:
 
     # ---- effects -----------------------------------------------------------------------------
 
-    def _answer(self, effect: effects.Answer) -> None:
+    @override
+    def tell_engine(self, effect: effects.Answer) -> None:
         session = self.session
         if effect.session == session.id and session.is_alive:
             session.heard(effect.message)
 
-    def _report(self, _: effects.Report) -> None:
+    @override
+    def tell_operator(self, effect: effects.Report) -> None:
         """Operators only look."""
 
-    def _send(self, effect: effects.Send) -> None:
+    @override
+    def send_message(self, effect: effects.Send) -> None:
         message = effect.message
         if type(message) is Offer and message.handoff not in self.grants:
             self._grant(message)
         self.world.network.send(self, effect.link, message)
 
-    # Each looks for the transfer process that serves now: they come and go.
-
-    def _load_agent(self, effect: effects.LoadAgent) -> None:
-        self.transfer.load(effect)
-
-    def _drop_agent(self, effect: effects.DropAgent) -> None:
-        self.transfer.drop(effect.incarnation, effect.generation)
-
-    def _post(self, effect: effects.Post) -> None:
-        self.transfer.post(effect)
-
-    def _quiesce(self, effect: effects.Quiesce) -> None:
-        self.transfer.inbound.quiesce(effect)
-
-    def _exempt(self, effect: effects.Exempt) -> None:
-        self.transfer.inbound.exempt(effect)
-
-    def _copy(self, effect: effects.Copy) -> None:
-        self.transfer.copy(effect)
+    @override
+    def order(self, order: effects.TransferOrder) -> None:
+        self.transfer.order(order)
 
     def _grant(self, offer: Offer) -> None:
         """Remember which lease the pages of an Offer belong to: a check of every write."""
-        for part in self.node.decoder.parts.values():
-            if part.handoff == offer.handoff and part.lease is not None:
-                for grant in offer.grants:
-                    own = set(page_ids(self.own_pages(part.lease, grant.component)))
-                    require(
-                        own.issuperset(page_ids(Pages(grant.pages))),
-                        f"{self.name}: handoff {offer.handoff} grants pages of {grant.component} "
-                        "that its lease lacks",
-                    )
-                self.grants[offer.handoff] = part.lease.id
-                return
-        raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
-
-    def own_pages(self, lease: Lease, component: str) -> Pages:
-        """The pages of a component that are this lease's and nobody else's."""
-        keeper = self.node.leases.beside.named(component)
-        if keeper is not None:
-            return keeper.own(lease)
-        for name, factor, _ in self.memory.kinds.companions:
-            if name == component:
-                return companion_pages(lease.held, factor)
-        return lease.held
+        lease = self.lease_of(offer)
+        for grant in offer.grants:
+            own = set(page_ids(self.own_pages(lease, grant.component)))
+            require(
+                own.issuperset(page_ids(Pages(grant.pages))),
+                f"{self.name}: handoff {offer.handoff} grants pages of {grant.component} "
+                "that its lease lacks",
+            )
+        self.grants[offer.handoff] = lease.id
 
     # ---- pages -------------------------------------------------------------------------------
 
@@ -304,23 +254,6 @@ class SimHost:
         wrong = self.memory.wrong_beside(name, pages, contents)
         if wrong:
             raise Violated(f"{self.name}: {what}: {wrong}")
-
-    def receive(self, handoff: int, component: str, pages: list[int]) -> None:
-        """Bytes of a handoff land on these pages: they must be granted to it, now.
-
-        Raises:
-            Violated: They are somebody else's, or nobody's, or committed.
-        """
-        lease = self.node.leases.leases.get(self.grants[handoff])
-        require(lease, f"{self.name}: {pages} of handoff {handoff} written after their lease ended")
-        assert lease is not None
-        if lease.id in self.node.decoder.ready:
-            raise Violated(f"{self.name}: handoff {handoff} is committed, and written again")
-        held = page_ids(self.own_pages(lease, component))
-        if not set(held).issuperset(pages):
-            raise Violated(
-                f"{self.name}: {pages} of {component} of handoff {handoff} not held by it: {held}"
-            )
 
     # ---- checks ------------------------------------------------------------------------------
 
@@ -364,8 +297,3 @@ class SimHost:
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]
                 self.check_beside(keeper.component.name, pages, dues, what)
-
-
-def incarnation(name: str, life: int) -> Incarnation:
-    """Of the ``life``-th process of a node, readable in a failure."""
-    return Incarnation(f"{life:016x}{name.encode().hex()}".ljust(32, "0"))

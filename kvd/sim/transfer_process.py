@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvd.core import inputs
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.spec import page_bytes
 from kvd.sim.contents import TORN
 from kvd.sim.flight import Flight
+from kvd.sim.node_shell import TransferDouble
 from kvd.sim.streams import Inbound
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
@@ -33,7 +36,7 @@ DAMAGED = 0.03
 """Of the deliveries that are verified in full: one page of it is not what was sent."""
 
 
-class SimTransferProcess:
+class SimTransferProcess(TransferDouble):
     """One transfer process, from its start to its death."""
 
     def __init__(self, host: SimHost, generation: int) -> None:
@@ -98,10 +101,10 @@ class SimTransferProcess:
 
     # ---- agents ------------------------------------------------------------------------------
 
-    def load(self, effect: effects.LoadAgent) -> None:
-        """Make a sending agent; it may fail."""
+    @override
+    def load_agent(self, order: effects.LoadAgent) -> None:
         if self.is_alive:
-            agent = (effect.incarnation, effect.generation)
+            agent = (order.incarnation, order.generation)
             self._loading[agent] = True
             world = self.host.world
             if not world.is_stormy or self._random() >= world.profile.hanging_loads:
@@ -132,9 +135,9 @@ class SimTransferProcess:
             f"{host.name}.{host.life}.{self.generation}:{self._connections}>{to.name}"
         )
 
-    def drop(self, incarnation: str, generation: int) -> None:
-        """Destroy an agent: its posts fail, nothing more is sent through it."""
-        agent = (incarnation, generation)
+    @override
+    def drop_agent(self, order: effects.DropAgent) -> None:
+        agent = (order.incarnation, order.generation)
         if not self.is_alive:
             return
         if agent in self._loading:
@@ -152,8 +155,9 @@ class SimTransferProcess:
 
     # ---- posts -------------------------------------------------------------------------------
 
-    def post(self, post: effects.Post) -> None:
-        """Write pages into another host's pool, piece by piece."""
+    @override
+    def post(self, order: effects.Post) -> None:
+        post = order
         part = self.host.node.prefiller.posts.parts.get(post.post)
         if part is None or part.engine is None or not self.is_alive:
             return  # the same step has already ended it
@@ -228,13 +232,27 @@ class SimTransferProcess:
         spec = self.host.settings.spec
         return page_bytes(spec.components[spec.index(component)])
 
+    @override
+    def forget(self, order: effects.Forget) -> None:
+        """No engine here names events, so no post waits for one."""
+
+    # ---- sockets -----------------------------------------------------------------------------
+
+    @override
+    def quiesce(self, order: effects.Quiesce) -> None:
+        self.inbound.quiesce(order)
+
+    @override
+    def exempt(self, order: effects.Exempt) -> None:
+        self.inbound.exempt(order)
+
     # ---- copies ------------------------------------------------------------------------------
 
-    def copy(self, copy: effects.Copy) -> None:
-        """Copy pages to the saved area or back, after what was ordered before."""
+    @override
+    def begin_copy(self, order: effects.Copy) -> None:
         if self.is_alive:
-            source = self.host.memory.regions[copy.source_region]
-            self.copies.append((copy, [source[page] for page in page_ids(copy.source)]))
+            source = self.host.memory.regions[order.source_region]
+            self.copies.append((order, [source[page] for page in page_ids(order.source)]))
             self._agenda.after(COPY_S * self._random(), self._copied)
 
     def _copied(self) -> None:
@@ -266,10 +284,10 @@ class SimTransferProcess:
         stream.left.append(flight)
         return 1
 
-    def verify(self, effect: effects.Verify) -> None:
-        """Compare what has arrived with what was sent, after a while."""
+    @override
+    def verify(self, order: effects.Verify) -> None:
         if self.is_alive:
-            self._agenda.after(0.05 * self._random(), self._verify, effect)
+            self._agenda.after(0.05 * self._random(), self._verify, order)
 
     def _verify(self, effect: effects.Verify) -> None:
         if not self.is_alive:

@@ -23,9 +23,10 @@ from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
 from kvd.sim.faults import Faults
-from kvd.sim.host import SimHost, incarnation
+from kvd.sim.host import SimHost
 from kvd.sim.job import Request
 from kvd.sim.network import Network
+from kvd.sim.node_shell import incarnation
 from kvd.sim.pool import pool_of
 from kvd.sim.receiving import ReceivingEngine
 from kvd.sim.sending import SendingEngine

@@ -23,22 +23,9 @@ from typing import Final
 
 import msgspec
 
-from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.effects import TransferOrder
 from kvd.core.geometry import Row
-from kvd.core.inputs import (
-    AgentDropped,
-    AgentFailed,
-    AgentLoaded,
-    Awaiting,
-    Copied,
-    CopyFailed,
-    PostDone,
-    PostFailed,
-    PostMoved,
-    Quiet,
-    Unposted,
-    Verified,
-)
+from kvd.core.inputs import TransferReport
 from kvd.types import Pages
 
 UNSTAMPED: Final = 0.0
@@ -91,10 +78,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-ByNode = LoadAgent | DropAgent | Post | Forget | Verify | Quiesce | Exempt | Copy
-"""Orders that are effects of a step."""
-
-Order = BeginTransfer | Sum | Probe | ByNode
+Order = BeginTransfer | Sum | Probe | TransferOrder
 
 
 class SharedRegion(msgspec.Struct, frozen=True):
@@ -153,20 +137,4 @@ class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     why: str
 
 
-ForNode = (
-    AgentLoaded
-    | AgentFailed
-    | AgentDropped
-    | PostMoved
-    | PostDone
-    | PostFailed
-    | Unposted
-    | Verified
-    | Quiet
-    | Awaiting
-    | Copied
-    | CopyFailed
-)
-"""Reports that are inputs of the node."""
-
-Report = Ready | StartFailed | Dying | Summed | Alive | Collapsed | ForNode
+Report = Ready | StartFailed | Dying | Summed | Alive | Collapsed | TransferReport
