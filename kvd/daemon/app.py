@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvd import __version__
-from kvd.config.address import IPC, attach_path, host_port
+from kvd.config.address import attach_path, host_port
 from kvd.core import effects
 from kvd.core.adopt import why_not
 from kvd.core.drain import SETTLE_S
@@ -30,15 +28,14 @@ from kvd.core.inputs import (
     Unreadable,
 )
 from kvd.core.node import Node
-from kvd.core.report import snapshot
 from kvd.core.words import node_word
 from kvd.daemon.admins import AdminPort
-from kvd.daemon.attach import AttachLimits, AttachServer, device_memory
+from kvd.daemon.attach import AttachServer, device_memory
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
 from kvd.daemon.heap import give_back
-from kvd.daemon.http_pages import http_pages
+from kvd.daemon.http_pages import exposition_of, http_pages
 from kvd.daemon.launch import launch
 from kvd.daemon.listeners import Listeners
 from kvd.daemon.peerlinks import PeerLinks
@@ -46,7 +43,13 @@ from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.daemon.recording import FlightRecorder
 from kvd.daemon.reload import Reloader
 from kvd.daemon.sessions import NO_PAST, Past
-from kvd.daemon.settings_from_config import bounds_of, peer_keys, settings_of
+from kvd.daemon.settings_from_config import (
+    attach_limits,
+    bounds_of,
+    peer_keys,
+    recordings_directory,
+    settings_of,
+)
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.systemd import Systemd
 from kvd.daemon.transfer_supervisor import TransferSupervisor
@@ -54,13 +57,10 @@ from kvd.daemon.warm_restart import leave
 from kvd.daemon.watchdog import Watchdog
 from kvd.journal.reader import VerifyDepth
 from kvd.observe.bus import Bus
-from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
-from kvd.wire import peer
 from kvd.zmtp.write_batch import WriteBatch
 
 if TYPE_CHECKING:
@@ -171,10 +171,8 @@ class Daemon:
 
     def _recording(self) -> FlightRecorder:
         """The flight recorder; it is told goodbye only if the daemon was asked to stop."""
-        section = self.config.recorder
-        beside = Path(self.config.sockets.admin.removeprefix(IPC)).parent / "recordings"
-        directory = Path(section.directory) if section.directory is not None else beside
-        recording = FlightRecorder(self.reactor, section, directory)
+        directory = recordings_directory(self.config)
+        recording = FlightRecorder(self.reactor, self.config.recorder, directory)
 
         async def stop() -> None:
             await recording.stop(is_clean=self.stopped.is_set() and not self.failure)
@@ -232,12 +230,7 @@ class Daemon:
             past=self.past,
             on_returned=self._client_returned,
             notes=self.journalist,
-            limits=AttachLimits(
-                mode=int(config.sockets.mode, 8),
-                group=config.sockets.group,
-                max_sessions=config.limits.max_clients,
-                max_frame_bytes=config.limits.max_frame_bytes,
-            ),
+            limits=attach_limits(config),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
         bounds = bounds_of(config, share=2, at_least=config.limits.max_clients)
@@ -296,21 +289,15 @@ class Daemon:
         address = host_port(self.config.http.listen)
         if address is None:
             return
-        exposition = self.exposition()
+        exposition = exposition_of(self.node, self.metrics)
         server = HttpServer(
-            http_pages(self, exposition), self._log.crashed, self.metrics.http_refused
+            http_pages(self.config, self.node, exposition),
+            self._log.crashed,
+            self.metrics.http_refused,
         )
         self.http_port = await server.start(address.host, address.port)
         self._up.push_async_callback(server.stop)
         self._loop.run_in_executor(None, exposition.load)
-
-    def exposition(self) -> Exposition:
-        """The Prometheus page of this node."""
-        return Exposition(
-            self.metrics,
-            Build(version=__version__, proto=str(peer.PROTOCOL), nixl=self.node.transport),
-            lambda: gauges_of(snapshot(self.node)),
-        )
 
     # ---- what happens ------------------------------------------------------------------------
 

@@ -10,14 +10,16 @@ from msgspec.structs import replace
 from kvd import __version__
 from kvd.core.report import snapshot
 from kvd.core.spec import PoolSpec
-from kvd.observe.exposition import CONTENT_TYPE
+from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
+from kvd.observe.gauges import gauges_of
 from kvd.observe.http import PLAIN, Pages, Response
 from kvd.wire import peer
 from kvd.wire.attach import PROTOCOL
 
 if TYPE_CHECKING:
-    from kvd.daemon.app import Daemon
-    from kvd.observe.exposition import Exposition
+    from kvd.config import Config
+    from kvd.core.node import Node
+    from kvd.observe.metrics import Metrics
     from kvd.wire.snapshot import Snapshot
 
 JSON = "application/json"
@@ -39,10 +41,17 @@ class Info(msgspec.Struct, frozen=True):
     pool: PoolSpec
 
 
-def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
-    """The pages of ``daemon``; each is answered from the state between two steps."""
-    node = daemon.node
-    config = daemon.config
+def exposition_of(node: Node, metrics: Metrics) -> Exposition:
+    """The Prometheus page of a node."""
+    return Exposition(
+        metrics,
+        Build(version=__version__, proto=str(peer.PROTOCOL), nixl=node.transport),
+        lambda: gauges_of(snapshot(node)),
+    )
+
+
+def http_pages(config: Config, node: Node, exposition: Exposition) -> Pages:
+    """The pages of a node; each is answered from the state between two steps."""
     info = Info(
         node=config.node.name,
         incarnation=node.settings.incarnation,

@@ -1,4 +1,8 @@
-"""One daemon from start to exit status: signals in, and the manager told how it goes."""
+"""One daemon from start to exit status: signals in, and the manager told how it goes.
+
+Status 78 (EX_CONFIG) is for what another start cannot make better: the service manager is told not
+to try (``RestartPreventExitStatus=78``). 1 is for what may be otherwise in a moment.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
 from kvd import __version__
-from kvd.daemon.exit_status import CANNOT_SERVE, FAILED, exit_status
+from kvd.config import pool_spec
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
+from kvd.daemon.lock import AlreadyRunning
+from kvd.daemon.seqpacket import AddressInUse
+from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
+from kvd.pools.arena import NotReserved
+from kvd.pools.build import reserved_bytes
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -23,6 +33,19 @@ if TYPE_CHECKING:
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
+
+CANNOT_SERVE: Final = (
+    UnfitConfig,
+    NotReserved,
+    AlreadyRunning,
+    AddressInUse,
+    TransportDown,
+    OSError,
+)
+"""What ``Daemon.start`` raises."""
+
+FAILED: Final = 1
+MISCONFIGURED: Final = 78
 
 
 async def serve(
@@ -116,3 +139,20 @@ def main(config: Config, read: Read) -> int:
         return uvloop.run(serve(config, log, systemd, read, launched))
     finally:
         log.close()
+
+
+def exit_status(error: BaseException, config: Config) -> int:
+    """Of a daemon of ``config`` that ``error`` kept from serving."""
+    match error:
+        case UnfitConfig():
+            return MISCONFIGURED
+        case NotReserved() if _exceeds_host(config):
+            return MISCONFIGURED
+        case _:
+            return FAILED
+
+
+def _exceeds_host(config: Config) -> bool:
+    """Whether the pool is larger than all memory of this host, however little of it is taken."""
+    wanted = sum(reserved_bytes(pool_spec(config)).values())
+    return wanted > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

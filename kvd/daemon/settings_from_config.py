@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvd.config.address import IPC
 from kvd.core.eviction import Policy
 from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
+from kvd.daemon.attach import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.types import Incarnation, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
@@ -45,6 +48,23 @@ def settings_of(
         cache_mode=CacheMode(config.cache.mode),
         is_journaled=is_journaled,
     )
+
+
+def attach_limits(config: Config) -> AttachLimits:
+    """Who may attach, and how many."""
+    return AttachLimits(
+        mode=int(config.sockets.mode, 8),
+        group=config.sockets.group,
+        max_sessions=config.limits.max_clients,
+        max_frame_bytes=config.limits.max_frame_bytes,
+    )
+
+
+def recordings_directory(config: Config) -> Path:
+    """Where recordings are saved: beside the admin socket, unless it says otherwise."""
+    if config.recorder.directory is not None:
+        return Path(config.recorder.directory)
+    return Path(config.sockets.admin.removeprefix(IPC)).parent / "recordings"
 
 
 def peer_keys(config: Config) -> PeerKeys | None:

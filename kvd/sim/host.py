@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from kvd.core import beside_rules, effects, inputs
 from kvd.core.invariants import violations
-from kvd.sim.memory import SimMemory
 from kvd.sim.node_shell import NodeShell, incarnation
+from kvd.sim.pool import SimMemory
 from kvd.sim.session import SimSession
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require

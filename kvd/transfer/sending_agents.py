@@ -145,44 +145,46 @@ class SendingAgents:
         self._building: set[AgentKey] = set()
         self._unwanted: set[AgentKey] = set()
         self._warming: dict[AgentKey, _Warming] = {}
-        self._lanes: dict[AgentKey, PostQueue] = {}
+        self._queues: dict[AgentKey, PostQueue] = {}
         self._watched: dict[int, AgentKey] = {}
         self._idle_wakes: dict[AgentKey, int] = {}
 
     @property
     def can_post(self) -> bool:
         """Whether a handle could be started right now."""
-        return any(lane.can_post for lane in self._lanes.values())
+        return any(queue.can_post for queue in self._queues.values())
 
     @property
     def is_pending(self) -> bool:
         """Whether something in flight needs a look now and then."""
-        return bool(self._warming) or any(lane.has_flights for lane in self._lanes.values())
+        return bool(self._warming) or any(queue.has_flights for queue in self._queues.values())
 
     @property
     def is_blind(self) -> bool:
         """Whether something in flight has no descriptor that would wake the loop."""
-        return any(lane.is_blind for lane in self._lanes.values()) or any(
+        return any(queue.is_blind for queue in self._queues.values()) or any(
             not warming.sender.polls for warming in self._warming.values()
         )
 
     @property
     def is_fast(self) -> bool:
         """Whether what is in flight may be done before the loop could fall asleep."""
-        return any(lane.is_fast for lane in self._lanes.values())
+        return any(queue.is_fast for queue in self._queues.values())
 
     def sockets(self) -> set[str]:
         """Those of all agents but the ones being built, by name."""
         senders = [one.sender for one in self._warming.values()]
-        senders += [lane.sender for lane in self._lanes.values()]
+        senders += [queue.sender for queue in self._queues.values()]
         return names([poll for sender in senders for poll in sender.polls])
 
     def load(self, order: LoadAgent) -> None:
         """Have an agent built; a repeated ``LoadAgent`` is answered again."""
         key = AgentKey(order.incarnation, order.generation)
-        if key in self._lanes:
-            lane = self._lanes[key]
-            self._report(AgentLoaded(UNSTAMPED, *key, lane.sender.streams(), lane.path))
+        if key in self._queues:
+            queue = self._queues[key]
+            self._report(
+                AgentLoaded(UNSTAMPED, *key, streams=queue.sender.streams(), path=queue.path)
+            )
             return
         if key in self._building or key in self._warming:
             self._unwanted.discard(key)
@@ -209,10 +211,10 @@ class SendingAgents:
             self._unwanted.add(key)
             return
         open_bytes = 0
-        if key in self._lanes:
-            lane = self._lanes.pop(key)
-            self._unwatch(key, lane.sender)
-            open_bytes = lane.destroy(f"sending agent for {key.peer} was dropped")
+        if key in self._queues:
+            queue = self._queues.pop(key)
+            self._unwatch(key, queue.sender)
+            open_bytes = queue.destroy(f"sending agent for {key.peer} was dropped")
         elif key in self._warming:
             warming = self._warming.pop(key)
             self._unwatch(key, warming.sender)
@@ -227,15 +229,15 @@ class SendingAgents:
         )
 
     def post(self, order: Post) -> None:
-        """Hand a post to its lane."""
+        """Hand a post to its queue."""
         key = AgentKey(order.incarnation, order.generation)
-        lane = self._lanes.get(key)
-        if lane is None:
+        queue = self._queues.get(key)
+        if queue is None:
             why = f"no sending agent for peer {key.peer} generation {key.generation} is loaded"
             self._report(PostFailed(UNSTAMPED, order.post, why))
         else:
-            self._watch(key, lane.sender)
-            lane.add(order, self._mine.regions)
+            self._watch(key, queue.sender)
+            queue.add(order, self._mine.regions)
 
     def built(self, built: BuiltAgent) -> None:
         """Take over what the builder made and start its first write."""
@@ -272,15 +274,15 @@ class SendingAgents:
         """Look at everything in flight."""
         for key, warming in list(self._warming.items()):
             self._warm(key, warming)
-        for lane in self._lanes.values():
-            if lane.has_flights:
-                lane.step()
+        for queue in self._queues.values():
+            if queue.has_flights:
+                queue.step()
 
     def post_round(self) -> None:
-        """Start at most one handle per lane."""
-        for lane in self._lanes.values():
-            if lane.can_post:
-                lane.post_next()
+        """Start at most one handle per queue."""
+        for queue in self._queues.values():
+            if queue.can_post:
+                queue.post_next()
 
     def woken(self, descriptor: int) -> None:
         """A descriptor of UCX is readable; an idle agent has to be told.
@@ -288,16 +290,16 @@ class SendingAgents:
         One that stays readable for no reason is not watched until its next post.
         """
         key = self._watched.get(descriptor)
-        lane = self._lanes.get(key) if key is not None else None
-        if key is None or lane is None:
+        queue = self._queues.get(key) if key is not None else None
+        if key is None or queue is None:
             return
-        if lane.has_flights:
+        if queue.has_flights:
             self._idle_wakes[key] = 0
             return
-        lane.sender.progress()
+        queue.sender.progress()
         self._idle_wakes[key] = self._idle_wakes.get(key, 0) + 1
         if self._idle_wakes[key] > IDLE_WAKES:
-            self._unwatch(key, lane.sender)
+            self._unwatch(key, queue.sender)
 
     def _warm(self, key: AgentKey, warming: _Warming) -> None:
         try:
@@ -313,14 +315,14 @@ class SendingAgents:
                 WritePath.NETWORK if by_socket or not warming.sender.polls else WritePath.SAME_HOST
             )
             regions = {region.name: region for region in warming.peer.regions}
-            self._lanes[key] = PostQueue(
+            self._queues[key] = PostQueue(
                 warming.sender,
                 path=path,
                 regions=regions,
                 staging=self._staging,
                 report=self._report,
             )
-            self._report(AgentLoaded(UNSTAMPED, *key, warming.sender.streams(), path))
+            self._report(AgentLoaded(UNSTAMPED, *key, streams=warming.sender.streams(), path=path))
         elif time.monotonic() - warming.since_s > WARM_LIMIT_S:
             del self._warming[key]
             why = f"peer {key.peer} did not confirm a first write within {WARM_LIMIT_S:.0f} s"

@@ -32,9 +32,8 @@ from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.shards import Piece, Pieced, Straight
 from kvd.core.spec import shard_region
-from kvd.transfer.assembly import Assembly
+from kvd.transfer.assembly import Assembly, FetchedWindows
 from kvd.transfer.descriptors import strays
-from kvd.transfer.fetched import FetchedWindows
 from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.page_split import uncut
 from kvd.transfer.reading import Gathered, InPlace

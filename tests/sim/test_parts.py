@@ -11,9 +11,8 @@ from kvd.core.spec import fingerprint
 from kvd.sim.agenda import START_S, Agenda
 from kvd.sim.contents import Contents, Prompt
 from kvd.sim.host import SimHost
-from kvd.sim.memory import SimMemory
 from kvd.sim.network import Network
-from kvd.sim.pool import pool_of
+from kvd.sim.pool import SimMemory, pool_of
 from kvd.sim.profile import Profile
 from kvd.sim.rows import EngineRows
 from kvd.sim.violation import Violated

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Babbler(worker.TransferWorker):
-    """Stands in for ``Worker``."""
+    """Stands in for ``TransferWorker``."""
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, LoadAgent):
@@ -20,5 +20,5 @@ class Babbler(worker.TransferWorker):
 
 
 if __name__ == "__main__":
-    vars(worker)["Worker"] = Babbler
+    vars(worker)["TransferWorker"] = Babbler
     worker.main()
