@@ -2,7 +2,7 @@
 
 Most go to the core. Events are served from the bus here, because they are a stream, not a state:
 ``ListEvents`` with ``wait_s`` is answered with the next event, or empty when the time is over. What
-consoles look at is read between two steps, and is no input: it is not on any tape.
+consoles look at is read between two steps, and is no input: it is in no recording.
 """
 
 from __future__ import annotations

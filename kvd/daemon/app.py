@@ -42,7 +42,7 @@ from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.daemon.recording import FlightRecorder
 from kvd.daemon.reload import Reloader
-from kvd.daemon.sessions import NO_PAST, Past
+from kvd.daemon.sessions import NO_NOTES, NO_PAST, Past
 from kvd.daemon.settings_from_config import (
     attach_limits,
     bounds_of,
@@ -229,7 +229,7 @@ class Daemon:
             may_write=self.node.sessions.may_write,
             past=self.past,
             on_returned=self._client_returned,
-            notes=self.journalist,
+            notes=self.journalist or NO_NOTES,
             limits=attach_limits(config),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)

@@ -42,10 +42,10 @@ from kvd.daemon.acceptor import ACCEPTS_PER_WAKE, PAUSE_S, Acceptor
 from kvd.daemon.former_processes import FormerProcesses, started_ticks
 from kvd.daemon.seqpacket import peer_pid
 from kvd.daemon.sessions import (
+    NO_NOTES,
     NO_PAST,
     AttachConnection,
     EngineSessions,
-    Unwritten,
     nobody_returned,
 )
 from kvd.errors import Code, Refusal
@@ -116,7 +116,7 @@ class AttachServer:
         may_write: Callable[[int], bool] = lambda _: True,
         past: Past = NO_PAST,
         on_returned: OnReturned = nobody_returned,
-        notes: SessionNotes | None = None,
+        notes: SessionNotes = NO_NOTES,
     ) -> None:
         """Prepare; nothing is opened before ``start``.
 
@@ -150,7 +150,7 @@ class AttachServer:
         self._on_refused = on_refused
         self._limits = limits
         self._on_returned = on_returned
-        self._notes = notes or Unwritten()
+        self._notes = notes
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._connections: set[AttachConnection] = set()
         self._sessions = EngineSessions(past)

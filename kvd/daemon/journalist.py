@@ -17,8 +17,10 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from kvd.daemon.former_processes import started_ticks
-from kvd.daemon.sessions import TOKEN_HEAD
+from kvd.daemon.sessions import TOKEN_HEAD, SessionNotes
 from kvd.journal.engines import Process
 from kvd.types import ID_BYTES, Pages
 
@@ -42,7 +44,7 @@ def process_now(pid: int) -> Process:
     return Process(pid, ENDED_TICKS if ticks is None else ticks)
 
 
-class Journalist:
+class Journalist(SessionNotes):
     """Notes what the core says.
 
     Args:
@@ -156,19 +158,19 @@ class Journalist:
 
     # ---- engines -----------------------------------------------------------------------------
 
+    @override
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A process opened the session; ``token`` is what it proves that by."""
         said = token.removeprefix(TOKEN_HEAD)
         self.writer.session_opened(session, said, name, self._process(pid))
 
+    @override
     def session_joined(self, session: int, pid: int) -> None:
-        """One more process of it."""
         self.writer.session_joined(session, self._process(pid))
 
+    @override
     def process_left(self, session: int, pid: int) -> None:
-        """A process of it is dead, or maps the pool no more."""
         self.writer.process_left(session, pid)
 
+    @override
     def session_left(self, session: int) -> None:
-        """Its last process is gone."""
         self.writer.session_ended(session)

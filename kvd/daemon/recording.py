@@ -1,4 +1,4 @@
-"""The daemon's side of the flight recorder: it tapes every input, and keeps the recorder process.
+"""The daemon's side of the flight recorder: it notes every input, and keeps the recorder process.
 
 Inputs are kept before they are stepped and written to the ring with every tick, so a daemon that is
 killed loses the last of them; following, stepping and saving is the recorder process's. At full
@@ -25,7 +25,6 @@ from kvd import __version__
 from kvd.core.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.core.inputs import Input, RecorderSaid, RecordingSaved, Tick
 from kvd.core.recorded import RECORDING
-from kvd.daemon.reactor import unrecorded
 from kvd.recorder import orders, ring
 from kvd.recorder.input_records import mark_of, record_of, record_of_mark
 from kvd.recorder.orders import DEAF_TO
@@ -84,7 +83,7 @@ class FlightRecorder:
         self._tickets = itertools.count(1)
         self._waiting: dict[int, OnSaved] = {}
         self._kept: list[Input] = []
-        """Taped, and not in the ring yet: never older than a tick."""
+        """Recorded, and not in the ring yet: never older than a tick."""
 
     def begin(self) -> None:
         """Record from now on, if it is enabled and the node can be copied."""
@@ -112,14 +111,14 @@ class FlightRecorder:
                 directory=str(self._directory),
             )
         )
-        self._reactor.tape = self._tape
+        self._reactor.record_with(self._keep)
         self._say(RecorderState(RECORDING))
 
     async def stop(self, *, is_clean: bool) -> None:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
-        self._reactor.tape = unrecorded
+        self._reactor.record_no_more()
         self._write()
         child, self._child = self._child, None
         if child is None:
@@ -186,7 +185,7 @@ class FlightRecorder:
 
     # ---- taping ------------------------------------------------------------------------------
 
-    def _tape(self, happened: Input) -> None:
+    def _keep(self, happened: Input) -> None:
         """Keep one input, before it is stepped, for the next stretch of the ring."""
         self._kept.append(happened)
         if type(happened) is Tick or len(self._kept) >= STRETCH:
@@ -218,7 +217,7 @@ class FlightRecorder:
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
-        self._reactor.tape = unrecorded
+        self._reactor.record_no_more()
         self._why = why
         self._kept = []
         child, self._child = self._child, None

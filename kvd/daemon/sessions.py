@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -66,24 +66,23 @@ class Past(msgspec.Struct, frozen=True):
 NO_PAST: Final = Past()
 
 
-class SessionNotes(Protocol):
-    """Whoever writes down who is here, for the daemon after this one."""
+class SessionNotes:
+    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
 
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A new session."""
-        ...
+        """A process opened the session; ``token`` is what it proves that by."""
 
     def session_joined(self, session: int, pid: int) -> None:
         """A process of it that was not written down yet."""
-        ...
 
     def process_left(self, session: int, pid: int) -> None:
         """A process of it is dead, or maps the pool no more; others are of it."""
-        ...
 
     def session_left(self, session: int) -> None:
         """It is over."""
-        ...
+
+
+NO_NOTES: Final = SessionNotes()
 
 
 OnReturned = Callable[[int, str, int, tuple[int, ...]], Collection[int]]
@@ -94,22 +93,6 @@ def nobody_returned(session: int, name: str, pid: int, leases: tuple[int, ...]) 
     """Nothing is kept over a restart."""
     del session, name, pid, leases
     return ()
-
-
-class Unwritten:
-    """Nothing is written down: this daemon's memory ends with it."""
-
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def session_joined(self, session: int, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def process_left(self, session: int, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def session_left(self, session: int) -> None:
-        """As ``SessionNotes``."""
 
 
 class AttachConnection:
