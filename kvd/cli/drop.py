@@ -13,7 +13,7 @@ from kvd.cli.config import valid_config
 from kvd.cli.exits import Failed
 from kvd.cli.link import with_format
 from kvd.cli.sheet import Sheet, said
-from kvd.daemon.kept import place_of
+from kvd.daemon.pool_memory import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.file_memory import left_over, open_directory
 from kvd.pools.location import Backing, PoolLocation

@@ -22,8 +22,8 @@ import msgspec
 
 from kvd.core.inputs import Adopted
 from kvd.daemon.journalist import Journalist
-from kvd.daemon.kept import keep, memory_of
 from kvd.daemon.pagesums import Unsummed
+from kvd.daemon.pool_memory import keep, memory_of
 from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, AwaitedSession, Past
 from kvd.journal.engines import Process
 from kvd.journal.identity import RefusedJournal, identity_of

@@ -82,7 +82,7 @@ def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
 
 
 class EngineRecords:
-    """Who writes the slots of engines. ``n_unkept``: engines and processes that found none."""
+    """Who writes the slots of engines."""
 
     def __init__(self, journal: Journal, store: Store, known: dict[int, EngineRecord]) -> None:
         self._words = journal.engines
@@ -91,12 +91,10 @@ class EngineRecords:
         self._store = store
         self.slots = {engine.session: slot for slot, engine in known.items()}
         self._free = [slot for slot in range(ENGINE_SLOTS) if slot not in known][::-1]
-        self.n_unkept = 0
 
     def open(self, session: int, token: bytes, name: str, process: Process) -> None:
         """A session of one process; ``token`` has 16 bytes."""
         if session in self.slots or not self._free:
-            self.n_unkept += session not in self.slots
             return
         slot = self.slots[session] = self._free.pop()
         said = name.encode()[:NAME_BYTES].decode(errors="ignore").encode()
@@ -147,7 +145,6 @@ class EngineRecords:
         if at is None:
             # One that is not noted must not be forgotten: an engine with a process that nobody
             # knows is never found dead.
-            self.n_unkept += 1
             at, process = places[-1], Process(0)
         # The proof last: without it the place is empty.
         self._store(self._words, at + 1, 0)

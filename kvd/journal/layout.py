@@ -29,7 +29,6 @@ from kvd.journal.identity import (
     flaw_of,
     head_of,
 )
-from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,11 +202,6 @@ def ids_of(pages: bytes) -> NDArray[np.intp]:
 def page_bytes_of(ids: NDArray[np.intp]) -> bytes:
     """The opposite of ``ids_of``."""
     return ids.astype("<i4").tobytes()
-
-
-def n_ids(pages: bytes) -> int:
-    """How many ids they are."""
-    return len(pages) // ID_BYTES
 
 
 def _aligned(offset: int) -> int:

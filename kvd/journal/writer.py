@@ -122,11 +122,6 @@ class JournalWriter:
         """Leases that found no slot, so that their path is not kept for them."""
         return self._claims.n_unkept
 
-    @property
-    def n_unkept_engines(self) -> int:
-        """Engines and processes that found no slot."""
-        return self._engines.n_unkept
-
     # ---- leases ------------------------------------------------------------------------------
 
     def held(self, note: NoteHeld) -> None:

@@ -39,7 +39,6 @@ KEPT_FILES: Final = 8
 """In the directory; the oldest goes. What kvd record --out has moved away stays."""
 
 SUFFIX: Final = ".kvdrec"
-ASKED_FOR: Final = "record"
 
 
 class RecorderProcess:

@@ -21,14 +21,14 @@ from kvd.transfer.mapping import hold
 _SIZE: Final = 4096
 
 
-def create() -> int:
+def create_witness() -> int:
     """A new witness, as a file descriptor for the transfer process to inherit."""
     descriptor = os.memfd_create("kvd-witness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _SIZE)
     return descriptor
 
 
-def keep(descriptor: int) -> None:
+def keep_map(descriptor: int) -> None:
     """Map a witness, or a lock file, until this process's memory map goes.
 
     A mapping keeps the open file alive, and a lock that was taken through it: so whoever gets the
@@ -37,7 +37,7 @@ def keep(descriptor: int) -> None:
     hold(descriptor, _SIZE)
 
 
-def is_gone(descriptor: int) -> bool:
+def is_map_gone(descriptor: int) -> bool:
     """Whether no memory map holds the witness any more; stays true once it was."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 HUGE_BYTES: Final = 2 * 2**20
 
-_PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000

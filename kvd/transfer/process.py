@@ -161,7 +161,7 @@ class TransferProcess:
             ours.settimeout(0.0)
             self._socket = ours
             with theirs:
-                self._witness = map_lifetime.create()
+                self._witness = map_lifetime.create_witness()
                 undo.callback(os.close, self._witness)
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
@@ -268,7 +268,7 @@ class TransferProcess:
 
     def _bury(self, why: str) -> None:
         """Be gone once no memory map of it is left; look again in a moment if one is."""
-        if not map_lifetime.is_gone(self._witness):
+        if not map_lifetime.is_map_gone(self._witness):
             self._loop.call_later(WITNESS_EVERY_S, self._bury, why)
             return
         os.close(self._witness)

@@ -127,7 +127,7 @@ class TransferWorker:
         """
         begin, later = self._first_order()
         for descriptor in begin.kept:
-            map_lifetime.keep(descriptor)
+            map_lifetime.keep_map(descriptor)
         devices = Devices()
         areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}

@@ -18,7 +18,7 @@ from kvd.pools.arena import NotReserved
 from kvd.pools.location import Backing, PoolLocation
 from kvd.pools.memory import open_memory
 from kvd.pools.mounts import free_huge_bytes
-from kvd.transfer.map_lifetime import keep
+from kvd.transfer.map_lifetime import keep_map
 from kvd.transfer.mapping import map_region
 from kvd.transfer.transport import RegionFd
 from tests.pools.keeping import JOURNAL_BYTES, KV, LARGER, content, opened, spec, written
@@ -49,7 +49,7 @@ def lock() -> bool:
     with opened(PLACE) as memory:
         (descriptor,) = memory.keep_open
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        keep(descriptor)
+        keep_map(descriptor)
     again = os.open(name, os.O_RDWR)
     try:
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,7 +81,6 @@ class Loopback:
         self._slices = CopyTurns()
         self._is_held = False
         self._is_turning = False
-        self._failures: deque[str] = deque()
 
     async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
         """Map the regions and become reachable.
@@ -142,10 +141,6 @@ class Loopback:
         """Let held posts go on."""
         self._is_held = False
         self._turn_soon()
-
-    def fail_next(self, why: str) -> None:
-        """Make the next handle of any post fail with ``why``."""
-        self._failures.append(why)
 
     def die(self, why: str) -> None:
         """End as if killed: ``on_exit`` is called."""
@@ -263,10 +258,8 @@ class Loopback:
         if self._is_held or not self._copies:
             return
         copy = self._copies.popleft()
-        if self._failures or not copy.peer.is_alive:
-            why = (
-                self._failures.popleft() if self._failures else f"{copy.order.incarnation} is gone"
-            )
+        if not copy.peer.is_alive:
+            why = f"{copy.order.incarnation} is gone"
             self._on_reports([PostFailed(UNSTAMPED, copy.order.post, why)])
         else:
             self._on_reports([self._advance(copy)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.daemon.kept import keep, memory_of, place_of
+from kvd.daemon.pool_memory import keep, memory_of, place_of
 from kvd.daemon.socket_activation import PassedDescriptors
 from kvd.daemon.systemd import Systemd
 from kvd.journal.layout import size_bytes
