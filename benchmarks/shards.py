@@ -27,29 +27,20 @@ import numpy as np
 from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
 from kvd.bench.memory import busy_s
 from kvd.bench.report import at_least
+from kvd.core.effects import LoadAgent, Post, Verify
+from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Verified
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import Shard, ShardRoute, Straight, lanes, tp_shards
 from kvd.core.layout.spec import Component, Mha, PageOrder, shard_region
-from kvd.transfer.base import RegionFd, TransportDown
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
-from kvd.transfer.nixl import Binding, Sender, Span, Step
-from kvd.transfer.orders import (
-    Collapsed,
-    Load,
-    Loaded,
-    LoadFailed,
-    Post,
-    Posted,
-    PostFailed,
-    Report,
-    Verified,
-    Verify,
-)
+from kvd.transfer.nixl import Binding, MemorySpan, SendingAgent, TransferStep
+from kvd.transfer.orders import Collapsed, Report
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages
 from kvd.wire.peer import Integrity
 
@@ -62,7 +53,7 @@ if TYPE_CHECKING:
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
 
-R = TypeVar("R", Collapsed, Loaded, Posted, Verified)
+R = TypeVar("R", Collapsed, AgentLoaded, PostDone, Verified)
 
 LAYERS: Final = 32
 HEADS: Final = 8
@@ -157,7 +148,7 @@ class _End:
             report = await self._reports.get()
             if isinstance(report, kind):
                 return report
-            if isinstance(report, LoadFailed | PostFailed):
+            if isinstance(report, AgentFailed | PostFailed):
                 raise TransportDown(report.why)
             if isinstance(report, str):
                 raise TransportDown(report)
@@ -170,11 +161,11 @@ class _Bare:
         notes = {region.name: map_region(region.plan()) for region in sender.regions}
         self._ours: dict[str, Area] = {name: mapped_area(note) for name, note in notes.items()}
         self._theirs = {note.name: note for note in peer.regions}
-        spans = [Span(note.address, note.region_bytes) for note in notes.values()]
+        spans = [MemorySpan(note.address, note.region_bytes) for note in notes.values()]
         scratch = map_scratch(SCRATCH_BYTES)
         name = f"bench-bare-{os.getpid()}-{id(self):x}"
-        spans.append(Span(scratch, SCRATCH_BYTES))
-        self._sender = Sender(Binding(), name, spans=spans, peer=peer)
+        spans.append(MemorySpan(scratch, SCRATCH_BYTES))
+        self._sender = SendingAgent(Binding(), name, spans=spans, peer=peer)
         one = np.array([[scratch, SCRATCH_BYTES, 0]], np.uint64)
         there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
         self._await(self._sender.post(one, there))
@@ -205,7 +196,7 @@ class _Bare:
         return time.perf_counter() - began_s
 
     def _await(self, handle: int) -> None:
-        while self._sender.step(handle) is Step.RUNNING:
+        while self._sender.step(handle) is TransferStep.RUNNING:
             pass
 
     def close(self) -> None:
@@ -250,8 +241,8 @@ async def _running(pages: int, seed: int, environment: dict[str, str]) -> AsyncI
         for end in (sender, receiver):
             stack.push_async_callback(end.stop)
             await end.start()
-        sender.process.order(Load(RECEIVER, GENERATION, receiver.metadata))
-        await sender.next(Loaded)
+        sender.process.order(LoadAgent(RECEIVER, GENERATION, receiver.metadata))
+        await sender.next(AgentLoaded)
         bare = _Bare(sender, unpack(receiver.metadata))
         stack.callback(bare.close)
         yield _Running(sender, receiver, bare)
@@ -262,7 +253,7 @@ async def _write(up: _Running, posts: list[Post]) -> tuple[float, list[bytes]]:
     began_s = time.perf_counter()
     for post in posts:
         up.sender.process.order(post)
-    done = [await up.sender.next(Posted) for _ in posts]
+    done = [await up.sender.next(PostDone) for _ in posts]
     took_s = time.perf_counter() - began_s
     return took_s, [one.sums for one in sorted(done, key=lambda one: one.post)]
 
@@ -318,7 +309,7 @@ async def _verify(receiver: _End, name: str, lane: ShardRoute, post: Post, sums:
     receiver.process.order(
         Verify(
             ticket=0,
-            region=name,
+            component=name,
             seal=post.seal,
             pages=post.destination,
             sums=sums,
@@ -346,9 +337,9 @@ class _Orders(NamedTuple):
         )
         return Post(
             post=number,
-            peer=RECEIVER,
+            incarnation=RECEIVER,
             generation=GENERATION,
-            region=name,
+            component=name,
             source=source,
             destination=destination,
             peer_shard=lane.peer_shard if lane else 0,

@@ -37,11 +37,11 @@ from kvd.bench.engines import Took
 from kvd.bench.memory import huge_bytes
 from kvd.client.blocking import attach
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.base import RegionFd
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
-from kvd.transfer.nixl import Binding, Receiver, Sender, Span, Step
+from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, TransferStep
+from kvd.transfer.transport import RegionFd
 from kvd.types import Pages
 from kvd.wire.attach import Attach
 
@@ -240,12 +240,12 @@ class _Bare:
         self._scratch = map_scratch(SCRATCH_BYTES)
         self._binding = Binding()
         self._spans = [
-            Span(self._note.address, self._note.region_bytes),
-            Span(self._scratch, SCRATCH_BYTES),
+            MemorySpan(self._note.address, self._note.region_bytes),
+            MemorySpan(self._scratch, SCRATCH_BYTES),
         ]
         self._name = f"{shape.name}-{os.getpid()}"
-        self._receiver = Receiver(self._binding, self._name, self._spans)
-        self._sender: Sender | None = None
+        self._receiver = ReceivingAgent(self._binding, self._name, self._spans)
+        self._sender: SendingAgent | None = None
         self._theirs = self._note
 
     def obey(self, command: RawCommand, say: IO[bytes]) -> RawAnswer:
@@ -283,11 +283,11 @@ class _Bare:
         began_s = time.monotonic()
         peer = unpack(metadata)
         self._theirs = next(region for region in peer.regions if region.name == REGION)
-        self._sender = Sender(self._binding, f"{self._name}-tx", spans=self._spans, peer=peer)
+        self._sender = SendingAgent(self._binding, f"{self._name}-tx", spans=self._spans, peer=peer)
         first = np.array([[self._scratch, SCRATCH_BYTES, 0]], np.uint64)
         there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
         handle = self._sender.post(first, there)
-        while self._sender.step(handle) is Step.RUNNING:
+        while self._sender.step(handle) is TransferStep.RUNNING:
             pass
         return WorkDone(began_s, time.monotonic())
 
@@ -360,9 +360,9 @@ class _Bare:
         return WorkDone(began_s, time.monotonic())
 
 
-def _await(sender: Sender, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
+def _await(sender: SendingAgent, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
     """Look at the oldest handle once, and sleep if it is not done."""
-    if sender.step(flying[0]) is Step.DONE:
+    if sender.step(flying[0]) is TransferStep.DONE:
         del flying[0]
     elif sleep_s:
         sockets.poll(sleep_s)

@@ -35,9 +35,9 @@ from kvd.bench.report import (
     write_json,
 )
 from kvd.harness.daemons import DaemonProcess
+from kvd.journal.checked_words import are_pending
 from kvd.journal.identity import HEAD_BYTES
-from kvd.journal.words import are_pending
-from kvd.pools.keeper import JOURNAL
+from kvd.pools.kept_memory import JOURNAL
 from kvd.trace import BLOCK_TOKENS, Blocks, TraceRequest, read_trace
 from kvd.types import ID_BYTES
 from kvd.wire.admin import EventPage, ListEvents

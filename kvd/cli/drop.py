@@ -11,10 +11,10 @@ from kvd.cli import render
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import valid_config, with_config, with_format, with_sets
 from kvd.cli.sheet import TextTable, said
-from kvd.daemon.kept import place_of
+from kvd.daemon.pool_memory import place_of
 from kvd.pools.arena import NotReserved
-from kvd.pools.place import Backing, Place
-from kvd.pools.shelf import left_over, open_shelf
+from kvd.pools.file_memory import left_over, open_directory
+from kvd.pools.location import Backing, PoolLocation
 from kvd.text import amount
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ _LEAVES = {
 }
 
 
-def _discard(place: Place, path: Path) -> None:
+def _discard(place: PoolLocation, path: Path) -> None:
     """Remove the files, and the directory unless somebody chose it."""
-    shelf = open_shelf(place, wait_s=0.0)
+    directory = open_directory(place, wait_s=0.0)
     try:
-        shelf.discard()
+        directory.discard()
     finally:
-        shelf.close()
+        directory.close()
     if not place.is_chosen:
         with contextlib.suppress(OSError):
             path.rmdir()

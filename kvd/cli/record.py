@@ -88,7 +88,7 @@ class Replayed(msgspec.Struct, frozen=True):
     """What ``kvd replay --json`` writes."""
 
     header: recording.Header
-    outcome: replay.Outcome
+    outcome: replay.ReplayOutcome
     is_equal: bool
     events: list[Event]
 
@@ -149,7 +149,7 @@ def _headline(head: recording.Header) -> str:
     return "\n".join(clean(line) for line in lines)
 
 
-def _lines(outcome: replay.Outcome) -> list[str]:
+def _lines(outcome: replay.ReplayOutcome) -> list[str]:
     """What came of it, for people."""
     lines = [
         f"{outcome.inputs} inputs replayed, to step {outcome.steps} and event {outcome.last_event}"
@@ -168,7 +168,7 @@ def _lines(outcome: replay.Outcome) -> list[str]:
     return lines
 
 
-def _verdict(outcome: replay.Outcome, head: recording.Header) -> str:
+def _verdict(outcome: replay.ReplayOutcome, head: recording.Header) -> str:
     """Why the verb ends with 1."""
     if outcome.strayed:
         return f"the replay went another way: {outcome.strayed}"

@@ -27,10 +27,10 @@ from rich.table import Table
 from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
 from kvd.sim.cluster import Replay, Routed, replay
-from kvd.sim.decodenode import HEADS, LAYERS, Shape
+from kvd.sim.decode_node import HEADS, LAYERS, NodeShape
 from kvd.sim.profile import MIXED, PROFILES
 from kvd.sim.routing import ROUTINGS
-from kvd.sim.runner import Ending, Plan, again, run_seed
+from kvd.sim.runner import Ending, SimPlan, again, run_seed
 from kvd.trace import BadTrace, read_trace
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ TRACE_NODES = 8
 class Tally(msgspec.Struct):
     """What all seeds came to."""
 
-    plan: Plan
+    plan: SimPlan
     seeds: int = 0
     steps: int = 0
     cpu_s: float = 0.0
@@ -170,7 +170,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     if [seeds, seed, trace].count(None) < 2:
         raise click.UsageError("--seeds, --seed and --trace exclude each other")
     if trace is not None:
-        shape = Shape(
+        shape = NodeShape(
             nodes=nodes or TRACE_NODES,
             pool_tokens=pool_tokens,
             page_tokens=page,
@@ -181,7 +181,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
         _write(file, _replay_trace(trace, shape, limit))
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
-    tally = Tally(Plan(steps=steps, nodes=nodes or 0, profile=profile, audit_steps=audit_steps))
+    tally = Tally(SimPlan(steps=steps, nodes=nodes or 0, profile=profile, audit_steps=audit_steps))
     _run(tally, first, last, minutes)
     _report(tally)
     _write(file, tally)
@@ -264,7 +264,7 @@ def _report(tally: Tally) -> None:
         _tell(failure, plan)
 
 
-def _tell(failure: Ending, plan: Plan) -> None:
+def _tell(failure: Ending, plan: SimPlan) -> None:
     lines: Iterable[str] = (
         "",
         f"VIOLATION in seed {failure.seed} ({failure.profile}, {failure.nodes} nodes) "
@@ -302,7 +302,7 @@ HEADINGS = (
 )
 
 
-def _replay_trace(trace: Path, shape: Shape, limit: int | None) -> Replay:
+def _replay_trace(trace: Path, shape: NodeShape, limit: int | None) -> Replay:
     """Replay the file and print what came of it.
 
     Raises:

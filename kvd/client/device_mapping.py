@@ -116,7 +116,7 @@ class _Bytes:
 
 
 def _open(place: DeviceMemory) -> _Opened:
-    from kvd.device.cuda import CudaError, Runtime, Side  # noqa: PLC0415 - only where it is needed
+    from kvd.device.cuda import CudaError, MemorySide, Runtime  # noqa: PLC0415 - only where it is needed
     from kvd.device.cuda_library import load  # noqa: PLC0415 - as above
 
     runtime = load()
@@ -133,7 +133,7 @@ def _open(place: DeviceMemory) -> _Opened:
     try:
         with runtime.on(device):
             address = runtime.open(device, place.handle)
-            is_of_host = runtime.side(address) is Side.HOST
+            is_of_host = runtime.side(address) is MemorySide.HOST
     except CudaError as exc:
         raise _failure(
             Code.UNREACHABLE,

@@ -218,18 +218,14 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
     lease: int
 
 
+TransferOrder = LoadAgent | DropAgent | Post | Forget | Verify | Quiesce | Exempt | Copy
+"""What goes to the transfer process, as it stands."""
+
 Effect = (
     AnswerEngine
     | AnswerOperator
     | SendToPeer
-    | LoadAgent
-    | DropAgent
-    | Post
-    | Forget
-    | Verify
-    | Quiesce
-    | Exempt
-    | Copy
+    | TransferOrder
     | RestartTransfer
     | Recall
     | ReadyToStop

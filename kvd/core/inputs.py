@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from kvd.errors import Refusal
@@ -191,13 +193,24 @@ class TransferGone(msgspec.Struct, frozen=True, tag="TransferGone"):
     why: str
 
 
+class WritePath(enum.Enum):
+    """How the bytes of a peer travel, found out by the first write."""
+
+    SAME_HOST = "same-host"  # one process copies into the other: nothing is ever in between
+    NETWORK = "network"
+
+
 class AgentLoaded(msgspec.Struct, frozen=True, tag="AgentLoaded"):
-    """The sending agent towards this incarnation and generation can post, over ``streams``."""
+    """The sending agent exists, and a first write through it has arrived by ``path``.
+
+    ``streams``: its connections with that peer, ``sender>receiver``.
+    """
 
     at_s: float
     incarnation: str
     generation: int
     streams: tuple[str, ...] = ()
+    path: WritePath = WritePath.NETWORK
 
 
 class AgentFailed(msgspec.Struct, frozen=True, tag="AgentFailed"):
@@ -212,7 +225,9 @@ class AgentFailed(msgspec.Struct, frozen=True, tag="AgentFailed"):
 class AgentDropped(msgspec.Struct, frozen=True, tag="AgentDropped"):
     """The sending agent is destroyed: we send nothing more through it.
 
-    ``unconfirmed_bytes`` of it may still land: they are in the network, or at the peer's host.
+    ``unconfirmed_bytes`` were sent and not confirmed. Zero proves that no late byte can land. Above
+    zero, bytes may be in the network or in the peer's socket buffers, where only the peer can tell:
+    its ``Quiet``, or the end of its transfer process, proves the rest.
     """
 
     at_s: float
@@ -222,7 +237,7 @@ class AgentDropped(msgspec.Struct, frozen=True, tag="AgentDropped"):
 
 
 class PostMoved(msgspec.Struct, frozen=True, tag="PostMoved"):
-    """Progress of a running post."""
+    """Bytes of a running post that are known to have arrived."""
 
     at_s: float
     post: int
@@ -230,16 +245,23 @@ class PostMoved(msgspec.Struct, frozen=True, tag="PostMoved"):
 
 
 class PostDone(msgspec.Struct, frozen=True, tag="PostDone"):
-    """Every byte of the post has landed; ``sums`` of the pages that its seal chose."""
+    """Every byte of the post has landed; ``active_s`` counts from its first write.
+
+    ``sums``: of the pages of ours that its seal chose, 8 bytes each, ascending.
+    """
 
     at_s: float
     post: int
     moved_bytes: int
     sums: bytes = b""
+    active_s: float = 0.0
 
 
 class PostFailed(msgspec.Struct, frozen=True, tag="PostFailed"):
-    """The post failed; its bytes are in doubt until the sending agent is destroyed."""
+    """The post writes nothing new; late bytes may land until its sending agent is destroyed.
+
+    A post refused before its first write names a reason and never touched the peer.
+    """
 
     at_s: float
     post: int
@@ -367,6 +389,22 @@ class ReloadRefused(msgspec.Struct, frozen=True, tag="ConfigRefused"):
     errors: tuple[str, ...]
 
 
+TransferReport = (
+    AgentLoaded
+    | AgentFailed
+    | AgentDropped
+    | PostMoved
+    | PostDone
+    | PostFailed
+    | Unposted
+    | Verified
+    | Quiet
+    | Awaiting
+    | Copied
+    | CopyFailed
+)
+"""What a transfer process says; the daemon stamps it with its own time."""
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -382,18 +420,7 @@ Input = (
     | HandshakeFailed
     | TransferReady
     | TransferGone
-    | AgentLoaded
-    | AgentFailed
-    | AgentDropped
-    | PostMoved
-    | PostDone
-    | PostFailed
-    | Unposted
-    | Verified
-    | Quiet
-    | Awaiting
-    | Copied
-    | CopyFailed
+    | TransferReport
     | Tick
     | AuditTurn
     | CheckedAll

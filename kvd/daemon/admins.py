@@ -2,7 +2,7 @@
 
 Most go to the core. Events are served from the bus here, because they are a stream, not a state:
 ``ListEvents`` with ``wait_s`` is answered with the next event, or empty when the time is over. What
-consoles look at is read between two steps, and is no input: it is not on any tape.
+consoles look at is read between two steps, and is no input: it is in no recording.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvd.console.lockhistory import with_lock_history
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.core.replay.freeze import TooManyObjects, state_hash
 from kvd.errors import Code, Refusal
-from kvd.recorder.orders import NotSaved, Saved
+from kvd.recorder.orders import NotSaved, SavedFile
 from kvd.types import Sent
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
-from kvd.zmtp.listener import Host, Listener
+from kvd.zmtp.listener import Listener, ListenerOwner
 
 if TYPE_CHECKING:
     import socket
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
-    from kvd.daemon.recording import Recording
+    from kvd.daemon.recording import FlightRecorder
     from kvd.observe.bus import Bus
     from kvd.zmtp.bounds import Bounds
-    from kvd.zmtp.connection import Connection
-    from kvd.zmtp.events import Closed, Frames
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.connection import ZmtpConnection
+    from kvd.zmtp.events import ConnectionClosed, Frames
+    from kvd.zmtp.write_batch import WriteBatch
 
 MAX_WAIT_S = 30.0
 PAGE_EVENTS = 1000
@@ -42,7 +42,7 @@ LAST_WORDS_S: Final = 0.5
 """What was answered may take so long to go out at the end."""
 
 
-class AdminPort(Host):
+class AdminPort(ListenerOwner):
     """Requests of all operators on one listener. An operator is a connection, by its number.
 
     ``look`` is ``Consoles.look``, ``reload`` is ``Reloader.reload``.
@@ -52,7 +52,7 @@ class AdminPort(Host):
         self,
         reactor: Reactor,
         bus: Bus,
-        recording: Recording,
+        recording: FlightRecorder,
         look: Callable[[bytes, admin.Look], bytes | None],
         reload: Callable[[int], admin.Reloaded],
     ) -> None:
@@ -65,20 +65,20 @@ class AdminPort(Host):
         """What the core is answering now."""
         self._came = 0
         """Operators so far."""
-        self._at: dict[bytes, Connection] = {}
-        self._operator_of: dict[Connection, bytes] = {}
+        self._at: dict[bytes, ZmtpConnection] = {}
+        self._operator_of: dict[ZmtpConnection, bytes] = {}
 
-    def start(self, sock: socket.socket, hub: Hub, bounds: Bounds) -> None:
+    def start(self, sock: socket.socket, batch: WriteBatch, bounds: Bounds) -> None:
         """Serve ``sock``, bound and listening."""
-        self._loop = hub.loop
-        self._listener = Listener(sock, self, hub, bounds=bounds)
+        self._loop = batch.loop
+        self._listener = Listener(sock, self, batch, bounds=bounds)
 
     async def close(self) -> None:
         """Stop serving; what was answered still goes out."""
         await self._listener.close(linger_s=LAST_WORDS_S)
 
     @override
-    def welcome(self, connection: Connection) -> bool:
+    def welcome(self, connection: ZmtpConnection) -> bool:
         self._came += 1
         operator = b"%d" % self._came
         self._at[operator] = connection
@@ -86,7 +86,7 @@ class AdminPort(Host):
         return True
 
     @override
-    def gone(self, connection: Connection, closed: Closed) -> None:
+    def gone(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         del self._at[self._operator_of.pop(connection)]
 
     def report(self, effect: effects.AnswerOperator) -> None:
@@ -104,7 +104,7 @@ class AdminPort(Host):
         self._send(effect.operator, message)
 
     @override
-    def take(self, connection: Connection, frames: Frames) -> None:
+    def take(self, connection: ZmtpConnection, frames: Frames) -> None:
         operator = self._operator_of[connection]
         message: admin.AdminRequest | Refusal
         if len(frames) == 1:
@@ -115,7 +115,11 @@ class AdminPort(Host):
             call = ADMIN_REQUESTS.call_of(frames[0]) if len(frames) == 1 else NO_CALL
             self._send(operator, admin.AdminFailed(call, message))
             sender = f"operator {operator.decode()}"
-            self._reactor.feed(Unreadable(self._reactor.clock(), "admin", sender, message))
+            self._reactor.feed(
+                Unreadable(
+                    at_s=self._reactor.clock(), socket="admin", sender=sender, refusal=message
+                )
+            )
         elif isinstance(message, admin.Look):
             self._show(operator, message)
         elif isinstance(message, admin.ListEvents):
@@ -172,12 +176,19 @@ class AdminPort(Host):
         except TooManyObjects:
             live_hash = ""
 
-        def answer(report: Saved | NotSaved) -> None:
+        def answer(report: SavedFile | NotSaved) -> None:
             reply: admin.AdminReply
             match report:
-                case Saved(_, path, _, seconds, inputs, n_bytes):
+                case SavedFile(_, path, _, seconds, inputs, n_bytes):
                     reply = admin.Recorded(
-                        asked.call, path, seconds, inputs, n_bytes, steps, last_event, live_hash
+                        call=asked.call,
+                        path=path,
+                        seconds=seconds,
+                        inputs=inputs,
+                        file_bytes=n_bytes,
+                        steps=steps,
+                        last_event=last_event,
+                        state_hash=live_hash,
                     )
                 case NotSaved(_, why):
                     refusal = Refusal(Code.NOT_SUPPORTED, why, side=node.settings.name)

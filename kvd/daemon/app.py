@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvd import __version__
-from kvd.config.address import IPC, attach_path, host_port
+from kvd.config.address import attach_path, host_port
 from kvd.core import effects
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inputs import (
@@ -28,42 +26,42 @@ from kvd.core.inputs import (
     Tick,
     Unreadable,
 )
-from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.words import node_word
 from kvd.core.leases.adopt import why_not
 from kvd.core.node import Node
 from kvd.daemon.admins import AdminPort
-from kvd.daemon.attach import AttachServer
-from kvd.daemon.attach_limits import AttachLimits
+from kvd.daemon.attach import AttachServer, device_memory
 from kvd.daemon.auditor import Auditor
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
-from kvd.daemon.doors import Doors
-from kvd.daemon.estate import leave
-from kvd.daemon.figures import bounds_of, peer_keys, settings_of
-from kvd.daemon.handles import device_memory
 from kvd.daemon.heap import give_back
+from kvd.daemon.http_pages import exposition_of, http_pages
 from kvd.daemon.launch import launch
-from kvd.daemon.mover import Mover
-from kvd.daemon.pages import http_pages
-from kvd.daemon.passed import Unfit
+from kvd.daemon.listeners import Listeners
 from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Paranoid, Reactor
-from kvd.daemon.recording import Recording
+from kvd.daemon.recording import FlightRecorder
 from kvd.daemon.reload import Reloader
-from kvd.daemon.sessions import NO_PAST, Past
-from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.sessions import NO_NOTES, NO_PAST, Past
+from kvd.daemon.settings_from_config import (
+    attach_limits,
+    bounds_of,
+    peer_keys,
+    recordings_directory,
+    settings_of,
+)
+from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.systemd import Systemd
+from kvd.daemon.transfer_supervisor import TransferSupervisor
+from kvd.daemon.warm_restart import leave
 from kvd.daemon.watchdog import Watchdog
-from kvd.journal.reader import Verify
+from kvd.journal.reader import VerifyDepth
 from kvd.observe.bus import Bus
-from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
-from kvd.wire import peer
-from kvd.zmtp.hub import Hub
+from kvd.zmtp.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +88,7 @@ class Daemon:
         self,
         config: Config,
         log: EventLog,
-        supervisor: Supervisor | None = None,
+        systemd: Systemd | None = None,
         read: Read | None = None,
         launched: Launch | None = None,
     ) -> None:
@@ -98,7 +96,7 @@ class Daemon:
         self._launched = launched
         self.is_up = False
         self.reloader = Reloader(self, read or (lambda: config))
-        self.supervisor = Supervisor() if supervisor is None else supervisor
+        self.systemd = Systemd() if systemd is None else systemd
         self.stopped = asyncio.Event()
         self.failure = ""
         """Why it ended without being asked to; empty while it has not."""
@@ -116,11 +114,11 @@ class Daemon:
             CANNOT_SERVE: one of these; what to do about it is in its message.
         """
         config = self.config
-        launched = self._launched or launch(config, self.supervisor)
+        launched = self._launched or launch(config, self.systemd)
         self._up.callback(launched.close)
-        self.estate, spec = launched.estate, launched.spec
-        placed = self.estate.memory.placed
-        is_journaled = self.estate.is_journaled
+        self.pool, spec = launched.pool, launched.spec
+        placed = self.pool.memory.placed
+        is_journaled = self.pool.is_journaled
         settings = settings_of(config, spec, launched.incarnation, is_journaled=is_journaled)
         self.node = Node(settings, self._clock())
         self.bus = Bus()
@@ -131,14 +129,19 @@ class Daemon:
         self.reactor = reactor(self.node, self.bus, clock=self._clock, on_bug=self._bug)
         self.auditor = Auditor(self.reactor, self.bus, config.audit.budget)
         self.recording = self._recording()
-        self.mover = Mover(self.reactor, launched.process, config.transfer.silent_s)
-        self._up.push_async_callback(self.mover.stop)
-        await self.mover.start("start")
-        if self.mover.shared:
-            self.mover.pool_lost = self._pool_lost
+        self.transfer = TransferSupervisor(
+            self.reactor,
+            launched.process,
+            config.transfer.silent_s,
+            region=self.pool.region,
+            page_bytes=self.pool.page_bytes,
+            on_pool_lost=self._pool_lost,
+        )
+        self._up.push_async_callback(self.transfer.stop)
+        await self.transfer.start("start")
         await self._take_over()
-        self._doors = Doors(config, self._up, self.supervisor.passed)
-        self._hub = Hub(self._loop, give_back)
+        self._listeners = Listeners(config, self._up, self.systemd.passed)
+        self._batch = WriteBatch(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._open_engines(
@@ -154,7 +157,7 @@ class Daemon:
         self.links.dial(config.peers.connect)
         await self._serve_http()
         self.recording.begin()
-        self.watchdog = Watchdog(self.supervisor, self.reactor, self.mover, self._log, self.state)
+        self.watchdog = Watchdog(self.systemd, self.reactor, self.transfer, self._log, self.state)
         self._beat(self._clock())
         self.is_up = True
 
@@ -163,15 +166,13 @@ class Daemon:
         if self._tick is not None:
             self._tick.cancel()
             if self.journalist is not None:
-                await leave(self.journalist, self.node.leases.tree, self.supervisor.advance)
+                await leave(self.journalist, self.node.leases.tree, self.systemd.advance)
         await self._up.aclose()
 
-    def _recording(self) -> Recording:
+    def _recording(self) -> FlightRecorder:
         """The flight recorder; it is told goodbye only if the daemon was asked to stop."""
-        section = self.config.recorder
-        beside = Path(self.config.sockets.admin.removeprefix(IPC)).parent / "recordings"
-        directory = Path(section.directory) if section.directory is not None else beside
-        recording = Recording(self.reactor, section, directory)
+        directory = recordings_directory(self.config)
+        recording = FlightRecorder(self.reactor, self.config.recorder, directory)
 
         async def stop() -> None:
             await recording.stop(is_clean=self.stopped.is_set() and not self.failure)
@@ -189,21 +190,20 @@ class Daemon:
         """What the daemon before left is this one's now, as far as it was proven."""
         self.past: Past = NO_PAST
         self.journalist: Journalist | None = None
-        verify = Verify(self.config.pool.verify)
-        taken = await self.estate.take(verify, self.mover, self._clock, self.supervisor.advance)
+        verify = VerifyDepth(self.config.pool.verify)
+        taken = await self.pool.take(verify, self.transfer.sums, self._clock, self.systemd.advance)
         if taken is None:
             return
         if taken.adopted is not None:
             wrong = why_not(self.node, taken.adopted)
             if wrong:
-                raise Unfit(
+                raise UnfitConfig(
                     f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
                     "once no engine of before the restart runs any more"
                 )
             self.reactor.feed(taken.adopted)
         self.past = taken.past
-        self.journalist = self.mover.sums = taken.journalist
-        self.journalist.transfer_ready()
+        self.journalist = taken.journalist
 
     def _open_engines(self, descriptors: tuple[int, ...]) -> None:
         config = self.config
@@ -212,36 +212,31 @@ class Daemon:
             attach_path(config.sockets.client),
             describe=lambda: memory,
             fds=descriptors,
-            on_devices=device_memory(self.node.settings.spec, self.mover.shared),
+            on_devices=device_memory(self.node.settings.spec, self.transfer.shared),
             node=config.node.name,
             incarnation=self.node.settings.incarnation,
             on_opened=lambda session, name, pid: self.reactor.feed(
-                ClientJoined(self._clock(), session, name, pid)
+                ClientJoined(at_s=self._clock(), session=session, name=name, pid=pid)
             ),
             on_joined=lambda session, pid: self.reactor.feed(
-                ClientJoined(self._clock(), session, "", pid)
+                ClientJoined(at_s=self._clock(), session=session, name="", pid=pid)
             ),
             on_gone=self._client_gone,
             on_hung_up_on=self._hung_up_on,
             on_refused=lambda pid, why: self.reactor.feed(
-                Unreadable(self._clock(), "attach", f"pid {pid}", why)
+                Unreadable(at_s=self._clock(), socket="attach", sender=f"pid {pid}", refusal=why)
             ),
             may_write=self.node.sessions.may_write,
             past=self.past,
             on_returned=self._client_returned,
-            notes=self.journalist,
-            limits=AttachLimits(
-                mode=int(config.sockets.mode, 8),
-                group=config.sockets.group,
-                max_sessions=config.limits.max_clients,
-                max_frame_bytes=config.limits.max_frame_bytes,
-            ),
+            notes=self.journalist or NO_NOTES,
+            limits=attach_limits(config),
         )
         self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
         bounds = bounds_of(config, share=2, at_least=config.limits.max_clients)
-        self.clients.start(self._doors.listen(config.sockets.client), self._hub, bounds)
+        self.clients.start(self._listeners.listen(config.sockets.client), self._batch, bounds)
         self._up.push_async_callback(self.clients.close)
-        self.attach.start(self._loop, self._doors.claim_attach())
+        self.attach.start(self._loop, self._listeners.claim_attach())
         self._hang_up.callback(self.attach.close)
 
     def _open_admin(self) -> None:
@@ -251,34 +246,34 @@ class Daemon:
             self.reactor, self.bus, self.recording, self.consoles.look, self.reloader.reload
         )
         bounds = structs.replace(bounds_of(self.config, share=16), backlog_messages=BACKLOG_FRAMES)
-        self.admins.start(self._doors.listen(self.config.sockets.admin), self._hub, bounds)
+        self.admins.start(self._listeners.listen(self.config.sockets.admin), self._batch, bounds)
         self._up.push_async_callback(self.admins.close)
 
     def _open_peers(self) -> None:
         self.links = PeerLinks(
             self.reactor,
-            self._hub,
+            self._batch,
             peer_keys(self.config),
             bounds_of(self.config, share=8),
             count_failed=self.metrics.handshake_failed,
         )
         self._up.push_async_callback(self.links.close)
-        self.links.listen(self._doors.listen(self.config.peers.listen))
+        self.links.listen(self._listeners.listen(self.config.peers.listen))
 
     def _wire(self) -> None:
         self.reactor.perform = {
             effects.AnswerEngine: self.clients.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
-            effects.LoadAgent: self.mover.load,
-            effects.DropAgent: self.mover.drop,
-            effects.Post: self.mover.post,
-            effects.Forget: self.mover.forget,
-            effects.Verify: self.mover.verify,
-            effects.Quiesce: self.mover.quiesce,
-            effects.Exempt: self.mover.exempt,
-            effects.Copy: self.mover.copy,
-            effects.RestartTransfer: self.mover.restart,
+            effects.LoadAgent: self.transfer.order,
+            effects.DropAgent: self.transfer.order,
+            effects.Post: self.transfer.order,
+            effects.Forget: self.transfer.order,
+            effects.Verify: self.transfer.order,
+            effects.Quiesce: self.transfer.order,
+            effects.Exempt: self.transfer.order,
+            effects.Copy: self.transfer.order,
+            effects.RestartTransfer: self.transfer.restart,
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
@@ -294,21 +289,15 @@ class Daemon:
         address = host_port(self.config.http.listen)
         if address is None:
             return
-        exposition = self.exposition()
+        exposition = exposition_of(self.node, self.metrics)
         server = HttpServer(
-            http_pages(self, exposition), self._log.crashed, self.metrics.http_refused
+            http_pages(self.config, self.node, exposition),
+            self._log.crashed,
+            self.metrics.http_refused,
         )
         self.http_port = await server.start(address.host, address.port)
         self._up.push_async_callback(server.stop)
         self._loop.run_in_executor(None, exposition.load)
-
-    def exposition(self) -> Exposition:
-        """The Prometheus page of this node."""
-        return Exposition(
-            self.metrics,
-            Build(version=__version__, proto=str(peer.PROTOCOL), nixl=self.node.transport),
-            lambda: gauges_of(snapshot(self.node)),
-        )
 
     # ---- what happens ------------------------------------------------------------------------
 
@@ -325,7 +314,7 @@ class Daemon:
         """Drain, and set ``stopped`` when that is over; at once where nothing is under way."""
         self.is_stopping = True
         drain_s = self.config.admission.drain_s
-        self.supervisor.stopping(f"{why}: draining for {drain_s:g} s at most")
+        self.systemd.stopping(f"{why}: draining for {drain_s:g} s at most")
         if self._tick is None:  # not up yet
             self.stopped.set()
             return
@@ -342,7 +331,9 @@ class Daemon:
         self, session: int, _name: str, pid: int, leases: tuple[int, ...]
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; the leases that it can still release."""
-        self.reactor.feed(ClientCameBack(self._clock(), session, pid, leases))
+        self.reactor.feed(
+            ClientCameBack(at_s=self._clock(), session=session, pid=pid, leases=leases)
+        )
         return tuple(lease.id for lease in self.node.former.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
@@ -351,7 +342,7 @@ class Daemon:
         self._loop.call_soon(self._shut_out, session, why, pids)
 
     def _shut_out(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
-        self.reactor.feed(HungUpOn(self._clock(), session, why, pids))
+        self.reactor.feed(HungUpOn(at_s=self._clock(), session=session, why=why, pids=pids))
         if session not in self.node.sessions.by_id:  # it held nothing: nobody is waited for
             self.attach.forget(session)
 
@@ -367,7 +358,7 @@ class Daemon:
         self.metrics.loop_lag(lag_s)
         self.consoles.lagged(lag_s)
         self.reactor.feed(Tick(now_s))
-        self.mover.beat()
+        self.transfer.beat()
         self.auditor.turn(now_s)
         self.watchdog.beat(now_s, lag_s)
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))

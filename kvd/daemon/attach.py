@@ -1,7 +1,8 @@
 """The attach socket: where engine processes get the pool's memory, and how their death is noticed.
 
-What lives here: a unix SOCK_SEQPACKET listener on the event loop and the connections behind it.
-What must not: leases, handoffs, the ZMQ socket; what keeps a session alive is in ``sessions``.
+What lives here: a unix SOCK_SEQPACKET listener on the event loop, the connections behind it, and
+when a session is over or hung up on. What must not: leases, handoffs, the ZMQ socket; which session
+a token is of is in ``sessions``.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent
@@ -30,33 +31,68 @@ most ``max_sessions`` times as many connections are open; one that has not attac
 from __future__ import annotations
 
 import array
+import contextlib
 import socket
 from typing import TYPE_CHECKING, Final
 
-from kvd.daemon.acceptor import PAUSE_S, Acceptor
-from kvd.daemon.attach_limits import DEFAULT_LIMITS, AttachLimits
-from kvd.daemon.custody import MAX_REQUEST_BYTES, Custody, hear_out, tell
+import msgspec
+
+from kvd.core.layout.spec import region_names
+from kvd.daemon.acceptor import ACCEPTS_PER_WAKE, PAUSE_S, Acceptor
+from kvd.daemon.former_processes import FormerProcesses, started_ticks
 from kvd.daemon.seqpacket import peer_pid
-from kvd.daemon.sessions import NO_PAST, Connection, Sessions, Unwritten, nobody_returned
-from kvd.daemon.vigil import started_ticks
+from kvd.daemon.sessions import (
+    NO_NOTES,
+    NO_PAST,
+    AttachConnection,
+    EngineSessions,
+    nobody_returned,
+)
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import Process
-from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave
+from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.wire.memory import DeviceMemory
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from kvd.daemon.sessions import OnReturned, Past, Session, SessionNotes
-    from kvd.wire.memory import DeviceMemory, PoolMemory
+    from kvd.core.layout.spec import PoolSpec
+    from kvd.daemon.sessions import EngineSession, OnReturned, Past, SessionNotes
+    from kvd.transfer.orders import SharedRegion
+    from kvd.wire.memory import PoolMemory
 
 MAX_NAME_BYTES: Final = 128
 """Names are shown in every table an operator reads."""
 
+MAX_REQUEST_BYTES: Final = 512 * 1024
+"""An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
+
+UNATTENDED_S: Final = 0.25
+"""A process that is dying closes its connection first, some milliseconds before it is dead."""
+
 _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 """Asked for each connection (Linux grants up to twice that): a reply is one packet that names
 every tensor of every layer, about 100 KB for a thousand layers; clients read up to 4 MiB."""
+
+
+class AttachLimits(msgspec.Struct, frozen=True):
+    """Who may connect, and how much one daemon carries.
+
+    ``mode`` and ``group`` are of the socket file; ``max_frame_bytes`` is announced to clients, so
+    that they refuse a frame that the client socket would drop them for.
+    """
+
+    mode: int = 0o660
+    group: str | None = None
+    max_sessions: int = 256
+    processes_per_session: int = 16
+    request_within_s: float = 5.0
+    max_frame_bytes: int = 16 * 1024 * 1024
+
+
+DEFAULT_LIMITS: Final = AttachLimits()
 
 
 class AttachServer:
@@ -80,7 +116,7 @@ class AttachServer:
         may_write: Callable[[int], bool] = lambda _: True,
         past: Past = NO_PAST,
         on_returned: OnReturned = nobody_returned,
-        notes: SessionNotes | None = None,
+        notes: SessionNotes = NO_NOTES,
     ) -> None:
         """Prepare; nothing is opened before ``start``.
 
@@ -114,14 +150,14 @@ class AttachServer:
         self._on_refused = on_refused
         self._limits = limits
         self._on_returned = on_returned
-        self._notes = notes or Unwritten()
+        self._notes = notes
         self._max_processes = limits.max_sessions * limits.processes_per_session
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connections: set[Connection] = set()
-        self._sessions = Sessions(past)
-        self._custody = Custody(
-            self._sessions, self._notes, on_gone, on_hung_up_on, may_write, node=node
-        )
+        self._connections: set[AttachConnection] = set()
+        self._sessions = EngineSessions(past)
+        self._on_gone = on_gone
+        self._on_hung_up_on = on_hung_up_on
+        self._may_write = may_write
+        self._former = FormerProcesses(self._sessions.awaited, self._dead)
 
     def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:
         """Serve the socket ``listening``, whose file is not ours, or listen.
@@ -132,13 +168,13 @@ class AttachServer:
         """
         self._loop = loop
         self._acceptor.start(loop, self._limits.mode, self._limits.group, listening)
-        self._custody.start(loop)
+        self._former.start(loop)
 
     def close(self) -> None:
         """Hang up on everybody and remove the socket file; calls nobody back; repeatable."""
         if not self._acceptor.close():
             return
-        self._custody.close()
+        self._former.close()
         for connection in list(self._connections):
             self._drop(connection)
         self._sessions.clear()
@@ -152,7 +188,7 @@ class AttachServer:
         """Serve a session no more, and tell each of its processes why; they live and may write."""
         one = self._sessions.of_number(session)
         if one is not None and one.refusal is None:
-            self._custody.shut(one, refusal)
+            self._shut(one, refusal)
 
     def forget(self, session: int) -> None:
         """One that was hung up on, and held nothing that its processes may write."""
@@ -166,12 +202,10 @@ class AttachServer:
     # ---- connections -----------------------------------------------------------------------------
 
     def _welcome(self, sock: socket.socket) -> None:
-        if self._loop is None:
-            return
         sock.settimeout(0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
         pid = peer_pid(sock)
-        connection = Connection(sock, Process(pid, started_ticks(pid) or 0))
+        connection = AttachConnection(sock, Process(pid, started_ticks(pid) or 0))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
@@ -188,7 +222,7 @@ class AttachServer:
             self._limits.request_within_s, self._too_late, connection
         )
 
-    def _too_late(self, connection: Connection) -> None:
+    def _too_late(self, connection: AttachConnection) -> None:
         pid, within_s = connection.pid, self._limits.request_within_s
         late = Refusal(
             Code.DEADLINE,
@@ -198,7 +232,7 @@ class AttachServer:
         )
         self._turn_away(connection, late)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: AttachConnection) -> None:
         """Something came from a process, or it hung up; runs on the loop."""
         try:
             packet, _, flags, _ = connection.sock.recvmsg(MAX_REQUEST_BYTES)
@@ -216,7 +250,9 @@ class AttachServer:
         if refusal is not None:
             self._turn_away(connection, refusal)
 
-    def _said_more(self, connection: Connection, session: Session, packet: bytes) -> None:
+    def _said_more(
+        self, connection: AttachConnection, session: EngineSession, packet: bytes
+    ) -> None:
         """An attached process leaves, or does not keep silent: then it is served no more."""
         if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
             connection.has_left = True
@@ -229,15 +265,13 @@ class AttachServer:
                 "socket stays silent after Attached, requests go to the client socket",
             )
             self._on_refused(connection.pid, refusal)
-            tell(connection, refusal)
+            _tell(connection, refusal)
             connection.is_shut = True
             if all(one.is_shut for one in session.connections):
-                self._custody.shut(session, refusal)
+                self._shut(session, refusal)
 
-    def _look_away(self, connection: Connection) -> None:
+    def _look_away(self, connection: AttachConnection) -> None:
         """It goes on talking, and only its hang-up is news: read slowly."""
-        if self._loop is None:
-            return
         loop = self._loop
         loop.remove_reader(connection.sock.fileno())
 
@@ -247,7 +281,7 @@ class AttachServer:
 
         loop.call_later(PAUSE_S, look_again)
 
-    def _answer(self, connection: Connection, packet: bytes, flags: int) -> Refusal | None:
+    def _answer(self, connection: AttachConnection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
         if connection.timer is not None:
             connection.timer.cancel()
@@ -274,7 +308,7 @@ class AttachServer:
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    def _attach(self, connection: Connection, request: Attach) -> Refusal | None:
+    def _attach(self, connection: AttachConnection, request: Attach) -> Refusal | None:
         name = request.name
         if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
             return self._refuse(
@@ -306,7 +340,7 @@ class AttachServer:
         self._tell_attached(connection, session)
         return None
 
-    def _join(self, connection: Connection, token: bytes) -> Refusal | None:
+    def _join(self, connection: AttachConnection, token: bytes) -> Refusal | None:
         session = self._sessions.of_token(token)
         if session is None:
             return self._refuse(
@@ -330,7 +364,7 @@ class AttachServer:
         self._tell_attached(connection, session, was_known=was_known)
         return None
 
-    def _full(self, session: Session, connection: Connection) -> Refusal | None:
+    def _full(self, session: EngineSession, connection: AttachConnection) -> Refusal | None:
         """Why no more processes may be of it: the daemon after this one awaits so many."""
         limit, n_processes = self._limits.processes_per_session, session.n_processes
         if n_processes < limit or session.knows(connection.pid):
@@ -343,7 +377,7 @@ class AttachServer:
             numbers={"limit": limit},
         )
 
-    def _take(self, session: Session, connection: Connection) -> bool:
+    def _take(self, session: EngineSession, connection: AttachConnection) -> bool:
         """A process is of the session now; whether it was awaited."""
         was_known = session.take(connection)
         if not was_known:
@@ -352,8 +386,8 @@ class AttachServer:
 
     def _tell_attached(
         self,
-        connection: Connection,
-        session: Session,
+        connection: AttachConnection,
+        session: EngineSession,
         leases: tuple[int, ...] = (),
         *,
         was_known: bool = False,
@@ -391,23 +425,128 @@ class AttachServer:
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _turn_away(self, connection: Connection, refusal: Refusal) -> None:
+    def _turn_away(self, connection: AttachConnection, refusal: Refusal) -> None:
         """Reject it for a fault of its own: say why, then hang up."""
         self._on_refused(connection.pid, refusal)
-        tell(connection, refusal)
+        _tell(connection, refusal)
         self._hang_up(connection)
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
-        hear_out(connection)
+        _hear_out(connection)
         self._drop(connection)
         if connection.session is not None:
-            self._custody.hung_up(connection, connection.session)
+            self._hung_up(connection, connection.session)
 
-    def _drop(self, connection: Connection) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(connection.sock.fileno())
+    def _drop(self, connection: AttachConnection) -> None:
+        self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:
             connection.timer.cancel()
         self._connections.discard(connection)
         connection.sock.close()
+
+    # ---- what keeps a session --------------------------------------------------------------------
+
+    def _shut(self, session: EngineSession, refusal: Refusal) -> None:
+        """It is served no more; who keeps it is told, and awaited."""
+        self._sessions.shut(session, refusal)
+        for connection in session.connections:
+            if not connection.is_shut:
+                connection.is_shut = True
+                _tell(connection, refusal)
+        self._say_who(session, refusal)
+
+    def _hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
+        """A connection of it is closed; with the last process the session ends."""
+        session.drop(connection)
+        if session.lingers and not session.connections and not self._may_write(session.number):
+            session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
+        if session.knows(connection.pid):
+            self._former.look_soon()
+        self._fewer(session, (connection.process,))
+
+    def _dead(self, number: int, processes: tuple[Process, ...]) -> None:
+        """Processes that were awaited are dead."""
+        session = self._sessions.of_number(number)
+        if session is not None:
+            session.awaited = tuple([one for one in session.awaited if one not in processes])
+            self._fewer(session, processes)
+
+    def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
+        """Processes have left a session, or live on without a connection."""
+        if session.is_over:
+            self._sessions.forget(session)
+            self._notes.session_left(session.number)
+            self._on_gone(session.number)
+            return
+        pids = session.pids
+        for one in gone:
+            if one.pid not in pids:
+                self._notes.process_left(session.number, one.pid)
+        if session.refusal is not None:
+            self._say_who(session, session.refusal)
+        elif session.lingers and not session.connections:
+            self._loop.call_later(UNATTENDED_S, self._unattended, session)
+
+    def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
+        """Who is waited for, where that is news."""
+        pids = session.pids
+        if frozenset(pids) != session.told:
+            session.told = frozenset(pids)
+            self._on_hung_up_on(session.number, refusal, pids)
+
+    def _unattended(self, session: EngineSession) -> None:
+        """Nobody of it is attached, though a process of it lives: serve it no more."""
+        is_known = self._sessions.of_number(session.number) is session
+        if not is_known or session.connections or session.refusal is not None:
+            return
+        pids = ", ".join(map(str, session.pids))
+        why = (
+            f"session {session.number} closed its attach socket without a word, and pid {pids} of "
+            "it lives: what that may write stays held until it ends; close a node before dropping "
+            "it, and attach anew"
+        )
+        self._shut(session, self._refuse(Code.CLIENT_GONE, why))
+
+
+def _tell(connection: AttachConnection, refusal: Refusal) -> None:
+    """Say why it is served no more, before its hang-up or ours.
+
+    Best effort: a process that does not read, or is gone, does not hear it. Unread packets would
+    turn our last word into a reset: they are read.
+    """
+    with contextlib.suppress(OSError):
+        connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal)))
+    _hear_out(connection)
+
+
+def _hear_out(connection: AttachConnection) -> None:
+    """Read what it has said before: it may be ``Leave``.
+
+    A process that closes its end without having read all of ours resets it, and the reset is told
+    before the packets that were there first.
+    """
+    for _ in range(ACCEPTS_PER_WAKE):
+        try:
+            packet = connection.sock.recv(MAX_REQUEST_BYTES)
+        except ConnectionResetError:
+            continue
+        except OSError:
+            return
+        if not packet:
+            return
+        if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
+            connection.has_left = True
+
+
+def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:
+    """Each region of the pool on a device, by component and shard."""
+    regions = {
+        name: (component.name, shard)
+        for component in spec.components
+        for shard, name in enumerate(region_names(spec, component.name))
+    }
+    return tuple(
+        DeviceMemory(spec.name, *regions[one.region], bus_id=one.bus_id, handle=one.handle)
+        for one in shared
+    )

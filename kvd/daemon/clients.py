@@ -19,8 +19,8 @@ from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Sent, Tokens
 from kvd.wire import client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
-from kvd.zmtp.events import Fault
-from kvd.zmtp.listener import Host, Listener
+from kvd.zmtp.events import ConnectionFault
+from kvd.zmtp.listener import Listener, ListenerOwner
 
 if TYPE_CHECKING:
     import socket
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvd.observe.metrics import Metrics
     from kvd.wire.events import Event
     from kvd.zmtp.bounds import Bounds
-    from kvd.zmtp.connection import Connection
-    from kvd.zmtp.events import Closed, Frames
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.connection import ZmtpConnection
+    from kvd.zmtp.events import ConnectionClosed, Frames
+    from kvd.zmtp.write_batch import WriteBatch
 
 EVENTS_UNSENT_BYTES: Final = 64 * 1024
 """Events are lost, and counted, to a session that has more than this unread of what is sent."""
@@ -55,7 +55,7 @@ FRAMES: dict[type, int] = {
 """Frames of each request."""
 
 
-class ClientPort(Host):
+class ClientPort(ListenerOwner):
     """Requests of all sessions on one listener."""
 
     def __init__(
@@ -69,10 +69,10 @@ class ClientPort(Host):
         self._bus = bus
         self._sessions = sessions
         self._metrics = metrics
-        self._by_route: dict[bytes, Connection] = {}
+        self._by_route: dict[bytes, ZmtpConnection] = {}
         """Who has which routing id now."""
-        self._session_of: dict[Connection, int] = {}
-        self._at: dict[int, Connection] = {}
+        self._session_of: dict[ZmtpConnection, int] = {}
+        self._at: dict[int, ZmtpConnection] = {}
         """Where each session is answered."""
         self._calls: dict[int, int] = {}
         self._max_tokens = reactor.node.settings.max_prompt_tokens
@@ -83,11 +83,11 @@ class ClientPort(Host):
         self._call, self._op = NO_CALL, UNKNOWN_OP
         """The request that is being carried out: most are answered at once."""
 
-    def start(self, sock: socket.socket, hub: Hub, bounds: Bounds) -> None:
+    def start(self, sock: socket.socket, batch: WriteBatch, bounds: Bounds) -> None:
         """Serve ``sock``, bound and listening."""
-        self._hub = hub
+        self._batch = batch
         self._bounds = bounds
-        self._listener = Listener(sock, self, hub, bounds=bounds)
+        self._listener = Listener(sock, self, batch, bounds=bounds)
 
     async def close(self) -> None:
         """Stop serving; what was answered still goes out."""
@@ -125,7 +125,7 @@ class ClientPort(Host):
             self._give_up(effect.session)
 
     @override
-    def welcome(self, connection: Connection) -> bool:
+    def welcome(self, connection: ZmtpConnection) -> bool:
         route = connection.routing_id
         if route in self._by_route:
             return not route  # without one it is of no session, like all others without
@@ -134,17 +134,20 @@ class ClientPort(Host):
         return True
 
     @override
-    def gone(self, connection: Connection, closed: Closed) -> None:
+    def gone(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         if self._by_route.get(connection.routing_id) is connection:
             del self._by_route[connection.routing_id]
         session = self._session_of.pop(connection, None)
         if session is None or self._at.get(session) is not connection:
             return
         del self._at[session]
-        if closed.fault not in {Fault.HUNG_UP, Fault.ENDED} and connection.unsent_bytes:
+        if (
+            closed.fault not in {ConnectionFault.HUNG_UP, ConnectionFault.ENDED}
+            and connection.unsent_bytes
+        ):
             self._give_up(session)  # we hung up for a fault of it, on answers that it did not read
 
-    def _recognise(self, connection: Connection) -> int | None:
+    def _recognise(self, connection: ZmtpConnection) -> int | None:
         """The session that a connection is of, if there is one; it then stays."""
         session = self._sessions.session_of(connection.routing_id)
         if session is not None and self._at.get(session) is not connection:
@@ -154,7 +157,7 @@ class ClientPort(Host):
         return session
 
     @override
-    def take(self, connection: Connection, frames: Frames) -> None:
+    def take(self, connection: ZmtpConnection, frames: Frames) -> None:
         session = self._recognise(connection)
         if session is None:
             refusal = Refusal(
@@ -186,7 +189,7 @@ class ClientPort(Host):
         self._call, self._op = message.call, OPS[kind]
         reactor = self._reactor
         began_s = reactor.clock()
-        reactor.feed(FromClient(began_s, session, message, tokens))
+        reactor.feed(FromClient(at_s=began_s, session=session, message=message, tokens=tokens))
         self._call = NO_CALL
         self._metrics.rpc(self._op, reactor.clock() - began_s)
 
@@ -212,23 +215,27 @@ class ClientPort(Host):
             numbers={"unread": self._bounds.backlog_messages},
         )
         sender = f"session {session}"
-        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+        self._reactor.feed(
+            Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
+        )
         self._sessions.hang_up(session, refusal)
 
     def _refuse(
-        self, connection: Connection, refusal: Refusal, frames: Frames, *, call: int = NO_CALL
+        self, connection: ZmtpConnection, refusal: Refusal, frames: Frames, *, call: int = NO_CALL
     ) -> None:
         self._metrics.rpc_failed(UNKNOWN_OP, refusal.code.value)
         connection.send([CLIENT_REPLIES.encode(client.Failed(call, refusal))])
         sender = f"{connection.routing_id[:4].hex()}, {sum(map(len, frames))} bytes"
-        self._reactor.feed(Unreadable(self._reactor.clock(), "client", sender, refusal))
+        self._reactor.feed(
+            Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
+        )
 
     def _tell(self, event: Event) -> None:
         """Push an event to the subscribers, batched per turn of the loop."""
         if not self._subscribers:
             return
         if not self._fresh:
-            self._hub.loop.call_soon(self._push)
+            self._batch.loop.call_soon(self._push)
         self._fresh.append(event)
 
     def _push(self) -> None:

@@ -34,7 +34,7 @@ SEEN_S = 1.0
 """So long a process is taken to live on without another look."""
 
 
-class Processes:
+class EngineProcesses:
     """The processes of engines: how often each session has called, and which are alive."""
 
     def __init__(self, calls: Callable[[int], int], clock: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class Consoles:
     ) -> None:
         recent = Recent()
         bus.subscribe(recent.take, wants=recent.wants)
-        self._desk = Desk(Scene(node, recent, Processes(calls, clock)), bus.after, budget)
+        self._desk = Desk(Scene(node, recent, EngineProcesses(calls, clock)), bus.after, budget)
         self._clock = clock
         self._watches: dict[bytes, Watch] = {}
         """Who has waited for longest comes first."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.core.inputs import HandshakeFailed
-from kvd.zmtp.events import Fault
+from kvd.zmtp.events import ConnectionFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.curve import PeerKeys
     from kvd.daemon.reactor import Reactor
-    from kvd.zmtp.events import Closed
+    from kvd.zmtp.events import ConnectionClosed
 
 TELL_EVERY_S: Final = 10.0
 
@@ -50,30 +50,30 @@ class Handshakes:
         self._count = count
         self._told: dict[tuple[str, str], _Told] = {}
 
-    def dialed_us(self, address: str, closed: Closed) -> None:
+    def dialed_us(self, address: str, closed: ConnectionClosed) -> None:
         """Somebody at ``address`` came, and got no further."""
         match closed.fault:
-            case Fault.UNKNOWN_KEY:
+            case ConnectionFault.UNKNOWN_KEY:
                 reason = UNKNOWN_KEY
                 why = (
                     f"a client at {address} has a key that is not in peers.keys of this node: list "
                     "it under its node's name and kvd reload, or find out who it is"
                 )
-            case Fault.WRONG_SERVER_KEY:
+            case ConnectionFault.WRONG_SERVER_KEY:
                 reason = WRONG_SERVER_KEY
                 why = (
                     f"{address} dials this node with another public key than its own: peers.keys "
                     "there"
                 )
-            case Fault.MECHANISM:
+            case ConnectionFault.MECHANISM:
                 reason = NO_CURVE
                 why = f"{address} dials this node without keys: set peers.secret_key_file there"
                 if self._keys is None:
                     why = f"{address} dials this node with keys: set peers.secret_key_file here too"
-            case Fault.HUNG_UP | Fault.TOO_SLOW:
+            case ConnectionFault.HUNG_UP | ConnectionFault.TOO_SLOW:
                 reason = CUT_SHORT
                 why = f"{address} connected to peers.listen and hung up or was silent"
-            case Fault.CROWDED:
+            case ConnectionFault.CROWDED:
                 reason = CROWDED
                 why = (
                     f"too many connect to peers.listen at once: {address} and others of the oldest "
@@ -84,10 +84,10 @@ class Handshakes:
                 why = f"{address} does not speak ZMTP 3 to peers.listen: {closed.why}"
         self._failed("", address, reason, why)
 
-    def dialed_them(self, link: str, name: str, address: str, closed: Closed) -> None:
+    def dialed_them(self, link: str, name: str, address: str, closed: ConnectionClosed) -> None:
         """Whom we dialed ended it, or we did."""
         keys = self._keys
-        if closed.fault is Fault.MECHANISM:
+        if closed.fault is ConnectionFault.MECHANISM:
             reason = NO_CURVE
             why = f"{name} at {address} has no key: set peers.secret_key_file there"
             if keys is None:
@@ -111,4 +111,8 @@ class Handshakes:
         if now_s - told.at_s < TELL_EVERY_S:
             return
         times, told.times, told.at_s = told.times, 0, now_s
-        self._reactor.feed(HandshakeFailed(now_s, link, address, reason, why, times))
+        self._reactor.feed(
+            HandshakeFailed(
+                at_s=now_s, link=link, address=address, reason=reason, why=why, times=times
+            )
+        )

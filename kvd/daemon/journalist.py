@@ -17,8 +17,10 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvd.daemon.sessions import TOKEN_HEAD
-from kvd.daemon.vigil import started_ticks
+from typing_extensions import override
+
+from kvd.daemon.former_processes import started_ticks
+from kvd.daemon.sessions import TOKEN_HEAD, SessionNotes
 from kvd.journal.engines import Process
 from kvd.types import ID_BYTES, Pages
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
     from kvd.daemon.pagesums import PageSums
-    from kvd.journal.words import Words
-    from kvd.journal.writer import Writer
+    from kvd.journal.checked_words import Words
+    from kvd.journal.writer import JournalWriter
     from kvd.transfer.orders import Summed
 
 
@@ -42,7 +44,7 @@ def process_now(pid: int) -> Process:
     return Process(pid, ENDED_TICKS if ticks is None else ticks)
 
 
-class Journalist:
+class Journalist(SessionNotes):
     """Notes what the core says.
 
     Args:
@@ -53,7 +55,7 @@ class Journalist:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: JournalWriter,
         sums: PageSums,
         process: Callable[[int], Process] = process_now,
     ) -> None:
@@ -65,10 +67,10 @@ class Journalist:
         self._queue: deque[Pages] = deque()
         self._queued_pages = 0
         self._most_queued_pages = 2 * writer.journal.sizes.pages
-        self._is_ready = False
         self._turn: asyncio.Handle | None = None
         self._is_settled = asyncio.Event()
         self._is_settled.set()
+        sums.ask_again_with(self._ask_soon)
 
     # ---- notes -------------------------------------------------------------------------------
 
@@ -97,29 +99,15 @@ class Journalist:
 
     # ---- sums --------------------------------------------------------------------------------
 
-    def transfer_ready(self) -> None:
-        """A transfer process serves: ask for what waits."""
-        self._is_ready = True
-        self._ask_soon()
-
-    def transfer_gone(self) -> None:
-        """It is dead: what it was asked for is asked again, of the next one."""
-        self._is_ready = False
-        self._sums.transfer_gone()
-
-    def summed(self, report: Summed) -> None:
-        """The transfer process answers."""
-        self._sums.summed(report)
-
     def _ask_soon(self) -> None:
-        if self._turn is None and self._is_ready:
+        if self._turn is None and self._sums.is_ready:
             self._turn = asyncio.get_running_loop().call_soon(self._ask)
 
     def _ask(self) -> None:
         """Ask for as much as may be outstanding."""
         self._turn = None
         sums = self._sums
-        while self._is_ready and self._queue and sums.n_pages < sums.most_pages:
+        while sums.is_ready and self._queue and sums.n_pages < sums.most_pages:
             pages, words = self.writer.pending(self._next_pages(sums.order_pages))
             if pages:
                 sums.ask(pages, self._proof(pages, words))
@@ -170,19 +158,19 @@ class Journalist:
 
     # ---- engines -----------------------------------------------------------------------------
 
+    @override
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A process opened the session; ``token`` is what it proves that by."""
         said = token.removeprefix(TOKEN_HEAD)
         self.writer.session_opened(session, said, name, self._process(pid))
 
+    @override
     def session_joined(self, session: int, pid: int) -> None:
-        """One more process of it."""
         self.writer.session_joined(session, self._process(pid))
 
+    @override
     def process_left(self, session: int, pid: int) -> None:
-        """A process of it is dead, or maps the pool no more."""
         self.writer.process_left(session, pid)
 
+    @override
     def session_left(self, session: int) -> None:
-        """Its last process is gone."""
         self.writer.session_ended(session)

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 from kvd.config import pool_spec
 from kvd.config.address import IPC
 from kvd.daemon import lock
-from kvd.daemon.doors import own_directory
-from kvd.daemon.estate import open_estate
-from kvd.daemon.passed import Unfit
+from kvd.daemon.listeners import own_directory
+from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.warm_restart import open_pool
 from kvd.pools.arena import Arena, NotReserved
 from kvd.pools.build import OnDevice, device_bytes, reserved_bytes
-from kvd.transfer.base import NO_FD, RegionFd
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import NO_FD, RegionFd
 from kvd.types import Incarnation
 
 if TYPE_CHECKING:
     from kvd.config import Config
     from kvd.core.layout.spec import PoolSpec
-    from kvd.daemon.estate import Estate
-    from kvd.daemon.supervisor import Supervisor
+    from kvd.daemon.systemd import Systemd
+    from kvd.daemon.warm_restart import OpenPool
     from kvd.pools.build import Placed
 
 FIRST_GENERATION = 1
@@ -39,19 +39,19 @@ class Launch:
 
     Attributes:
         spec: what the pool holds.
-        estate: its memory.
+        pool: its memory.
         incarnation: of this life.
     """
 
-    def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, estate: Estate) -> None:
+    def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, pool: OpenPool) -> None:
         """Use ``launch``."""
         self.spec = spec
-        self.estate = estate
+        self.pool = pool
         self.incarnation = Incarnation(f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}")
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
-        self._regions = [_region(one, in_huge_pages) for one in estate.memory.placed]
+        self._regions = [_region(one, in_huge_pages) for one in pool.memory.placed]
         self._first = self._process(FIRST_GENERATION)
 
     def spawn(self) -> None:
@@ -68,7 +68,7 @@ class Launch:
 
     def close(self) -> None:
         """Let go of memory and lock; what is kept stays."""
-        self.estate.close()
+        self.pool.close()
         os.close(self._lock_fd)
 
     def _process(self, generation: int) -> TransferProcess:
@@ -76,7 +76,7 @@ class Launch:
             f"{self.incarnation}-{generation}",
             self._regions,
             environment=self._environment,
-            keep_open=(self._lock_fd, *self.estate.memory.keep_open),
+            keep_open=(self._lock_fd, *self.pool.memory.keep_open),
         )
 
 
@@ -84,17 +84,30 @@ def _region(one: Placed, in_huge_pages: bool) -> RegionFd:  # noqa: FBT001 - as 
     """What the transfer process makes of it."""
     match one.arena:
         case OnDevice(number):
-            return RegionFd(one.name, NO_FD, one.geometry, False, one.is_registered, number)  # noqa: FBT003 - as above
+            return RegionFd(
+                name=one.name,
+                fd=NO_FD,
+                geometry=one.geometry,
+                in_huge_pages=False,
+                is_registered=one.is_registered,
+                device=number,
+            )
         case Arena(fd=fd):
             is_huge = in_huge_pages and one.is_pool
-            return RegionFd(one.name, fd, one.geometry, is_huge, one.is_registered)
+            return RegionFd(
+                name=one.name,
+                fd=fd,
+                geometry=one.geometry,
+                in_huge_pages=is_huge,
+                is_registered=one.is_registered,
+            )
 
 
 def _check_devices(devices: dict[int, int]) -> None:
     """Refuse a pool on devices that are not here.
 
     Raises:
-        Unfit: there are none such.
+        UnfitConfig: there are none such.
         NotReserved: the driver does not answer.
     """
     from kvd.device.presence import absent  # noqa: PLC0415 - other pools need nothing of it
@@ -105,10 +118,10 @@ def _check_devices(devices: dict[int, int]) -> None:
     why = f"pool.device: {found.why}; {found.fix}"
     if found.may_come:
         raise NotReserved(why)
-    raise Unfit(why)
+    raise UnfitConfig(why)
 
 
-def launch(config: Config, supervisor: Supervisor) -> Launch:
+def launch(config: Config, systemd: Systemd) -> Launch:
     """Take the lock, find or make the memory, and spawn the transfer process.
 
     Raises:
@@ -125,14 +138,14 @@ def launch(config: Config, supervisor: Supervisor) -> Launch:
         if devices:
             _check_devices(devices)
             size += f" and {sum(devices.values()) / 2**30:.1f} GiB on devices"
-        supervisor.begin(f"reserving {size}")
-        estate = open_estate(config, spec, supervisor)
+        systemd.begin(f"reserving {size}")
+        pool = open_pool(config, spec, systemd)
     except BaseException:
         os.close(lock_fd)
         raise
-    made = Launch(config, spec, lock_fd, estate)
+    made = Launch(config, spec, lock_fd, pool)
     try:
-        supervisor.begin(f"registering {size}")
+        systemd.begin(f"registering {size}")
         made.spawn()
     except BaseException:
         made.close()

@@ -45,6 +45,9 @@ class PageSums:
         self.most_pages = max(1, OUTSTANDING_BYTES // page_bytes)
         self.n_pages = 0
         """Asked for and not answered."""
+        self.is_ready = False
+        """Whether a transfer process serves; what is asked of none is not answered."""
+        self._when_ready: list[Callable[[], None]] = []
         self._waiting: dict[int, tuple[Pages, Answered]] = {}
         self._last_ticket = 0
 
@@ -68,11 +71,19 @@ class PageSums:
             report = Summed(report.ticket, b"", why)
         then(report)
 
+    def ask_again_with(self, ask: Callable[[], None]) -> None:
+        """Have ``ask`` called whenever there is a transfer process to be asked."""
+        self._when_ready.append(ask)
+
     def transfer_ready(self) -> None:
         """There is somebody to ask; who was not answered asks again."""
+        self.is_ready = True
+        for ask in self._when_ready:
+            ask()
 
     def transfer_gone(self) -> None:
         """Nobody will answer: tell everybody who waits, the first one first."""
+        self.is_ready = False  # first: whoever is told asks again at once, and must not
         waiting, self._waiting = self._waiting, {}
         self.n_pages = 0
         for _, then in waiting.values():

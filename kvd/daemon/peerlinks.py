@@ -24,7 +24,7 @@ from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Reject
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
-from kvd.zmtp.listener import Host, Listener
+from kvd.zmtp.listener import Listener, ListenerOwner
 from kvd.zmtp.mechanism import DEALER
 from kvd.zmtp.null import Null
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
     from kvd.zmtp.bounds import Bounds
-    from kvd.zmtp.connection import Connection
-    from kvd.zmtp.events import Closed, Frames
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.connection import ZmtpConnection
+    from kvd.zmtp.events import ConnectionClosed, Frames
     from kvd.zmtp.mechanism import Mechanism
+    from kvd.zmtp.write_batch import WriteBatch
 
 INWARD: Final = "in:"
 OUTWARD: Final = "out:"
@@ -49,13 +49,13 @@ LAST_WORDS_S: Final = 0.5
 """What was sent may take so long to go out at the end."""
 
 
-class PeerLinks(Host):
+class PeerLinks(ListenerOwner):
     """All links of this daemon, by name. Without ``keys`` anyone may say anything."""
 
     def __init__(
         self,
         reactor: Reactor,
-        hub: Hub,
+        batch: WriteBatch,
         keys: PeerKeys | None,
         bounds: Bounds,
         *,
@@ -63,7 +63,7 @@ class PeerLinks(Host):
     ) -> None:
         """``count_failed`` takes the reason of each handshake that fails."""
         self._reactor = reactor
-        self._hub = hub
+        self._batch = batch
         self._keys = keys
         self._bounds = bounds
         self._ring = None
@@ -72,15 +72,15 @@ class PeerLinks(Host):
             self._ring = KeyRing(raw(keys.own.secret), names)
         self._handshakes = Handshakes(reactor, keys, count_failed)
         self._dialers: dict[str, Dialer] = {}
-        self._inward: dict[str, Connection] = {}
-        self._link_of: dict[Connection, str] = {}
+        self._inward: dict[str, ZmtpConnection] = {}
+        self._link_of: dict[ZmtpConnection, str] = {}
         self._came = 0
         """Connections so far."""
         self._listener: Listener | None = None
 
     def listen(self, sock: socket.socket) -> None:
         """Serve ``sock``, bound and listening."""
-        self._listener = Listener(sock, self, self._hub, ring=self._ring, bounds=self._bounds)
+        self._listener = Listener(sock, self, self._batch, ring=self._ring, bounds=self._bounds)
 
     def trust(self, keys: Mapping[str, str]) -> None:
         """Know the keys of more nodes; only where this one has a key."""
@@ -100,12 +100,14 @@ class PeerLinks(Host):
                 place.host,
                 place.port,
                 partial(self._mechanism, name),
-                self._hub,
+                self._batch,
                 on_message=partial(self._read, link, proven),
                 on_failed=partial(self._handshakes.dialed_them, link, name, address),
                 bounds=self._bounds,
             )
-            self._reactor.feed(LinkDialed(self._reactor.clock(), link, name, address))
+            self._reactor.feed(
+                LinkDialed(at_s=self._reactor.clock(), link=link, name=name, address=address)
+            )
 
     def _mechanism(self, name: str) -> Mechanism:
         if self._keys is None or self._ring is None:
@@ -127,7 +129,7 @@ class PeerLinks(Host):
             at.send([frame])
 
     @override
-    def welcome(self, connection: Connection) -> bool:
+    def welcome(self, connection: ZmtpConnection) -> bool:
         self._came += 1
         link = f"{INWARD}{self._came}"
         self._inward[link] = connection
@@ -135,15 +137,15 @@ class PeerLinks(Host):
         return True
 
     @override
-    def take(self, connection: Connection, frames: Frames) -> None:
+    def take(self, connection: ZmtpConnection, frames: Frames) -> None:
         self._read(self._link_of[connection], connection.name, frames)
 
     @override
-    def gone(self, connection: Connection, closed: Closed) -> None:
+    def gone(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         del self._inward[self._link_of.pop(connection)]
 
     @override
-    def failed(self, connection: Connection, closed: Closed) -> None:
+    def failed(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         self._handshakes.dialed_us(connection.peer, closed)
 
     def _read(self, link: str, proven: str, frames: Frames) -> None:
@@ -153,9 +155,9 @@ class PeerLinks(Host):
             message = Refusal(Code.BAD_REQUEST, f"{len(frames)} frames, a message has one")
         now_s = self._reactor.clock()
         if not isinstance(message, Refusal):
-            self._reactor.feed(FromPeer(now_s, link, message, proven))
+            self._reactor.feed(FromPeer(at_s=now_s, link=link, message=message, proven=proven))
             return
-        self._reactor.feed(Unreadable(now_s, "peers", link, message))
+        self._reactor.feed(Unreadable(at_s=now_s, socket="peers", sender=link, refusal=message))
         came_by = self._inward.get(link)
         if came_by is not None:
             mine = self._reactor.node.settings.incarnation

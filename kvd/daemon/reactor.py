@@ -51,15 +51,24 @@ class Reactor:
     ) -> None:
         self.node = node
         self.clock = clock
+        # Filled by the composition root: who performs an effect feeds inputs, so each needs the
+        # other, and one of the two must come later.
         self.perform: Perform = {}
-        self.tape: Callable[[Input], None] = untaped
-        """Sees every input before it is stepped."""
+        self._record: Callable[[Input], None] = _unrecorded
         self.ticked_s = float("-inf")
         """When the last ``Tick`` was stepped without a bug."""
         self._bus = bus
         self._on_bug = on_bug
         self._waiting: deque[Input] = deque()
         self._is_stepping = False
+
+    def record_with(self, record: Callable[[Input], None]) -> None:
+        """Have ``record`` see every input before it is stepped."""
+        self._record = record
+
+    def record_no_more(self) -> None:
+        """Nobody sees inputs but the node."""
+        self._record = _unrecorded
 
     def feed(self, happened: Input) -> None:
         """Apply one input, carry out its effects in order, publish its events in order."""
@@ -76,7 +85,7 @@ class Reactor:
 
     def _step(self, happened: Input) -> None:
         # A bug of the core must cost the request that met it, not the node with everybody's pages.
-        self.tape(happened)
+        self._record(happened)
         try:
             step = self.node.step(happened)
             if type(happened) is Tick:
@@ -172,5 +181,5 @@ def _is_apology(effect: effects.Effect) -> bool:
             return False
 
 
-def untaped(_: Input) -> None:
-    """The tape of a reactor that nobody records."""
+def _unrecorded(_: Input) -> None:
+    """What a reactor records that nobody records."""

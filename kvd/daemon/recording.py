@@ -1,4 +1,4 @@
-"""The daemon's side of the flight recorder: it tapes every input, and keeps the recorder process.
+"""The daemon's side of the flight recorder: it notes every input, and keeps the recorder process.
 
 Inputs are kept before they are stepped and written to the ring with every tick, so a daemon that is
 killed loses the last of them; following, stepping and saving is the recorder process's. At full
@@ -25,10 +25,9 @@ from kvd import __version__
 from kvd.core.inputs import Input, RecorderSaid, RecorderSaved, Tick
 from kvd.core.recorded import RECORDING
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze
-from kvd.daemon.reactor import untaped
 from kvd.recorder import orders, ring
+from kvd.recorder.input_records import mark_of, record_of, record_of_mark
 from kvd.recorder.orders import DEAF_TO
-from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from kvd.config.schema import RecorderSection
     from kvd.daemon.reactor import Reactor
 
-    OnSaved = Callable[[orders.Saved | orders.NotSaved], None]
+    OnSaved = Callable[[orders.SavedFile | orders.NotSaved], None]
 
 MARK_EVERY_S: Final = 1.0
 """A mark costs 20 us; a replay that strays is found within as much."""
@@ -63,7 +62,7 @@ BUG_EVERY_S: Final = 60.0
 """A bug that every input meets is saved once in this time."""
 
 
-class Recording:
+class FlightRecorder:
     """At most one recorder process at a time.
 
     Args:
@@ -77,14 +76,14 @@ class Recording:
         self._section = section
         self._directory = directory
         self._why = "" if section.enabled else "recorder.enabled is false"
-        self._child: Child | None = None
+        self._child: RecorderChild | None = None
         self._pause_s = FIRST_PAUSE_S
         self._again: asyncio.TimerHandle | None = None
         self._began_s = self._mark_s = self._bug_s = float("-inf")
         self._tickets = itertools.count(1)
         self._waiting: dict[int, OnSaved] = {}
         self._kept: list[Input] = []
-        """Taped, and not in the ring yet: never older than a tick."""
+        """Recorded, and not in the ring yet: never older than a tick."""
 
     def begin(self) -> None:
         """Record from now on, if it is enabled and the node can be copied."""
@@ -94,7 +93,7 @@ class Recording:
         node = self._reactor.node
         try:
             base = freeze(node, max_objects=BASE_OBJECTS)
-            self._child = Child(self, base, self._section.max_bytes)
+            self._child = RecorderChild(self, base, self._section.max_bytes)
         except TooManyObjects:
             again = f"the node has more than {BASE_OBJECTS} objects, too many to copy meanwhile"
             self._end(f"{self._why or 'not begun'}; {again}")
@@ -104,22 +103,22 @@ class Recording:
             return
         self._began_s = self._reactor.clock()
         self._child.tell(
-            orders.Begin(
-                node.settings.name,
-                node.settings.incarnation,
-                __version__,
-                60 * self._section.minutes,
-                str(self._directory),
+            orders.BeginRecording(
+                node=node.settings.name,
+                incarnation=node.settings.incarnation,
+                kvd=__version__,
+                keep_s=60 * self._section.minutes,
+                directory=str(self._directory),
             )
         )
-        self._reactor.tape = self._tape
+        self._reactor.record_with(self._keep)
         self._say(RecorderState(RECORDING))
 
     async def stop(self, *, is_clean: bool) -> None:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
-        self._reactor.tape = untaped
+        self._reactor.record_no_more()
         self._write()
         child, self._child = self._child, None
         if child is None:
@@ -145,7 +144,11 @@ class Recording:
         self._write()
         if self._child is None:
             return  # it fell behind, and whoever waits was told
-        self._child.tell(orders.Save(ticket, kind, why, self._child.ring.end, state_hash))
+        self._child.tell(
+            orders.Save(
+                ticket=ticket, kind=kind, why=why, upto=self._child.ring.end, state_hash=state_hash
+            )
+        )
 
     def bug(self, task: str, error: BaseException) -> None:
         """A step or an effect has raised: save what led to it, once in a while."""
@@ -164,25 +167,25 @@ class Recording:
                     RECORDING, covered_s=seconds, inputs=inputs, record_bytes=n_bytes
                 )
                 self._say(state)
-            case orders.Saved() | orders.NotSaved():
+            case orders.SavedFile() | orders.NotSaved():
                 on_saved = self._waiting.pop(report.ticket, None)
                 if on_saved is not None:
                     on_saved(report)
-                if isinstance(report, orders.Saved):
+                if isinstance(report, orders.SavedFile):
                     self._reactor.feed(
                         RecorderSaved(self._reactor.clock(), report.path, report.why)
                     )
-            case orders.Strayed(why):
+            case orders.ShadowStrayed(why):
                 self._end(f"a bug: {why}")
 
-    def died(self, child: Child, why: str) -> None:
+    def died(self, child: RecorderChild, why: str) -> None:
         """A recorder process is gone: a misfortune, unless it is one that was given up."""
         if child is self._child:
             self._end(why)
 
     # ---- taping ------------------------------------------------------------------------------
 
-    def _tape(self, happened: Input) -> None:
+    def _keep(self, happened: Input) -> None:
         """Keep one input, before it is stepped, for the next stretch of the ring."""
         self._kept.append(happened)
         if type(happened) is Tick or len(self._kept) >= STRETCH:
@@ -214,7 +217,7 @@ class Recording:
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
-        self._reactor.tape = untaped
+        self._reactor.record_no_more()
         self._why = why
         self._kept = []
         child, self._child = self._child, None
@@ -238,10 +241,10 @@ class Recording:
         self._reactor.feed(RecorderSaid(self._reactor.clock(), state))
 
 
-class Child:
+class RecorderChild:
     """One recorder process, its ring, and the socket to it."""
 
-    def __init__(self, owner: Recording, base: bytes, max_bytes: int) -> None:
+    def __init__(self, owner: FlightRecorder, base: bytes, max_bytes: int) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self.gone = asyncio.Event()
@@ -253,7 +256,7 @@ class Child:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             os.pwrite(frozen, base, 0)
-            self.ring = ring.Ring(memory)
+            self.ring = ring.RecordRing(memory)
             descriptors = (theirs.fileno(), memory, frozen)
             # What is blocked here is blocked there from its first moment: it ignores them later.
             signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)

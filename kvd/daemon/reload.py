@@ -50,14 +50,14 @@ class Reloader:
     def reload(self, call: int = NO_CALL) -> Reloaded:
         """Do it now; the answer to ``call``."""
         daemon = self._daemon
-        is_told = daemon.supervisor.is_ready  # not while it starts or stops: that is what it says
+        is_told = daemon.systemd.is_ready  # not while it starts or stops: that is what it says
         if is_told:
-            daemon.supervisor.reloading()
+            daemon.systemd.reloading()
         try:
             return self._reload(call)
         finally:
             if is_told:
-                daemon.supervisor.ready(daemon.state())
+                daemon.systemd.ready(daemon.state())
 
     def _reload(self, call: int) -> Reloaded:
         daemon, reactor = self._daemon, self._daemon.reactor
@@ -65,7 +65,7 @@ class Reloader:
         if not isinstance(found, Config):
             errors = tuple(error.sentence for error in found)
             reactor.feed(ReloadRefused(reactor.clock(), errors))
-            return Reloaded(call, (), (), errors)
+            return Reloaded(call=call, changed=(), needs_restart=(), errors=errors)
         differences = changes(daemon.config, found)
         live = [one for one in differences if _is_live(one, daemon.config, found)]
         waiting = [one for one in differences if one not in live]
@@ -73,12 +73,12 @@ class Reloader:
         self._apply(live)
         reactor.feed(
             Reconfigured(
-                reactor.clock(),
-                config.peers.allow,
-                config.admission.max_queue,
-                config.admission.overtakers,
-                tuple(map(_in_words, live)),
-                tuple(map(_in_words, waiting)),
+                at_s=reactor.clock(),
+                allow=config.peers.allow,
+                max_queue=config.admission.max_queue,
+                overtakers=config.admission.overtakers,
+                changed=tuple(map(_in_words, live)),
+                needs_restart=tuple(map(_in_words, waiting)),
             )
         )
         return Reloaded(

@@ -1,4 +1,8 @@
-"""One daemon from start to exit status: signals in, and the manager told how it goes."""
+"""One daemon from start to exit status: signals in, and the manager told how it goes.
+
+Status 78 (EX_CONFIG) is for what another start cannot make better: the service manager is told not
+to try (``RestartPreventExitStatus=78``). 1 is for what may be otherwise in a moment.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
 from kvd import __version__
-from kvd.daemon.ends import CANNOT_SERVE, FAILED, exit_status
+from kvd.config import pool_spec
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
-from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.lock import AlreadyRunning
+from kvd.daemon.seqpacket import AddressInUse
+from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
+from kvd.pools.arena import NotReserved
+from kvd.pools.build import reserved_bytes
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -24,14 +34,27 @@ if TYPE_CHECKING:
     from kvd.daemon.reload import Read
     from kvd.observe.log import EventLog
 
+CANNOT_SERVE: Final = (
+    UnfitConfig,
+    NotReserved,
+    AlreadyRunning,
+    AddressInUse,
+    TransportDown,
+    OSError,
+)
+"""What ``Daemon.start`` raises."""
+
+FAILED: Final = 1
+MISCONFIGURED: Final = 78
+
 
 async def serve(
-    config: Config, log: EventLog, supervisor: Supervisor, read: Read, launched: Launch
+    config: Config, log: EventLog, systemd: Systemd, read: Read, launched: Launch
 ) -> int:
     """Run one daemon until a signal; returns the exit status."""
     from kvd.daemon import app  # noqa: PLC0415 - the transfer process comes up meanwhile
 
-    daemon = app.Daemon(config, log, supervisor, read, launched)
+    daemon = app.Daemon(config, log, systemd, read, launched)
     loop = asyncio.get_running_loop()
     is_stale = asyncio.Event()
     if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
@@ -41,11 +64,11 @@ async def serve(
     why = "stopping"
     try:
         await daemon.start()
-        if daemon.estate.is_journaled:
-            _print(f"kvd: the pool's memory was {daemon.estate.said}")
-        for name in supervisor.drop_unclaimed():
+        if daemon.pool.is_journaled:
+            _print(f"kvd: the pool's memory was {daemon.pool.said}")
+        for name in systemd.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
-        supervisor.ready("serving")
+        systemd.ready("serving")
         _print(f"kvd {__version__} {config.node.name} ready")
         if is_stale.is_set():
             daemon.reloader.reload()
@@ -57,7 +80,7 @@ async def serve(
         why = _cannot_serve(error)
         return exit_status(error, config)
     finally:
-        supervisor.stopping(why)
+        systemd.stopping(why)
         await daemon.stop()
     return 0
 
@@ -105,14 +128,31 @@ def main(config: Config, read: Read) -> int:
     ``read`` gives the configuration as it is by then, or what is wrong with it.
     """
     keep_freed_memory()
-    supervisor = Supervisor.of(os.environ, os.getpid())
+    systemd = Systemd.of(os.environ, os.getpid())
     try:
-        launched = launch(config, supervisor)
+        launched = launch(config, systemd)
     except CANNOT_SERVE as error:
-        supervisor.stopping(_cannot_serve(error))
+        systemd.stopping(_cannot_serve(error))
         return exit_status(error, config)
     log = configure(form=config.log.format, level=config.log.level, node=config.node.name)
     try:
-        return uvloop.run(serve(config, log, supervisor, read, launched))
+        return uvloop.run(serve(config, log, systemd, read, launched))
     finally:
         log.close()
+
+
+def exit_status(error: BaseException, config: Config) -> int:
+    """Of a daemon of ``config`` that ``error`` kept from serving."""
+    match error:
+        case UnfitConfig():
+            return MISCONFIGURED
+        case NotReserved() if _exceeds_host(config):
+            return MISCONFIGURED
+        case _:
+            return FAILED
+
+
+def _exceeds_host(config: Config) -> bool:
+    """Whether the pool is larger than all memory of this host, however little of it is taken."""
+    wanted = sum(reserved_bytes(pool_spec(config)).values())
+    return wanted > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

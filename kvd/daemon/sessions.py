@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.daemon.vigil import is_alive
+from kvd.daemon.former_processes import is_alive
 from kvd.journal.engines import Process
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ UNSEEN: Final = (Process(0),)
 """Of a session whose processes nobody wrote down."""
 
 
-class FormerEngine(msgspec.Struct, frozen=True):
+class AwaitedSession(msgspec.Struct, frozen=True):
     """A session of before the restart whose processes are not proven dead."""
 
     session: int
@@ -59,31 +59,30 @@ class FormerEngine(msgspec.Struct, frozen=True):
 class Past(msgspec.Struct, frozen=True):
     """What is known of the daemon's life before; ``first_session`` is above every number of it."""
 
-    engines: tuple[FormerEngine, ...] = ()
+    engines: tuple[AwaitedSession, ...] = ()
     first_session: int = 1
 
 
 NO_PAST: Final = Past()
 
 
-class SessionNotes(Protocol):
-    """Whoever writes down who is here, for the daemon after this one."""
+class SessionNotes:
+    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
 
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A new session."""
-        ...
+        """A process opened the session; ``token`` is what it proves that by."""
 
     def session_joined(self, session: int, pid: int) -> None:
         """A process of it that was not written down yet."""
-        ...
 
     def process_left(self, session: int, pid: int) -> None:
         """A process of it is dead, or maps the pool no more; others are of it."""
-        ...
 
     def session_left(self, session: int) -> None:
         """It is over."""
-        ...
+
+
+NO_NOTES: Final = SessionNotes()
 
 
 OnReturned = Callable[[int, str, int, tuple[int, ...]], Collection[int]]
@@ -96,29 +95,13 @@ def nobody_returned(session: int, name: str, pid: int, leases: tuple[int, ...]) 
     return ()
 
 
-class Unwritten:
-    """Nothing is written down: this daemon's memory ends with it."""
-
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def session_joined(self, session: int, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def process_left(self, session: int, pid: int) -> None:
-        """As ``SessionNotes``."""
-
-    def session_left(self, session: int) -> None:
-        """As ``SessionNotes``."""
-
-
-class Connection:
+class AttachConnection:
     """One process. ``session`` is None until it has been attached."""
 
     def __init__(self, sock: socket, process: Process) -> None:
         self.sock = sock
         self.process = process
-        self.session: Session | None = None
+        self.session: EngineSession | None = None
         self.has_left = False
         """It has said that it writes no page any more, or never had one mapped."""
         self.is_shut = False
@@ -139,7 +122,7 @@ class Connection:
         return self.pid > 0 and not self.has_left and is_alive(self.process)
 
 
-class Session:
+class EngineSession:
     """One engine. ``awaited``: its processes that have no connection and may map the pool."""
 
     def __init__(self, number: int, token: bytes, awaited: tuple[Process, ...] = ()) -> None:
@@ -148,8 +131,8 @@ class Session:
         self.route = token
         self.is_former = bool(awaited)
         self.awaited = awaited
-        self.main: Connection | None = None
-        self.connections: set[Connection] = set()
+        self.main: AttachConnection | None = None
+        self.connections: set[AttachConnection] = set()
         self.lingers = False
         """A process of it closed its connection without ``Leave``, and lived."""
         self.refusal: Refusal | None = None
@@ -177,7 +160,7 @@ class Session:
         """Whether a process of that number is awaited."""
         return any(one.pid == pid for one in self.awaited)
 
-    def take(self, connection: Connection) -> bool:
+    def take(self, connection: AttachConnection) -> bool:
         """A process attached; returns whether it was awaited.
 
         One that cannot be seen from here stands for one such process.
@@ -192,7 +175,7 @@ class Session:
             self.awaited = tuple(left)
         return bool(gone)
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: AttachConnection) -> None:
         """A process hung up; one that may write is awaited."""
         self.connections.discard(connection)
         if self.main is connection:
@@ -202,30 +185,30 @@ class Session:
             self.lingers = True
 
 
-class Sessions:
+class EngineSessions:
     """Every session that is not over."""
 
     def __init__(self, past: Past = NO_PAST) -> None:
         self._by_token = {
-            one.token: Session(one.session, one.token, one.processes or UNSEEN)
+            one.token: EngineSession(one.session, one.token, one.processes or UNSEEN)
             for one in past.engines
         }
-        self._by_route: dict[bytes, Session] = {}
+        self._by_route: dict[bytes, EngineSession] = {}
         self._next = past.first_session
 
     def __len__(self) -> int:
         """How many there are, those that are awaited too: their places are kept."""
         return len(self._by_token)
 
-    def open(self) -> Session:
+    def open(self) -> EngineSession:
         """A new one."""
-        session = Session(self._next, TOKEN_HEAD + secrets.token_bytes(TOKEN_BYTES))
+        session = EngineSession(self._next, TOKEN_HEAD + secrets.token_bytes(TOKEN_BYTES))
         self._next += 1
         self._by_token[session.token] = session
         self._by_route[session.route] = session
         return session
 
-    def resume(self, token: bytes) -> Session | None:
+    def resume(self, token: bytes) -> EngineSession | None:
         """The session of before the restart that ``token`` is of, now to be attached again.
 
         None when there is none, or when the process that it is of is attached already.
@@ -240,24 +223,24 @@ class Sessions:
         self._by_route[session.route] = session
         return session
 
-    def of_token(self, token: bytes) -> Session | None:
+    def of_token(self, token: bytes) -> EngineSession | None:
         """The session whose token that is."""
         return self._by_token.get(token)
 
-    def of_route(self, route: bytes) -> Session | None:
+    def of_route(self, route: bytes) -> EngineSession | None:
         """The attached session whose routing id that is."""
         return self._by_route.get(route)
 
-    def of_number(self, number: int) -> Session | None:
+    def of_number(self, number: int) -> EngineSession | None:
         """The session of that number."""
         return next((one for one in self._by_token.values() if one.number == number), None)
 
-    def shut(self, session: Session, refusal: Refusal) -> None:
+    def shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more."""
         session.refusal = refusal
         self._by_route.pop(session.route, None)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: EngineSession) -> None:
         """It is over."""
         del self._by_token[session.token]
         self._by_route.pop(session.route, None)

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.node import Node
-    from kvd.daemon.mover import Mover
     from kvd.daemon.reactor import Reactor
-    from kvd.daemon.supervisor import Supervisor
+    from kvd.daemon.systemd import Systemd
+    from kvd.daemon.transfer_supervisor import TransferSupervisor
     from kvd.observe.log import EventLog
 
 FEEDS: Final = 3
 """In the time that the watchdog waits."""
 
 LINE_EVERY_S: Final = 1.0
-"""How often the status line is made; the supervisor says it less often."""
+"""How often the status line is made; the systemd says it less often."""
 
 
 class Watchdog:
@@ -39,27 +39,27 @@ class Watchdog:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        systemd: Systemd,
         reactor: Reactor,
-        mover: Mover,
+        transfer: TransferSupervisor,
         log: EventLog,
         state: Callable[[], str],
     ) -> None:
         """Watch from now on.
 
         Args:
-            supervisor: whom to tell.
+            systemd: whom to tell.
             reactor: whose steps prove that the core works.
-            mover: which keeps the transfer process.
+            transfer: which keeps the transfer process.
             log: takes why it is not fed.
             state: of the node, in a word or two.
         """
-        self._supervisor = supervisor
+        self._systemd = systemd
         self._reactor = reactor
-        self._mover = mover
+        self._transfer = transfer
         self._log = log
         self._state = state
-        self._limit_s = supervisor.watchdog_s
+        self._limit_s = systemd.watchdog_s
         self._next_look_s = self._next_line_s = self._worst_lag_s = 0.0
         self._looked_s = float("-inf")
         self._unfed_s = 0.0
@@ -71,17 +71,17 @@ class Watchdog:
         if self._limit_s and now_s >= self._next_look_s:
             self._next_look_s = now_s + self._limit_s / FEEDS
             self._look(now_s)
-        if self._supervisor.is_there and now_s >= self._next_line_s:
+        if self._systemd.is_there and now_s >= self._next_line_s:
             self._next_line_s = now_s + LINE_EVERY_S
             line = status_line(self._reactor.node, self._state())
-            self._supervisor.say(f"watchdog not fed: {self._why}; {line}" if self._why else line)
+            self._systemd.say(f"watchdog not fed: {self._why}; {line}" if self._why else line)
 
     def _look(self, now_s: float) -> None:
         """Feed it, or say once why not."""
         before, self._why = self._why, self._trouble()
         self._worst_lag_s, self._looked_s = 0.0, now_s
         if not self._why:
-            self._supervisor.feed()
+            self._systemd.feed()
         if self._why and not before:
             self._unfed_s = now_s
             self._log.write(Unfed(why=self._why))
@@ -94,7 +94,7 @@ class Watchdog:
             return f"a beat of the event loop was {self._worst_lag_s:.1f} s late"
         if self._reactor.ticked_s <= self._looked_s:
             return "the core does not step its ticks: the log has the bug"
-        return self._mover.trouble(self._limit_s)
+        return self._transfer.trouble(self._limit_s)
 
 
 def status_line(node: Node, state: str) -> str:

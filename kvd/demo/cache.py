@@ -69,7 +69,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from typing_extensions import override
 
-from kvd.device.attention import Pages, Rule, is_latent, prefill
+from kvd.device.attention import AttentionRule, BatchPages, is_latent, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ class Seen(msgspec.Struct, frozen=True, eq=False):
     last token. ``starts``: (runs + 1,) int32, where each begins among the new tokens.
     """
 
-    pages: Pages
+    pages: BatchPages
     starts: torch.Tensor
 
 
@@ -159,7 +159,7 @@ def attend(  # noqa: PLR0913 - as transformers calls it
     layer = module.layer_idx
     assert isinstance(layer, int)
     seen = kvd_layers[layer].seen()
-    rule = Rule(scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    rule = AttentionRule(scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     packed = query[0].transpose(0, 1)
     if is_latent(seen.pages):
         weight = module.get_parameter("kv_b_proj.weight")
@@ -171,7 +171,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 def _attend_latents(
-    weight: torch.Tensor, query: torch.Tensor, seen: Seen, rule: Rule
+    weight: torch.Tensor, query: torch.Tensor, seen: Seen, rule: AttentionRule
 ) -> torch.Tensor:
     """(tokens, heads, v_dim): attention over latents, of queries that know K and V.
 
@@ -336,7 +336,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
         starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
         return Seen(
-            Pages(k=self._k, v=self._v, block_table=self._table.pages[None], lengths=lengths),
+            BatchPages(k=self._k, v=self._v, block_table=self._table.pages[None], lengths=lengths),
             starts,
         )
 

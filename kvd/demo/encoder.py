@@ -31,7 +31,7 @@ from kvd.demo.messages import (
     Reply,
     Request,
 )
-from kvd.device.attention import Packed, Pages, Rule, prefill
+from kvd.device.attention import AttentionRule, BatchPages, Packed, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,16 +95,16 @@ class PoolAttention:
         lengths = self._texts.sum(1, dtype=torch.int32)
         starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         q, k, v = (one.transpose(1, 2)[self._texts] for one in (query, key, value))
-        kv: Packed | Pages = Packed(k, v, starts)
+        kv: Packed | BatchPages = Packed(k, v, starts)
         if self._table is not None:
-            pages = Pages(*self._layers[layer], self._table, lengths)
+            pages = BatchPages(*self._layers[layer], self._table, lengths)
             self._write(k, v, pages)
             kv = pages if self._reads_back else kv
         out = torch.zeros_like(query.transpose(1, 2))
-        out[self._texts] = prefill(q, kv, Rule(scaling, is_causal=False), starts)
+        out[self._texts] = prefill(q, kv, AttentionRule(scaling, is_causal=False), starts)
         return out, None
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor, pages: Pages) -> None:
+    def _write(self, k: torch.Tensor, v: torch.Tensor, pages: BatchPages) -> None:
         """Write (tokens, heads, head_dim) of all texts into their pages."""
         text, token = self._texts.nonzero(as_tuple=True)
         where = pages.block_table[text, token // pages.page_size], token % pages.page_size

@@ -1,1 +1,12 @@
-"""What engines do on their devices: collectives, attention, memory. Neither core nor client."""
+"""CUDA memory, and what runs on it: a pool on a device, and what engines do with one.
+
+The map of this room::
+
+    cuda, cuda_library, presence   the runtime by ctypes, and whether a device can be used here
+    attention      attention over the pages of a pool; ``kernels`` chooses, ``blocks`` runs anywhere
+    collectives    gathers of KV over a group of ranks, in ``symmetric`` memory or plain
+    arena, ring    the memory that gathers use
+
+Only the first row is the daemon's and the transfer process's; the rest is for engines, and for
+``kvd demo``. What must not live here: leases, pages of a node, torch in what the daemon loads.
+"""

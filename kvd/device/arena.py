@@ -1,9 +1,9 @@
 """The memory that gathers send from and receive into, allocated once.
 
-Two areas, each carved by a ``Ring``. The **window** is fixed at the start: symmetric memory, which
-every rank can address on its peers, or nothing at all. What is larger than the window goes through
-**plain** memory, which grows to the largest such request and is then kept. Both decisions follow
-from the sizes asked for, so all ranks take the same, without a word between them.
+Two areas, each carved by a ``SpanRing``. The **window** is fixed at the start: symmetric memory,
+which every rank can address on its peers, or nothing at all. What is larger than the window goes
+through **plain** memory, which grows to the largest such request and is then kept. Both decisions
+follow from the sizes asked for, so all ranks take the same, without a word between them.
 
 What lives here: who uses which bytes. What must not: collectives; how a window is had
 (``symmetric``).
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from kvd.device.ring import Ring, Span
+from kvd.device.ring import RingSpan, SpanRing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +41,10 @@ class Usage(msgspec.Struct, frozen=True):
     comes."""
 
 
-class Block:
+class ArenaBlock:
     """Bytes of one area. ``memory``: uint8, shape (size,)."""
 
-    def __init__(self, area: Area, span: Span) -> None:
+    def __init__(self, area: ArenaArea, span: RingSpan) -> None:
         self.memory = area.memory[span.start : span.end]
         self.is_symmetric = area.is_symmetric
         self.span = span
@@ -59,16 +59,16 @@ class Block:
         del self._area.users[self]
 
 
-class Area:
+class ArenaArea:
     """One piece of memory, and who uses which of its bytes."""
 
     def __init__(self, memory: torch.Tensor, *, is_symmetric: bool) -> None:
         self.memory = memory
         self.is_symmetric = is_symmetric
-        self.ring = Ring(memory.numel())
-        self.users: dict[Block, Callable[[], object]] = {}
+        self.ring = SpanRing(memory.numel())
+        self.users: dict[ArenaBlock, Callable[[], object]] = {}
 
-    def take(self, size: int) -> Block | None:
+    def take(self, size: int) -> ArenaBlock | None:
         """The next block, after every user of its bytes has finished; None: too large."""
         span = self.ring.take(size)
         if span is None:
@@ -76,10 +76,10 @@ class Area:
         over = [finish for user, finish in self.users.items() if user.span.overlaps(span)]
         for finish in over:
             finish()
-        return Block(self, span)
+        return ArenaBlock(self, span)
 
 
-class Arena:
+class DeviceArena:
     """Memory of one device for the gathers of one group, in one order.
 
     Args:
@@ -88,23 +88,23 @@ class Arena:
 
     def __init__(self, window: torch.Tensor) -> None:
         self.device = window.device
-        self._window = Area(window, is_symmetric=True)
-        self._plain = Area(window[:0], is_symmetric=False)
+        self._window = ArenaArea(window, is_symmetric=True)
+        self._plain = ArenaArea(window[:0], is_symmetric=False)
         self._in_window = self._too_large = self._largest_bytes = self._allocations = 0
 
     @property
     def usage(self) -> Usage:
         """What it was asked for so far."""
         return Usage(
-            self._window.ring.capacity,
-            self._in_window,
-            self._too_large,
-            self._largest_bytes,
-            self._plain.ring.capacity,
-            self._allocations,
+            window_bytes=self._window.ring.capacity,
+            in_window=self._in_window,
+            too_large=self._too_large,
+            largest_bytes=self._largest_bytes,
+            plain_bytes=self._plain.ring.capacity,
+            allocations=self._allocations,
         )
 
-    def take(self, size: int) -> Block:
+    def take(self, size: int) -> ArenaBlock:
         """``size`` bytes that nobody uses; earlier users of them are made to finish.
 
         Args:
@@ -118,16 +118,16 @@ class Arena:
         self._largest_bytes = max(self._largest_bytes, size)
         if size * IN_FLIGHT > self._plain.ring.capacity:
             # Blocks of the old memory keep it for as long as they are used.
-            self._plain = Area(_plain_bytes(size * IN_FLIGHT, self.device), is_symmetric=False)
+            self._plain = ArenaArea(_plain_bytes(size * IN_FLIGHT, self.device), is_symmetric=False)
             self._allocations += 1
         block = self._plain.take(size)
         assert block is not None
         return block
 
 
-def plain_arena(device: torch.device) -> Arena:
+def plain_arena(device: torch.device) -> DeviceArena:
     """An arena without a window."""
-    return Arena(_plain_bytes(0, device))
+    return DeviceArena(_plain_bytes(0, device))
 
 
 def _plain_bytes(size: int, device: torch.device) -> torch.Tensor:

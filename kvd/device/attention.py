@@ -4,8 +4,8 @@ Two calls: ``decode``, in which every sequence has as many new tokens, and ``pre
 they have any number. Both take the pages as ``pool.layer(i)`` gives them, page first or layer
 first, and none of the pool is copied but by a kernel's own block of work:
 
-    decode(q, Pages(k, v, block_table, lengths), rule)       the next token or two of a batch
-    prefill(q, Pages(...), rule, starts)                     new tokens behind a cached prefix
+    decode(q, BatchPages(k, v, block_table, lengths), rule)  the next token or two of a batch
+    prefill(q, BatchPages(...), rule, starts)                new tokens behind a cached prefix
     prefill(q, Packed(k, v, starts), rule, starts)           whole texts, K and V of the batch
 
 What a token sees is counted from the end: the last of a sequence's new tokens is the last of its
@@ -34,15 +34,15 @@ import functools
 import torch
 
 from kvd.device import blocks, flash
-from kvd.device.batch import Packed, Pages, Rule, is_latent
+from kvd.device.batch import AttentionRule, BatchPages, Packed, is_latent
 from kvd.device.kernels import Choice, Kernel, Need, choose, machine
 
 __all__ = [
+    "AttentionRule",
+    "BatchPages",
     "Choice",
     "Kernel",
     "Packed",
-    "Pages",
-    "Rule",
     "chosen",
     "decode",
     "is_latent",
@@ -51,20 +51,20 @@ __all__ = [
 ]
 
 
-def need(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Need:
+def need(q: torch.Tensor, kv: BatchPages | Packed, rule: AttentionRule) -> Need:
     """What a kernel must be able to do for these arguments; for ``kernels.choose``."""
     return Need(
         dtype=str(q.dtype).removeprefix("torch."),
         k_dim=kv.k.shape[-1],
         v_dim=kv.v.shape[-1],
-        page_size=kv.page_size if isinstance(kv, Pages) else 0,
+        page_size=kv.page_size if isinstance(kv, BatchPages) else 0,
         is_latent=is_latent(kv),
         has_sinks=rule.sinks is not None,
         has_softcap=rule.softcap is not None,
     )
 
 
-def chosen(q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> Choice:
+def chosen(q: torch.Tensor, kv: BatchPages | Packed, rule: AttentionRule) -> Choice:
     """The kernel for these arguments, and the reason against each better one."""
     return _chosen(q.device, need(q, kv, rule))
 
@@ -76,7 +76,7 @@ def _chosen(device: torch.device, what: Need) -> Choice:
 
 
 def decode(
-    q: torch.Tensor, pages: Pages, rule: Rule, *, kernel: Kernel | None = None
+    q: torch.Tensor, pages: BatchPages, rule: AttentionRule, *, kernel: Kernel | None = None
 ) -> torch.Tensor:
     """Attention of the last ``new_tokens`` tokens of every sequence.
 
@@ -108,8 +108,8 @@ def decode(
 
 def prefill(
     q: torch.Tensor,
-    kv: Pages | Packed,
-    rule: Rule,
+    kv: BatchPages | Packed,
+    rule: AttentionRule,
     starts: torch.Tensor,
     *,
     kernel: Kernel | None = None,
@@ -131,7 +131,7 @@ def prefill(
     """
     _check(q.shape[-2], q.shape[-1], kv, rule)
     batch = starts.shape[0] - 1
-    if isinstance(kv, Pages):
+    if isinstance(kv, BatchPages):
         _same("sequences", batch, kv.block_table.shape[0], kv.lengths.shape[0])
     else:
         _same("sequences", batch, kv.starts.shape[0] - 1)
@@ -141,7 +141,7 @@ def prefill(
     return flash.attend(kernel, flash.Queries(q, starts, flash.longest(starts)), kv, rule)
 
 
-def _check(heads: int, k_dim: int, kv: Pages | Packed, rule: Rule) -> None:
+def _check(heads: int, k_dim: int, kv: BatchPages | Packed, rule: AttentionRule) -> None:
     """Refuse what no kernel could make sense of."""
     _same("elements of a key", k_dim, kv.k.shape[-1])
     _same("KV heads", kv.k.shape[-2], kv.v.shape[-2])

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 
-class Pages(msgspec.Struct, frozen=True, eq=False):
+class BatchPages(msgspec.Struct, frozen=True, eq=False):
     """K and V of a batch in the pages of a pool.
 
     ``k``: (pages, page_size, kv_heads, k_dim), ``v``: (pages, page_size, kv_heads, v_dim), with any
@@ -40,7 +40,7 @@ class Packed(msgspec.Struct, frozen=True, eq=False):
     starts: torch.Tensor
 
 
-class Rule(msgspec.Struct, frozen=True, eq=False):
+class AttentionRule(msgspec.Struct, frozen=True, eq=False):
     """What a token sees of the others, and how it weighs them.
 
     ``scale``: of the product of a query and a key. ``window``: how many tokens are seen, the
@@ -55,7 +55,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     sinks: torch.Tensor | None = None
 
 
-def is_latent(kv: Pages | Packed) -> bool:
+def is_latent(kv: BatchPages | Packed) -> bool:
     """Whether V is a view of the first elements of K."""
     return (
         kv.k.data_ptr() == kv.v.data_ptr()

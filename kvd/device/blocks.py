@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvd.device.batch import Packed, Pages, Rule, is_latent
+from kvd.device.batch import AttentionRule, BatchPages, Packed, is_latent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ for more heads: what comes out for a head shall not depend on which others are c
 class PagedBlocks:
     """Blocks of sequences whose K and V lie in pages: copied into a scratch, by block table."""
 
-    def __init__(self, pages: Pages, dtype: torch.dtype) -> None:
+    def __init__(self, pages: BatchPages, dtype: torch.dtype) -> None:
         size = pages.page_size
         self._table, self._size, self.v_dim = pages.block_table, size, pages.v.shape[-1]
         self._lengths: list[int] = pages.lengths.tolist()
@@ -146,7 +146,9 @@ class _Softmax:
         return self._weighed.div_(self._sum.masked_fill_(self._sum == 0, 1))
 
 
-def attend(q: torch.Tensor, starts: Sequence[int], kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, starts: Sequence[int], kv: BatchPages | Packed, rule: AttentionRule
+) -> torch.Tensor:
     """Attention of packed queries.
 
     Args:
@@ -159,7 +161,7 @@ def attend(q: torch.Tensor, starts: Sequence[int], kv: Pages | Packed, rule: Rul
         (tokens, heads, v_dim) in the dtype of ``q``.
     """
     dtype = q.dtype if q.dtype.itemsize > 2 else torch.float32
-    blocks = PagedBlocks(kv, dtype) if isinstance(kv, Pages) else PackedBlocks(kv, dtype)
+    blocks = PagedBlocks(kv, dtype) if isinstance(kv, BatchPages) else PackedBlocks(kv, dtype)
     out = q.new_empty((*q.shape[:2], kv.v.shape[-1]))
     for sequence in range(len(starts) - 1):
         # The last query is the last token: the position of the query in row r of q is r + ahead.
@@ -179,7 +181,7 @@ def _attended(
     positions: range,
     blocks: PagedBlocks | PackedBlocks,
     sequence: int,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention of a few tokens of one sequence.
 
@@ -212,7 +214,7 @@ def _scored(
     positions: range,
     blocks: PagedBlocks | PackedBlocks,
     sequence: int,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The scores of each block that is seen, and its values, as ``_Softmax`` takes them.
 
@@ -237,7 +239,9 @@ def _scored(
         first = stop
 
 
-def _hidden(queries: range, keys: range, rule: Rule, device: torch.device) -> torch.Tensor | None:
+def _hidden(
+    queries: range, keys: range, rule: AttentionRule, device: torch.device
+) -> torch.Tensor | None:
     """Which of ``keys`` each of ``queries`` does not see: (queries, keys), None if it sees all."""
     ahead = rule.is_causal and keys.stop - 1 > queries.start
     behind = rule.window is not None and keys.start <= queries.stop - 1 - rule.window

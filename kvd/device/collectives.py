@@ -40,7 +40,7 @@ except ImportError:  # its name before torch 2.13
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvd.device.arena import Arena, Block
+    from kvd.device.arena import ArenaBlock, DeviceArena
     from kvd.device.sequence import Sharding
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,7 +111,7 @@ class _Call(NamedTuple):
     """
 
     work: dist.Work
-    block: Block
+    block: ArenaBlock
     received: torch.Tensor
     order: torch.Tensor
     out: torch.Tensor
@@ -127,7 +127,7 @@ class Gather:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, arena: Arena, stream: torch.cuda.Stream | None = None
+        self, group: dist.ProcessGroup, arena: DeviceArena, stream: torch.cuda.Stream | None = None
     ) -> None:
         self.ranks = group.size()
         self.rank = group.rank()
@@ -333,7 +333,7 @@ def _empty(tokens: int, x: torch.Tensor) -> torch.Tensor:
         return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
-def _padded(x: torch.Tensor, block: Block, send_bytes: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, block: ArenaBlock, send_bytes: int) -> torch.Tensor:
     """The bytes of ``x``, with zeros to ``send_bytes``: uint8, (send_bytes,).
 
     In place where no symmetric memory asks for a copy and no row of padding is missing.

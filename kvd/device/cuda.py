@@ -42,14 +42,14 @@ class CudaError(Exception):
         super().__init__(f"{doing}: {name} ({number}): {words}")
 
 
-class Side(enum.Enum):
+class MemorySide(enum.Enum):
     """Whose memory an address is of, as the runtime says."""
 
     HOST = "host"
     DEVICE = "device"
 
 
-class Rows(NamedTuple):
+class CopyRows(NamedTuple):
     """Where equally long stretches of memory begin: at ``address``, then every ``pitch_bytes``."""
 
     address: int
@@ -199,12 +199,12 @@ class Runtime:
         """Give back what ``allocate`` gave."""
         self._call("cudaFree", (address,), f"freeing memory at {address:#x}")
 
-    def side(self, address: int) -> Side:
+    def side(self, address: int) -> MemorySide:
         """Whether the memory at an address is of the host or of a device."""
         content = (ctypes.c_ubyte * _ATTRIBUTES_BYTES)()
         doing = f"asking what lies at {address:#x}"
         self._call("cudaPointerGetAttributes", (content, address), doing)
-        return Side.DEVICE if _INT.from_buffer(content).value in {2, 3} else Side.HOST
+        return MemorySide.DEVICE if _INT.from_buffer(content).value in {2, 3} else MemorySide.HOST
 
     def copy(self, to: int, source: int, size_bytes: int) -> None:
         """Copy bytes between any two of host and devices. ``synchronize`` says that they are there.
@@ -214,7 +214,7 @@ class Runtime:
         doing = f"copying {size_bytes} bytes from {source:#x} to {to:#x}"
         self._call("cudaMemcpy", (to, source, size_bytes, _COPY_DEFAULT), doing)
 
-    def copy_rows(self, to: Rows, source: Rows, row_bytes: int, rows: int) -> None:
+    def copy_rows(self, to: CopyRows, source: CopyRows, row_bytes: int, rows: int) -> None:
         """Copy ``rows`` stretches of ``row_bytes`` each, as ``copy``."""
         if to.pitch_bytes == source.pitch_bytes == row_bytes:
             self.copy(to.address, source.address, rows * row_bytes)

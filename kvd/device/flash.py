@@ -23,7 +23,7 @@ from typing import assert_never
 import msgspec
 import torch
 
-from kvd.device.batch import Packed, Pages, Rule, is_latent
+from kvd.device.batch import AttentionRule, BatchPages, Packed, is_latent
 from kvd.device.kernels import Kernel
 
 
@@ -39,7 +39,9 @@ class Queries(msgspec.Struct, frozen=True, eq=False):
     longest: int
 
 
-def attend(kernel: Kernel, queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def attend(
+    kernel: Kernel, queries: Queries, kv: BatchPages | Packed, rule: AttentionRule
+) -> torch.Tensor:
     """Attention of packed queries by a kernel other than ``Kernel.TORCH``.
 
     Returns:
@@ -60,14 +62,14 @@ def attend(kernel: Kernel, queries: Queries, kv: Pages | Packed, rule: Rule) -> 
             assert_never(kernel)
 
 
-def _flash_4(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def _flash_4(queries: Queries, kv: BatchPages | Packed, rule: AttentionRule) -> torch.Tensor:
     """By ``flash_attn.cute``, compiled when it is first called."""
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
     sinks = None if rule.sinks is None else rule.sinks.to(torch.bfloat16)
     where = (
         {"seqused_k": kv.lengths, "page_table": kv.block_table}
-        if isinstance(kv, Pages)
+        if isinstance(kv, BatchPages)
         else {"cu_seqlens_k": kv.starts}
     )
     return _first(
@@ -86,7 +88,7 @@ def _flash_4(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
     )
 
 
-def _flash_3(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def _flash_3(queries: Queries, kv: BatchPages | Packed, rule: AttentionRule) -> torch.Tensor:
     """By ``flash_attn_interface``; only its call for caches takes a page table."""
     import flash_attn_interface  # noqa: PLC0415 - optional
 
@@ -121,12 +123,12 @@ def _flash_3(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
     )
 
 
-def _flash_2(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def _flash_2(queries: Queries, kv: BatchPages | Packed, rule: AttentionRule) -> torch.Tensor:
     """By ``flash_attn``, which wants the ends of sequences in pages as a running sum."""
     from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
     ends, table = (
-        (_running(kv.lengths), kv.block_table) if isinstance(kv, Pages) else (kv.starts, None)
+        (_running(kv.lengths), kv.block_table) if isinstance(kv, BatchPages) else (kv.starts, None)
     )
     return _first(
         flash_attn_varlen_func(
@@ -146,12 +148,14 @@ def _flash_2(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
     )
 
 
-def _varlen(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def _varlen(queries: Queries, kv: BatchPages | Packed, rule: AttentionRule) -> torch.Tensor:
     """By the flash-attn that torch was built with; causal is a window without an end before."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch since 2.10 has it
 
     starts, lengths, table = (
-        (None, kv.lengths, kv.block_table) if isinstance(kv, Pages) else (kv.starts, None, None)
+        (None, kv.lengths, kv.block_table)
+        if isinstance(kv, BatchPages)
+        else (kv.starts, None, None)
     )
     return _first(
         varlen_attn(
@@ -171,7 +175,7 @@ def _varlen(queries: Queries, kv: Pages | Packed, rule: Rule) -> torch.Tensor:
     )
 
 
-def _operands(q: torch.Tensor, kv: Pages | Packed) -> dict[str, torch.Tensor]:
+def _operands(q: torch.Tensor, kv: BatchPages | Packed) -> dict[str, torch.Tensor]:
     """``q``, ``k``, ``v``, and of latents ``qv``."""
     if not is_latent(kv):
         return {"q": q, "k": kv.k, "v": kv.v}
@@ -184,14 +188,14 @@ def _operands(q: torch.Tensor, kv: Pages | Packed) -> dict[str, torch.Tensor]:
     }
 
 
-def _window(rule: Rule) -> tuple[int, int]:
+def _window(rule: AttentionRule) -> tuple[int, int]:
     """As flash-attn 2 and 3 and torch give it: -1 is no end."""
     return (-1, -1) if rule.window is None else (rule.window - 1, 0)
 
 
-def _longest(kv: Pages | Packed) -> int:
+def _longest(kv: BatchPages | Packed) -> int:
     """Tokens of K and V of one sequence, at most; of packed ones the device is asked."""
-    if isinstance(kv, Pages):
+    if isinstance(kv, BatchPages):
         return kv.block_table.shape[1] * kv.page_size
     return longest(kv.starts)
 

@@ -21,31 +21,31 @@ ALIGNMENT = 256
 """Bytes: what device allocators align to, and a multiple of every element's size."""
 
 
-class Span(NamedTuple):
+class RingSpan(NamedTuple):
     """Bytes ``[start, end)``."""
 
     start: int
     end: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: RingSpan) -> bool:
         """Whether a byte is in both."""
         return self.start < other.end and other.start < self.end
 
 
-class Ring:
+class SpanRing:
     """``capacity`` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._next = 0
 
-    def take(self, size: int) -> Span | None:
+    def take(self, size: int) -> RingSpan | None:
         """The next block of ``size`` bytes; None if it is larger than all of the memory."""
         if size > self.capacity:
             return None
         start = self._next if self._next + size <= self.capacity else 0
         self._next = aligned(start + size)
-        return Span(start, start + size)
+        return RingSpan(start, start + size)
 
 
 def aligned(size: int) -> int:

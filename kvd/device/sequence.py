@@ -42,7 +42,7 @@ class Split(enum.Enum):
     """The batch as one row of tokens, cut evenly. Goes for every batch."""
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """The logical rows ``first, first + step, ...``, so many of them."""
 
     first: int
@@ -74,7 +74,7 @@ class Sharding(msgspec.Struct, frozen=True):
         """Rows that each rank brings to a gather, padding included."""
         return max(self.counts)
 
-    def stretches(self, rank: int) -> tuple[Stretch, ...]:
+    def stretches(self, rank: int) -> tuple[RowRange, ...]:
         """What ``rank`` has, in the order in which it keeps it."""
         match self.split:
             case Split.ZIGZAG:
@@ -104,18 +104,18 @@ class Sharding(msgspec.Struct, frozen=True):
             order[rows] = rank * max_len + np.arange(rows.size)
         return order
 
-    def _zigzag(self, rank: int) -> Iterator[Stretch]:
+    def _zigzag(self, rank: int) -> Iterator[RowRange]:
         begin = 0
         for length in self.lengths:
             for block in (rank, 2 * self.ranks - 1 - rank):
                 first, size, step = _block(length, 2 * self.ranks, block)
-                yield Stretch(begin + first, size, step)
+                yield RowRange(begin + first, size, step)
             begin += length
 
-    def _interleaved(self, rank: int) -> Iterator[Stretch]:
+    def _interleaved(self, rank: int) -> Iterator[RowRange]:
         begin = 0
         for length in self.lengths:
-            yield Stretch(begin + rank, len(range(rank, length, self.ranks)), self.ranks)
+            yield RowRange(begin + rank, len(range(rank, length, self.ranks)), self.ranks)
             begin += length
 
 
@@ -152,7 +152,7 @@ def shard(split: Split, lengths: Sequence[int], ranks: int) -> Sharding:
     return Sharding(applied, tuple(lengths), ranks)
 
 
-def _block(rows: int, blocks: int, block: int) -> Stretch:
+def _block(rows: int, blocks: int, block: int) -> RowRange:
     """One of ``blocks`` neighbours of equal size; the first ``rows % blocks`` have one more."""
     each, more = divmod(rows, blocks)
-    return Stretch(block * each + min(block, more), each + (block < more), 1)
+    return RowRange(block * each + min(block, more), each + (block < more), 1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from kvd.device.arena import Arena, plain_arena
+from kvd.device.arena import DeviceArena, plain_arena
 from kvd.device.collectives import Disagreement, agree
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ WINDOW_BYTES = 4 * 2**30
 """Of each rank. A layer of 128k tokens with 8 heads of 128 in bf16 is 256 MiB on every rank."""
 
 
-class Windows(Protocol):
+class SymmetricWindows(Protocol):
     """How symmetric memory is had."""
 
     def are_available(self, device: torch.device, group: ProcessGroup) -> bool:
@@ -76,8 +76,8 @@ def open_arena(
     device: torch.device,
     *,
     window_bytes: int = WINDOW_BYTES,
-    windows: Windows | None = None,
-) -> Arena:
+    windows: SymmetricWindows | None = None,
+) -> DeviceArena:
     """An arena for the gathers of a group, with a window if there can be one.
 
     To be called by all ranks with the same size. Without a collective if the size is 0, for one
@@ -104,4 +104,4 @@ def open_arena(
         return plain_arena(device)
     if memory.numel():
         windows.register(memory, group)
-    return Arena(memory)
+    return DeviceArena(memory)

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvd.journal.checked_words import sealed, unsealed
 from kvd.journal.layout import LEASE_SLOTS, LEASE_WORDS, NO_SLOT
-from kvd.journal.words import sealed, unsealed
 
 if TYPE_CHECKING:
     from kvd.journal.layout import Journal, Store
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _KEY: Final = struct.Struct("<QQQ")
 
 
-class Claim(msgspec.Struct, frozen=True):
+class LeaseClaim(msgspec.Struct, frozen=True):
     """A lease as it was noted; ``anchor`` is -1 where that word is damaged."""
 
     lease: int
@@ -42,10 +42,10 @@ def claim_word(lease: int, slot: int) -> int:
     return (lease << 16) | slot
 
 
-def read_claims(journal: Journal) -> tuple[dict[int, Claim], int]:
+def read_claims(journal: Journal) -> tuple[dict[int, LeaseClaim], int]:
     """The leases by slot, and how many slots are damaged."""
     leases = journal.leases
-    found: dict[int, Claim] = {}
+    found: dict[int, LeaseClaim] = {}
     n_damaged = 0
     for slot in np.flatnonzero(np.asarray(leases)[::LEASE_WORDS]).tolist():
         at = slot * LEASE_WORDS
@@ -56,14 +56,14 @@ def read_claims(journal: Journal) -> tuple[dict[int, Claim], int]:
         page = unsealed(anchor, lease)
         is_page = page is not None and page < journal.sizes.pages
         n_damaged += not is_page
-        found[slot] = Claim(lease, session, page if page is not None and is_page else -1)
+        found[slot] = LeaseClaim(lease, session, page if page is not None and is_page else -1)
     return found, n_damaged
 
 
-class Claims:
+class LeaseClaims:
     """Who writes the slots of leases. ``n_unkept``: leases that found none."""
 
-    def __init__(self, journal: Journal, store: Store, known: dict[int, Claim]) -> None:
+    def __init__(self, journal: Journal, store: Store, known: dict[int, LeaseClaim]) -> None:
         self._leases = journal.leases
         self._store = store
         self.slots = {claim.lease: slot for slot, claim in known.items()}
@@ -101,7 +101,7 @@ class Claims:
             self._store(self._leases, slot * LEASE_WORDS, 0)
             self._free.append(slot)
 
-    def drop_but(self, known: dict[int, Claim]) -> None:
+    def drop_but(self, known: dict[int, LeaseClaim]) -> None:
         """Clear every slot but these."""
         for slot in np.flatnonzero(np.asarray(self._leases)[::LEASE_WORDS]).tolist():
             if slot not in known:

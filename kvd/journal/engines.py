@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvd.journal.checked_words import WORD_BYTES, sealed, unsealed
 from kvd.journal.layout import ENGINE_BYTES, ENGINE_SLOTS, NAME_BYTES, PROCESSES
-from kvd.journal.words import WORD_BYTES, sealed, unsealed
 
 if TYPE_CHECKING:
     from kvd.journal.layout import Journal, Store
@@ -40,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     start_ticks: int = 0
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineRecord(msgspec.Struct, frozen=True):
     """A session as it was noted."""
 
     session: int
@@ -53,10 +53,10 @@ def _check(session: int, token: bytes, name: bytes) -> int:
     return xxhash.xxh3_64_intdigest(session.to_bytes(WORD_BYTES, "little") + token + name)
 
 
-def read_engines(journal: Journal) -> tuple[dict[int, Engine], int]:
+def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
     """The engines by slot, and how many slots are damaged."""
     words, whole = journal.engines, journal.whole
-    found: dict[int, Engine] = {}
+    found: dict[int, EngineRecord] = {}
     n_damaged = 0
     for slot in np.flatnonzero(np.asarray(words)[::_WORDS]).tolist():
         at, start = slot * _WORDS, journal.sizes.engines_at + slot * ENGINE_BYTES
@@ -72,26 +72,29 @@ def read_engines(journal: Journal) -> tuple[dict[int, Engine], int]:
             pid = unsealed(word, session ^ start_ticks) if word else None
             if pid is not None:
                 processes.append(Process(pid, start_ticks))
-        found[slot] = Engine(session, token, name.decode(errors="replace"), tuple(processes))
+        found[slot] = EngineRecord(
+            session=session,
+            token=token,
+            name=name.decode(errors="replace"),
+            processes=tuple(processes),
+        )
     return found, n_damaged
 
 
-class Engines:
-    """Who writes the slots of engines. ``n_unkept``: engines and processes that found none."""
+class EngineRecords:
+    """Who writes the slots of engines."""
 
-    def __init__(self, journal: Journal, store: Store, known: dict[int, Engine]) -> None:
+    def __init__(self, journal: Journal, store: Store, known: dict[int, EngineRecord]) -> None:
         self._words = journal.engines
         self._whole = journal.whole
         self._base = journal.sizes.engines_at
         self._store = store
         self.slots = {engine.session: slot for slot, engine in known.items()}
         self._free = [slot for slot in range(ENGINE_SLOTS) if slot not in known][::-1]
-        self.n_unkept = 0
 
     def open(self, session: int, token: bytes, name: str, process: Process) -> None:
         """A session of one process; ``token`` has 16 bytes."""
         if session in self.slots or not self._free:
-            self.n_unkept += session not in self.slots
             return
         slot = self.slots[session] = self._free.pop()
         said = name.encode()[:NAME_BYTES].decode(errors="ignore").encode()
@@ -127,7 +130,7 @@ class Engines:
             self._store(self._words, slot * _WORDS, 0)
             self._free.append(slot)
 
-    def drop_but(self, known: dict[int, Engine]) -> None:
+    def drop_but(self, known: dict[int, EngineRecord]) -> None:
         """Clear every slot but these."""
         for slot in np.flatnonzero(np.asarray(self._words)[::_WORDS]).tolist():
             if slot not in known:
@@ -142,7 +145,6 @@ class Engines:
         if at is None:
             # One that is not noted must not be forgotten: an engine with a process that nobody
             # knows is never found dead.
-            self.n_unkept += 1
             at, process = places[-1], Process(0)
         # The proof last: without it the place is empty.
         self._store(self._words, at + 1, 0)

@@ -42,7 +42,7 @@ class Identity(msgspec.Struct, frozen=True):
     memory: bytes = bytes(16)
 
 
-class Flaw(enum.Enum):
+class IdentityFlaw(enum.Enum):
     """Why a journal is not taken over."""
 
     BLANK = "blank"
@@ -55,10 +55,10 @@ class Flaw(enum.Enum):
     MEMORY = "memory"
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedJournal(msgspec.Struct, frozen=True):
     """A journal that is not ours to read; ``why`` has the numbers."""
 
-    flaw: Flaw
+    flaw: IdentityFlaw
     why: str
 
 
@@ -76,7 +76,13 @@ def identity_of(spec: PoolSpec, node: str, memory: bytes = bytes(16)) -> Identit
     if not can_keep(spec):
         raise ValueError(f"pools of family {spec.family} have no journal yet")
     layout = hashlib.sha256(f"{spec.name}\0{spec.family}\0{fingerprint(spec)}".encode()).digest()
-    return Identity(layout, spec.pages[0], spec.components[0].page_size, node, memory)
+    return Identity(
+        layout=layout,
+        pages=spec.pages[0],
+        page_size=spec.components[0].page_size,
+        node=node,
+        memory=memory,
+    )
 
 
 def head_of(identity: Identity) -> bytes:
@@ -85,40 +91,48 @@ def head_of(identity: Identity) -> bytes:
     return said + _CHECK.pack(xxhash.xxh3_64_intdigest(said))
 
 
-def flaw_of(head: bytes, ours: Identity) -> Refused | None:
+def flaw_of(head: bytes, ours: Identity) -> RefusedJournal | None:
     """Why the journal with this head is not ours; None where it is."""
     magic, version, head_bytes, pages, page_size, layout, memory, node = _HEAD.unpack_from(head)
     (check,) = _CHECK.unpack_from(head, _HEAD.size)
     is_whole = head_bytes == HEAD_BYTES and check == xxhash.xxh3_64_intdigest(head[: _HEAD.size])
     name = node.rstrip(b"\0").decode(errors="replace")
     rules = (
-        (any(head), Flaw.BLANK, "it has never been written"),
-        (magic == MAGIC, Flaw.FOREIGN, f"it begins with {magic!r}, a journal with {MAGIC!r}"),
+        (any(head), IdentityFlaw.BLANK, "it has never been written"),
+        (
+            magic == MAGIC,
+            IdentityFlaw.FOREIGN,
+            f"it begins with {magic!r}, a journal with {MAGIC!r}",
+        ),
         (
             version == VERSION,
-            Flaw.VERSION,
+            IdentityFlaw.VERSION,
             f"it has version {version}, this program writes {VERSION}",
         ),
-        (is_whole, Flaw.TORN, "its head is damaged"),
+        (is_whole, IdentityFlaw.TORN, "its head is damaged"),
         (
             (pages, page_size) == (ours.pages, ours.page_size),
-            Flaw.RESIZED,
+            IdentityFlaw.RESIZED,
             f"it is of {pages} pages of {page_size} tokens, the pool has {ours.pages} of "
             f"{ours.page_size}",
         ),
         (
             layout == ours.layout,
-            Flaw.LAYOUT,
+            IdentityFlaw.LAYOUT,
             "it is of a pool whose pages are laid out in another way",
         ),
-        (node == _padded(ours.node), Flaw.NODE, f"it is of node {name!r}, this is {ours.node!r}"),
+        (
+            node == _padded(ours.node),
+            IdentityFlaw.NODE,
+            f"it is of node {name!r}, this is {ours.node!r}",
+        ),
         (
             memory == ours.memory,
-            Flaw.MEMORY,
+            IdentityFlaw.MEMORY,
             f"it is of memory {memory.hex()}, the pool's is {ours.memory.hex()}",
         ),
     )
-    return next((Refused(flaw, why) for is_kept, flaw, why in rules if not is_kept), None)
+    return next((RefusedJournal(flaw, why) for is_kept, flaw, why in rules if not is_kept), None)
 
 
 def _packed(identity: Identity, version: int) -> bytes:

@@ -18,18 +18,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvd.journal.checked_words import WORD_BYTES, row_checks, sealed, unsealed, weights
 from kvd.journal.identity import (
     HEAD_BYTES,
     MAGIC,
     STATIC_BYTES,
-    Flaw,
     Identity,
-    Refused,
+    IdentityFlaw,
+    RefusedJournal,
     flaw_of,
     head_of,
 )
-from kvd.journal.words import WORD_BYTES, row_checks, sealed, unsealed, weights
-from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from kvd.journal.words import Words
+    from kvd.journal.checked_words import Words
 
     Store = Callable[[Any, Any, Any], None]
     """``store(array, where, what)``: every store into a journal is one call of it. Any, because
@@ -173,21 +172,25 @@ def make_journal(buffer: Buffer, identity: Identity, store: Store = operator.set
     return journal
 
 
-def open_journal(buffer: Buffer, identity: Identity) -> Journal | Refused:
+def open_journal(buffer: Buffer, identity: Identity) -> Journal | RefusedJournal:
     """The journal that the buffer holds, or why it is not that of ``identity``."""
     whole = memoryview(buffer).cast("B")
     if len(whole) < HEAD_BYTES:
-        return Refused(Flaw.FOREIGN, f"it has {len(whole)} bytes, a head alone {HEAD_BYTES}")
+        return RefusedJournal(
+            IdentityFlaw.FOREIGN, f"it has {len(whole)} bytes, a head alone {HEAD_BYTES}"
+        )
     refused = flaw_of(bytes(whole[:STATIC_BYTES]), identity)
     if refused is not None:
         return refused
     needed = size_bytes(identity.pages, identity.page_size)
     if len(whole) < needed:
-        return Refused(Flaw.RESIZED, f"it has {len(whole)} bytes, its head says {needed}")
+        return RefusedJournal(
+            IdentityFlaw.RESIZED, f"it has {len(whole)} bytes, its head says {needed}"
+        )
     journal = Journal(whole, identity)
     for which in (GENERATION, LAST_LEASE, LAST_SESSION, PID_NAMESPACE):
         if unsealed(journal.head[which], which) is None:
-            return Refused(Flaw.TORN, "a counter of its head is damaged")
+            return RefusedJournal(IdentityFlaw.TORN, "a counter of its head is damaged")
     return journal
 
 
@@ -199,11 +202,6 @@ def ids_of(pages: bytes) -> NDArray[np.intp]:
 def page_bytes_of(ids: NDArray[np.intp]) -> bytes:
     """The opposite of ``ids_of``."""
     return ids.astype("<i4").tobytes()
-
-
-def n_ids(pages: bytes) -> int:
-    """How many ids they are."""
-    return len(pages) // ID_BYTES
 
 
 def _aligned(offset: int) -> int:

@@ -1,6 +1,6 @@
 """What a journal proves: read once, by the process that comes after, before anybody writes it.
 
-    reading = Reading(journal, Verify.SAMPLED)
+    reading = Reading(journal, VerifyDepth.SAMPLED)
     while pages := reading.to_sum():
         reading.summed(pages, sums)          what the transfer process says of them
     found = reading.found()                  for the core
@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 
 from kvd.core.inputs import Branch, FormerLease, FormerSession
+from kvd.journal.checked_words import PENDING, PROVEN, are_pending, mixed_all
 from kvd.journal.claims import claim_word, read_claims
 from kvd.journal.engines import Process, read_engines
-from kvd.journal.forest import Columns, Forest, Grown, reachable
 from kvd.journal.layout import (
     GENERATION,
     LAST_LEASE,
@@ -37,22 +37,22 @@ from kvd.journal.layout import (
     ids_of,
     page_bytes_of,
 )
-from kvd.journal.spaces import digests_of, read_spaces
-from kvd.journal.words import PENDING, PROVEN, are_pending, mixed_all
-from kvd.journal.writer import Known, Writer
+from kvd.journal.namespaces import digests_of, read_namespaces
+from kvd.journal.page_rows import Columns, GrownRows, RowForest, reachable
+from kvd.journal.writer import JournalWriter, Known
 from kvd.types import NO_TOKENS, Pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvd.journal.claims import Claim
+    from kvd.journal.claims import LeaseClaim
     from kvd.journal.layout import Journal, Store
 
 SAMPLE_ONE_IN = 16
 """Of the pages between the first and the last of a branch."""
 
 
-class Verify(enum.Enum):
+class VerifyDepth(enum.Enum):
     """Which of the pages that could be kept are summed first."""
 
     ALL = "all"
@@ -60,7 +60,7 @@ class Verify(enum.Enum):
     NONE = "none"
 
 
-class Dropped(msgspec.Struct, frozen=True):
+class DroppedPages(msgspec.Struct, frozen=True):
     """What was noted and is not kept, by reason; pages, but for the last three.
 
     ``cut_off_pages`` are good in themselves, yet one before them in their sequence is not kept.
@@ -76,7 +76,7 @@ class Dropped(msgspec.Struct, frozen=True):
     orphaned_leases: int = 0
 
 
-class FormerEngine(msgspec.Struct, frozen=True):
+class FoundEngine(msgspec.Struct, frozen=True):
     """An engine of before the restart, as the core takes it, and how it proves that it is it."""
 
     session: FormerSession
@@ -84,7 +84,7 @@ class FormerEngine(msgspec.Struct, frozen=True):
     processes: tuple[Process, ...]
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundJournal(msgspec.Struct, frozen=True):
     """What the pool held and was proven; ``inputs.Adopted`` and the attach socket take it over.
 
     ``generation`` is that which comes now.
@@ -92,23 +92,23 @@ class Found(msgspec.Struct, frozen=True):
 
     generation: int
     branches: tuple[Branch, ...]
-    engines: tuple[FormerEngine, ...]
+    engines: tuple[FoundEngine, ...]
     unproven: Pages
     last_lease: int
     last_session: int
     pid_namespace: int
     kept_pages: int
     summed_pages: int
-    dropped: Dropped
+    dropped: DroppedPages
 
 
 class Reading:
     """One journal as it was when the process before ended."""
 
-    def __init__(self, journal: Journal, verify: Verify) -> None:
+    def __init__(self, journal: Journal, verify: VerifyDepth) -> None:
         self._journal = journal
         self._verify = verify
-        self._spaces = read_spaces(journal)
+        self._spaces = read_namespaces(journal)
         self._claims, self._n_damaged_leases = read_claims(journal)
         self._engines, self._n_damaged_engines = read_engines(journal)
         words = self._words = journal.words.copy()
@@ -129,11 +129,11 @@ class Reading:
 
     def to_sum(self) -> Pages:
         """The pages that are to be summed before more can be said; none when that is all."""
-        if self._verify is Verify.NONE:
+        if self._verify is VerifyDepth.NONE:
             return Pages(b"")
         wanted = self._kept & ~self._is_summed
-        if self._verify is Verify.SAMPLED:
-            forest = Forest(self._columns, self._kept)
+        if self._verify is VerifyDepth.SAMPLED:
+            forest = RowForest(self._columns, self._kept)
             wanted &= forest.is_first | forest.is_last | self._is_picked()
         return Pages(page_bytes_of(np.flatnonzero(wanted)))
 
@@ -153,7 +153,7 @@ class Reading:
         bad = ids[self._journal.rows8[ids, SUM_8] != np.frombuffer(sums, "<u8")]
         self._is_summed[ids] = True
         if bad.size:
-            self._verify = Verify.ALL
+            self._verify = VerifyDepth.ALL
             self._n_bad += bad.size
             self._good[bad] = False
             before = int(np.count_nonzero(self._kept))
@@ -164,12 +164,12 @@ class Reading:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def found(self) -> Found:
+    def found(self) -> FoundJournal:
         """What was proven, when ``to_sum`` has no more."""
-        grown = Forest(self._columns, self._kept).branches(self._journal, self._spaces)
+        grown = RowForest(self._columns, self._kept).branches(self._journal, self._spaces)
         journal = self._journal
         known = self._known_claims()
-        return Found(
+        return FoundJournal(
             generation=journal.counter(GENERATION) + 1,
             branches=grown.branches,
             engines=self._former(known, grown),
@@ -179,7 +179,7 @@ class Reading:
             pid_namespace=journal.counter(PID_NAMESPACE),
             kept_pages=int(np.count_nonzero(self._kept)),
             summed_pages=int(np.count_nonzero(self._is_summed)),
-            dropped=Dropped(
+            dropped=DroppedPages(
                 damaged_pages=self._n_damaged,
                 cut_off_pages=self._n_cut_off,
                 unsummed_pages=int(np.count_nonzero(are_pending(self._words))),
@@ -190,14 +190,14 @@ class Reading:
             ),
         )
 
-    def carry_on(self, store: Store = operator.setitem) -> Writer:
+    def carry_on(self, store: Store = operator.setitem) -> JournalWriter:
         """The writer of the next generation; what is not kept is noted as such first.
 
         Pages that are ``unproven`` stay noted so, until they are noted as freed.
         """
         known = self._known_claims()
         journal = self._journal
-        writer = Writer(journal, Known(known, self._engines, self._spaces), store)
+        writer = JournalWriter(journal, Known(known, self._engines, self._spaces), store)
         writer.forget(self._unproven(known))
         writer.drop_slots_but(known, self._engines)
         seen: dict[int, int] = {}
@@ -207,12 +207,12 @@ class Reading:
                 writer.move(claim.lease, kept)
         return writer
 
-    def _known_claims(self) -> dict[int, Claim]:
+    def _known_claims(self) -> dict[int, LeaseClaim]:
         """The leases of engines that are known, by slot."""
         sessions = {engine.session for engine in self._engines.values()}
         return {slot: claim for slot, claim in self._claims.items() if claim.session in sessions}
 
-    def _own_pages(self, known: dict[int, Claim]) -> dict[int, NDArray[np.intp]]:
+    def _own_pages(self, known: dict[int, LeaseClaim]) -> dict[int, NDArray[np.intp]]:
         """The pages that are the own of each lease, by lease."""
         words = self._words
         ids = np.flatnonzero((words != 0) & (words < np.uint64(PENDING)))
@@ -227,14 +227,14 @@ class Reading:
             for slot, claim in known.items()
         }
 
-    def _unproven(self, known: dict[int, Claim]) -> Pages:
+    def _unproven(self, known: dict[int, LeaseClaim]) -> Pages:
         """Every page that was somebody's and is neither kept nor a known lease's own."""
         rest = (self._words != 0) & ~self._kept
         for own in self._own_pages(known).values():
             rest[own] = False
         return Pages(page_bytes_of(np.flatnonzero(rest)))
 
-    def _former(self, known: dict[int, Claim], grown: Grown) -> tuple[FormerEngine, ...]:
+    def _former(self, known: dict[int, LeaseClaim], grown: GrownRows) -> tuple[FoundEngine, ...]:
         own = self._own_pages(known)
         leases: dict[int, list[FormerLease]] = {}
         anchors: dict[int, int] = {}
@@ -242,15 +242,15 @@ class Reading:
             anchor = self._kept_part(claim.anchor, anchors)
             namespace, prefix = grown.path_to(anchor) if anchor > 0 else ("", NO_TOKENS)
             held = Pages(page_bytes_of(own[claim.lease]))
-            former = FormerLease(claim.lease, namespace, prefix, held)
+            former = FormerLease(id=claim.lease, namespace=namespace, prefix=prefix, held=held)
             leases.setdefault(claim.session, []).append(former)
         return tuple(
-            FormerEngine(
+            FoundEngine(
                 FormerSession(
-                    engine.session,
-                    engine.name,
-                    tuple(process.pid for process in engine.processes),
-                    tuple(leases.get(engine.session, ())),
+                    id=engine.session,
+                    name=engine.name,
+                    pids=tuple(process.pid for process in engine.processes),
+                    leases=tuple(leases.get(engine.session, ())),
                 ),
                 engine.token,
                 engine.processes,

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from kvd.journal.claims import Claim, Claims, claim_word
-from kvd.journal.engines import Engine, Engines, Process
+from kvd.journal.checked_words import PENDING, WORD_BYTES, are_pending, sealed
+from kvd.journal.claims import LeaseClaim, LeaseClaims, claim_word
+from kvd.journal.engines import EngineRecord, EngineRecords, Process
 from kvd.journal.layout import (
     BEFORE,
     BEFORE_SERIAL_8,
@@ -36,16 +37,15 @@ from kvd.journal.layout import (
     ids_of,
     page_bytes_of,
 )
-from kvd.journal.spaces import Spaces
-from kvd.journal.words import PENDING, WORD_BYTES, are_pending, sealed
+from kvd.journal.namespaces import NamespaceSlots
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
+    from kvd.journal.checked_words import Words
     from kvd.journal.layout import Journal, Store
-    from kvd.journal.words import Words
 
 FEW: Final = 4
 """Up to so many pages are stored one by one."""
@@ -60,8 +60,8 @@ _ROW: Final = struct.Struct("<IIIIQQQQ")
 class Known(msgspec.Struct, frozen=True):
     """What a journal says that is carried on, by slot."""
 
-    claims: dict[int, Claim] = {}
-    engines: dict[int, Engine] = {}
+    claims: dict[int, LeaseClaim] = {}
+    engines: dict[int, EngineRecord] = {}
     spaces: dict[int, str] = {}
 
 
@@ -83,7 +83,7 @@ class _Block:
         )
 
 
-class Writer:
+class JournalWriter:
     """Writes one journal, as the next generation of it.
 
     Args:
@@ -102,9 +102,9 @@ class Writer:
         self._word = journal.words_view
         self._rows = journal.rows
         self._row_words = journal.sizes.row_words
-        self._claims = Claims(journal, store, known.claims)
-        self._engines = Engines(journal, store, known.engines)
-        self._spaces = Spaces(journal, store, known.spaces)
+        self._claims = LeaseClaims(journal, store, known.claims)
+        self._engines = EngineRecords(journal, store, known.engines)
+        self._spaces = NamespaceSlots(journal, store, known.spaces)
         self.generation = journal.counter(GENERATION) + 1
         store(journal.head, GENERATION, sealed(self.generation, GENERATION))
         self._last_lease = journal.counter(LAST_LEASE)
@@ -121,11 +121,6 @@ class Writer:
     def n_unkept_leases(self) -> int:
         """Leases that found no slot, so that their path is not kept for them."""
         return self._claims.n_unkept
-
-    @property
-    def n_unkept_engines(self) -> int:
-        """Engines and processes that found no slot."""
-        return self._engines.n_unkept
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -170,7 +165,9 @@ class Writer:
         """The lease keeps up to ``anchor`` now."""
         self._claims.move(lease, anchor)
 
-    def drop_slots_but(self, claims: dict[int, Claim], engines: dict[int, Engine]) -> None:
+    def drop_slots_but(
+        self, claims: dict[int, LeaseClaim], engines: dict[int, EngineRecord]
+    ) -> None:
         """Clear the slots of leases and engines of before that are not carried on."""
         self._claims.drop_but(claims)
         self._engines.drop_but(engines)

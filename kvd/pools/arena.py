@@ -2,7 +2,7 @@
 
 What lives here: making, sealing and closing a memfd. What must not: what lies in it (``geometry``),
 who maps it (the transfer process and engines do; the daemon itself never maps pages), files with a
-name (``shelf``).
+name (``file_memory``).
 
 A memfd has no name, so nothing leaks when everybody has died; its seals refuse truncation, so no
 holder of the descriptor can make another's access fault. ``posix_fallocate`` gives it its pages

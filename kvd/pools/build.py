@@ -61,7 +61,13 @@ class Region(msgspec.Struct, frozen=True):
 
     def placed(self, arena: Arena | OnDevice) -> Placed:
         """The region in its memory."""
-        return Placed(self.name, self.geometry, arena, self.is_pool, self.is_registered)
+        return Placed(
+            name=self.name,
+            geometry=self.geometry,
+            arena=arena,
+            is_pool=self.is_pool,
+            is_registered=self.is_registered,
+        )
 
 
 def build_pool(spec: PoolSpec) -> list[Placed]:

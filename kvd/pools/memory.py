@@ -25,24 +25,24 @@ from kvd.pools.build import (
     saved_regions,
     sizes,
 )
+from kvd.pools.file_memory import open_directory
 from kvd.pools.host_memory import Free, free_memory
-from kvd.pools.keeper import JOURNAL, MISSING, PREFIX, Keeper, Unfit
-from kvd.pools.place import Backing
-from kvd.pools.shelf import open_shelf
-from kvd.pools.store import Store, Unkept
+from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
+from kvd.pools.location import Backing
+from kvd.pools.memfd_memory import StoredMemory, UnkeptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvd.core.layout.spec import PoolSpec
-    from kvd.pools.place import Place
+    from kvd.pools.location import PoolLocation
 
 
 WAIT_S: Final = 3.0
 """A killed daemon's transfer process ends within milliseconds; three seconds is somebody alive."""
 
 
-class Origin(enum.Enum):
+class MemoryOrigin(enum.Enum):
     """Where the memory of a pool came from."""
 
     FOUND = "found"
@@ -53,11 +53,11 @@ class Origin(enum.Enum):
 
 def open_memory(
     spec: PoolSpec,
-    place: Place,
+    place: PoolLocation,
     journal_bytes: int,
     given: Mapping[str, int] | None = None,
     advance: Callable[[int], None] = lambda _size_bytes: None,
-) -> Memory:
+) -> DaemonMemory:
     """Find the memory of a pool where ``place`` keeps it, or make it there.
 
     Args:
@@ -77,7 +77,7 @@ def open_memory(
             to it; the message says what to do.
     """
     keeper = _keeper(place, given)
-    memory = Memory(spec, keeper, _journal_bytes(place, journal_bytes), advance)
+    memory = DaemonMemory(spec, keeper, _journal_bytes(place, journal_bytes), advance)
     try:
         memory.obtain()
     except BaseException:
@@ -91,12 +91,12 @@ def kept_names(spec: PoolSpec) -> tuple[str, ...]:
     return (*(PREFIX + one.name for one in pool_regions(spec)), JOURNAL)
 
 
-def _keeper(place: Place, given: Mapping[str, int] | None) -> Keeper:
+def _keeper(place: PoolLocation, given: Mapping[str, int] | None) -> KeptMemory:
     match place.backing:
         case Backing.ANON:
-            return Unkept()
+            return UnkeptMemory()
         case Backing.SHM | Backing.HUGETLBFS:
-            return open_shelf(place, wait_s=WAIT_S)
+            return open_directory(place, wait_s=WAIT_S)
         case Backing.FDSTORE:
             if given is None:
                 raise NotReserved(
@@ -104,15 +104,15 @@ def _keeper(place: Place, given: Mapping[str, int] | None) -> Keeper:
                     "and systemd did not start this one with a store (NOTIFY_SOCKET is not set): "
                     "start it as a unit with FileDescriptorStoreMax=, or set pool.backing = 'shm'"
                 )
-            return Store(given)
+            return StoredMemory(given)
 
 
-def _journal_bytes(place: Place, journal_bytes: int) -> int:
+def _journal_bytes(place: PoolLocation, journal_bytes: int) -> int:
     """Nobody reads the journal of memory that ends with its daemon."""
     return 0 if place.backing is Backing.ANON else journal_bytes
 
 
-class Memory:
+class DaemonMemory:
     """The arenas of a pool and of its journal, open until ``close``.
 
     Attributes:
@@ -130,7 +130,7 @@ class Memory:
     def __init__(
         self,
         spec: PoolSpec,
-        keeper: Keeper,
+        keeper: KeptMemory,
         journal_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
@@ -146,7 +146,7 @@ class Memory:
             self._sizes[JOURNAL] = journal_bytes
         self._arenas: dict[str, Arena] = {}
         self._saved_placed: list[Placed] = []
-        self.origin = Origin.MADE
+        self.origin = MemoryOrigin.MADE
         self.reason = ""
 
     @property
@@ -203,7 +203,7 @@ class Memory:
         else:
             self._keeper.clear(keep=frozenset(self._sizes))
             check_free(self._saved_sizes())
-            self.origin = Origin.FOUND
+            self.origin = MemoryOrigin.FOUND
             self.reason = f"found {self._keeper.where}"
         self._saved_placed = reserve_all(self._spec, self._saved, self._advance)
 
@@ -224,15 +224,15 @@ class Memory:
             place.arena.close()
         self._keeper.close()
 
-    def _find(self) -> dict[str, Unfit]:
+    def _find(self) -> dict[str, UnfitMemory]:
         """Take what fits; what does not, by name."""
-        unfit: dict[str, Unfit] = {}
+        unfit: dict[str, UnfitMemory] = {}
         for name, size in self._rounded().items():
             found = self._keeper.find(name, size)
             match found:
                 case Arena():
                     self._arenas[name] = found
-                case Unfit():
+                case UnfitMemory():
                     unfit[name] = found
         return unfit
 
@@ -246,7 +246,7 @@ class Memory:
         self._check_host(0)
         for name, size in wanted.items():
             self._arenas[name] = self._keeper.make(name, size, self._advance)
-        self.origin = Origin.MADE
+        self.origin = MemoryOrigin.MADE
         self.reason = f"made {self._keeper.where}: {why}"
 
     def _check_host(self, kept_bytes: int) -> None:

@@ -19,7 +19,7 @@ DEAF_TO: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that are meant for the daemon, though the whole group gets them."""
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginRecording(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who is recorded, how far back, and where recordings are saved."""
 
     node: str
@@ -30,7 +30,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Write a file with every record before position ``upto``; answered by ``Saved`` or not.
+    """Write a file with every record before position ``upto``; answered by ``SavedFile`` or not.
 
     ``kind`` becomes part of its name: record or bug. ``state_hash`` is of the live node there, or
     empty when it was too large to be hashed.
@@ -47,7 +47,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The daemon ends as it should: save nothing, end."""
 
 
-Order = Begin | Save | Goodbye
+Order = BeginRecording | Save | Goodbye
 
 
 class Covered(msgspec.Struct, frozen=True, tag="covered"):
@@ -58,7 +58,7 @@ class Covered(msgspec.Struct, frozen=True, tag="covered"):
     n_bytes: int
 
 
-class Saved(msgspec.Struct, frozen=True, tag="saved"):
+class SavedFile(msgspec.Struct, frozen=True, tag="saved"):
     """The file is there."""
 
     ticket: int
@@ -76,13 +76,13 @@ class NotSaved(msgspec.Struct, frozen=True, tag="not-saved"):
     why: str
 
 
-class Strayed(msgspec.Struct, frozen=True, tag="strayed"):
-    """The twin is in another state than the node was: nothing more can be replayed from it."""
+class ShadowStrayed(msgspec.Struct, frozen=True, tag="strayed"):
+    """The shadow is in another state than the node was: nothing more can be replayed from it."""
 
     why: str
 
 
-Report = Covered | Saved | NotSaved | Strayed
+Report = Covered | SavedFile | NotSaved | ShadowStrayed
 
 encode = msgspec.msgpack.Encoder().encode
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

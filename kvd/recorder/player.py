@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.recorder.tape import Record, input_of, mark_in, mark_of
+from kvd.recorder.input_records import InputRecord, input_of, mark_in, mark_of
 
 if TYPE_CHECKING:
     from kvd.core.effects import Step
@@ -43,7 +43,7 @@ class Player:
         """How many were found true."""
         self._true_at = node.steps
 
-    def play(self, record: Record) -> Step | None:
+    def play(self, record: InputRecord) -> Step | None:
         """Apply one record; the step of an input, None for a mark.
 
         Raises:
@@ -62,7 +62,7 @@ class Player:
                 self.bugs.append(bug)
             return self.node.out.drain()
 
-    def _compare(self, record: Record) -> None:
+    def _compare(self, record: InputRecord) -> None:
         theirs, ours = mark_in(record), mark_of(self.node)
         if ours == theirs:
             self.marks += 1

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvd.core.replay.thaw import thaw
-from kvd.recorder import orders, player, tape
-from kvd.recorder.ring import Ring
-from kvd.recorder.twin import Twin
+from kvd.recorder import input_records, orders, player
+from kvd.recorder.ring import RecordRing
+from kvd.recorder.shadow_node import ShadowNode
 from kvd.types import short
 
 if TYPE_CHECKING:
@@ -39,23 +39,22 @@ KEPT_FILES: Final = 8
 """In the directory; the oldest goes. What kvd record --out has moved away stays."""
 
 SUFFIX: Final = ".kvdrec"
-ASKED_FOR: Final = "record"
 
 
-class Recorder:
+class RecorderProcess:
     """One life of the recorder process."""
 
-    def __init__(self, connection: socket.socket, ring: Ring, base: bytes) -> None:
+    def __init__(self, connection: socket.socket, ring: RecordRing, base: bytes) -> None:
         self._connection = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         begin = orders.ORDERS.decode(connection.recv(orders.PACKET_BYTES))
-        if not isinstance(begin, orders.Begin):
+        if not isinstance(begin, orders.BeginRecording):
             msg = f"the daemon began with {type(begin).__name__}"
             raise TypeError(msg)
         self._begin = begin
         self._ring = ring
-        self._twin = Twin(thaw(base), ring, begin)
+        self._shadow = ShadowNode(thaw(base), ring, begin)
         self._is_over = False
 
     def run(self) -> None:
@@ -63,19 +62,19 @@ class Recorder:
         tell_s = 0.0
         while not self._is_over:
             now_s = time.monotonic()
-            self._twin.look()
+            self._shadow.look()
             if now_s >= tell_s:
-                self._tell(self._twin.covered())
+                self._tell(self._shadow.covered())
                 tell_s = now_s + TELL_S
-            while self._twin.is_due(now_s) and time.monotonic() < now_s + TURN_S:
+            while self._shadow.is_due(now_s) and time.monotonic() < now_s + TURN_S:
                 self._step()
-            self._listen(0.0 if self._twin.is_due(now_s) else LOOK_S)
+            self._listen(0.0 if self._shadow.is_due(now_s) else LOOK_S)
 
     def _step(self) -> None:
         try:
-            self._twin.step()
-        except (player.Strayed, tape.Unknown) as error:
-            self._tell(orders.Strayed(str(error)))
+            self._shadow.step()
+        except (player.Strayed, input_records.Unknown) as error:
+            self._tell(orders.ShadowStrayed(str(error)))
             raise
 
     def _listen(self, wait_s: float) -> None:
@@ -91,7 +90,7 @@ class Recorder:
         match orders.ORDERS.decode(packet):
             case orders.Save() as order:
                 self._save(order)
-            case orders.Goodbye() | orders.Begin():
+            case orders.Goodbye() | orders.BeginRecording():
                 self._is_over = True
 
     def _save(self, order: orders.Save) -> None:
@@ -103,13 +102,13 @@ class Recorder:
         except OSError as error:
             report = orders.NotSaved(order.ticket, f"{path}: {error.strerror}")
         else:
-            report = orders.Saved(
-                order.ticket,
-                str(path),
-                order.why,
-                header.seconds,
-                header.inputs,
-                path.stat().st_size,
+            report = orders.SavedFile(
+                ticket=order.ticket,
+                path=str(path),
+                why=order.why,
+                seconds=header.seconds,
+                inputs=header.inputs,
+                n_bytes=path.stat().st_size,
             )
         self._tell(report)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -128,7 +127,7 @@ class Recorder:
 
     def _write(self, path: Path, why: str, upto: int, state_hash: str) -> Header:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        header = self._twin.save(path, why, upto, state_hash)
+        header = self._shadow.save(path, why, upto, state_hash)
         self._tidy(path.parent)
         return header
 
@@ -160,6 +159,6 @@ def main(connection: int, ring: int, base: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, orders.DEAF_TO)
     with os.fdopen(base, "rb") as file:
         frozen = file.read()
-    recorder = Recorder(socket.socket(fileno=connection), Ring(ring), frozen)
+    recorder = RecorderProcess(socket.socket(fileno=connection), RecordRing(ring), frozen)
     os.close(ring)
     recorder.run()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.recorder.tape import HEADER, MARKED, Record, padded
+from kvd.recorder.input_records import HEADER, MARKED, InputRecord, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -139,7 +139,7 @@ def _header(data: bytes) -> Header:
         raise Damaged(msg) from error
 
 
-def records_in(data: bytes) -> Iterator[Record]:
+def records_in(data: bytes) -> Iterator[InputRecord]:
     """The records, in order.
 
     Raises:
@@ -159,5 +159,5 @@ def records_in(data: bytes) -> Iterator[Record]:
         message = at + HEADER.size
         tokens = message + n_message
         rest = data[tokens : tokens + n_tokens]
-        yield Record(at_s, data[message:tokens], rest, bool(length & MARKED))
+        yield InputRecord(at_s, data[message:tokens], rest, bool(length & MARKED))
         at = end

@@ -9,9 +9,9 @@ import msgspec
 from kvd.core.audit.invariants import violations
 from kvd.core.replay.freeze import Unfreezable, state_hash
 from kvd.core.replay.thaw import NotFrozen, thaw
+from kvd.recorder.input_records import Unknown
 from kvd.recorder.player import Bug, Player, Strayed
 from kvd.recorder.recording import Damaged, records_in
-from kvd.recorder.tape import Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from kvd.wire.events import Event
 
 
-class Broken(msgspec.Struct, frozen=True):
+class BrokenInvariant(msgspec.Struct, frozen=True):
     """An invariant that did not hold after a step."""
 
     step: int
     what: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReplayOutcome(msgspec.Struct, frozen=True):
     """What came of a replay.
 
     ``stopped`` is why it did not come to the end, empty if it did. ``recorded_hash`` is of the live
@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
     stopped: str
     strayed: str
     bugs: tuple[Bug, ...]
-    broken: tuple[Broken, ...]
+    broken: tuple[BrokenInvariant, ...]
 
     @property
     def is_equal(self) -> bool:
@@ -72,7 +72,7 @@ def replay(
     *,
     until: int | None = None,
     is_checking: bool = False,
-) -> Outcome:
+) -> ReplayOutcome:
     """Step ``node``, which ``begin`` made, through every record.
 
     Args:
@@ -86,7 +86,7 @@ def replay(
         Damaged: a record cannot be read by this version of kvd.
     """
     player = Player(node)
-    broken: list[Broken] = []
+    broken: list[BrokenInvariant] = []
     inputs, stopped, strayed = 0, "", ""
     try:
         for record in records_in(recording.records):
@@ -97,7 +97,7 @@ def replay(
             for event in step.events:
                 told(event)
             if is_checking and not broken:
-                broken = [Broken(node.steps, what) for what in violations(node)]
+                broken = [BrokenInvariant(node.steps, what) for what in violations(node)]
             if until is not None and node.out.seq >= until:
                 stopped = f"event {node.out.seq} was reached, as asked"
                 break
@@ -106,7 +106,7 @@ def replay(
     except Unknown as error:
         msg = f"input {inputs + 1} is none that this kvd knows: {error}"
         raise Damaged(msg) from error
-    return Outcome(
+    return ReplayOutcome(
         inputs=inputs,
         steps=node.steps,
         last_event=node.out.seq,

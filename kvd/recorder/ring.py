@@ -20,7 +20,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Final
 
-from kvd.recorder.tape import ALIGNMENT, HEADER, MARKED, Record, padded
+from kvd.recorder.input_records import ALIGNMENT, HEADER, MARKED, InputRecord, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def create(size: int) -> int:
     return descriptor
 
 
-class Ring:
+class RecordRing:
     """One side's view of a ring."""
 
     def __init__(self, descriptor: int) -> None:
@@ -72,7 +72,7 @@ class Ring:
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def write(self, record: Record) -> bool:
+    def write(self, record: InputRecord) -> bool:
         """Append a record; False if there is no room for it, and nothing was written."""
         at_s, message, tokens, is_mark = record
         start = self._end
@@ -102,13 +102,13 @@ class Ring:
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def read(self, position: int) -> tuple[Record, int]:
+    def read(self, position: int) -> tuple[InputRecord, int]:
         """The record at ``position``, and where the next one begins."""
         at = FIRST + position % self.size
         length, n_tokens, at_s = HEADER.unpack_from(self._memory, at)
         n_message = length & ~MARKED
         data = self.bytes_at(position + HEADER.size, n_message + n_tokens)
-        record = Record(at_s, data[:n_message], data[n_message:], bool(length & MARKED))
+        record = InputRecord(at_s, data[:n_message], data[n_message:], bool(length & MARKED))
         return record, position + padded(len(data))
 
     def skim(self, position: int) -> tuple[bool, float, int]:

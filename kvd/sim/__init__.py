@@ -1,6 +1,17 @@
 """The simulator: real nodes in one process, under a seeded network, engines and faults.
 
-Nothing here opens a socket, reads a clock or touches memory. Time is a heap of what happens next
-(``agenda``), so an hour of a cluster takes a minute and a seed replays exactly. ``world`` puts it
-together, ``runner`` runs seeds; ``cluster`` replays a recorded load over many nodes instead.
+It is deterministic: a seed and its settings are the whole story, on every machine. What is
+simulated is what surrounds a node; the node itself, its protocol and its tables are the real ones.
+
+The map of this room::
+
+    runner            runs seeds and says what became of each
+    world             one seed: storm, calm, verdict; ``profile`` is how bad it is
+    agenda, network   time, and the control links
+    host              a node with its transfer process, its engines and what its pages hold
+    transfer_process  agents, posts under way, copies; ``flight``, ``streams``: bytes on the way
+    sending, receiving, session   what engines do
+    decode_node, cluster, routing a recorded load over a cluster, for ``kvd sim --trace``
+
+What must not live here: real memory, sockets, clocks.
 """

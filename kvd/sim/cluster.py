@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from kvd.sim.agenda import START_S, Agenda
-from kvd.sim.decodenode import DecodeNode, Served, Shape
+from kvd.sim.decode_node import DecodeNode, NodeShape, Served
 from kvd.sim.routing import ROUTINGS
 from kvd.trace import TraceRequest, expand
 
@@ -50,12 +50,12 @@ class Replay(msgspec.Struct, frozen=True):
     trace: str
     requests: int
     prompt_tokens: int
-    shape: Shape
+    shape: NodeShape
     routings: tuple[Routed, ...]
 
 
 def replay(
-    name: str, requests: Sequence[TraceRequest], shape: Shape, told: Callable[[str], None]
+    name: str, requests: Sequence[TraceRequest], shape: NodeShape, told: Callable[[str], None]
 ) -> Replay:
     """The trace under each way of routing; ``told`` is called once per request and routing."""
     return Replay(
@@ -68,7 +68,7 @@ def replay(
 
 
 def run(
-    routing: str, requests: Sequence[TraceRequest], shape: Shape, told: Callable[[str], None]
+    routing: str, requests: Sequence[TraceRequest], shape: NodeShape, told: Callable[[str], None]
 ) -> Routed:
     """The trace under one way of routing, until the last request is released."""
     agenda = Agenda()

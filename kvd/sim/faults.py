@@ -9,7 +9,7 @@ from kvd.wire import admin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.sim.host import Host
+    from kvd.sim.host import SimHost
     from kvd.sim.world import World
 
 LONGEST_TROUBLE_S = 4.0
@@ -23,7 +23,7 @@ class Faults:
         self._world = world
         self._rng = world.rng
         self.done = 0
-        self._kinds: dict[str, Callable[[Host], None]] = {
+        self._kinds: dict[str, Callable[[SimHost], None]] = {
             "engine": self._engine,
             "daemon": self._daemon,
             "transfer": lambda host: host.restart_transfer("it crashed"),
@@ -59,19 +59,19 @@ class Faults:
 
     # ---- hosts -------------------------------------------------------------------------------
 
-    def _engine(self, host: Host) -> None:
+    def _engine(self, host: SimHost) -> None:
         if self._is_awake(host):
             host.hang_up()
             host.attach()
 
-    def _daemon(self, host: Host) -> None:
+    def _daemon(self, host: SimHost) -> None:
         host.crash()
         self._world.agenda.after(self._a_while_s(), self._world.start, host)
 
-    def _suspend(self, host: Host) -> None:
+    def _suspend(self, host: SimHost) -> None:
         host.asleep_until_s = max(host.asleep_until_s, self._world.agenda.now_s + self._a_while_s())
 
-    def _agent(self, _: Host) -> None:
+    def _agent(self, _: SimHost) -> None:
         self._world.failing_loads = 0.9
         self._world.agenda.after(1.0, self._agents_work)
 
@@ -81,36 +81,36 @@ class Faults:
 
     # ---- links -------------------------------------------------------------------------------
 
-    def _partition(self, host: Host) -> None:
+    def _partition(self, host: SimHost) -> None:
         world = self._world
         other = self._rng.choice(world.hosts)
         if other is not host:
             self._cut(host, other, both_ways=self._rng.random() < 0.7)
 
-    def _isolate(self, host: Host) -> None:
+    def _isolate(self, host: SimHost) -> None:
         for other in self._world.hosts:
             if other is not host:
                 self._cut(host, other, both_ways=True)
 
-    def _cut(self, host: Host, other: Host, *, both_ways: bool) -> None:
+    def _cut(self, host: SimHost, other: SimHost, *, both_ways: bool) -> None:
         world = self._world
         world.network.cut(host.name, other.name, both_ways=both_ways)
         world.agenda.after(self._a_while_s(), world.network.mend, host.name, other.name)
 
-    def _reconnect(self, host: Host) -> None:
+    def _reconnect(self, host: SimHost) -> None:
         if host.dials:
             self._world.network.connect(host, self._rng.choice(host.dials))
 
     # ---- operators ---------------------------------------------------------------------------
 
-    def _abort(self, host: Host) -> None:
+    def _abort(self, host: SimHost) -> None:
         room = self._world.a_recent_room()
         self._ask(host, admin.AskOtherEnd(1, room))
         self._ask(host, admin.AbortRoom(1, room, "simulated"))
 
-    def _ask(self, host: Host, request: admin.AdminRequest) -> None:
+    def _ask(self, host: SimHost, request: admin.AdminRequest) -> None:
         if self._is_awake(host):
             host.ask(request)
 
-    def _is_awake(self, host: Host) -> bool:
+    def _is_awake(self, host: SimHost) -> bool:
         return host.asleep_until_s <= self._world.agenda.now_s

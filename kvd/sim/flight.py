@@ -11,11 +11,11 @@ from kvd.types import page_ids
 if TYPE_CHECKING:
     from kvd.core import effects
     from kvd.core.cache.lease import Lease
-    from kvd.sim.host import Host
+    from kvd.sim.host import SimHost
 
 LANDING_S = 0.002
 
-Lane = tuple[str, int]
+Agent = tuple[str, int]
 """The incarnation and generation that a sending agent leads to."""
 
 
@@ -23,6 +23,7 @@ class Flight:
     """Pages on their way from one pool into another."""
 
     __slots__ = (
+        "agent",
         "arrived",
         "component",
         "contents",
@@ -30,7 +31,6 @@ class Flight:
         "done",
         "handoff",
         "is_reported",
-        "lane",
         "lease",
         "pace_s",
         "post",
@@ -39,9 +39,9 @@ class Flight:
         "to",
     )
 
-    def __init__(self, post: effects.Post, to: Host, handoff: int, lease: Lease) -> None:
+    def __init__(self, post: effects.Post, to: SimHost, handoff: int, lease: Lease) -> None:
         self.post = post.post
-        self.lane = (post.incarnation, post.generation)
+        self.agent = (post.incarnation, post.generation)
         self.to = to
         self.handoff = handoff
         self.lease = lease
@@ -66,8 +66,8 @@ class Flight:
         to = self.to
         return (
             to.is_up
-            and to.mover.is_alive
-            and self.lane == (to.settings.incarnation, to.mover.generation)
+            and to.transfer.is_alive
+            and self.agent == (to.settings.incarnation, to.transfer.generation)
         )
 
     def land(self, n_pages: int) -> None:
@@ -77,7 +77,7 @@ class Flight:
         if not landing:
             return
         require(self.handoff in to.grants, f"{to.name}: handoff {self.handoff} granted nothing")
-        to.receive(self.handoff, self.component, landing)
+        to.check_landing(self.handoff, to.grants[self.handoff], self.component, landing)
         memory = to.memory.regions[self.component]
         for k, page in enumerate(landing, start=first):
             memory[page] = self.contents[k] if k < last else TORN

@@ -8,25 +8,23 @@ some ticks, and must find nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from kvd.core import effects, inputs
 from kvd.core.audit import beside_rules
 from kvd.core.audit.invariants import violations
-from kvd.core.layout.spec import companion_pages
-from kvd.sim.memory import Memory
-from kvd.sim.mover import Mover
-from kvd.sim.session import Session
+from kvd.sim.node_shell import NodeShell, incarnation
+from kvd.sim.pool import SimMemory
+from kvd.sim.session import SimSession
+from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
-from kvd.types import Incarnation, Pages, count, page_ids
+from kvd.types import Pages, count, page_ids
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvd.core.cache.lease import Lease
     from kvd.core.inputs import Input
     from kvd.core.node import Node
     from kvd.core.settings import Settings
@@ -42,43 +40,28 @@ SWEEPS, SWEEP_WORK = 0.2, 40
 cut in the middle of its phases."""
 
 
-class Host:
+class SimHost(NodeShell):
     """One node, over all its lives."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
-        self.name = settings.name
+        self.name: str = settings.name
         self.settings = settings
-        self.dials: list[Host] = []
-        self.links: dict[str, tuple[Host, str]] = {}
+        self.dials: list[SimHost] = []
+        self.links: dict[str, tuple[SimHost, str]] = {}
         """Where each link leads, and what it is called there."""
         self.life = 0
         self.is_up = False
         self.asleep_until_s = 0.0
         self.node: Node
-        self.mover: Mover
-        self.session: Session
-        self.memory: Memory
+        self.transfer: SimTransferProcess
+        self.session: SimSession
+        self.memory: SimMemory
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
         self._n_sessions = 0
         self._seq = 0
         self._balance = (-1, -1)
-        # Any: each effect goes to a function that takes its type.
-        self._perform: dict[type, Callable[[Any], None]] = {
-            effects.AnswerEngine: self._answer,
-            effects.AnswerOperator: self._report,
-            effects.SendToPeer: self._send,
-            effects.LoadAgent: self._load_agent,
-            effects.DropAgent: self._drop_agent,
-            effects.Post: self._post,
-            effects.Forget: lambda _: None,  # no engine here names events
-            effects.Verify: lambda effect: self.mover.verify(effect),  # noqa: PLW0108 - the mover changes
-            effects.Quiesce: self._quiesce,
-            effects.Exempt: self._exempt,
-            effects.Copy: self._copy,
-            effects.RestartTransfer: lambda effect: self.restart_transfer(effect.why),
-        }
 
     # ---- lives -------------------------------------------------------------------------------
 
@@ -92,14 +75,14 @@ class Host:
             self.settings, incarnation=incarnation(self.name, self.life)
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
-        self.memory = Memory(self.settings.spec, world.contents)
+        self.memory = SimMemory(self.settings.spec, world.contents)
         self.grants = {}
         self._seq = 0
         self._balance = (-1, -1)
         self._n_sessions = 0
         self.attach()
-        self.mover = Mover(self, 1)
-        self.mover.start("start")
+        self.transfer = SimTransferProcess(self, 1)
+        self.transfer.start("start")
         world.agenda.after(TICK_S * world.rng.random(), self.tick, self.life)
 
     def dial(self) -> None:
@@ -108,7 +91,10 @@ class Host:
             self.world.network.connect(self, other)
             self.feed(
                 inputs.LinkDialed(
-                    self.world.agenda.now_s, f"out:{other.name}", other.name, f"tcp://{other.name}"
+                    at_s=self.world.agenda.now_s,
+                    link=f"out:{other.name}",
+                    name=other.name,
+                    address=f"tcp://{other.name}",
                 )
             )
 
@@ -116,14 +102,18 @@ class Host:
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False
         self.session.die()
-        self.mover.die()
+        self.transfer.die()
 
     def attach(self) -> None:
         """An engine opens a session."""
         self._n_sessions += 1
-        self.session = Session(self, self._n_sessions)
+        self.session = SimSession(self, self._n_sessions)
         now_s = self.world.agenda.now_s
-        self.feed(inputs.ClientJoined(now_s, self._n_sessions, f"engine of {self.name}", 1000))
+        self.feed(
+            inputs.ClientJoined(
+                at_s=now_s, session=self._n_sessions, name=f"engine of {self.name}", pid=1000
+            )
+        )
 
     def hang_up(self) -> None:
         """The engine dies, and the daemon sees it."""
@@ -134,16 +124,16 @@ class Host:
             if lease.session == session.id and "engine" in lease.holders:
                 raise Violated(f"{self.name}: lease {lease.id} outlives its session {session.id}")
 
+    @override
     def restart_transfer(self, why: str) -> None:
-        """Kill and reap the transfer process, then start the next generation."""
-        old = self.mover
+        old = self.transfer
         if not old.is_alive:
             return  # it is being replaced already
         # An order comes in the middle of a step's effects: carried out when that step is over.
         self.world.agenda.after(0.0, self._replace_transfer, old, why)
 
-    def _replace_transfer(self, old: Mover, why: str) -> None:
-        if self.mover is not old or not old.is_alive:
+    def _replace_transfer(self, old: SimTransferProcess, why: str) -> None:
+        if self.transfer is not old or not old.is_alive:
             return
         old.die()
         self.feed(inputs.TransferGone(self.world.agenda.now_s, why))
@@ -151,10 +141,10 @@ class Host:
             0.02 + 0.3 * self.world.rng.random(), self._revive, old, self.life, why
         )
 
-    def _revive(self, old: Mover, life: int, why: str) -> None:
-        if self.life == life and self.is_up and self.mover is old:
-            self.mover = Mover(self, old.generation + 1)
-            self.mover.start(why)
+    def _revive(self, old: SimTransferProcess, life: int, why: str) -> None:
+        if self.life == life and self.is_up and self.transfer is old:
+            self.transfer = SimTransferProcess(self, old.generation + 1)
+            self.transfer.start(why)
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -175,15 +165,8 @@ class Host:
             world.watch(self, step)
         elif step.effects:
             world.watch(self, step)
-        perform = self._perform
         for effect in step.effects:
-            carry_out = perform.get(type(effect))
-            if carry_out is None:
-                raise Violated(
-                    f"the simulator does not know the effect {type(effect).__name__}: add a row to "
-                    "the table of kvd.sim.host"
-                )
-            carry_out(effect)
+            self.perform(effect)
 
     def tick(self, life: int) -> None:
         """Time passes, unless the node is down or suspended."""
@@ -222,64 +205,38 @@ class Host:
 
     # ---- effects -----------------------------------------------------------------------------
 
-    def _answer(self, effect: effects.AnswerEngine) -> None:
+    @override
+    def tell_engine(self, effect: effects.AnswerEngine) -> None:
         session = self.session
         if effect.session == session.id and session.is_alive:
             session.heard(effect.message)
 
-    def _report(self, _: effects.AnswerOperator) -> None:
+    @override
+    def tell_operator(self, effect: effects.AnswerOperator) -> None:
         """Operators only look."""
 
-    def _send(self, effect: effects.SendToPeer) -> None:
+    @override
+    def send_message(self, effect: effects.SendToPeer) -> None:
         message = effect.message
         if type(message) is Offer and message.handoff not in self.grants:
             self._grant(message)
         self.world.network.send(self, effect.link, message)
 
-    # Each looks for the transfer process that serves now: they come and go.
-
-    def _load_agent(self, effect: effects.LoadAgent) -> None:
-        self.mover.load(effect)
-
-    def _drop_agent(self, effect: effects.DropAgent) -> None:
-        self.mover.drop(effect.incarnation, effect.generation)
-
-    def _post(self, effect: effects.Post) -> None:
-        self.mover.post(effect)
-
-    def _quiesce(self, effect: effects.Quiesce) -> None:
-        self.mover.inbound.quiesce(effect)
-
-    def _exempt(self, effect: effects.Exempt) -> None:
-        self.mover.inbound.exempt(effect)
-
-    def _copy(self, effect: effects.Copy) -> None:
-        self.mover.copy(effect)
+    @override
+    def order(self, order: effects.TransferOrder) -> None:
+        self.transfer.order(order)
 
     def _grant(self, offer: Offer) -> None:
         """Remember which lease the pages of an Offer belong to: a check of every write."""
-        for part in self.node.decoder.parts.values():
-            if part.handoff == offer.handoff and part.lease is not None:
-                for grant in offer.grants:
-                    own = set(page_ids(self.own_pages(part.lease, grant.component)))
-                    require(
-                        own.issuperset(page_ids(Pages(grant.pages))),
-                        f"{self.name}: handoff {offer.handoff} grants pages of {grant.component} "
-                        "that its lease lacks",
-                    )
-                self.grants[offer.handoff] = part.lease.id
-                return
-        raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
-
-    def own_pages(self, lease: Lease, component: str) -> Pages:
-        """The pages of a component that are this lease's and nobody else's."""
-        keeper = self.node.leases.beside.named(component)
-        if keeper is not None:
-            return keeper.own(lease)
-        for name, factor, _ in self.memory.kinds.companions:
-            if name == component:
-                return companion_pages(lease.held, factor)
-        return lease.held
+        lease = self.lease_of(offer)
+        for grant in offer.grants:
+            own = set(page_ids(self.own_pages(lease, grant.component)))
+            require(
+                own.issuperset(page_ids(Pages(grant.pages))),
+                f"{self.name}: handoff {offer.handoff} grants pages of {grant.component} "
+                "that its lease lacks",
+            )
+        self.grants[offer.handoff] = lease.id
 
     # ---- pages -------------------------------------------------------------------------------
 
@@ -298,23 +255,6 @@ class Host:
         wrong = self.memory.wrong_beside(name, pages, contents)
         if wrong:
             raise Violated(f"{self.name}: {what}: {wrong}")
-
-    def receive(self, handoff: int, component: str, pages: list[int]) -> None:
-        """Bytes of a handoff land on these pages: they must be granted to it, now.
-
-        Raises:
-            Violated: They are somebody else's, or nobody's, or committed.
-        """
-        lease = self.node.leases.leases.get(self.grants[handoff])
-        require(lease, f"{self.name}: {pages} of handoff {handoff} written after their lease ended")
-        assert lease is not None
-        if lease.id in self.node.decoder.ready:
-            raise Violated(f"{self.name}: handoff {handoff} is committed, and written again")
-        held = page_ids(self.own_pages(lease, component))
-        if not set(held).issuperset(pages):
-            raise Violated(
-                f"{self.name}: {pages} of {component} of handoff {handoff} not held by it: {held}"
-            )
 
     # ---- checks ------------------------------------------------------------------------------
 
@@ -358,8 +298,3 @@ class Host:
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]
                 self.check_beside(keeper.component.name, pages, dues, what)
-
-
-def incarnation(name: str, life: int) -> Incarnation:
-    """Of the ``life``-th process of a node, readable in a failure."""
-    return Incarnation(f"{life:016x}{name.encode().hex()}".ljust(32, "0"))

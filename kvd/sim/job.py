@@ -8,7 +8,7 @@ import msgspec
 from typing_extensions import override
 
 from kvd.sim.contents import Prompt
-from kvd.sim.rows import Rows
+from kvd.sim.rows import EngineRows
 from kvd.sim.violation import Violated, require
 from kvd.types import NO_TOKENS, Tokens
 from kvd.wire import client
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.errors import Refusal
-    from kvd.sim.session import Session
+    from kvd.sim.session import SimSession
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -36,16 +36,16 @@ class Request(msgspec.Struct, frozen=True):
     to: str | None = None
 
 
-class Job:
+class EngineJob:
     """One request at one engine, from its first call to its last answer."""
 
-    def __init__(self, session: Session, request: Request) -> None:
+    def __init__(self, session: SimSession, request: Request) -> None:
         self.session = session
         self.host = session.host
         self.request = request
         self.prompt = request.prompt
         self.lease = 0
-        self.rows = Rows(self.host)
+        self.rows = EngineRows(self.host)
         self.agenda = self.host.world.agenda
         self.random = self.host.world.rng.random
         session.jobs.add(self)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import random
 
     from kvd.sim.agenda import Agenda
-    from kvd.sim.host import Host
+    from kvd.sim.host import SimHost
     from kvd.sim.profile import Profile
     from kvd.wire.peer import Message
 
@@ -37,7 +37,7 @@ class Network:
         self._late = self._repeated + profile.delays
         self.sent = self.lost = 0
 
-    def connect(self, dialer: Host, listener: Host) -> None:
+    def connect(self, dialer: SimHost, listener: SimHost) -> None:
         """A new connection in place of the old one, if there was any."""
         link = f"out:{listener.name}"
         old = dialer.links.get(link)
@@ -48,7 +48,7 @@ class Network:
         dialer.links[link] = (listener, back)
         listener.links[back] = (dialer, link)
 
-    def send(self, sender: Host, link: str, message: Message) -> None:
+    def send(self, sender: SimHost, link: str, message: Message) -> None:
         """A message leaves; where, whether and when it arrives is decided here."""
         self.sent += 1
         route = sender.links.get(link)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.sim.contents import PAGE_TOKENS
-from kvd.sim.job import Job, Request, word
+from kvd.sim.job import EngineJob, Request, word
 from kvd.sim.pool import BUFFER_TOKENS
 from kvd.sim.violation import Violated, require
 from kvd.types import Pages, Tokens, pack_ids, page_ids
@@ -16,7 +16,7 @@ from kvd.wire import client
 
 if TYPE_CHECKING:
     from kvd.errors import Refusal
-    from kvd.sim.session import Session
+    from kvd.sim.session import SimSession
 
 RETRACTIONS = 0.15
 """Share of the steps of a generation at which it is interrupted for others."""
@@ -31,10 +31,10 @@ HOLD_S = 0.3
 """Longest pause of an engine between two steps of a generation."""
 
 
-class Receiver(Job):
+class ReceivingEngine(EngineJob):
     """One prompt at its decode engine."""
 
-    def __init__(self, session: Session, request: Request) -> None:
+    def __init__(self, session: SimSession, request: Request) -> None:
         super().__init__(session, request)
         self.receive = 0
         self.turns = int(4 * self.random())

@@ -9,19 +9,19 @@ from kvd.types import count
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvd.sim.decodenode import DecodeNode, Shape
+    from kvd.sim.decode_node import DecodeNode, NodeShape
     from kvd.types import Tokens
 
     Route = Callable[[int, Tokens], DecodeNode]
     """The node for the request with this number and this prompt."""
 
 
-def round_robin(nodes: Sequence[DecodeNode], _: Shape) -> Route:
+def round_robin(nodes: Sequence[DecodeNode], _: NodeShape) -> Route:
     """One after the other, whatever is where."""
     return lambda number, _: nodes[number % len(nodes)]
 
 
-def longest_match(nodes: Sequence[DecodeNode], _: Shape) -> Route:
+def longest_match(nodes: Sequence[DecodeNode], _: NodeShape) -> Route:
     """The node that has most of the prompt; among equals the first."""
 
     def route(_: int, tokens: Tokens) -> DecodeNode:
@@ -30,7 +30,7 @@ def longest_match(nodes: Sequence[DecodeNode], _: Shape) -> Route:
     return route
 
 
-def load_aware(nodes: Sequence[DecodeNode], shape: Shape) -> Route:
+def load_aware(nodes: Sequence[DecodeNode], shape: NodeShape) -> Route:
     """The node where the prompt would be soonest: what waits there, and what is lacking there.
 
     Among equals the one with the fewest open requests, then the first.
@@ -48,7 +48,7 @@ def load_aware(nodes: Sequence[DecodeNode], shape: Shape) -> Route:
     return route
 
 
-ROUTINGS: dict[str, Callable[[Sequence[DecodeNode], Shape], Route]] = {
+ROUTINGS: dict[str, Callable[[Sequence[DecodeNode], NodeShape], Route]] = {
     "round-robin": round_robin,
     "longest-match": longest_match,
     "load-aware": load_aware,

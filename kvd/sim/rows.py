@@ -14,16 +14,16 @@ from kvd.types import Pages, page_ids
 
 if TYPE_CHECKING:
     from kvd.sim.contents import Prompt
-    from kvd.sim.host import Host
+    from kvd.sim.host import SimHost
     from kvd.wire import client
 
 EVERYWHERE = 2**31
 
 
-class Rows:
+class EngineRows:
     """The rows of one lease, as its engine knows them."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SimHost) -> None:
         self._host = host
         self.pages: list[int] = []
         """Of the first component, in units."""

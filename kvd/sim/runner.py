@@ -24,7 +24,7 @@ INPUT_CHARS = 220
 """Of each of the last inputs that are shown."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SimPlan(msgspec.Struct, frozen=True):
     """What is run with every seed; ``nodes`` 0 leaves their number to the seed."""
 
     steps: int = 2000
@@ -57,7 +57,7 @@ class Ending(msgspec.Struct, frozen=True):
     """The last things that happened, of a seed that failed."""
 
 
-def run_seed(seed: int, plan: Plan, make_node: MakeNode = Node) -> Ending:
+def run_seed(seed: int, plan: SimPlan, make_node: MakeNode = Node) -> Ending:
     """One seed from its storm to its verdict; never raises for what the nodes do."""
     draw = random.Random(-1 - seed)
     profile = draw.choice(sorted(PROFILES)) if plan.profile == MIXED else plan.profile
@@ -87,7 +87,7 @@ def run_seed(seed: int, plan: Plan, make_node: MakeNode = Node) -> Ending:
     )
 
 
-def again(ending: Ending, plan: Plan) -> str:
+def again(ending: Ending, plan: SimPlan) -> str:
     """The command line that makes the same thing happen again."""
     return (
         f"kvd sim --seed {ending.seed} --nodes {ending.nodes} --steps {plan.steps} "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.sim.job import Job, Request, word
+from kvd.sim.job import EngineJob, Request, word
 from kvd.sim.violation import Violated
 from kvd.wire import client
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.errors import Refusal
-    from kvd.sim.session import Session
+    from kvd.sim.session import SimSession
 
 SLIDES = 0.2
 """Share of steps after which an engine gives back what is behind its window, needed or not."""
@@ -24,10 +24,10 @@ SHORT_S, LONG_S = 0.02, 0.5
 """Longest pause between two calls, of an engine with a short queue and of one with a long one."""
 
 
-class Sender(Job):
+class SendingEngine(EngineJob):
     """One prompt at its prefill engine."""
 
-    def __init__(self, session: Session, request: Request) -> None:
+    def __init__(self, session: SimSession, request: Request) -> None:
         super().__init__(session, request)
         self.send = 0
         self.aux = b""

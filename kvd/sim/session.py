@@ -13,31 +13,31 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.sim.host import Host
-    from kvd.sim.job import Job
-    from kvd.sim.receiving import Receiver
-    from kvd.sim.sending import Sender
+    from kvd.sim.host import SimHost
+    from kvd.sim.job import EngineJob
+    from kvd.sim.receiving import ReceivingEngine
+    from kvd.sim.sending import SendingEngine
 
 CALL_S = 0.0002
 """What a request is under way to its daemon; always the same, so that requests keep their order."""
 
 
-class Session:
+class SimSession:
     """An engine, until it dies."""
 
     __slots__ = ("_n_calls", "calls", "host", "id", "is_alive", "jobs", "receives", "sends")
 
-    def __init__(self, host: Host, session_id: int) -> None:
+    def __init__(self, host: SimHost, session_id: int) -> None:
         self.host = host
         self.id = session_id
         self.is_alive = True
         # Any: each waits for its own answer.
         self.calls: dict[int, Callable[[Any], None]] = {}
         """Who waits for the answer to each call."""
-        self.jobs: set[Job] = set()
+        self.jobs: set[EngineJob] = set()
         """Not over yet."""
-        self.sends: dict[int, Sender] = {}
-        self.receives: dict[int, Receiver] = {}
+        self.sends: dict[int, SendingEngine] = {}
+        self.receives: dict[int, ReceivingEngine] = {}
         self._n_calls = 0
 
     def call(
@@ -69,7 +69,11 @@ class Session:
         if host.asleep_until_s > agenda.now_s:
             agenda.at(host.asleep_until_s, self._submit, message, tokens)
         else:
-            host.feed(inputs.FromClient(agenda.now_s, self.id, message, tokens))
+            host.feed(
+                inputs.FromClient(
+                    at_s=agenda.now_s, session=self.id, message=message, tokens=tokens
+                )
+            )
 
     def heard(self, reply: client.Reply) -> None:
         """The daemon says something.

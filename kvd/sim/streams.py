@@ -37,7 +37,7 @@ class Stream:
         """Sent, and not all arrived yet; in order."""
 
 
-class Question:
+class InboundQuestion:
     """An order to say Quiet that is not carried out yet."""
 
     def __init__(self, lease: int, ends: set[str]) -> None:
@@ -58,7 +58,7 @@ class Inbound:
     ) -> None:
         self.streams: dict[str, Stream] = {}
         """Those that have not ended here."""
-        self.questions: list[Question] = []
+        self.questions: list[InboundQuestion] = []
         self.asked = 0
         """Orders that nobody has looked at yet."""
         self.is_alive = True
@@ -142,17 +142,17 @@ class Inbound:
         if self.is_alive:
             self.asked -= 1
             ends = set(self.streams) if order.doubt is Doubt.SENT else set()
-            question = Question(order.lease, ends)
+            question = InboundQuestion(order.lease, ends)
             self.questions.append(question)
             self._told(question)
 
-    def _told(self, question: Question) -> None:
+    def _told(self, question: InboundQuestion) -> None:
         if question.ends:
             self._on_awaiting(question.lease, tuple(sorted(question.ends)))
         else:
             self._agenda.after(LOOK_S * self._random(), self._quiet, question)
 
-    def _quiet(self, question: Question) -> None:
+    def _quiet(self, question: InboundQuestion) -> None:
         if question not in self.questions:
             return
         self.questions.remove(question)

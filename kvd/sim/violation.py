@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Violated(Exception):
+class Violated(AssertionError):
     """The message says what was seen and where; the seed makes it happen again."""
 
 

@@ -23,12 +23,13 @@ from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
 from kvd.sim.faults import Faults
-from kvd.sim.host import Host, incarnation
+from kvd.sim.host import SimHost
 from kvd.sim.job import Request
 from kvd.sim.network import Network
+from kvd.sim.node_shell import incarnation
 from kvd.sim.pool import pool_of
-from kvd.sim.receiving import Receiver
-from kvd.sim.sending import Sender
+from kvd.sim.receiving import ReceivingEngine
+from kvd.sim.sending import SendingEngine
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
 from kvd.wire.events import Moved, Violation
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Step
     from kvd.core.inputs import Input
-    from kvd.sim.job import Job
+    from kvd.sim.job import EngineJob
     from kvd.sim.profile import Profile
 
     MakeNode = Callable[[Settings, float], Node]
@@ -83,12 +84,12 @@ class World:
         """How jobs ended."""
         self.edges: set[tuple[str, str, str]] = set()
         """Transitions that were taken: before, trigger, after."""
-        self.sent: dict[bytes, Sender] = {}
+        self.sent: dict[bytes, SendingEngine] = {}
         self.delivered: set[bytes] = set()
         self.delivered_rooms: set[int] = set()
         self.left: set[int] = set()
         """Rooms whose decode engine has left: what was being verified is kept without it."""
-        self.owners: dict[str, Host] = {}
+        self.owners: dict[str, SimHost] = {}
         """By incarnation."""
         self.faults = Faults(self)
         self._digest = xxhash.xxh3_128()
@@ -110,7 +111,7 @@ class World:
 
     # ---- hosts -------------------------------------------------------------------------------
 
-    def _host(self, number: int, n_nodes: int) -> Host:
+    def _host(self, number: int, n_nodes: int) -> SimHost:
         """The first half serve prefill as ``p0``, ``p1``..., the others decode as ``d0``..."""
         n_prefill = max(1, n_nodes // 2)
         name = f"p{number}" if number < n_prefill else f"d{number - n_prefill}"
@@ -133,13 +134,13 @@ class World:
                 (Integrity.OFF, Integrity.OFF, Integrity.SAMPLED, Integrity.FULL)
             ),
         )
-        return Host(self, settings)
+        return SimHost(self, settings)
 
-    def _has_link(self, host: Host, other: Host) -> bool:
+    def _has_link(self, host: SimHost, other: SimHost) -> bool:
         """Decode nodes dial prefill nodes."""
         return host.name[0] == "d" and other.name[0] == "p"
 
-    def start(self, host: Host) -> None:
+    def start(self, host: SimHost) -> None:
         """A daemon starts: it dials, and those that dial it connect again."""
         host.start()
         self.owners[host.settings.incarnation] = host
@@ -150,7 +151,7 @@ class World:
 
     # ---- what happens ------------------------------------------------------------------------
 
-    def watch(self, host: Host, step: Step) -> None:
+    def watch(self, host: SimHost, step: Step) -> None:
         """After every step that did something, before its effects are carried out.
 
         Raises:
@@ -163,11 +164,11 @@ class World:
             elif isinstance(event, Violation):
                 raise Violated(f"{host.name}, by its own audit: {event.what}")
 
-    def concluded(self, _: Job, outcome: str) -> None:
+    def concluded(self, _: EngineJob, outcome: str) -> None:
         """A job is over."""
         self.outcomes[outcome] += 1
 
-    def sent_by(self, job: Sender) -> bytes:
+    def sent_by(self, job: SendingEngine) -> bytes:
         """A new aux, which names the send behind it."""
         aux = str(len(self.sent)).encode()
         self.sent[aux] = job
@@ -203,29 +204,29 @@ class World:
         lonely = rng.random()
         if lonely > profile.lonely / 2:
             for prefill in sources:
-                self.agenda.after(0.1 * rng.random(), self._begin, prefill, Sender, request)
+                self.agenda.after(0.1 * rng.random(), self._begin, prefill, SendingEngine, request)
         if request.room and (lonely < profile.lonely / 2 or lonely > profile.lonely):
             if rng.random() < profile.lonely / 4:
                 prompt = Prompt(self.contents, request.prompt.tokens, "another")
                 request = msgspec.structs.replace(request, prompt=prompt)
-            self.agenda.after(0.1 * rng.random(), self._begin, decode, Receiver, request)
+            self.agenda.after(0.1 * rng.random(), self._begin, decode, ReceivingEngine, request)
         rate = profile.requests_per_s * len(decoders)
         self.agenda.after(rng.expovariate(rate), self._arrive)
 
-    def _request(self, sources: list[Host], decode: Host) -> Request:
+    def _request(self, sources: list[SimHost], decode: SimHost) -> Request:
         rng = self.rng
         room = 0
         if rng.random() > 0.03:
             self._rooms += 1
             room = self.a_recent_room() if rng.random() < self.profile.lonely else self._rooms
         return Request(
-            room,
-            self._prompt(),
-            tuple([source.name for source in sources]),
-            rng.choice((0, 0, 1)),
-            rng.choice(self.profile.deadlines_s),
-            rng.random() < 0.9,
-            decode.name if room % 2 else None,
+            room=room,
+            prompt=self._prompt(),
+            sources=tuple([source.name for source in sources]),
+            priority=rng.choice((0, 0, 1)),
+            deadline_s=rng.choice(self.profile.deadlines_s),
+            cache=rng.random() < 0.9,
+            to=decode.name if room % 2 else None,
         )
 
     def _prompt(self) -> Prompt:
@@ -254,7 +255,9 @@ class World:
             return rng.choice(whole).followed_by(self.some_tokens(n_tokens))
         return Prompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
 
-    def _begin(self, host: Host, kind: type[Sender | Receiver], request: Request) -> None:
+    def _begin(
+        self, host: SimHost, kind: type[SendingEngine | ReceivingEngine], request: Request
+    ) -> None:
         if host.is_up and len(host.session.jobs) < MOST_JOBS:
             job = kind(host.session, request)
             if self.rng.random() < self.profile.fickle:
@@ -337,10 +340,17 @@ class World:
                 self._rooms += 1
                 tokens = self.some_tokens(100)
                 prompt = Prompt(self.contents, tokens, f"last {self._rooms}")
-                request = Request(self._rooms, prompt, (prefill.name,), 0, 2.0, cache=True)
+                request = Request(
+                    room=self._rooms,
+                    prompt=prompt,
+                    sources=(prefill.name,),
+                    priority=0,
+                    deadline_s=2.0,
+                    cache=True,
+                )
                 tries.append((request, decode, prefill))
-                Sender(prefill.session, request)
-                Receiver(decode.session, request)
+                SendingEngine(prefill.session, request)
+                ReceivingEngine(decode.session, request)
             for _ in range(12):
                 self._run_for(0.5)
                 done = {self.sent[aux].request.room for aux in self.delivered}
@@ -350,7 +360,7 @@ class World:
         self.audit()
 
 
-def _unfinished(host: Host) -> list[str]:
+def _unfinished(host: SimHost) -> list[str]:
     """What is still under way at a host, in words."""
     node = host.node
     if not host.is_up:
@@ -373,7 +383,7 @@ def _unfinished(host: Host) -> list[str]:
         "fetches": node.fetcher.turns,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
-    quieting = host.mover.inbound.asked + len(host.mover.inbound.questions)
+    quieting = host.transfer.inbound.asked + len(host.transfer.inbound.questions)
     if quieting:
         left.append(f"{host.name}: {quieting} orders to say quiet")
     return left

@@ -1,1 +1,25 @@
-"""transfer."""
+"""The transfer process: the only one that knows NIXL, and the daemon's handle on it.
+
+The map of this room. In the daemon::
+
+    orders       what is ordered and what is reported; nearly all of it is declared in the core
+    transport    the seam: one life of whatever moves pages
+    process      spawn, orders out, reports in, reap; ``frames`` cut the byte stream
+    map_lifetime proof that the memory map of a dead process is gone
+
+In the transfer process::
+
+    worker          the loop
+    sending_agents  the agents towards peers, from ``LoadAgent`` to ``AgentDropped``
+    post_queue      the posts through one agent: their turns, their progress
+    event_waits     posts that wait for a CUDA event
+    plans           from a post to descriptors; ``page_split``, ``window_layout``, ``staging``
+    sums, reading   page sums of what is sent and of what has arrived
+    copies          to the saved area, to the buffer, and back
+    quiescence      when late bytes have come to rest; ``streams`` looks at the sockets
+    mapping, devices, metadata   regions, and what peers are told of them
+    nixl            the binding, and nothing else
+
+What must not live here: why anything is moved. Nothing but ``worker`` and what it imports may load
+NIXL, and nothing here may wait in the daemon's loop.
+"""

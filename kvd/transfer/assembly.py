@@ -8,6 +8,10 @@ A merge of two shards of one node, page-first, both copied into a row of memory 
 
 One assignment moves a tensor of all layers of a run of pages; numpy lets go of the interpreter
 meanwhile.
+
+Pages that the processor cannot read are fetched into host memory first, in the order of their
+bytes, some at a time; there they are pieces like any others. What is summed of a device's pages is
+read so: sums run beside the transfer, and a page that is sampled is one in many.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import numpy as np
 
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow
+from kvd.transfer.copies import Area
 from kvd.transfer.metadata import RegionNote
-from kvd.transfer.pieces import tensors, window_strips
-from kvd.transfer.strips import strips
+from kvd.transfer.page_split import strips
+from kvd.transfer.reading import GATHERED_BYTES
+from kvd.transfer.window_layout import tensors, window_strips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.core.layout.shards import Piece
-    from kvd.transfer.copies import Area, Bytes
+    from kvd.transfer.copies import Bytes
 
 
 class _Grid(NamedTuple):
@@ -75,6 +81,52 @@ class Assembly:
                 store[first:end] = read[page : page + end - first]
 
 
+class FetchedWindows:
+    """A window of the peer's pages, made of pages of ours that lie on devices."""
+
+    def __init__(self, window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> None:
+        """``pieces`` tile the window."""
+        self._window = window
+        self._pieces = pieces
+        self.page_bytes = self._assembly(np.zeros(0, np.int32)).page_bytes
+        self._stride = max(1, GATHERED_BYTES // max(area.note.page_bytes for area, _ in pieces))
+
+    def gather(self, ids: NDArray[np.int32], into: Bytes) -> None:
+        """The window of each page becomes a row of ``into``. Any thread may, beside others."""
+        for low in range(0, ids.size, self._stride):
+            some = ids[low : low + self._stride]
+            order = np.arange(some.size, dtype=np.int32)
+            self._assembly(some).gather(order, into[low : low + some.size])
+
+    def _assembly(self, ids: NDArray[np.int32]) -> Assembly:
+        """Of these pages, whose bytes are here."""
+        return Assembly(self._window, [(_fetch(area, ids), piece) for area, piece in self._pieces])
+
+
+def _fetch(area: Area, ids: NDArray[np.int32]) -> Area:
+    """Pages of a region, as a region of host memory whose pages they are in this order."""
+    note = area.note
+    size = note.page_bytes
+    room = np.empty((ids.size, size), np.uint8)
+    if ids.size:
+        area.gather(1, ids, room)
+    rows = (PieceRow(0, size, size),)
+    sizes = tuple(row.piece_bytes for row in strips(note))
+    fetched = RegionNote(
+        name="fetched",
+        address=0,
+        region_bytes=ids.size * size,
+        pages=ids.size,
+        page_bytes=size,
+        rows=rows,
+        page_tokens=note.page_tokens,
+        strips=sizes,
+        layers=note.layers,
+        heads=note.heads,
+    )
+    return Area(fetched, room.ravel())
+
+
 def _packed_note(window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> RegionNote:
     """One page that is nothing but the window, as if it were a region.
 
@@ -88,17 +140,28 @@ def _packed_note(window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> Re
     sizes = tuple(size // part_heads * heads for size in layer) * layers
     total = sum(sizes)
     row = (PieceRow(0, total, total),)
-    return RegionNote("packed", 0, total, 1, total, row, note.page_tokens, sizes, layers, heads)
+    return RegionNote(
+        name="packed",
+        address=0,
+        region_bytes=total,
+        pages=1,
+        page_bytes=total,
+        rows=row,
+        page_tokens=note.page_tokens,
+        strips=sizes,
+        layers=layers,
+        heads=heads,
+    )
 
 
 def _from(window: PageWindow, piece: Piece) -> PageWindow:
     """What the piece goes over, counted from the window's beginning."""
     theirs = piece.theirs
     return PageWindow(
-        theirs.first_layer - window.first_layer,
-        theirs.end_layer - window.first_layer,
-        theirs.first_head - window.first_head,
-        theirs.end_head - window.first_head,
+        first_layer=theirs.first_layer - window.first_layer,
+        end_layer=theirs.end_layer - window.first_layer,
+        first_head=theirs.first_head - window.first_head,
+        end_head=theirs.end_head - window.first_head,
     )
 
 

@@ -25,20 +25,21 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from kvd.core.inputs import Copied, CopyFailed
 from kvd.transfer.descriptors import objection
-from kvd.transfer.orders import Copied, CopyFailed
-from kvd.transfer.pieces import window_rows
-from kvd.transfer.strips import matched, strips
+from kvd.transfer.orders import UNSTAMPED
+from kvd.transfer.page_split import matched, strips
+from kvd.transfer.window_layout import window_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
+    from kvd.core.effects import Copy
     from kvd.core.layout.geometry import PieceRow
     from kvd.core.layout.shards import PageWindow
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.orders import Copy
 
     Bytes = NDArray[np.uint8]
 
@@ -150,7 +151,7 @@ def mapped_area(note: RegionNote) -> Area:
     return Area(note, np.ctypeslib.as_array(memory))
 
 
-class Job:
+class CopyJob:
     """One copy under way, carried out in slices; ``left_bytes`` of it are still to do."""
 
     def __init__(
@@ -188,18 +189,18 @@ class Job:
         return copied_bytes
 
 
-def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
+def copy_job(order: Copy, areas: Mapping[str, Area]) -> CopyJob | CopyFailed:
     """The job of an order, or why it is refused whole."""
     source = areas.get(order.source_region)
     destination = areas.get(order.destination_region)
     if source is None or destination is None:
         missing = order.source_region if source is None else order.destination_region
-        return CopyFailed(order.ticket, f"there is no region {missing!r} here")
+        return CopyFailed(UNSTAMPED, order.ticket, f"there is no region {missing!r} here")
     why = objection(order.source, order.destination, source.note, destination.note)
     if why:
-        return CopyFailed(order.ticket, why)
+        return CopyFailed(UNSTAMPED, order.ticket, why)
     ours, theirs = matched(source.note, destination.note, 1)
-    return Job(
+    return CopyJob(
         order,
         source.pieces(by_tensor=ours != source.note.rows),
         destination.pieces(by_tensor=theirs != destination.note.rows),
@@ -207,7 +208,7 @@ def begin(order: Copy, areas: Mapping[str, Area]) -> Job | CopyFailed:
     )
 
 
-class Turns:
+class CopyTurns:
     """Whose slice is next: the oldest's, unless a much smaller copy passes it.
 
     Much smaller is a ``PASSING_PART`` of what is left of the other: what a decode step waits for
@@ -217,11 +218,11 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[CopyJob] = []
         """In the order in which they came."""
         self._passed_bytes = 0
 
-    def step(self) -> Job | None:
+    def step(self) -> CopyJob | None:
         """Copy one slice; the job, if that was its last."""
         oldest = self.jobs[0]
         job = reduce(_smaller, self.jobs)
@@ -236,7 +237,7 @@ class Turns:
         return job
 
 
-def _smaller(older: Job, newer: Job) -> Job:
+def _smaller(older: CopyJob, newer: CopyJob) -> CopyJob:
     """The newer one if it may pass."""
     return newer if newer.left_bytes * PASSING_PART <= older.left_bytes else older
 
@@ -251,7 +252,7 @@ class Copier:
         self._areas = areas
         self._on_over = on_over
         self._wanted: SimpleQueue[Copy] = SimpleQueue()
-        self._turns = Turns()
+        self._turns = CopyTurns()
 
     def want(self, order: Copy) -> None:
         """Queue one copy."""
@@ -273,13 +274,13 @@ class Copier:
             # The loop's thread may wait for this core: woken as batch, it preempts nobody.
             os.sched_yield()
             if job is not None:
-                self._on_over(Copied(job.ticket, job.n_bytes))
+                self._on_over(Copied(UNSTAMPED, job.ticket, job.n_bytes))
 
     def _take(self, order: Copy) -> None:
-        job = begin(order, self._areas)
+        job = copy_job(order, self._areas)
         if isinstance(job, CopyFailed):
             self._on_over(job)
         elif not job.left_bytes:
-            self._on_over(Copied(job.ticket, 0))
+            self._on_over(Copied(UNSTAMPED, job.ticket, 0))
         else:
             self._turns.jobs.append(job)

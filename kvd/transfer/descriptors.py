@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvd.transfer.pieces import Stretches, misfit, packed, straight
-from kvd.transfer.strips import mismatch
+from kvd.transfer.page_split import mismatch
+from kvd.transfer.window_layout import Stretches, misfit, packed, straight
 from kvd.types import NULL_PAGE, count
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvd.core.layout.shards import PageWindow
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.pieces import Source
+    from kvd.transfer.window_layout import WindowSource
     from kvd.types import Pages
 
     Words = NDArray[np.uint64]
@@ -81,7 +81,7 @@ def window_objection(
     source: Pages,
     destination: Pages,
     window: PageWindow,
-    sources: Sequence[Source],
+    sources: Sequence[WindowSource],
     theirs: RegionNote,
 ) -> str:
     """Why these pieces of pages must not be written over that window, or an empty string."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvd.device.cuda import CudaError, Rows, Runtime, Side
+from kvd.device.cuda import CopyRows, CudaError, MemorySide, Runtime
 from kvd.device.cuda_library import load
 from kvd.transfer.copies import Area
 from kvd.transfer.mapping import HUGE_BYTES, noted
-from kvd.transfer.metadata import HOST, Kind, Place, extent_bytes
-from kvd.transfer.orders import Shared
+from kvd.transfer.metadata import HOST, MemoryKind, MemorySite, extent_bytes
+from kvd.transfer.orders import SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,14 +94,18 @@ class Devices:
         runtime = self.runtime
         try:
             address = runtime.allocate(device, size)
-            place = Place(Kind.VRAM, device) if runtime.side(address) is Side.DEVICE else HOST
+            place = (
+                MemorySite(MemoryKind.VRAM, device)
+                if runtime.side(address) is MemorySide.DEVICE
+                else HOST
+            )
         except CudaError as exc:
             raise DeviceUnusable(f"region {plan.name!r}: {exc}{self._room(device)}") from exc
         self._used[plan.name] = device
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
         return Area(noted(plan, address, size, place), memory, DeviceReach(runtime, device))
 
-    def shared(self, areas: Mapping[str, Area]) -> tuple[Shared, ...]:
+    def shared(self, areas: Mapping[str, Area]) -> tuple[SharedRegion, ...]:
         """What engines open to see the regions on devices.
 
         Raises:
@@ -109,7 +113,7 @@ class Devices:
         """
         try:
             return tuple(
-                Shared(
+                SharedRegion(
                     name,
                     self.runtime.bus_id(device),
                     self.runtime.share(areas[name].note.address),
@@ -145,5 +149,5 @@ class Devices:
         )
 
 
-def _rows(array: Bytes) -> Rows:
-    return Rows(array.ctypes.data, array.strides[0])
+def _rows(array: Bytes) -> CopyRows:
+    return CopyRows(array.ctypes.data, array.strides[0])

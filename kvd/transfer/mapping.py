@@ -27,12 +27,11 @@ from kvd.transfer.metadata import HOST, RegionNote, extent_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.transfer.metadata import Place
+    from kvd.transfer.metadata import MemorySite
     from kvd.transfer.orders import RegionPlan
 
 HUGE_BYTES: Final = 2 * 2**20
 
-_PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -83,19 +82,21 @@ def map_region(plan: RegionPlan) -> RegionNote:
     return noted(plan, address, there)
 
 
-def noted(plan: RegionPlan, address: int, region_bytes: int, place: Place = HOST) -> RegionNote:
+def noted(
+    plan: RegionPlan, address: int, region_bytes: int, place: MemorySite = HOST
+) -> RegionNote:
     """A region that lies at ``address``, as peers are told of it."""
     return RegionNote(
-        plan.name,
-        address,
-        region_bytes,
-        plan.pages,
-        plan.page_bytes,
-        plan.rows,
-        plan.page_tokens,
-        plan.strips,
-        plan.layers,
-        plan.heads,
+        name=plan.name,
+        address=address,
+        region_bytes=region_bytes,
+        pages=plan.pages,
+        page_bytes=plan.page_bytes,
+        rows=plan.rows,
+        page_tokens=plan.page_tokens,
+        strips=plan.strips,
+        layers=plan.layers,
+        heads=plan.heads,
         place=place,
     )
 
@@ -122,7 +123,7 @@ def _map(address: int, size: int, flags: int, descriptor: int) -> int:
     return mapped
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CollapseOutcome(msgspec.Struct, frozen=True):
     """How much of a region is in huge pages now, and why not all of it."""
 
     region: str
@@ -138,7 +139,7 @@ class Collapser:
         regions: list[RegionNote],
         *,
         is_busy: Callable[[], bool],
-        on_outcome: Callable[[Outcome], None],
+        on_outcome: Callable[[CollapseOutcome], None],
     ) -> None:
         self._regions = regions
         self._is_busy = is_busy
@@ -154,7 +155,7 @@ class Collapser:
         for region in self._regions:
             self._on_outcome(self._collapse(region))
 
-    def _collapse(self, region: RegionNote) -> Outcome:
+    def _collapse(self, region: RegionNote) -> CollapseOutcome:
         done, failed, last = 0, 0, 0
         end = region.address + region.region_bytes // HUGE_BYTES * HUGE_BYTES
         for address in range(region.address, end, HUGE_BYTES):
@@ -169,7 +170,7 @@ class Collapser:
                 break
         whole = done == region.region_bytes
         why = "" if whole else os.strerror(last) if last else "its size is no multiple of 2 MiB"
-        return Outcome(region.name, done, why)
+        return CollapseOutcome(region.name, done, why)
 
 
 def _collapse_one(address: int) -> int:

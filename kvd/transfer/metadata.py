@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from kvd.core.layout.geometry import PieceRow
-from kvd.transfer.strips import strips
+from kvd.transfer.page_split import strips
 
 VERSION = 1
 
@@ -34,21 +34,21 @@ _MOST_ROWS = 2**16
 _HIGHEST_DEVICE = 2**16
 
 
-class Kind(enum.Enum):
+class MemoryKind(enum.Enum):
     """Kinds of memory, by the names that NIXL has for them."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"
 
 
-class Place(msgspec.Struct, frozen=True):
+class MemorySite(msgspec.Struct, frozen=True):
     """Where memory lies: of which kind it is, and of which device; host memory has device 0."""
 
-    kind: Kind = Kind.DRAM
+    kind: MemoryKind = MemoryKind.DRAM
     device: int = 0
 
 
-HOST = Place()
+HOST = MemorySite()
 
 
 class RegionNote(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class RegionNote(msgspec.Struct, frozen=True):
     strips: tuple[int, ...] = ()
     layers: int = 0
     heads: int = 0
-    place: Place = HOST
+    place: MemorySite = HOST
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -183,7 +183,7 @@ def _check(region: RegionNote) -> None:
         )
         raise BadMetadata(msg)
     place = region.place
-    if not 0 <= place.device <= _HIGHEST_DEVICE or (place.device and place.kind is Kind.DRAM):
+    if not 0 <= place.device <= _HIGHEST_DEVICE or (place.device and place.kind is MemoryKind.DRAM):
         msg = (
             f"region {region.name!r} lies in {place.kind.value} of device {place.device}: no place"
         )

@@ -1,7 +1,7 @@
 """NIXL, and nothing else: the only file that knows the binding.
 
-A ``Receiver`` is the one passive agent of a process: it registers the regions and serves whoever
-holds its metadata, on NIXL's own progress thread. A ``Sender`` is the agent for one transport
+A ``ReceivingAgent`` is the one passive agent of a process: it registers regions and serves whoever
+holds its metadata, on NIXL's own progress thread. A ``SendingAgent`` is the agent for one transport
 generation of one peer: no thread of its own, driven by the worker's loop through ``descriptors``.
 
 Rules learned by measuring NIXL 1.5.1 with UCX 1.23:
@@ -21,7 +21,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvd.transfer.metadata import HOST, Kind
+from kvd.transfer.metadata import HOST, MemoryKind
 from kvd.transfer.streams import event_polls, outward, sent_bytes, sockets_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from kvd.transfer.descriptors import Words
-    from kvd.transfer.metadata import Metadata, Place
+    from kvd.transfer.metadata import MemorySite, Metadata
 
 DEFAULT_ENVIRONMENT: Final = {
     "UCX_MEM_MMAP_HOOK_MODE": "none",  # saves 0.4 s; regions stay mapped until the process ends
@@ -59,29 +59,29 @@ class NixlUnusable(Exception):
     """NIXL is not installed, or refuses to do what was asked; the message is its own."""
 
 
-class Step(enum.Enum):
+class TransferStep(enum.Enum):
     """What a handle in flight has come to."""
 
     RUNNING = "running"
     DONE = "done"
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """Memory to register."""
 
     address: int
     size: int
-    place: Place = HOST
+    place: MemorySite = HOST
 
 
 class Sides(NamedTuple):
     """Of which kind the memory is that is read, and the memory that is written."""
 
-    source: Kind
-    destination: Kind
+    source: MemoryKind
+    destination: MemoryKind
 
 
-BOTH_HOST: Final = Sides(Kind.DRAM, Kind.DRAM)
+BOTH_HOST: Final = Sides(MemoryKind.DRAM, MemoryKind.DRAM)
 
 
 class Binding:
@@ -101,7 +101,7 @@ class Binding:
             for name, value in vars(self.api).items()
             if name.startswith("nixl") and name.endswith("Error")
         )
-        self.segments = {Kind.DRAM: self.api.DRAM_SEG, Kind.VRAM: self.api.VRAM_SEG}
+        self.segments = {MemoryKind.DRAM: self.api.DRAM_SEG, MemoryKind.VRAM: self.api.VRAM_SEG}
 
     def agent(self, name: str, *, progress_delay_us: int) -> Any:
         """A bare agent; a delay of 0 means that it has no progress thread."""
@@ -113,7 +113,7 @@ class Binding:
         config.captureTelemetry = False
         return self.api.nixlAgent(name, config)
 
-    def register(self, agent: Any, spans: list[Span]) -> None:
+    def register(self, agent: Any, spans: list[MemorySpan]) -> None:
         """Register memory with ``agent``, kind by kind."""
         for kind, segment in self.segments.items():
             rows = [(*one[:2], one.place.device, "") for one in spans if one.place.kind is kind]
@@ -130,10 +130,10 @@ class Binding:
             raise NixlUnusable(msg) from exc
 
 
-class Receiver:
+class ReceivingAgent:
     """The passive agent: registered regions that peers write into."""
 
-    def __init__(self, binding: Binding, name: str, spans: list[Span]) -> None:
+    def __init__(self, binding: Binding, name: str, spans: list[MemorySpan]) -> None:
         threads = _threads()
         with binding.translating(f"creating the receiving agent {name!r}"):
             self._agent = binding.agent(name, progress_delay_us=PROGRESS_DELAY_US)
@@ -143,14 +143,16 @@ class Receiver:
         self.thread = max(_threads() - threads)
 
 
-class Sender:
+class SendingAgent:
     """The sending agent for one generation of one peer.
 
     Made by any one thread, then used by one. ``polls`` are level-triggered descriptors that become
     readable when ``step`` has something to find; empty where the network gives none.
     """
 
-    def __init__(self, binding: Binding, name: str, *, spans: list[Span], peer: Metadata) -> None:
+    def __init__(
+        self, binding: Binding, name: str, *, spans: list[MemorySpan], peer: Metadata
+    ) -> None:
         self._binding = binding
         self._api = binding.api
         self._peer = peer.agent
@@ -184,7 +186,7 @@ class Sender:
             raise self._failed(exc) from exc
         return handle
 
-    def step(self, handle: int) -> Step:
+    def step(self, handle: int) -> TransferStep:
         """Make progress; say whether ``handle`` is done, and release it if so.
 
         Raises:
@@ -193,14 +195,14 @@ class Sender:
         try:
             status = self._agent.getXferStatus(handle)
             if status == self._api.NIXL_IN_PROG:
-                return Step.RUNNING
+                return TransferStep.RUNNING
             self._agent.releaseXferReq(handle)
         except self._binding.errors as exc:
             raise self._failed(exc) from exc
         if status != self._api.NIXL_SUCCESS:
             msg = f"writing to {self._peer!r}: {status}"
             raise NixlUnusable(msg)
-        return Step.DONE
+        return TransferStep.DONE
 
     def progress(self) -> None:
         """Let an idle agent handle what its peer did."""

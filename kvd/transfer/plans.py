@@ -24,9 +24,8 @@ from kvd.transfer.descriptors import (
     window_objection,
     writes,
 )
-from kvd.transfer.metadata import Kind
+from kvd.transfer.metadata import MemoryKind
 from kvd.transfer.nixl import Sides
-from kvd.transfer.pieces import Source, bands, packed, pieced
 from kvd.transfer.staging import (
     SLOT_BYTES,
     Band,
@@ -34,25 +33,26 @@ from kvd.transfer.staging import (
     is_worth_gathering,
     is_worth_packing,
 )
+from kvd.transfer.window_layout import WindowSource, bands, packed, pieced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvd.core.effects import Post
     from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Words
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.orders import Post
 
 
-class Found(NamedTuple):
+class FoundRegions(NamedTuple):
     """The regions of a post: of whole pages one of ours, otherwise one for each piece."""
 
     ours: tuple[Area, ...]
     theirs: RegionNote
 
 
-class Plan(NamedTuple):
+class PostPlan(NamedTuple):
     """What a post writes, how its pages are packed before, if they are, and the kinds of memory."""
 
     writes: Writes
@@ -60,7 +60,9 @@ class Plan(NamedTuple):
     sides: Sides
 
 
-def found(order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]) -> Found | str:
+def found(
+    order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]
+) -> FoundRegions | str:
     """The regions of a post against which nothing speaks, or what does."""
     match order.making:
         case Straight(shard):
@@ -69,19 +71,19 @@ def found(order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote
             shards = [piece.shard for piece in pieces]
         case _:
             assert_never(order.making)
-    names = [shard_region(order.region, shard) for shard in shards]
+    names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
     if missing:
         return f"this node has no region {missing[0]!r}"
-    there = theirs.get(shard_region(order.region, order.peer_shard))
+    there = theirs.get(shard_region(order.component, order.peer_shard))
     if there is None:
-        name = shard_region(order.region, order.peer_shard)
-        return f"peer {order.peer} has no region {name!r}"
+        name = shard_region(order.component, order.peer_shard)
+        return f"peer {order.incarnation} has no region {name!r}"
     areas = tuple(ours[name] for name in names)
-    return _objection(order, areas, there) or Found(areas, there)
+    return _objection(order, areas, there) or FoundRegions(areas, there)
 
 
-def direct(order: Post, regions: Found) -> Writes:
+def direct(order: Post, regions: FoundRegions) -> Writes:
     """The descriptors that write a post from where its pages lie."""
     match order.making:
         case Straight():
@@ -94,7 +96,7 @@ def direct(order: Post, regions: Found) -> Writes:
             assert_never(order.making)
 
 
-def plan(order: Post, regions: Found) -> Plan:
+def plan(order: Post, regions: FoundRegions) -> PostPlan:
     """How a post is written."""
     found = None
     if all(area.is_readable for area in regions.ours):
@@ -107,9 +109,9 @@ def plan(order: Post, regions: Found) -> Plan:
             _lie_on(made.source, area.note)
     else:
         made, packing = found
-        here = Kind.DRAM
+        here = MemoryKind.DRAM
     _lie_on(made.destination, regions.theirs)
-    return Plan(made, packing, Sides(here, there.kind))
+    return PostPlan(made, packing, Sides(here, there.kind))
 
 
 def _lie_on(rows: Words, note: RegionNote) -> None:
@@ -125,7 +127,7 @@ class _Packed(NamedTuple):
     packing: Packing
 
 
-def _packed(order: Post, regions: Found) -> _Packed | None:
+def _packed(order: Post, regions: FoundRegions) -> _Packed | None:
     """What is written of a post when its pages are packed, where that is faster."""
     theirs, split = regions.theirs, order.split
     match order.making:
@@ -149,11 +151,11 @@ def _packed(order: Post, regions: Found) -> _Packed | None:
             assert_never(order.making)
 
 
-def _in_bands(order: Post, regions: Found, parts: list[Pieced]) -> _Packed:
+def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> _Packed:
     """As many layers at a time as fit into a slot."""
     areas = {area.note.name: area for area in regions.ours}
     assemblies = [
-        Assembly(window, [(areas[shard_region(order.region, one.shard)], one) for one in pieces])
+        Assembly(window, [(areas[shard_region(order.component, one.shard)], one) for one in pieces])
         for window, pieces in ((part.window, part.pieces) for part in parts)
     ]
     packing = Packing(order.source, [Band(one.gather, one.page_bytes) for one in assemblies])
@@ -168,7 +170,7 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
     making, split = order.making, order.split
     if split != 1 and (making != Straight() or order.peer_shard):
         return (
-            f"pages of region {order.region!r} cannot be cut into {split} pieces on their way "
+            f"pages of region {order.component!r} cannot be cut into {split} pieces on their way "
             f"between shards, here to shard {order.peer_shard} of the peer; use pages of one size "
             "on both sides"
         )
@@ -176,11 +178,15 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
         case Straight():
             return objection(order.source, order.destination, areas[0].note, theirs, split)
         case Pieced(window, pieces):
-            sources = [Source(area.note, one) for area, one in zip(areas, pieces, strict=True)]
+            sources = [
+                WindowSource(area.note, one) for area, one in zip(areas, pieces, strict=True)
+            ]
             return window_objection(order.source, order.destination, window, sources, theirs)
         case _:
             assert_never(making)
 
 
-def _sources(regions: Found, pieces: tuple[Piece, ...]) -> list[Source]:
-    return [Source(area.note, piece) for area, piece in zip(regions.ours, pieces, strict=True)]
+def _sources(regions: FoundRegions, pieces: tuple[Piece, ...]) -> list[WindowSource]:
+    return [
+        WindowSource(area.note, piece) for area, piece in zip(regions.ours, pieces, strict=True)
+    ]

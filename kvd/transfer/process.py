@@ -25,16 +25,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kvd.transfer import witness
-from kvd.transfer.base import TransportDown
+from kvd.transfer import map_lifetime
 from kvd.transfer.frames import BadStream, Frames, frame_of, reports_of
-from kvd.transfer.orders import Begin, Dying, Ready, StartFailed
+from kvd.transfer.orders import BeginTransfer, Dying, Ready, StartFailed
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.transfer.base import OnExit, OnReports, RegionFd
     from kvd.transfer.orders import Order, Report
+    from kvd.transfer.transport import OnExit, OnReports, RegionFd
 
 READ_BYTES: Final = 2**18
 START_LIMIT_S: Final = 30.0
@@ -161,7 +161,7 @@ class TransferProcess:
             ours.settimeout(0.0)
             self._socket = ours
             with theirs:
-                self._witness = witness.create()
+                self._witness = map_lifetime.create_witness()
                 undo.callback(os.close, self._witness)
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
@@ -179,7 +179,9 @@ class TransferProcess:
             self._pidfd = os.pidfd_open(self._child.pid)
             undo.pop_all()
         self._state = _State.SPAWNED
-        self._unsent += frame_of(Begin(self._name, (self._witness, *self._keep_open), plans))
+        self._unsent += frame_of(
+            BeginTransfer(self._name, (self._witness, *self._keep_open), plans)
+        )
         self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def _readable(self) -> None:
@@ -254,7 +256,7 @@ class TransferProcess:
     def _died(self) -> None:
         """The process is a zombie: hear it out, reap it, then wait for its memory map."""
         self._loop.remove_reader(self._pidfd)
-        while data := self._receive():  # a Posted among its last words is as true as ever
+        while data := self._receive():  # a PostDone among its last words is as true as ever
             self._hear(data)
         status = self._child.wait()
         self._loop.remove_reader(self._socket)
@@ -266,7 +268,7 @@ class TransferProcess:
 
     def _bury(self, why: str) -> None:
         """Be gone once no memory map of it is left; look again in a moment if one is."""
-        if not witness.is_gone(self._witness):
+        if not map_lifetime.is_map_gone(self._witness):
             self._loop.call_later(WITNESS_EVERY_S, self._bury, why)
             return
         os.close(self._witness)

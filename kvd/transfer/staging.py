@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvd.transfer.strips import strips
+from kvd.transfer.page_split import strips
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvd.transfer.copies import Bytes
     from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.pieces import Stretches
+    from kvd.transfer.window_layout import Stretches
     from kvd.types import Pages
 
     Gather = Callable[[NDArray[np.int32], Bytes], None]
@@ -50,7 +50,7 @@ GATHER_BELOW_BYTES: Final = 64 * 2**10
 """Stretches of this size and above travel as fast from where they lie."""
 
 
-class Slot(NamedTuple):
+class StagingSlot(NamedTuple):
     """Where the pages of one handle are packed."""
 
     address: int
@@ -64,7 +64,9 @@ class Staging:
         """``address`` is that of ``STAGING_BYTES`` of memory."""
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * STAGING_BYTES).from_address(address))
         starts = range(0, STAGING_BYTES, SLOT_BYTES)
-        self.free = [Slot(address + at, memory[at : at + SLOT_BYTES]) for at in reversed(starts)]
+        self.free = [
+            StagingSlot(address + at, memory[at : at + SLOT_BYTES]) for at in reversed(starts)
+        ]
 
 
 class Band(NamedTuple):

@@ -36,7 +36,7 @@ _ASKING: Final = (
 )
 
 
-class Mark(NamedTuple):
+class StreamMark(NamedTuple):
     """How far one connection has come.
 
     ``stream`` has the far end as the sender, and is empty once the connection is over.
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
     has_ended: bool
 
 
-def marks() -> dict[str, Mark]:
+def marks() -> dict[str, StreamMark]:
     """Every connection of this process, by the name of its socket.
 
     Not those that are still being dialed: nobody can have sent anything on them.
@@ -100,7 +100,7 @@ def ask_alive(wanted: set[str]) -> None:
                     tcp.setsockopt(level, option, value)
 
 
-def inward(of_process: dict[str, Mark]) -> dict[str, Mark]:
+def inward(of_process: dict[str, StreamMark]) -> dict[str, StreamMark]:
     """Of these connections, those whose other end is not among them too."""
     streams = {mark.stream for mark in of_process.values() if mark.stream}
     return {name: one for name, one in of_process.items() if _turned(one.stream) not in streams}
@@ -172,7 +172,7 @@ def _held(descriptor: int) -> socket.socket:
         raise
 
 
-def _mark(held: socket.socket) -> Mark | None:
+def _mark(held: socket.socket) -> StreamMark | None:
     """None of what is no TCP connection, or not one yet."""
     if held.family not in {socket.AF_INET, socket.AF_INET6} or held.type != socket.SOCK_STREAM:
         return None
@@ -185,7 +185,7 @@ def _mark(held: socket.socket) -> Mark | None:
     with contextlib.suppress(OSError):
         stream = f"{_address(held.getpeername())}>{_address(held.getsockname())}"
     received = _counter(info, _BYTES_RECEIVED_AT)
-    return Mark(stream, received, unread[0], info[0] == _ESTABLISHED, info[0] in _ENDED)
+    return StreamMark(stream, received, unread[0], info[0] == _ESTABLISHED, info[0] in _ENDED)
 
 
 def _info(tcp: socket.socket) -> bytes:

@@ -1,19 +1,19 @@
 """Page sums, beside the posting loop: of what is sent while it travels, and of what has arrived.
 
-    Post ---> job --> turns --> summers --> sums --> joined with its Posted --> Posted
+    Post ---> job --> turns --> summers --> sums --> joined with its PostDone --> PostDone
     Verify -> job --> turns --> summers --> sums --> compared with the writer's --> Verified
     Sum ----> job --> turns --> summers --> sums --> Summed
 
 Jobs take turns, a slice of a few megabytes each, so a small one does not wait for all of a large
-one before it; slices of one job may be summed by several threads at once. ``Posted`` of a sealed
+one before it; slices of one job may be summed by several threads at once. ``PostDone`` of a sealed
 post is held back until its sums are there.
 
 The hash lets go of the interpreter for pieces above about 100 KB. Below that the loop gets it back
 at the next switch, so the switch interval is shortened with the first summer.
 
 Invariants: each ``Verify`` is answered by one ``Verified``, each ``Sum`` by one ``Summed``; each
-post still ends by exactly one of ``Posted`` and ``PostFailed``. What waits here is bounded by what
-the daemon has under way: a job keeps page numbers and sums, no pages.
+post still ends by exactly one of ``PostDone`` and ``PostFailed``. What waits here is bounded by
+what the daemon has under way: a job keeps page numbers and sums, no pages.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
+from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
 from kvd.core.layout.spec import shard_region
-from kvd.transfer.assembly import Assembly
+from kvd.transfer.assembly import Assembly, FetchedWindows
 from kvd.transfer.descriptors import strays
-from kvd.transfer.fetched import Fetched
-from kvd.transfer.orders import Posted, PostFailed, Summed, Verified
-from kvd.transfer.pieces import Source, beyond, unmade
+from kvd.transfer.orders import UNSTAMPED, Summed
+from kvd.transfer.page_split import uncut
 from kvd.transfer.reading import Gathered, InPlace
-from kvd.transfer.strips import uncut
+from kvd.transfer.window_layout import WindowSource, beyond, unmade
 from kvd.types import NO_PAGES
 from kvd.wire.peer import Integrity
 
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvd.core.effects import Post, Verify
     from kvd.core.layout.shards import PageWindow
     from kvd.transfer.copies import Area
-    from kvd.transfer.orders import Post, Report, Sum, Verify
+    from kvd.transfer.orders import Report, Sum
     from kvd.transfer.reading import Reading
     from kvd.types import Pages
 
@@ -60,7 +61,7 @@ SLICE_BYTES: Final = 4 * 2**20
 SWITCH_S: Final = 0.0005
 
 
-class Job:
+class PageSumJob:
     """The sums of the chosen pages of one post, or of one delta that has arrived."""
 
     def __init__(
@@ -91,22 +92,22 @@ class Job:
         return self.sums.astype("<u8").tobytes()
 
 
-class PostJob(Job):
-    """Of a post; its ``Posted`` waits here for the sums, or the sums for it.
+class PostJob(PageSumJob):
+    """Of a post; its ``PostDone`` waits here for the sums, or the sums for it.
 
     Where our pages are cut, ``ids`` are pieces.
     """
 
-    posted: Posted | None = None
+    posted: PostDone | None = None
 
 
-class VerifyJob(Job):
+class VerifyJob(PageSumJob):
     """Of a delta; ``wanted`` is what the writer says."""
 
     wanted = b""
 
 
-class SumJob(Job):
+class SumJob(PageSumJob):
     """Of pages as they lie here: each sum is bound to the number of its page."""
 
     def __init__(self, ticket: int, area: Area, pages: Pages) -> None:
@@ -117,7 +118,7 @@ class SumJob(Job):
         self.left = self.ids.size
 
 
-_HERE: Final = Seal(Integrity.FULL, b"kvd page of ours", 0, 0)
+_HERE: Final = Seal(integrity=Integrity.FULL, key=b"kvd page of ours", first=0, end=0)
 
 
 def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
@@ -135,16 +136,16 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
     """How the pages of a post are read; None where it will be refused."""
     match order.making:
         case Straight(shard):
-            area = areas.get(shard_region(order.region, shard))
+            area = areas.get(shard_region(order.component, shard))
             if area is None or uncut(area.note, order.split):
                 return None
             if strays(order.source, area.note, order.split).size:
                 return None
             return _read_whole(area, order.split)
         case Pieced(window, pieces):
-            found = [areas.get(shard_region(order.region, one.shard)) for one in pieces]
+            found = [areas.get(shard_region(order.component, one.shard)) for one in pieces]
             parts = [(a, one) for a, one in zip(found, pieces, strict=True) if a is not None]
-            sources = [Source(area.note, one) for area, one in parts]
+            sources = [WindowSource(area.note, one) for area, one in parts]
             if len(parts) < len(pieces) or unmade(window, sources):
                 return None
             if any(strays(order.source, area.note).size for area, _ in parts):
@@ -164,7 +165,7 @@ def _read_whole(area: Area, split: int) -> Reading:
 def _read_window(window: PageWindow, parts: list[tuple[Area, Piece]]) -> Reading:
     """Pieces that make a window."""
     if not all(area.is_readable for area, _ in parts):
-        fetched = Fetched(window, parts)
+        fetched = FetchedWindows(window, parts)
         return Gathered(fetched.gather, fetched.page_bytes)
     area, piece = parts[0]
     if len(parts) == 1 and piece.ours.end_head - piece.ours.first_head == area.note.heads:
@@ -175,7 +176,7 @@ def _read_window(window: PageWindow, parts: list[tuple[Area, Piece]]) -> Reading
 
 def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified:
     """The job of a ``Verify``, or the answer where there is nothing that could be summed."""
-    seal, name = order.seal, shard_region(order.region, order.shard)
+    seal, name = order.seal, shard_region(order.component, order.shard)
     area, window = areas.get(name), order.window
     why = ""
     if area is None:
@@ -185,7 +186,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     elif window is not None:
         why = beyond(window, area.note, "here")
     if why or area is None:
-        return Verified(order.ticket, (), why)
+        return Verified(at_s=UNSTAMPED, ticket=order.ticket, bad_pages=(), why=why)
     reading = (
         _read_whole(area, 1)
         if window is None
@@ -194,8 +195,13 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
-        return Verified(order.ticket, (), f"{len(order.sums)} bytes of sums for {job.left} pages")
-    return job if job.left else Verified(order.ticket, ())
+        return Verified(
+            at_s=UNSTAMPED,
+            ticket=order.ticket,
+            bad_pages=(),
+            why=f"{len(order.sums)} bytes of sums for {job.left} pages",
+        )
+    return job if job.left else Verified(UNSTAMPED, order.ticket, ())
 
 
 def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
@@ -211,16 +217,16 @@ def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
 def verdict(job: VerifyJob) -> Verified:
     """What the sums of a job say."""
     wanted: NDArray[np.uint64] = np.frombuffer(job.wanted, "<u8")
-    return Verified(job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
+    return Verified(UNSTAMPED, job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
 
 
 class Summers:
     """The threads, and whose turn it is."""
 
-    def __init__(self, on_done: Callable[[Job], None]) -> None:
+    def __init__(self, on_done: Callable[[PageSumJob], None]) -> None:
         """``on_done`` takes each job whose sums are there, on a summer's thread."""
         self._on_done = on_done
-        self._turns: deque[Job] = deque()
+        self._turns: deque[PageSumJob] = deque()
         self._news = threading.Condition()
 
     def start(self) -> None:
@@ -229,7 +235,7 @@ class Summers:
         for _ in range(SUMMERS):
             threading.Thread(target=self._run, name=SUMMER, daemon=True).start()
 
-    def want(self, job: Job) -> None:
+    def want(self, job: PageSumJob) -> None:
         """Queue one job; from any thread."""
         with self._news:
             self._turns.append(job)
@@ -249,7 +255,7 @@ class Summers:
             if is_done:
                 self._on_done(job)
 
-    def _next(self) -> tuple[Job, int, int]:
+    def _next(self) -> tuple[PageSumJob, int, int]:
         """The next slice of the job whose turn it is."""
         with self._news:
             while not self._turns:
@@ -301,32 +307,32 @@ class Sums:
             self._summers.want(found)
 
     def pass_on(self, report: Report) -> None:
-        """A report of the links; ``Posted`` waits for its sums."""
+        """A report of the links; ``PostDone`` waits for its sums."""
         match report:
-            case Posted(post) if post in self._posts:
+            case PostDone(post=post) if post in self._posts:
                 job = self._posts[post]
                 job.posted = report
                 if not job.left:
                     self._conclude(job, report)
                 return
-            case PostFailed(post) if post in self._posts:
+            case PostFailed(post=post) if post in self._posts:
                 self._posts.pop(post).is_unwanted = True
             case _:
                 pass
         self._report(report)
 
-    def done(self, job: Job) -> None:
+    def done(self, job: PageSumJob) -> None:
         """The sums of a job are there."""
         match job:
             case VerifyJob():
                 self._report(verdict(job))
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))
-            case PostJob(posted=Posted() as posted) if self._posts.get(job.ticket) is job:
+            case PostJob(posted=PostDone() as posted) if self._posts.get(job.ticket) is job:
                 self._conclude(job, posted)
             case _:
                 pass
 
-    def _conclude(self, job: PostJob, posted: Posted) -> None:
+    def _conclude(self, job: PostJob, posted: PostDone) -> None:
         del self._posts[job.ticket]
         self._report(msgspec.structs.replace(posted, sums=job.packed()))

@@ -6,11 +6,11 @@ progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms
 up posts), the copier (pages to the saved area and back), the summers (page sums) and, for a while,
 the collapser. They hand their results to the loop's inbox.
 
-    daemon --Order--> loop --Load--> builder --Sender--> loop --first write--> Lane --> Loaded
-                       |---Post--> Lane: handles --> Moved, PostFailed, Posted with its sums
-                       |---Post(after)--> Waiting for its event --> as above, or Unposted
+    daemon --Order--> loop --LoadAgent--> builder --Sender--> loop --first write--> AgentLoaded
+                       |---Post--> handles --> PostMoved, PostFailed, PostDone with its sums
+                       |---Post(after)--> waits for its event --> as above, or Unposted
                        |---Verify--> summers --> Verified
-                       |---Drop--> Lane.destroy --> Dropped
+                       |---DropAgent--> the agent is destroyed --> AgentDropped
                        '---Copy--> copier --> Copied, CopyFailed
 
 An exception that ends the builder, the copier or a summer is a bug: the process says so and ends
@@ -33,42 +33,41 @@ import threading
 from collections import deque
 from typing import Final, NamedTuple, NoReturn, assert_never
 
-from kvd.transfer import witness
+from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.inputs import Copied, CopyFailed
+from kvd.transfer import map_lifetime
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
+from kvd.transfer.event_waits import EventWaits
 from kvd.transfer.frames import Frames, frame_of, order_of
-from kvd.transfer.inflow import Inflow
-from kvd.transfer.links import BUILDER, SCRATCH_BYTES, Builder, Built, Links, Mine
-from kvd.transfer.mapping import Collapser, Outcome, RegionUnusable, map_region, map_scratch
+from kvd.transfer.mapping import CollapseOutcome, Collapser, RegionUnusable, map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack
-from kvd.transfer.nixl import Binding, NixlUnusable, Receiver
+from kvd.transfer.nixl import Binding, NixlUnusable, ReceivingAgent
 from kvd.transfer.orders import (
     Alive,
-    Begin,
+    BeginTransfer,
     Collapsed,
-    Copied,
-    Copy,
-    CopyFailed,
-    Drop,
     Dying,
-    Exempt,
-    Forget,
-    Load,
     Order,
-    Post,
     Probe,
-    Quiesce,
     Ready,
     RegionPlan,
     Report,
     StartFailed,
     Sum,
-    Verify,
 )
-from kvd.transfer.selfwrite import advised, prove
+from kvd.transfer.quiescence import Quiescence
+from kvd.transfer.self_write import advised, prove
+from kvd.transfer.sending_agents import (
+    BUILDER,
+    SCRATCH_BYTES,
+    AgentBuilder,
+    BuiltAgent,
+    OwnMemory,
+    SendingAgents,
+)
 from kvd.transfer.staging import STAGING_BYTES
-from kvd.transfer.sums import SUMMER, Job, Summers, Sums
-from kvd.transfer.waiting import Waiting
+from kvd.transfer.sums import SUMMER, PageSumJob, Summers, Sums
 
 TICK_S: Final = 0.02
 """A look at what is in flight, should no descriptor have told of it."""
@@ -78,13 +77,13 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Broken(NamedTuple):
+class ThreadBroken(NamedTuple):
     """A thread that others wait for ended by a bug."""
 
     why: str
 
 
-Item = Built | Outcome | Copied | CopyFailed | Job | Broken
+Item = BuiltAgent | CollapseOutcome | Copied | CopyFailed | PageSumJob | ThreadBroken
 """What other threads hand to the loop."""
 
 
@@ -106,7 +105,7 @@ class Inbox:
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
-class Worker:
+class TransferWorker:
     """The loop of the transfer process."""
 
     def __init__(self, orders: socket.socket) -> None:
@@ -119,7 +118,7 @@ class Worker:
         self._is_full = False
 
     def begin(self) -> None:
-        """Wait for ``Begin``; map, register, and report ``Ready``.
+        """Wait for ``BeginTransfer``; map, register, and report ``Ready``.
 
         Raises:
             NixlUnusable: NIXL is missing or refuses.
@@ -128,24 +127,26 @@ class Worker:
         """
         begin, later = self._first_order()
         for descriptor in begin.kept:
-            witness.keep(descriptor)
+            map_lifetime.keep_map(descriptor)
         devices = Devices()
         areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
         scratch, staging = map_scratch(SCRATCH_BYTES), map_scratch(STAGING_BYTES)
-        mine = Mine(begin.name, registered, scratch, staging)
+        mine = OwnMemory(begin.name, registered, scratch, staging)
         binding = Binding(devices.cuda_major)
         with advised(binding, mine):
-            self._receiver = Receiver(binding, begin.name, mine.spans())
+            self._receiver = ReceivingAgent(binding, begin.name, mine.spans())
             told = _told(mine, self._receiver.blob)
             prove(binding, mine, told)
-        builder = Builder(binding, mine, self._inbox.put)
+        builder = AgentBuilder(binding, mine, self._inbox.put)
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
-        self._links = Links(builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on)
+        self._agents = SendingAgents(
+            builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on
+        )
         report = self._reports.append
-        self._inflow = Inflow(self._receiver.thread, self._links.sockets, report)
-        self._waiting = Waiting(devices, post=self._post, report=report)
+        self._quiescence = Quiescence(self._receiver.thread, self._agents.sockets, report)
+        self._event_waits = EventWaits(devices, post=self._post, report=report)
         self._copier = Copier(areas, self._inbox.put)
         threading.excepthook = self._broke
         builder.start()
@@ -171,12 +172,12 @@ class Worker:
                 elif descriptor == self._inbox.descriptor:
                     self._take()
                 else:
-                    self._links.woken(descriptor)
-            if self._waiting.is_pending:
-                self._waiting.step()
-            self._links.post_round()
-            self._links.step()  # last: what one host copies is done when it is posted
-            self._inflow.step()
+                    self._agents.woken(descriptor)
+            if self._event_waits.is_pending:
+                self._event_waits.step()
+            self._agents.post_round()
+            self._agents.step()  # last: what one host copies is done when it is posted
+            self._quiescence.step()
             if self._reports or self._unsent:
                 self._flush()
 
@@ -193,9 +194,9 @@ class Worker:
         threading.__excepthook__(args)
         if args.thread is not None and args.thread.name in {BUILDER, COPIER, SUMMER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
-            self._inbox.put(Broken(f"thread {args.thread.name} ended by {what}"))
+            self._inbox.put(ThreadBroken(f"thread {args.thread.name} ended by {what}"))
 
-    def _first_order(self) -> tuple[Begin, list[Order]]:
+    def _first_order(self) -> tuple[BeginTransfer, list[Order]]:
         while True:
             data = self._orders.recv(READ_BYTES)
             if not data:
@@ -204,7 +205,7 @@ class Worker:
             if not orders:
                 continue
             match orders[0]:
-                case Begin() as begin:
+                case BeginTransfer() as begin:
                     return begin, orders[1:]
                 case other:
                     msg = f"the first order is {type(other).__name__}, not Begin"
@@ -212,16 +213,16 @@ class Worker:
 
     def _is_busy(self) -> bool:
         """Whether posts are under way; read by the collapser, where an old answer does no harm."""
-        return self._links.is_pending
+        return self._agents.is_pending
 
     def _patience_s(self) -> float | None:
         """How long the loop may sleep."""
-        if self._links.can_post or self._links.is_fast:
+        if self._agents.can_post or self._agents.is_fast:
             return 0.0
-        if self._links.is_blind or self._waiting.is_pending:
+        if self._agents.is_blind or self._event_waits.is_pending:
             return BLIND_TICK_S
-        patience_s = self._inflow.patience_s
-        if self._links.is_pending:
+        patience_s = self._quiescence.patience_s
+        if self._agents.is_pending:
             return TICK_S if patience_s is None else min(TICK_S, patience_s)
         return patience_s
 
@@ -237,56 +238,56 @@ class Worker:
 
     def _obey(self, order: Order) -> None:
         match order:
-            case Load():
-                self._links.load(order)
-            case Drop() | Post() | Forget():
+            case LoadAgent():
+                self._agents.load(order)
+            case DropAgent() | Post() | Forget():
                 self._obey_of_posts(order)
             case Verify():
                 self._sums.verify(order)
             case Sum():
                 self._sums.sum(order)
             case Quiesce():
-                self._inflow.ask(order)
+                self._quiescence.ask(order)
             case Exempt():
-                self._inflow.exempt(order)
+                self._quiescence.exempt(order)
             case Copy():
                 self._copier.want(order)
             case Probe(number):
                 self._reports.append(Alive(number))
-            case Begin():
+            case BeginTransfer():
                 os._exit(0)
             case _:
                 assert_never(order)
 
-    def _obey_of_posts(self, order: Drop | Post | Forget) -> None:
+    def _obey_of_posts(self, order: DropAgent | Post | Forget) -> None:
         match order:
-            case Drop():
-                self._waiting.drop(order)
-                self._links.drop(order)
+            case DropAgent():
+                self._event_waits.drop(order)
+                self._agents.drop(order)
             case Post(after=b""):
                 self._post(order)
             case Post():
-                self._waiting.add(order)
+                self._event_waits.add(order)
             case Forget(post):
-                self._waiting.forget(post)
+                self._event_waits.forget(post)
 
     def _post(self, order: Post) -> None:
         """What it reads is written: sum it, and send it."""
         self._sums.post(order)
-        self._links.post(order)
+        self._agents.post(order)
 
     def _take(self) -> None:
         for item in self._inbox.take():
             match item:
-                case Built():
-                    self._links.built(item)
-                case Outcome(region, huge_bytes, why):
+                case BuiltAgent():
+                    self._agents.built(item)
+                case CollapseOutcome(region, huge_bytes, why):
                     self._reports.append(Collapsed(region, huge_bytes, why))
-                case Job():
+                case PageSumJob():
                     self._sums.done(item)
                 case Copied() | CopyFailed():
                     self._reports.append(item)
-                case Broken(why):
+                case ThreadBroken(why):
                     self.fail(Dying(why))
                 case _:
                     assert_never(item)
@@ -320,10 +321,17 @@ def _area(plan: RegionPlan, devices: Devices) -> Area:
     return mapped_area(note)
 
 
-def _told(mine: Mine, blob: bytes) -> Metadata:
+def _told(mine: OwnMemory, blob: bytes) -> Metadata:
     """What peers must know."""
     notes = tuple(area.note for area in mine.regions.values())
-    return Metadata(VERSION, mine.name, blob, mine.scratch, SCRATCH_BYTES, notes)
+    return Metadata(
+        version=VERSION,
+        agent=mine.name,
+        blob=blob,
+        scratch=mine.scratch,
+        scratch_bytes=SCRATCH_BYTES,
+        regions=notes,
+    )
 
 
 def die_with(parent: int) -> None:
@@ -339,7 +347,7 @@ def main() -> None:
     die_with(parent)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which
         signal.signal(name, signal.SIG_IGN)  # decides when this process ends
-    worker = Worker(socket.socket(fileno=descriptor))
+    worker = TransferWorker(socket.socket(fileno=descriptor))
     try:
         worker.begin()
     except (NixlUnusable, RegionUnusable, DeviceUnusable) as exc:

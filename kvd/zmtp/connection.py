@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.types import Sent
 from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES, TURN_S
-from kvd.zmtp.events import ENDED, HUNG_UP, Closed, Fault, Ready
-from kvd.zmtp.protocol import State
+from kvd.zmtp.events import ENDED, HUNG_UP, ConnectionClosed, ConnectionFault, HandshakeDone
+from kvd.zmtp.protocol import ProtocolState
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.events import Frames
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.fair_turns import FairTurns
     from kvd.zmtp.protocol import Event
     from kvd.zmtp.protocol import Protocol as Machine
-    from kvd.zmtp.rounds import Rounds
+    from kvd.zmtp.write_batch import WriteBatch
 
 _PIECES: Final = 512
 """Given to the kernel at once; it takes 1024."""
@@ -39,35 +39,40 @@ class Owner(Protocol):
 
     bounds: Bounds
 
-    def met(self, connection: Connection, ready: Ready) -> bool:
+    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
         """Whether it is let in."""
         ...
 
-    def message(self, connection: Connection, frames: Frames) -> None:
+    def message(self, connection: ZmtpConnection, frames: Frames) -> None:
         """A message came."""
         ...
 
-    def weighs(self, connection: Connection, before: int, *, is_fresh: bool) -> None:
+    def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """What is kept for it has changed from ``before``, or is still there.
 
         ``is_fresh``: what is unfinished of it now began just now.
         """
         ...
 
-    def ends(self, connection: Connection, closed: Closed) -> bool:
+    def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """Whether it is ended at once for that; else it is not heard until its time is up."""
         ...
 
-    def over(self, connection: Connection, closed: Closed) -> None:
+    def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """It is over; told once."""
         ...
 
 
-class Connection:
+class ZmtpConnection:
     """One connection. What is sent on it goes to whoever proved ``name``, or to nobody."""
 
     def __init__(
-        self, sock: socket.socket, machine: Machine, owner: Owner, hub: Hub, rounds: Rounds
+        self,
+        sock: socket.socket,
+        machine: Machine,
+        owner: Owner,
+        batch: WriteBatch,
+        turns: FairTurns,
     ) -> None:
         """Takes the socket over, and begins the handshake with the next turn of the loop."""
         self.machine = machine
@@ -85,13 +90,13 @@ class Connection:
         self._fd = sock.fileno()
         self._owner = owner
         self._bounds: Bounds = owner.bounds
-        self._hub = hub
-        self.rounds = rounds
+        self._batch = batch
+        self.turns = turns
         """The line that it stands in."""
         self._unsent: deque[bytes | memoryview] = deque()
         self._unsent_bytes = 0
         self._is_written = False
-        """Whether the hub knows that there is something to write."""
+        """Whether the batch knows that there is something to write."""
         self._is_blocked = False
         """Whether the kernel takes no more; it says when it does."""
         self._is_watched = False
@@ -106,7 +111,7 @@ class Connection:
 
     def send(self, frames: Sequence[bytes]) -> Sent:
         """Send one message of one frame or more; never blocks."""
-        if self.machine.state is not State.TRAFFIC or self._lingering is not None:
+        if self.machine.state is not ProtocolState.TRAFFIC or self._lingering is not None:
             return Sent.GONE
         if self._is_full():
             if not self._is_blocked:
@@ -138,7 +143,7 @@ class Connection:
             self._weigh(is_fresh=False)
         elif not self._is_written:
             self._is_written = True
-            self._hub.written(self)
+            self._batch.written(self)
 
     def _say_own(self) -> None:
         """What the machine has to say; a heartbeat's answer is lost where nobody reads."""
@@ -163,15 +168,15 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             if not self._is_blocked:
                 self._is_blocked = True
-                self._hub.loop.add_writer(self._fd, self.flush)
+                self._batch.loop.add_writer(self._fd, self.flush)
             self._weigh(is_fresh=False)
             return
         except OSError as error:
-            self.end(Closed(Fault.HUNG_UP, str(error)))
+            self.end(ConnectionClosed(ConnectionFault.HUNG_UP, str(error)))
             return
         if self._is_blocked:
             self._is_blocked = False
-            self._hub.loop.remove_writer(self._fd)
+            self._batch.loop.remove_writer(self._fd)
             self._weigh(is_fresh=False)
         if self._lingering is not None:
             with contextlib.suppress(OSError):  # the other side was faster
@@ -193,17 +198,17 @@ class Connection:
     def _readable(self) -> None:
         if self._lingering is not None:
             self._discard()
-        elif self.rounds.is_open():
+        elif self.turns.is_open():
             self.turn(TURN_MESSAGES)
         else:
             self._stand_in_line()
 
     def turn(self, messages: int) -> None:
         """As ``Waiting``. A bug in whoever is told costs its message; what follows is read on."""
-        if self.machine.state is State.OVER or not (self._is_left or self._read()):
+        if self.machine.state is ProtocolState.OVER or not (self._is_left or self._read()):
             return
-        machine, hub = self.machine, self._hub
-        self._is_left = hub.is_in_turn = True
+        machine, batch = self.machine, self._batch
+        self._is_left = batch.is_in_turn = True
         is_fresh = False
         end_s = time.monotonic() + TURN_S
         try:
@@ -220,10 +225,10 @@ class Connection:
                 if time.monotonic() >= end_s:
                     break
         finally:
-            if machine.state is not State.TRAFFIC:
+            if machine.state is not ProtocolState.TRAFFIC:
                 self._say_own()
-            hub.is_in_turn = False
-            hub.flush()
+            batch.is_in_turn = False
+            batch.flush()
             if self.weight or machine.held:
                 self._weigh(is_fresh=is_fresh)
             if self._is_left:
@@ -245,14 +250,14 @@ class Connection:
         most = READ_BYTES
         if machine.lacks:
             most = min(machine.lacks, LONG_READ_BYTES)
-        elif machine.state is not State.TRAFFIC:
+        elif machine.state is not ProtocolState.TRAFFIC:
             most = HANDSHAKE_BYTES
         try:
             came = self._sock.recv(most)
         except (BlockingIOError, InterruptedError):
             return True
         except OSError as error:
-            self.end(Closed(Fault.HUNG_UP, str(error)))
+            self.end(ConnectionClosed(ConnectionFault.HUNG_UP, str(error)))
             return False
         if not came:
             self.end(HUNG_UP)
@@ -266,12 +271,12 @@ class Connection:
                 self._owner.message(self, event)
             else:
                 self._say_own()
-        elif isinstance(event, Ready):
+        elif isinstance(event, HandshakeDone):
             self.name, self.routing_id = event.name, event.routing_id
             self.machine.accept()
             self._say_own()
             if not self._owner.met(self, event):
-                self.end(Closed(Fault.REFUSED, "its routing id is in use"))
+                self.end(ConnectionClosed(ConnectionFault.REFUSED, "its routing id is in use"))
         elif self._owner.ends(self, event):
             self.flush()  # what it said before its fault was answered, in this turn as well
             self.end(event)
@@ -287,17 +292,17 @@ class Connection:
     def _stand_in_line(self) -> None:
         self._unwatch()
         if not self.is_over:
-            self.rounds.wait(self)
+            self.turns.wait(self)
 
     def _watch(self) -> None:
         if not self.is_over and not self.is_ignored:
             self._is_watched = True
-            self._hub.loop.add_reader(self._fd, self._readable)
+            self._batch.loop.add_reader(self._fd, self._readable)
 
     def _unwatch(self) -> None:
         if self._is_watched:
             self._is_watched = False
-            self._hub.loop.remove_reader(self._fd)
+            self._batch.loop.remove_reader(self._fd)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -305,11 +310,11 @@ class Connection:
         """Hang up. What was sent has ``linger_s`` to go out and to be heard; repeatable."""
         if self.is_over or self._lingering is not None:
             return
-        if not linger_s or self.machine.state is not State.TRAFFIC:
+        if not linger_s or self.machine.state is not ProtocolState.TRAFFIC:
             self.end(ENDED)
             return
         self.machine.drop()
-        self._lingering = self._hub.loop.call_later(linger_s, self.end, ENDED)
+        self._lingering = self._batch.loop.call_later(linger_s, self.end, ENDED)
         if not self._is_watched:
             self._watch()
         if not self._is_blocked:
@@ -326,14 +331,14 @@ class Connection:
         if is_over:
             self.end(ENDED)
 
-    def end(self, closed: Closed) -> None:
+    def end(self, closed: ConnectionClosed) -> None:
         """It is over, at once; repeatable."""
         if self.is_over:
             return
         self.is_over = True
         self._unwatch()
         if self._is_blocked:
-            self._hub.loop.remove_writer(self._fd)
+            self._batch.loop.remove_writer(self._fd)
         if self._lingering is not None:
             self._lingering.cancel()
         self._sock.close()

@@ -26,7 +26,7 @@ from nacl import bindings
 from nacl.exceptions import CryptoError
 
 from kvd.zmtp import frames
-from kvd.zmtp.events import Closed, Fault, Ready
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.mechanism import DEALER, ROUTER, malformed, met, own_properties, refused
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Boxes:
         )
         out.append(frames.header(_BOX_AT + len(box), 0) + _MESSAGE + nonce + box)
 
-    def unwrap(self, body: bytes) -> bytes | Closed:
+    def unwrap(self, body: bytes) -> bytes | ConnectionClosed:
         """As ``Mechanism``."""
         if len(body) < self.overhead or not body.startswith(_MESSAGE):
             return malformed("a frame that is no MESSAGE of CURVE")
@@ -123,7 +123,7 @@ class CurveServer(_Boxes):
         """As ``Mechanism``: a server waits."""
         return b""
 
-    def take(self, name: bytes, body: bytes) -> bytes | Ready | Closed:
+    def take(self, name: bytes, body: bytes) -> bytes | HandshakeDone | ConnectionClosed:
         """As ``Mechanism``."""
         if name == b"HELLO" and not self._cookie:
             return self._welcome(body)
@@ -132,7 +132,7 @@ class CurveServer(_Boxes):
             return self._initiated(body)
         return malformed(f"{name[:20]!r} in its handshake")
 
-    def _welcome(self, body: bytes) -> bytes | Closed:
+    def _welcome(self, body: bytes) -> bytes | ConnectionClosed:
         if len(body) != _HELLO or body[:2] != b"\x01\x00":
             return malformed("a HELLO of another form")
         self._their_public = body[74 : 74 + KEY]
@@ -141,7 +141,9 @@ class CurveServer(_Boxes):
         if key is None:
             return malformed("a HELLO with a key that is none")
         if _open(box, b"CurveZMQHELLO---" + nonce, key) is None:
-            return Closed(Fault.WRONG_SERVER_KEY, "its HELLO is boxed for another public key")
+            return ConnectionClosed(
+                ConnectionFault.WRONG_SERVER_KEY, "its HELLO is boxed for another public key"
+            )
         self._is_fresh(nonce)
         self._cookie = secrets.token_bytes(COOKIE)
         fresh = secrets.token_bytes(LONG_NONCE)
@@ -150,7 +152,7 @@ class CurveServer(_Boxes):
         )
         return frames.command(b"WELCOME", fresh + welcome)
 
-    def _initiated(self, body: bytes) -> Ready | Closed:
+    def _initiated(self, body: bytes) -> HandshakeDone | ConnectionClosed:
         """Whoever it is has its long-term key, which it vouches for; whether that one is listed."""
         if len(body) < _INITIATE or not hmac.compare_digest(body[:COOKIE], self._cookie):
             return malformed("an INITIATE without the cookie of its WELCOME")
@@ -168,7 +170,7 @@ class CurveServer(_Boxes):
             return malformed("a vouch that is not for this connection")
         name = self._ring.names.get(client)
         if name is None:
-            return Closed(Fault.UNKNOWN_KEY, "its key is not listed")
+            return ConnectionClosed(ConnectionFault.UNKNOWN_KEY, "its key is not listed")
         self._key = key
         return met(self._socket_type, metadata, name)
 
@@ -206,7 +208,7 @@ class CurveClient(_Boxes):
         )
         return frames.command(b"HELLO", b"\x01\x00" + bytes(72) + self._public + nonce + box)
 
-    def take(self, name: bytes, body: bytes) -> bytes | Ready | Closed:
+    def take(self, name: bytes, body: bytes) -> bytes | HandshakeDone | ConnectionClosed:
         """As ``Mechanism``."""
         match name:
             case b"WELCOME" if not self._key:
@@ -218,7 +220,7 @@ class CurveClient(_Boxes):
             case _:
                 return malformed(f"{name[:20]!r} in its handshake")
 
-    def _initiate(self, body: bytes) -> bytes | Closed:
+    def _initiate(self, body: bytes) -> bytes | ConnectionClosed:
         nonce = body[:LONG_NONCE]
         plain = None
         if len(body) == _WELCOME:
@@ -242,7 +244,7 @@ class CurveClient(_Boxes):
         )
         return frames.command(b"INITIATE", cookie + short + box)
 
-    def _ready(self, body: bytes) -> Ready | Closed:
+    def _ready(self, body: bytes) -> HandshakeDone | ConnectionClosed:
         nonce = body[:NONCE]
         if len(body) < _READY or not self._is_fresh(nonce):
             return malformed("a READY of another form")

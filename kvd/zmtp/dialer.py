@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.types import Sent
 from kvd.zmtp.bounds import BOUNDS, TURN_S
-from kvd.zmtp.connection import Connection
-from kvd.zmtp.events import Closed, Fault
+from kvd.zmtp.connection import ZmtpConnection
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault
+from kvd.zmtp.fair_turns import FairTurns
 from kvd.zmtp.protocol import Protocol
-from kvd.zmtp.rounds import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.zmtp.bounds import Bounds
-    from kvd.zmtp.events import Frames, Ready
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.events import Frames, HandshakeDone
     from kvd.zmtp.mechanism import Mechanism
+    from kvd.zmtp.write_batch import WriteBatch
 
 FIRST_PAUSE_S: Final = 0.1
 LAST_PAUSE_S: Final = 1.0
@@ -33,7 +33,7 @@ LAST_PAUSE_S: Final = 1.0
 CONNECT_S: Final = 5.0
 """For a name to be found and a connection to be taken."""
 
-_TOO_SLOW: Final = Closed(Fault.TOO_SLOW, "its handshake took too long")
+_TOO_SLOW: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "its handshake took too long")
 
 
 class Dialer:
@@ -44,10 +44,10 @@ class Dialer:
         host: str,
         port: int,
         mechanism: Callable[[], Mechanism],
-        hub: Hub,
+        batch: WriteBatch,
         *,
         on_message: Callable[[Frames], None],
-        on_failed: Callable[[Closed], None],
+        on_failed: Callable[[ConnectionClosed], None],
         bounds: Bounds = BOUNDS,
     ) -> None:
         """Prepare, and begin with the next turn of the loop.
@@ -56,7 +56,7 @@ class Dialer:
             host: name or IP address.
             port: of TCP.
             mechanism: makes our side of it for each connection.
-            hub: of the loop.
+            batch: of the loop.
             on_message: takes each message.
             on_failed: takes why a handshake failed. That nobody listens is not told.
             bounds: limits.
@@ -64,16 +64,16 @@ class Dialer:
         self.bounds = bounds
         self._host, self._port = host, port
         self._mechanism = mechanism
-        self._hub = hub
+        self._batch = batch
         self._on_message = on_message
         self._on_failed = on_failed
-        self._rounds = Rounds(hub.loop, TURN_S)
+        self._turns = FairTurns(batch.loop, TURN_S)
         self._waiting: deque[Sequence[bytes]] = deque()
         self._waiting_bytes = 0
-        self._connection: Connection | None = None
+        self._connection: ZmtpConnection | None = None
         self._is_met = False
         self._over = asyncio.Event()
-        self._run = hub.loop.create_task(self._dial())
+        self._run = batch.loop.create_task(self._dial())
 
     def send(self, frames: Sequence[bytes]) -> Sent:
         """Send one message, now or once somebody is there; never blocks."""
@@ -101,14 +101,14 @@ class Dialer:
             await self._over.wait()
 
     async def _dial(self) -> None:
-        loop, pause_s = self._hub.loop, FIRST_PAUSE_S
+        loop, pause_s = self._batch.loop, FIRST_PAUSE_S
         while True:
             sock = await self._connected()
             if sock is not None:
                 self._over.clear()
                 self._is_met = False
                 machine = Protocol(self._mechanism(), self.bounds.max_message_bytes)
-                connection = Connection(sock, machine, self, self._hub, self._rounds)
+                connection = ZmtpConnection(sock, machine, self, self._batch, self._turns)
                 self._connection = connection
                 timer = loop.call_later(self.bounds.handshake_s, self._look, connection)
                 try:
@@ -122,7 +122,7 @@ class Dialer:
 
     async def _connected(self) -> socket.socket | None:
         """A connection; None where nobody takes it in time."""
-        loop = self._hub.loop
+        loop = self._batch.loop
         try:
             async with asyncio.timeout(CONNECT_S):
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -142,13 +142,13 @@ class Dialer:
             pass
         return None
 
-    def _look(self, connection: Connection) -> None:
+    def _look(self, connection: ZmtpConnection) -> None:
         if not self._is_met:
             connection.end(_TOO_SLOW)
 
     # ---- as Owner --------------------------------------------------------------------------------
 
-    def met(self, connection: Connection, ready: Ready) -> bool:
+    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
         """As ``Owner``."""
         del ready
         self._is_met = True
@@ -158,23 +158,23 @@ class Dialer:
             connection.send(frames)
         return True
 
-    def message(self, connection: Connection, frames: Frames) -> None:
+    def message(self, connection: ZmtpConnection, frames: Frames) -> None:
         """As ``Owner``."""
         del connection
         self._on_message(frames)
 
-    def weighs(self, connection: Connection, before: int, *, is_fresh: bool) -> None:
+    def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: of one connection the bounds are enough."""
 
-    def ends(self, connection: Connection, closed: Closed) -> bool:
+    def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """As ``Owner``: always."""
         del connection, closed
         return True
 
-    def over(self, connection: Connection, closed: Closed) -> None:
+    def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """As ``Owner``."""
         del connection
         self._connection = None
         self._over.set()
-        if not self._is_met and closed.fault is not Fault.ENDED:
+        if not self._is_met and closed.fault is not ConnectionFault.ENDED:
             self._on_failed(closed)

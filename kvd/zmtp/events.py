@@ -11,7 +11,7 @@ Frames = list[bytes]
 """A message: the machine says it as it is, because most of what it says is messages."""
 
 
-class Fault(enum.Enum):
+class ConnectionFault(enum.Enum):
     """Why a connection is over."""
 
     HUNG_UP = "hung-up"
@@ -39,7 +39,7 @@ class Fault(enum.Enum):
     """Of all connections it kept most memory, when too much was kept."""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class HandshakeDone(msgspec.Struct, frozen=True):
     """The handshake is over, as far as the other side has to say something.
 
     ``name`` is what the keys of the listener call the proven key; empty without keys.
@@ -50,12 +50,12 @@ class Ready(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Closed(msgspec.Struct, frozen=True):
+class ConnectionClosed(msgspec.Struct, frozen=True):
     """The connection is over. ``why`` is for an operator; it ends a sentence."""
 
-    fault: Fault
+    fault: ConnectionFault
     why: str
 
 
-HUNG_UP: Final = Closed(Fault.HUNG_UP, "it hung up")
-ENDED: Final = Closed(Fault.ENDED, "we hung up")
+HUNG_UP: Final = ConnectionClosed(ConnectionFault.HUNG_UP, "it hung up")
+ENDED: Final = ConnectionClosed(ConnectionFault.ENDED, "we hung up")

@@ -15,18 +15,18 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
-from kvd.zmtp.connection import Connection
+from kvd.zmtp.connection import ZmtpConnection
 from kvd.zmtp.curve import CurveServer
-from kvd.zmtp.events import Closed, Fault
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault
+from kvd.zmtp.fair_turns import FairTurns
 from kvd.zmtp.null import Null
-from kvd.zmtp.protocol import Protocol, State
-from kvd.zmtp.rounds import Rounds
+from kvd.zmtp.protocol import Protocol, ProtocolState
 
 if TYPE_CHECKING:
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.curve import KeyRing
-    from kvd.zmtp.events import Frames, Ready
-    from kvd.zmtp.hub import Hub
+    from kvd.zmtp.events import Frames, HandshakeDone
+    from kvd.zmtp.write_batch import WriteBatch
 
 BACKLOG: Final = 1024
 """Connections that the kernel keeps for us."""
@@ -38,28 +38,28 @@ _PAUSE_S: Final = 0.1
 _SWEEP_S: Final = 0.25
 """How late the end of a time may be noticed."""
 
-_LEFT_WAITING: Final = frozenset({Fault.UNKNOWN_KEY, Fault.MECHANISM})
+_LEFT_WAITING: Final = frozenset({ConnectionFault.UNKNOWN_KEY, ConnectionFault.MECHANISM})
 """A dialing libzmq comes again after 0.1 s when it is hung up on; or never, if we both disagree and
 it finds out. It knows only what we say."""
 
-_CROWDED: Final = Closed(Fault.CROWDED, "others needed its place")
+_CROWDED: Final = ConnectionClosed(ConnectionFault.CROWDED, "others needed its place")
 
 
-class Host:
+class ListenerOwner:
     """Who answers for a listener. By default everyone is let in, and nothing is said."""
 
-    def welcome(self, connection: Connection) -> bool:
+    def welcome(self, connection: ZmtpConnection) -> bool:
         """Whether to let in whoever has ended its handshake."""
         del connection
         return True
 
-    def take(self, connection: Connection, frames: Frames) -> None:
+    def take(self, connection: ZmtpConnection, frames: Frames) -> None:
         """Take a message, which has one frame or more."""
 
-    def gone(self, connection: Connection, closed: Closed) -> None:
+    def gone(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """A connection that was let in is over."""
 
-    def failed(self, connection: Connection, closed: Closed) -> None:
+    def failed(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """A handshake failed."""
 
 
@@ -69,8 +69,8 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        host: Host,
-        hub: Hub,
+        host: ListenerOwner,
+        batch: WriteBatch,
         *,
         ring: KeyRing | None = None,
         bounds: Bounds = BOUNDS,
@@ -79,18 +79,18 @@ class Listener:
         self.bounds = bounds
         self._sock = sock
         self._host = host
-        self._hub = hub
+        self._batch = batch
         self._ring = ring
         # Strangers cannot make those wait who are here, nor those who are here whoever is kept.
-        self._to_come = Rounds(hub.loop, COMING_S)
-        self._rounds = Rounds(hub.loop, TURN_S)
-        self._to_keep = Rounds(hub.loop, TURN_S)
-        self._connections: set[Connection] = set()
-        self._coming: dict[Connection, float] = {}
+        self._to_come = FairTurns(batch.loop, COMING_S)
+        self._turns = FairTurns(batch.loop, TURN_S)
+        self._to_keep = FairTurns(batch.loop, TURN_S)
+        self._connections: set[ZmtpConnection] = set()
+        self._coming: dict[ZmtpConnection, float] = {}
         """In handshake, and until when; oldest first."""
-        self._silent: dict[Connection, None] = {}
+        self._silent: dict[ZmtpConnection, None] = {}
         """Let in and not kept: who has been silent for longest comes first."""
-        self._unfinished: dict[Connection, float] = {}
+        self._unfinished: dict[ZmtpConnection, float] = {}
         """Of whom a message has begun, and until when it must be whole; oldest first."""
         self._budget = max(bounds.budget_bytes, 2 * bounds.max_message_bytes)
         self._weight = 0
@@ -101,7 +101,7 @@ class Listener:
         self._is_closed = False
         self._empty = asyncio.Event()
         sock.setblocking(False)  # noqa: FBT003 - its only form
-        hub.loop.add_reader(sock.fileno(), self._accept)
+        batch.loop.add_reader(sock.fileno(), self._accept)
 
     def __len__(self) -> int:
         """How many connections there are."""
@@ -112,10 +112,10 @@ class Listener:
         """Bytes kept for all connections."""
         return self._weight
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: ZmtpConnection) -> None:
         """It stays, however silent it is."""
         self._silent.pop(connection, None)
-        connection.rounds = self._to_keep
+        connection.turns = self._to_keep
 
     async def close(self, *, linger_s: float = 0.0) -> None:
         """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
@@ -124,7 +124,7 @@ class Listener:
             for timer in (self._sweeper, self._resume):
                 if timer is not None:
                     timer.cancel()
-            self._hub.loop.remove_reader(self._sock.fileno())
+            self._batch.loop.remove_reader(self._sock.fileno())
             self._sock.close()
         for connection in list(self._connections):
             connection.close(linger_s=linger_s)
@@ -149,11 +149,11 @@ class Listener:
     def _look_away(self) -> None:
         """No descriptors are left: let one go, and accept no more for a moment."""
         self._make_place()
-        self._hub.loop.remove_reader(self._sock.fileno())
-        self._resume = self._hub.loop.call_later(_PAUSE_S, self._look_again)
+        self._batch.loop.remove_reader(self._sock.fileno())
+        self._resume = self._batch.loop.call_later(_PAUSE_S, self._look_again)
 
     def _look_again(self) -> None:
-        self._hub.loop.add_reader(self._sock.fileno(), self._accept)
+        self._batch.loop.add_reader(self._sock.fileno(), self._accept)
 
     def _take_in(self, sock: socket.socket, address: str) -> None:
         if len(self._coming) >= self.bounds.max_handshakes:
@@ -167,7 +167,7 @@ class Listener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mechanism = Null() if self._ring is None else CurveServer(self._ring)
         machine = Protocol(mechanism, self.bounds.max_message_bytes)
-        connection = Connection(sock, machine, self, self._hub, self._to_come)
+        connection = ZmtpConnection(sock, machine, self, self._batch, self._to_come)
         connection.peer = address
         self._connections.add(connection)
         self._coming[connection] = time.monotonic() + self.bounds.handshake_s
@@ -183,29 +183,29 @@ class Listener:
 
     # ---- as Owner --------------------------------------------------------------------------------
 
-    def met(self, connection: Connection, ready: Ready) -> bool:
+    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
         """As ``Owner``."""
         del ready
         self._silent[connection] = None
-        connection.rounds = self._rounds
+        connection.turns = self._turns
         if not self._host.welcome(connection):
             return False
         del self._coming[connection]
         return True
 
-    def message(self, connection: Connection, frames: Frames) -> None:
+    def message(self, connection: ZmtpConnection, frames: Frames) -> None:
         """As ``Owner``."""
         if connection in self._silent:
             del self._silent[connection]
             self._silent[connection] = None
         self._host.take(connection, frames)
 
-    def weighs(self, connection: Connection, before: int, *, is_fresh: bool) -> None:
+    def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: the heaviest goes when all together are too heavy."""
         self._weight += connection.weight - before
         self._heaviest = max(self._heaviest, self._weight)
         machine = connection.machine
-        if machine.state is State.TRAFFIC:
+        if machine.state is ProtocolState.TRAFFIC:
             if is_fresh or not machine.held:
                 self._unfinished.pop(connection, None)
             if machine.held and connection not in self._unfinished:
@@ -214,20 +214,20 @@ class Listener:
         while self._weight > self._budget:
             heaviest = max(self._connections, key=_weight_of)
             heaviest.end(
-                Closed(
-                    Fault.TOO_HEAVY,
+                ConnectionClosed(
+                    ConnectionFault.TOO_HEAVY,
                     f"{heaviest.weight} bytes were kept for it, of {self._weight} for all",
                 )
             )
 
-    def ends(self, connection: Connection, closed: Closed) -> bool:
+    def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """As ``Owner``: whoever would only come again at once is left waiting."""
         if closed.fault not in _LEFT_WAITING:
             return True
         self._host.failed(connection, closed)
         return False
 
-    def over(self, connection: Connection, closed: Closed) -> None:
+    def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """As ``Owner``."""
         self._connections.discard(connection)
         self._silent.pop(connection, None)
@@ -235,7 +235,7 @@ class Listener:
         self._weight -= connection.weight
         if self._coming.pop(connection, None) is None:
             self._host.gone(connection, closed)
-        elif not connection.is_ignored and closed.fault is not Fault.ENDED:
+        elif not connection.is_ignored and closed.fault is not ConnectionFault.ENDED:
             self._host.failed(connection, closed)
         if self._is_closed and not self._connections:
             self._empty.set()
@@ -244,7 +244,7 @@ class Listener:
 
     def _sweep_later(self) -> None:
         if self._sweeper is None and not self._is_closed:
-            self._sweeper = self._hub.loop.call_later(_SWEEP_S, self._sweep)
+            self._sweeper = self._batch.loop.call_later(_SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
         """End what took too long; the first of each comes first."""
@@ -255,13 +255,13 @@ class Listener:
                 connection, end_s = next(iter(waiting.items()))
                 if end_s > now_s:
                     break
-                connection.end(Closed(Fault.TOO_SLOW, f"{what} took too long"))
+                connection.end(ConnectionClosed(ConnectionFault.TOO_SLOW, f"{what} took too long"))
         if self._heaviest > RELIEF_BYTES and self._weight < RELIEF_BYTES // 2:
             self._heaviest = 0
-            self._hub.relieve()
+            self._batch.relieve()
         if self._coming or self._unfinished or self._heaviest > RELIEF_BYTES:
             self._sweep_later()
 
 
-def _weight_of(connection: Connection) -> int:
+def _weight_of(connection: ZmtpConnection) -> int:
     return connection.weight

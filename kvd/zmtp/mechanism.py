@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Final, Protocol
 
 from kvd.zmtp import frames
-from kvd.zmtp.events import Closed, Fault, Ready
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 
 ROUTER: Final = b"ROUTER"
 DEALER: Final = b"DEALER"
@@ -25,19 +25,19 @@ class Mechanism(Protocol):
         """What to send when the greetings are exchanged."""
         ...
 
-    def take(self, name: bytes, body: bytes) -> bytes | Ready | Closed:
+    def take(self, name: bytes, body: bytes) -> bytes | HandshakeDone | ConnectionClosed:
         """What a command of the handshake leads to: bytes to send, or its end."""
         ...
 
     def accept(self) -> bytes:
-        """What to send to whoever is Ready and is let in."""
+        """What to send to whoever is ready and is let in."""
         ...
 
     def wrap(self, out: list[bytes], payload: bytes, flags: int) -> None:
         """Append the pieces of one frame, header and all."""
         ...
 
-    def unwrap(self, body: bytes) -> bytes | Closed:
+    def unwrap(self, body: bytes) -> bytes | ConnectionClosed:
         """The flags, in one byte, and the payload of a frame that came; only with ``overhead``."""
         ...
 
@@ -47,7 +47,7 @@ def own_properties(socket_type: bytes, routing_id: bytes) -> bytes:
     return frames.properties(((b"Socket-Type", socket_type), (b"Identity", routing_id)))
 
 
-def met(own_type: bytes, metadata: bytes, name: str = "") -> Ready | Closed:
+def met(own_type: bytes, metadata: bytes, name: str = "") -> HandshakeDone | ConnectionClosed:
     """Who the other side says it is."""
     found = frames.read_properties(metadata)
     if found is None:
@@ -57,14 +57,16 @@ def met(own_type: bytes, metadata: bytes, name: str = "") -> Ready | Closed:
         return malformed(f"a socket of type {socket_type[:20]!r}")
     if len(routing_id) > frames.MAX_ROUTING_ID:
         return malformed(f"a routing id of {len(routing_id)} bytes")
-    return Ready(routing_id, socket_type, name)
+    return HandshakeDone(routing_id, socket_type, name)
 
 
-def refused(body: bytes) -> Closed:
+def refused(body: bytes) -> ConnectionClosed:
     """It said ERROR."""
-    return Closed(Fault.REFUSED, f"it says {body[1:].decode('ascii', 'replace')!r}")
+    return ConnectionClosed(
+        ConnectionFault.REFUSED, f"it says {body[1:].decode('ascii', 'replace')!r}"
+    )
 
 
-def malformed(what: str) -> Closed:
+def malformed(what: str) -> ConnectionClosed:
     """It said something that nobody may say there."""
-    return Closed(Fault.MALFORMED, f"it sent {what}")
+    return ConnectionClosed(ConnectionFault.MALFORMED, f"it sent {what}")

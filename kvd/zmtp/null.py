@@ -9,7 +9,7 @@ from kvd.zmtp.bounds import PART_BYTES
 from kvd.zmtp.mechanism import ROUTER, malformed, met, own_properties, refused
 
 if TYPE_CHECKING:
-    from kvd.zmtp.events import Closed, Ready
+    from kvd.zmtp.events import ConnectionClosed, HandshakeDone
 
 
 class Null:
@@ -27,7 +27,7 @@ class Null:
         """As ``Mechanism``."""
         return self._ready if not self.is_listening else b""
 
-    def take(self, name: bytes, body: bytes) -> bytes | Ready | Closed:
+    def take(self, name: bytes, body: bytes) -> bytes | HandshakeDone | ConnectionClosed:
         """As ``Mechanism``."""
         match name:
             case b"READY":
@@ -49,6 +49,6 @@ class Null:
         else:
             out += (head, payload)
 
-    def unwrap(self, body: bytes) -> bytes | Closed:
+    def unwrap(self, body: bytes) -> bytes | ConnectionClosed:
         """As ``Mechanism``; never asked."""
         return b"\0" + body

@@ -2,8 +2,8 @@ r"""The machine of one connection: bytes in and events out, frames in and bytes 
 
 ::
 
-    GREETING --64 bytes--> HANDSHAKE --Ready--> MET --accept--> TRAFFIC
-        \________ whatever nobody may say: Closed, once ________/  --> OVER
+    GREETING --64 bytes--> HANDSHAKE --HandshakeDone--> MET --accept--> TRAFFIC
+        \________ whatever nobody may say: ConnectionClosed, once ________/  --> OVER
 
 Theory of operation. What comes is kept as it came until it is a whole frame, and a message until it
 is whole. Every length is held against its bound when it is read, before there is anything of what
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
-from kvd.zmtp.events import Closed, Fault, Frames, Ready
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault, Frames, HandshakeDone
 from kvd.zmtp.frames import BOXED_COMMAND, COMMAND, FLAGS, LONG, LONG_HEADER, MORE, SHORT_HEADER
 from kvd.zmtp.mechanism import malformed
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvd.zmtp.mechanism import Mechanism
 
-Event = Ready | Frames | Closed
+Event = HandshakeDone | Frames | ConnectionClosed
 
 _FIRST: Final = frames.VERSION_AT + 1
 """Of a greeting: with these libzmq says how it goes on, and before it knows what is not to its
@@ -39,13 +39,13 @@ _PING_CONTEXT: Final = 16
 _PING_TTL: Final = 2
 
 
-class State(enum.Enum):
+class ProtocolState(enum.Enum):
     """How far a connection is."""
 
     GREETING = "greeting"
     HANDSHAKE = "handshake"
     MET = "met"
-    """The other side is Ready and waits to be accepted."""
+    """The other side is ready and waits to be accepted."""
     TRAFFIC = "traffic"
     OVER = "over"
 
@@ -72,7 +72,7 @@ class Protocol:
     )
 
     def __init__(self, mechanism: Mechanism, max_message_bytes: int) -> None:
-        self.state = State.GREETING
+        self.state = ProtocolState.GREETING
         self._mechanism = mechanism
         self._is_wrapped = mechanism.overhead > 0
         self._max_wire = max_message_bytes + mechanism.overhead
@@ -129,19 +129,19 @@ class Protocol:
         A message without a frame is a command that is dealt with: see what is ``to_send``.
         """
         event: Event | None
-        if self.state is State.TRAFFIC:
+        if self.state is ProtocolState.TRAFFIC:
             event = None if self.lacks else self._next_message()
         else:
             event = self._next_step()
         if event is None:
             self._keep_rest()
-        elif type(event) is Closed:
+        elif type(event) is ConnectionClosed:
             self.drop()
         return event
 
     def accept(self) -> None:
-        """Let in whoever is Ready."""
-        self.state = State.TRAFFIC
+        """Let in whoever is ready."""
+        self.state = ProtocolState.TRAFFIC
         self._out.append(self._mechanism.accept())
 
     def pack(self, message: Sequence[bytes]) -> list[bytes]:
@@ -159,19 +159,19 @@ class Protocol:
 
     def drop(self) -> None:
         """Forget everything: it is over."""
-        self.state = State.OVER
+        self.state = ProtocolState.OVER
         self._buffer, self._at = b"", 0
         self._frames, self._bytes = [], 0
         self._body, self._body_bytes, self.lacks = [], 0, 0
 
     # ---- handshake -------------------------------------------------------------------------------
 
-    def _next_step(self) -> Ready | Closed | None:
-        if self.state is State.GREETING:
+    def _next_step(self) -> HandshakeDone | ConnectionClosed | None:
+        if self.state is ProtocolState.GREETING:
             flaw = self._greeted()
-            if flaw is not None or self.state is State.GREETING:
+            if flaw is not None or self.state is ProtocolState.GREETING:
                 return flaw
-        while self.state is State.HANDSHAKE:
+        while self.state is ProtocolState.HANDSHAKE:
             payload = self._next_command()
             if not isinstance(payload, bytes):
                 return payload
@@ -179,20 +179,22 @@ class Protocol:
             if isinstance(step, bytes):
                 self._out.append(step)
                 continue
-            if isinstance(step, Ready):
-                self.state = State.MET
+            if isinstance(step, HandshakeDone):
+                self.state = ProtocolState.MET
             return step
         return None
 
-    def _greeted(self) -> Closed | None:
+    def _greeted(self) -> ConnectionClosed | None:
         """Each byte is judged as it comes: whoever does not speak ZMTP is told at its first."""
         mechanism = self._mechanism
         said = bytes(memoryview(self._buffer)[self._at : self._at + frames.GREETING_BYTES])
         if said and not frames.is_signature(said):
-            return Closed(Fault.NOT_ZMTP, f"it began with {said[:10]!r}")
+            return ConnectionClosed(ConnectionFault.NOT_ZMTP, f"it began with {said[:10]!r}")
         if len(said) > frames.VERSION_AT and said[frames.VERSION_AT] < frames.MAJOR:
             major = said[frames.VERSION_AT]
-            return Closed(Fault.OLD_VERSION, f"it speaks ZMTP {major}; 3.0 is the least")
+            return ConnectionClosed(
+                ConnectionFault.OLD_VERSION, f"it speaks ZMTP {major}; 3.0 is the least"
+            )
         if self._rest and len(said) >= (
             frames.GREETING_BYTES if mechanism.is_listening else _FIRST
         ):
@@ -203,14 +205,16 @@ class Protocol:
         wanted = frames.mechanism_of(said)
         if wanted != mechanism.name:
             ours = mechanism.name.decode("ascii")
-            return Closed(Fault.MECHANISM, f"it wants {wanted!r}, we want {ours}")
+            return ConnectionClosed(
+                ConnectionFault.MECHANISM, f"it wants {wanted!r}, we want {ours}"
+            )
         self._at += frames.GREETING_BYTES
         self._handshake_left -= frames.GREETING_BYTES
-        self.state = State.HANDSHAKE
+        self.state = ProtocolState.HANDSHAKE
         self._out.append(mechanism.begin())
         return None
 
-    def _next_command(self) -> bytes | Closed | None:
+    def _next_command(self) -> bytes | ConnectionClosed | None:
         head = bytes(memoryview(self._buffer)[self._at : self._at + LONG_HEADER])
         if head and head[0] & ~LONG != COMMAND:
             return malformed("a frame that is no command in its handshake")
@@ -219,7 +223,9 @@ class Protocol:
             return None
         size = int.from_bytes(head[1:header], "big")
         if size > COMMAND_BYTES or header + size > self._handshake_left:
-            return Closed(Fault.TOO_LARGE, f"it announced {size} bytes in its handshake")
+            return ConnectionClosed(
+                ConnectionFault.TOO_LARGE, f"it announced {size} bytes in its handshake"
+            )
         begin = self._at + header
         if len(self._buffer) - begin < size:
             return None
@@ -229,7 +235,7 @@ class Protocol:
 
     # ---- traffic ---------------------------------------------------------------------------------
 
-    def _next_message(self) -> Frames | Closed | None:
+    def _next_message(self) -> Frames | ConnectionClosed | None:
         while True:
             payload = self._next_frame()
             if not isinstance(payload, bytes):
@@ -237,7 +243,7 @@ class Protocol:
             flags = self._flags
             if self._is_wrapped:
                 plain = self._mechanism.unwrap(payload)
-                if isinstance(plain, Closed):
+                if isinstance(plain, ConnectionClosed):
                     return plain
                 flags, payload = plain[0] & MORE, plain[1:]
                 if plain[0] & BOXED_COMMAND:
@@ -253,7 +259,7 @@ class Protocol:
                 whole, self._frames, self._bytes = self._frames, [], 0
                 return whole
 
-    def _next_frame(self) -> bytes | Closed | None:
+    def _next_frame(self) -> bytes | ConnectionClosed | None:
         """What a whole frame holds; how it is flagged is in ``_flags``."""
         if self._body:
             whole, self._body, self._body_bytes = b"".join(self._body), [], 0
@@ -289,21 +295,25 @@ class Protocol:
             return buffer[body:end]
         return bytes(memoryview(buffer)[body:end])
 
-    def _flaw(self, flags: int, size: int) -> Closed | None:
+    def _flaw(self, flags: int, size: int) -> ConnectionClosed | None:
         """What is wrong with a frame, by its header alone; for those that may have a flaw."""
         if flags & ~FLAGS:
             return malformed(f"a frame with flags {flags:#x}")
         if flags & COMMAND and not self._is_wrapped:
             if size > COMMAND_BYTES:
-                return Closed(Fault.TOO_LARGE, f"it announced a command of {size} bytes")
+                return ConnectionClosed(
+                    ConnectionFault.TOO_LARGE, f"it announced a command of {size} bytes"
+                )
         elif self._bytes + size > self._max_wire:
             total, limit = self._bytes + size, self._max_wire
-            return Closed(
-                Fault.TOO_LARGE, f"it announced a message of {total} bytes, {limit} are the limit"
+            return ConnectionClosed(
+                ConnectionFault.TOO_LARGE,
+                f"it announced a message of {total} bytes, {limit} are the limit",
             )
         elif len(self._frames) == MAX_FRAMES:
-            return Closed(
-                Fault.TOO_MANY_FRAMES, f"a message of it has more than {MAX_FRAMES} frames"
+            return ConnectionClosed(
+                ConnectionFault.TOO_MANY_FRAMES,
+                f"a message of it has more than {MAX_FRAMES} frames",
             )
         return None
 

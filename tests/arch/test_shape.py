@@ -20,7 +20,7 @@ CATCH_ALLS = {
 SLEEPERS = {
     "kvd/client/blocking.py": "the blocking client has no loop, and a full queue tells no one",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
-    "kvd/pools/shelf.py": "runs before anybody is served, and flock knows no time limit",
+    "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
     "kvd/transfer/mapping.py": "the collapser is a thread of its own that gives way to transfers",
 }
 """Other files that may sleep, with the reason."""

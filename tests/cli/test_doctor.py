@@ -15,9 +15,9 @@ from kvd.cli.doctor import command, host, memory, transport
 from kvd.cli.doctor.finding import Severity, Subject
 from kvd.cli.doctor.selftransfer import Measured, lanes_of
 from kvd.config import load
+from kvd.core.inputs import WritePath as Route
 from kvd.pools.arena import SPARE_BYTES
 from kvd.pools.host_memory import Free
-from kvd.transfer.orders import Path as Route
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
 

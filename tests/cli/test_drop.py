@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli import kvd
-from kvd.pools.place import own_name
+from kvd.pools.location import own_name
 from tests.pools.keeping import at, opened, shm_directory
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import zmq
 
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.daemon.sessions import FormerEngine, Past, Process
+from kvd.daemon.sessions import AwaitedSession, Past, Process
 from kvd.pools.build import Placed, build_pool, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
@@ -56,7 +56,7 @@ class Daemon:
         self.lives = 0
         self.strangers = 0
         """Messages under a routing id of no session."""
-        self._engines: dict[int, FormerEngine] = {}
+        self._engines: dict[int, AwaitedSession] = {}
         self.script: Script = lambda request, tokens: []
         self._memory = pool_memory(spec)
         self._fds = [one.arena.fd for one in placed]
@@ -98,13 +98,13 @@ class Daemon:
 
     def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
         """As ``SessionNotes``."""
-        self._engines[session] = FormerEngine(session, token, name, (Process(pid),))
+        self._engines[session] = AwaitedSession(session, token, name, (Process(pid),))
 
     def session_joined(self, session: int, pid: int) -> None:
         """As ``SessionNotes``."""
         one = self._engines[session]
         processes = (*one.processes, Process(pid))
-        self._engines[session] = FormerEngine(session, one.token, one.name, processes)
+        self._engines[session] = AwaitedSession(session, one.token, one.name, processes)
 
     def process_left(self, session: int, pid: int) -> None:
         """As ``SessionNotes``."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
+from typing_extensions import override
 
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
@@ -24,17 +25,15 @@ from kvd.core.layout.spec import (
     Mha,
     PageOrder,
     PoolSpec,
-    companion_factor,
-    companion_pages,
     page_bytes,
 )
 from kvd.core.node import Node
 from kvd.core.settings import Settings
+from kvd.sim.node_shell import NodeShell, TransferDouble, incarnation
 from kvd.types import (
     ID_BYTES,
     NO_PAGES,
     NO_TOKENS,
-    Incarnation,
     NodeName,
     Pages,
     Tokens,
@@ -77,11 +76,6 @@ def spec(pages: int, page_size: int = PAGE, dtype: str = "float32") -> PoolSpec:
 def settings(name: str, pages: int, **more: object) -> Settings:
     made = Settings(NodeName(name), incarnation(name, 1), spec(pages))
     return msgspec.structs.replace(made, **more)
-
-
-def incarnation(name: str, life: int) -> Incarnation:
-    """Of the ``life``-th process of a node, readable in a failure."""
-    return Incarnation(f"{life:016x}{name.encode().hex()}".ljust(32, "0"))
 
 
 def content(toks: Tokens, namespace: str, upto_tokens: int) -> str:
@@ -128,7 +122,7 @@ class Letter(NamedTuple):
     message: Message
 
 
-class Side:
+class Side(TransferDouble, NodeShell):
     """One node with its transfer process, its engines' inboxes, and what its pages hold."""
 
     def __init__(self, world: World, config: Settings) -> None:
@@ -210,43 +204,16 @@ class Side:
             self.noted.agree(self.node)
         return step.effects
 
-    def perform(self, effect: effects.Effect) -> None:
-        match effect:
-            case effects.AnswerEngine() as answer:
-                self.hear(answer)
-            case effects.AnswerOperator(message=message):
-                self.reports.append(message)
-            case effects.SendToPeer(link=link, message=message):
-                self.mail(link, message)
-            case effects.RestartTransfer(why=why):
-                self.restart_transfer(why)
-            case _:
-                self.order(effect)
+    @override
+    def perform_other(self, effect: effects.Effect) -> None:
+        """What is noted is looked at in ``feed``; nobody here audits, or waits for a stop."""
 
-    def order(self, effect: effects.Effect) -> None:
-        """What the transfer process does."""
-        match effect:
-            case effects.LoadAgent() as load:
-                self.load_agent(load)
-            case effects.DropAgent() as drop:
-                self.drop_agent(drop)
-            case effects.Post() as post:
-                self.post(post)
-            case effects.Forget(post):
-                if self.waiting.pop(post, None) is not None:
-                    self.inbox.append(inputs.Unposted(0.0, post, "given up"))
-            case effects.Verify() as verify:
-                self.verify(verify)
-            case effects.Quiesce() as quiesce:
-                self.inflow.quiesce(quiesce)
-                self.be_quiet_now()
-            case effects.Exempt() as exempt:
-                self.inflow.exempt(exempt)
-                self.be_quiet_now()
-            case effects.Copy() as copy:
-                self.begin_copy(copy)
+    @override
+    def tell_operator(self, effect: effects.AnswerOperator) -> None:
+        self.reports.append(effect.message)
 
-    def hear(self, answer: effects.AnswerEngine) -> None:
+    @override
+    def tell_engine(self, answer: effects.AnswerEngine) -> None:
         """A session that has gone hears nothing."""
         if answer.session not in self.node.sessions.by_id:
             return
@@ -257,14 +224,14 @@ class Side:
             self.answered.add(call)
         self.answers.append(message)
 
-    def mail(self, link: str, message: Message) -> None:
+    @override
+    def send_message(self, effect: effects.SendToPeer) -> None:
+        message = effect.message
         if isinstance(message, Offer):
-            part = next(p for p in self.node.decoder.parts.values() if p.handoff == message.handoff)
-            assert part.lease is not None
             self.grants[message.handoff] = Grant(
-                self.incarnation, message.generation, message.handoff, part.lease.id
+                self.incarnation, message.generation, message.handoff, self.lease_of(message).id
             )
-        kind, _, name = link.partition(":")
+        kind, _, name = effect.link.partition(":")
         there = self.world.sides[name]
         if kind == "out":
             back = f"in{self.connection}:{self.name}"
@@ -373,8 +340,8 @@ class Side:
         self.inflow = Inflow(self)
         self.asked.clear()
 
+    @override
     def restart_transfer(self, why: str) -> None:
-        """Carried out once the effects of the running step are."""
         self.world.restarts.append((self, why))
 
     def report_next(self) -> bool:
@@ -384,6 +351,7 @@ class Side:
         self.feed(msgspec.structs.replace(self.inbox.popleft(), at_s=self.world.now_s))
         return True
 
+    @override
     def load_agent(self, load: effects.LoadAgent) -> None:
         if self.fails_loading:
             self.fails_loading -= 1
@@ -401,6 +369,7 @@ class Side:
             inputs.AgentLoaded(0.0, load.incarnation, load.generation, (stream.name,))
         )
 
+    @override
     def post(self, post: effects.Post) -> None:
         part = self.node.prefiller.posts.parts.get(post.post)
         if part is None:
@@ -415,6 +384,21 @@ class Side:
         flight = self.flights[post.post] = Flight(post, grant)
         if not self.world.hold_posts:
             self.land(flight)
+
+    @override
+    def forget(self, order: effects.Forget) -> None:
+        if self.waiting.pop(order.post, None) is not None:
+            self.inbox.append(inputs.Unposted(0.0, order.post, "given up"))
+
+    @override
+    def quiesce(self, order: effects.Quiesce) -> None:
+        self.inflow.quiesce(order)
+        self.be_quiet_now()
+
+    @override
+    def exempt(self, order: effects.Exempt) -> None:
+        self.inflow.exempt(order)
+        self.be_quiet_now()
 
     def comes(self, event: bytes) -> None:
         """An event of the engine's device."""
@@ -494,6 +478,7 @@ class Side:
         nodes = self.node.leases.tree.nodes()
         return {page for node in nodes for page in page_ids(node.pages)}
 
+    @override
     def verify(self, verify: effects.Verify) -> None:
         self.asked.append(verify)
         if not self.world.hold_verify:
@@ -510,6 +495,7 @@ class Side:
         bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
         self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))
 
+    @override
     def begin_copy(self, copy: effects.Copy) -> None:
         self.copies.append(copy)
         if not self.world.hold_copies:
@@ -554,20 +540,10 @@ class Side:
 
     def receive_page(self, grant: Grant, page: int, what: str, post: effects.Post) -> None:
         """Bytes land in our pool: they must land where this handoff still owns the page."""
-        lease = self.node.leases.leases.get(grant.lease)
-        assert lease is not None, f"page {page} of {grant} was written after its lease was freed"
-        component = post.component
-        held, keeper = lease.held, self.node.leases.beside.named(component)
-        if keeper is not None:
-            held = keeper.own(lease)
-        elif component != "kv":
-            spec = self.config.spec
-            factor = companion_factor(spec, spec.components[spec.index(component)])
-            held = companion_pages(held, factor)
-        assert page in page_ids(held), f"page {page} is no longer held by lease {lease.id}"
-        assert lease.id not in self.node.decoder.ready, f"{grant} is committed, and written again"
+        self.check_landing(grant.handoff, grant.lease, post.component, [page])
         self.put(post, page, what)
 
+    @override
     def drop_agent(self, drop: effects.DropAgent) -> None:
         """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
         for post in list(self.waiting.values()):

@@ -9,7 +9,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.core.node import Node
 from kvd.core.peers.hello import unwelcome
 from kvd.core.replay.freeze import state_hash
-from kvd.recorder.tape import input_of, record_of
+from kvd.recorder.input_records import input_of, record_of
 from kvd.wire import client
 from kvd.wire.config_events import ConfigRefused, ConfigReloaded
 from kvd.wire.peer import Hello

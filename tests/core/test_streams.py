@@ -12,6 +12,7 @@ from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode
 from kvd.core.peers.agents import Agent
+from kvd.sim.violation import Violated
 from kvd.wire import admin, client
 from kvd.wire.peer import MAX_STREAMS, Ping
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
@@ -68,7 +69,7 @@ def test_this_world_sees_it_when_only_what_has_arrived_is_waited_for():
     world.restart(world.p)
     world.pass_time(1.0)
 
-    with pytest.raises(AssertionError, match="was written after its lease was freed"):
+    with pytest.raises(Violated, match="written after their lease ended"):
         world.flow()
 
 

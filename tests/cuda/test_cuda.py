@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.device.cuda import HANDLE_BYTES, CudaError, Rows, Side
+from kvd.device.cuda import HANDLE_BYTES, CopyRows, CudaError, MemorySide
 from kvd.device.cuda_library import VARIABLE, NoCuda, candidates, load
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_memory_is_zeroed_and_given_back(cuda):
     address = cuda.allocate(0, 2 * MIB)
     try:
         assert content(address, 2 * MIB) == bytes(2 * MIB)
-        assert cuda.side(address + MIB) is Side.HOST, "the double's memory is the host's"
+        assert cuda.side(address + MIB) is MemorySide.HOST, "the double's memory is the host's"
         assert cuda.room(0).free_bytes == before - 2 * MIB
     finally:
         cuda.free(address)
@@ -101,10 +101,10 @@ def test_rows_are_copied_with_their_pitches(cuda):
         given = bytes(range(96))
         cuda.copy(address, id_of(given), 96)
         found = ctypes.create_string_buffer(24)
-        cuda.copy_rows(Rows(ctypes.addressof(found), 8), Rows(address + 4, 32), 8, 3)
+        cuda.copy_rows(CopyRows(ctypes.addressof(found), 8), CopyRows(address + 4, 32), 8, 3)
         assert found.raw == given[4:12] + given[36:44] + given[68:76]
         one = ctypes.create_string_buffer(8)
-        cuda.copy_rows(Rows(ctypes.addressof(one), 1), Rows(address, 3), 8, 1)
+        cuda.copy_rows(CopyRows(ctypes.addressof(one), 1), CopyRows(address, 3), 8, 1)
         assert one.raw == given[:8]
     finally:
         cuda.free(address)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from kvd.core.effects import Verify
+from kvd.core.inputs import Copied, PostDone, Verified
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes, tp_shards
 from kvd.core.layout.spec import Mla, PageOrder
 from kvd.device.cuda import CudaError
-from kvd.transfer.base import TransportDown
-from kvd.transfer.orders import Copied, Posted, Sum, Summed, Verified, Verify
+from kvd.transfer.orders import Sum, Summed
+from kvd.transfer.transport import TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.cuda.double import holders, memory_of_devices
@@ -64,11 +66,11 @@ async def test_pages_arrive_and_nothing_else_changes(double, sides, tcp):
                     for a, b in zip(source, destination, strict=True):
                         expected[theirs.piece(row, b)] = ours.bytes[ours.piece(row, a)]
                 post = next(numbers)
-                sender.post(post, receiver, source, destination, region=region)
+                sender.post(post, receiver, source, destination, component=region)
 
                 outcome = await sender.outcome(post)
 
-                assert isinstance(outcome, Posted), outcome
+                assert isinstance(outcome, PostDone), outcome
                 assert np.array_equal(theirs.bytes[:size], expected)
 
 
@@ -77,7 +79,7 @@ async def test_sums_of_a_device_are_those_of_the_same_bytes_in_host_memory(doubl
     pages = [7, 8, 2, 24]
     async with two(double, ON_DEVICE, {}) as (device, host):
         for region in ("kv", "layered"):
-            device.post(1, host, pages, pages, region=region, seal=seal)
+            device.post(1, host, pages, pages, component=region, seal=seal)
             posted = await device.outcome(1)
             assert len(posted.sums) == 4 * 8
             order = Verify(1, region, seal, Pages(pack_ids(pages)), posted.sums)
@@ -130,7 +132,7 @@ async def test_larger_pages_of_a_device_are_cut_where_they_lie(double):
         await sender.load(receiver)
         sender.post(1, receiver, [9, 10, 11, 20], [4, 5, 30, 7], split=4, seal=seal)
         posted = await sender.outcome(1)
-        assert isinstance(posted, Posted)
+        assert isinstance(posted, PostDone)
         order = Verify(1, "kv", seal, Pages(pack_ids([4, 5, 30, 7])), posted.sums)
         receiver.transport.order(order)
         assert (await receiver.hears(Verified)).bad_pages == ()
@@ -159,7 +161,7 @@ async def test_shards_on_two_devices_are_sent_and_summed_as_one_pool_has_them(do
 
         sender.post(1, receiver, [1, 5, 2], [1, 5, 2], making=lane.copies[0], seal=seal)
         posted = await sender.outcome(1)
-        assert isinstance(posted, Posted), posted
+        assert isinstance(posted, PostDone), posted
         assert np.array_equal(receiver.memories["kv"].bytes, expected), "the same bytes again"
         receiver.transport.order(Verify(1, "kv", seal, Pages(pack_ids([1, 5, 2])), posted.sums))
         assert (await receiver.hears(Verified)).bad_pages == ()

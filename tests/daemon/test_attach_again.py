@@ -14,8 +14,8 @@ import pytest_asyncio
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.daemon.sessions import FormerEngine, Past
-from kvd.daemon.vigil import is_alive, started_ticks
+from kvd.daemon.former_processes import is_alive, started_ticks
+from kvd.daemon.sessions import AwaitedSession, Past
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.build import build_pool, pool_memory
@@ -114,7 +114,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Server]]:
     placed = build_pool(POOL)
 
     def begin(*processes: Process, kept: tuple[int, ...] = (), most: int = 8) -> Server:
-        engines = (FormerEngine(3, TOKEN, "decode-0", processes),) if processes else ()
+        engines = (AwaitedSession(3, TOKEN, "decode-0", processes),) if processes else ()
         path, past = str(tmp_path / "attach.sock"), Past(engines, first_session=9)
         servers.append(Server(path, placed[0].arena.fd, past, kept, most))
         return servers[-1]
@@ -239,7 +239,7 @@ async def test_a_session_lives_while_a_worker_of_before_may_map_the_pool(start):
 
     assert again.attached.session == 3
     assert server.attach._sessions.awaited() == {3: (ELSEWHERE,)}
-    server.attach._custody._dead(3, (ELSEWHERE,))
+    server.attach._dead(3, (ELSEWHERE,))
     assert ("gone", 3) not in server.said
     again.close()
     await server.hears("gone", 3)
@@ -300,9 +300,9 @@ async def test_nobody_is_looked_for_any_more_once_all_are_back(start):
     server = start(HERE)
     back = await server.process(Attach("decode-0", resumes=TOKEN))
 
-    vigil = server.attach._custody._vigil
-    vigil._look()
-    assert vigil._next is None
+    former = server.attach._former
+    former._look()
+    assert former._next is None
     back.close()
 
 

@@ -13,14 +13,14 @@ from kvd.daemon.journalist import Journalist, process_now
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
 from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
-from kvd.journal.reader import Reading, Verify
-from kvd.journal.writer import Writer
-from kvd.transfer.base import RegionFd
-from kvd.transfer.loopback import Loopback
+from kvd.journal.reader import Reading, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.transfer.orders import Sum, Summed
+from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
 from tests.transfer.conftest import SHAPES, Memory
+from tests.transfer.loopback import Loopback
 
 PAGE_BYTES = 4096
 
@@ -33,7 +33,7 @@ class Desk:
         self.identity = identity(pages=n_pages)
         self.buffer, self.journal = made(self.identity)
         self.sums = PageSums(self.orders.append, "kv", page_bytes)
-        self.writer = Writer(self.journal)
+        self.writer = JournalWriter(self.journal)
         self.journalist = Journalist(
             self.writer, self.sums, process=lambda pid: Process(pid, 10 * pid)
         )
@@ -59,7 +59,7 @@ def packed(*pages: int) -> Pages:
 
 
 def only_sums(sums: PageSums):
-    """What the mover does with reports of sums."""
+    """What the transfer does with reports of sums."""
 
     def take(reports) -> None:
         for report in reports:
@@ -76,7 +76,7 @@ async def turn() -> None:
 
 async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     desk.journalist.cached(cached([9], path(3), before=4))
     assert desk.orders == []
@@ -91,7 +91,7 @@ async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
 
 async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     desk.journalist.freed(freed([3]))
 
@@ -103,7 +103,7 @@ async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
 
 async def test_a_page_that_was_freed_while_it_was_summed_is_not_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     await turn()
     desk.journalist.freed(freed([4]))
@@ -118,7 +118,7 @@ async def test_nothing_is_asked_for_before_a_transfer_process_is_ready():
     await turn()
     assert desk.orders == []
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
 
     assert desk.orders == [Sum(1, "kv", packed(3))]
@@ -126,14 +126,14 @@ async def test_nothing_is_asked_for_before_a_transfer_process_is_ready():
 
 async def test_sums_that_a_dead_transfer_process_owes_are_asked_of_the_next():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     await turn()
-    desk.journalist.transfer_gone()
+    desk.sums.transfer_gone()
     await turn()
     assert len(desk.orders) == 1
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
     desk.sums.summed(Summed(1, bytes(8)))
     assert desk.proven() == []
@@ -146,7 +146,7 @@ async def test_sums_that_a_dead_transfer_process_owes_are_asked_of_the_next():
 async def test_no_more_is_outstanding_than_may_be():
     desk = Desk(page_bytes=ORDER_BYTES)
     most = OUTSTANDING_BYTES // ORDER_BYTES
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached(list(range(1, 21)), path(20)))
 
     await turn()
@@ -161,7 +161,7 @@ async def test_no_more_is_outstanding_than_may_be():
 
 async def test_pages_that_cannot_be_summed_are_counted_and_not_proven():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     await turn()
     desk.sums.summed(Summed(1, b"", "there is no region 'kv' here"))
@@ -175,7 +175,7 @@ async def test_pages_that_cannot_be_summed_are_counted_and_not_proven():
 
 async def test_settling_ends_with_the_last_sum():
     desk = Desk()
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
     settling = asyncio.ensure_future(desk.journalist.settle(30))
     await turn()
@@ -203,7 +203,7 @@ async def test_pages_that_come_and_go_while_nobody_sums_do_not_pile_up():
     desk.journalist.cached(cached([5], path(1)))
     assert desk.journalist._queued_pages <= 32
 
-    desk.journalist.transfer_ready()
+    desk.sums.transfer_ready()
     await turn()
 
     assert [page_ids(order.pages) for order in desk.orders] == [[5]]
@@ -227,7 +227,7 @@ async def test_what_is_read_is_checked_piece_by_piece():
     desk.writer.cached(cached(list(range(1, 21)), path(20)))
     pages, words = desk.writer.pending(packed(*range(1, 21)))
     desk.writer.summed(pages, words, sums_of(pages))
-    reading = Reading(desk.journal, Verify.ALL)
+    reading = Reading(desk.journal, VerifyDepth.ALL)
 
     checking = asyncio.ensure_future(desk.sums.check(reading, lambda _: None))
     answered = 0
@@ -249,7 +249,7 @@ async def test_a_check_ends_when_the_transfer_process_dies():
     pages, words = desk.writer.pending(packed(1))
     desk.writer.summed(pages, words, sums_of(pages))
     checking = asyncio.ensure_future(
-        desk.sums.check(Reading(desk.journal, Verify.ALL), lambda _: None)
+        desk.sums.check(Reading(desk.journal, VerifyDepth.ALL), lambda _: None)
     )
     await turn()
 
@@ -277,8 +277,8 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     first = Loopback("first", [region])
     sums = PageSums(first.order, "kv", memory.shape.page_bytes)
     await first.start(only_sums(sums), print)
-    journalist = Journalist(Writer(journal), sums)
-    journalist.transfer_ready()
+    journalist = Journalist(JournalWriter(journal), sums)
+    sums.transfer_ready()
     journalist.cached(cached(list(range(1, 9)), path(8)))
     assert await journalist.settle(10)
     await first.stop()
@@ -287,7 +287,7 @@ async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     second = Loopback("second", [region])
     sums = PageSums(second.order, "kv", memory.shape.page_bytes)
     await second.start(only_sums(sums), print)
-    reading = Reading(open_journal(buffer, ours), Verify.ALL)
+    reading = Reading(open_journal(buffer, ours), VerifyDepth.ALL)
     await sums.check(reading, lambda _: None)
     await second.stop()
 

@@ -11,10 +11,10 @@ from kvd.config.schema import RecorderSection
 from kvd.core import inputs
 from kvd.core.node import Node
 from kvd.daemon.reactor import Reactor
-from kvd.daemon.recording import Recording
+from kvd.daemon.recording import FlightRecorder
 from kvd.observe.bus import Bus
 from kvd.recorder import recording
-from kvd.recorder.tape import input_of
+from kvd.recorder.input_records import input_of
 from kvd.wire import events
 from tests.core.side import settings
 
@@ -30,7 +30,7 @@ async def recorded(tmp_path):
         made.bug(task, error)
 
     reactor = Reactor(node, bus, clock=time.monotonic, on_bug=on_bug)
-    made = Recording(reactor, RecorderSection(enabled=True), tmp_path / "recordings")
+    made = FlightRecorder(reactor, RecorderSection(enabled=True), tmp_path / "recordings")
     made.begin()
     yield reactor, saved
     await made.stop(is_clean=True)

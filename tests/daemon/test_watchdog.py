@@ -6,14 +6,14 @@ import pytest
 
 from kvd.core.inputs import Tick
 from kvd.core.node import Node
-from kvd.daemon.mover import Mover
 from kvd.daemon.reactor import Reactor
-from kvd.daemon.supervisor import Supervisor
+from kvd.daemon.systemd import Systemd
+from kvd.daemon.transfer_supervisor import TransferSupervisor
 from kvd.daemon.watchdog import Watchdog
 from kvd.observe.bus import Bus
 from kvd.observe.log import EventLog, Fed, Unfed
-from kvd.transfer.base import TransportDown
 from kvd.transfer.orders import Ready
+from kvd.transfer.transport import TransportDown
 from tests.core.side import settings
 from tests.daemon.manager import Manager
 
@@ -58,14 +58,21 @@ class Rig:
         self.now_s = 100.0
         self.may_start = True
         self.log = Lines()
-        self.supervisor = Supervisor(address, watchdog_s=LIMIT_S, clock=lambda: self.now_s)
+        self.supervisor = Systemd(address, watchdog_s=LIMIT_S, clock=lambda: self.now_s)
         node = Node(settings("d", 64), self.now_s)
         self.reactor = Reactor(
             node, Bus(), clock=lambda: self.now_s, on_bug=lambda task, error: None
         )
-        self.mover = Mover(self.reactor, lambda generation: Mortal(self), 1e9)
+        self.transfer = TransferSupervisor(
+            self.reactor,
+            lambda generation: Mortal(self),
+            1e9,
+            region="kv",
+            page_bytes=4096,
+            on_pool_lost=print,
+        )
         self.watchdog = Watchdog(
-            self.supervisor, self.reactor, self.mover, self.log, lambda: "serving"
+            self.supervisor, self.reactor, self.transfer, self.log, lambda: "serving"
         )
 
     def beat(self, *, lag_s=0.0, ticks=True):
@@ -135,7 +142,7 @@ def test_bug_in_every_tick_starves_it(manager, rig):
 
 
 async def test_transfer_process_that_is_down_starves_it_only_after_the_limit(manager, rig):
-    await rig.mover.start("start")
+    await rig.transfer.start("start")
     rig.beat()
     rig.may_start = False
     rig.transport.on_exit("it was killed")
@@ -149,25 +156,25 @@ async def test_transfer_process_that_is_down_starves_it_only_after_the_limit(man
     assert rig.log.written == [
         Unfed(why="no transfer process has come up for 9 s: it was killed"),
     ]
-    await rig.mover.stop()
+    await rig.transfer.stop()
 
 
 async def test_transfer_process_that_is_back_feeds_it_on(manager, rig):
-    await rig.mover.start("start")
+    await rig.transfer.start("start")
     rig.transport.on_exit("it was killed")
     rig.now_s += 20.0
-    await rig.mover.start("it was killed")
+    await rig.transfer.start("it was killed")
 
     rig.beat()
 
     assert feeds(manager, rig) == 1
-    await rig.mover.stop()
+    await rig.transfer.stop()
 
 
 def test_daemon_that_is_not_watched_keeps_its_status_line_only(manager):
     rig = Rig(manager.address)
     rig.watchdog = Watchdog(
-        Supervisor(manager.address), rig.reactor, rig.mover, rig.log, lambda: "serving"
+        Systemd(manager.address), rig.reactor, rig.transfer, rig.log, lambda: "serving"
     )
 
     rig.beat(lag_s=1e3, ticks=False)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kvd.core.layout.shards import page_share
-from kvd.device.arena import Arena
+from kvd.device.arena import DeviceArena
 from kvd.device.collectives import Disagreement, Gather, agree
 from kvd.device.ring import aligned
 from kvd.device.sequence import Split, shard
@@ -51,8 +51,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def arena_of(window_bytes: int, device: torch.device = HOST) -> Arena:
-    return Arena(torch.full((window_bytes,), JUNK, dtype=torch.uint8, device=device))
+def arena_of(window_bytes: int, device: torch.device = HOST) -> DeviceArena:
+    return DeviceArena(torch.full((window_bytes,), JUNK, dtype=torch.uint8, device=device))
 
 
 def is_ready(rank: Rank) -> bool:
@@ -211,7 +211,7 @@ def gather_traces(rank: Rank) -> dict[str, bool]:
     whole = batch(10, (8, 16), "uint8", 4)
     mine = whole[torch.from_numpy(sharding.rows(number))]
     window = torch.full((4096,), JUNK, dtype=torch.uint8)
-    arena = Arena(window)
+    arena = DeviceArena(window)
     Gather(rank.group, arena).start(mine, sharding).wait()
     send_bytes = sharding.max_len * 128
     sent = window[:send_bytes].view(-1, 8, 16)

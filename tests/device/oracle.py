@@ -8,13 +8,15 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from kvd.device.attention import Packed, Pages, Rule
+from kvd.device.attention import AttentionRule, BatchPages, Packed
 
 JUNK = float("nan")
 """What lies wherever no token of a sequence does: whoever reads it shows it."""
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
     """One sequence: q (new, heads, k_dim), the new tokens last in k (tokens, kv_heads, k_dim)."""
     # Junk that nobody sees must not come in as 0 * NaN; who sees it differs from what is tested.
     q, k, v = q.double(), k.double().nan_to_num(), v.double().nan_to_num()
@@ -37,12 +39,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> 
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def over(q: list[torch.Tensor], kv: Pages | Packed, rule: Rule) -> torch.Tensor:
+def over(q: list[torch.Tensor], kv: BatchPages | Packed, rule: AttentionRule) -> torch.Tensor:
     """A batch, packed: the K and V of each sequence looked up token by token."""
     return torch.cat([attention(one, *tokens_of(kv, number), rule) for number, one in enumerate(q)])
 
 
-def tokens_of(kv: Pages | Packed, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_of(kv: BatchPages | Packed, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence."""
     if isinstance(kv, Packed):
         here = slice(int(kv.starts[number]), int(kv.starts[number + 1]))
@@ -100,7 +102,7 @@ class Pool:
         """Normal numbers in the pool's type."""
         return torch.randn(*shape, generator=self._chance).to(self.shape.type)
 
-    def pages(self, lengths: list[int], *, window: int | None = None, new: int = 1) -> Pages:
+    def pages(self, lengths: list[int], *, window: int | None = None, new: int = 1) -> BatchPages:
         """A batch of so many tokens each; pages that ``window`` does not reach are none."""
         size = self.shape.page_size
         counts = [-(-length // size) for length in lengths]
@@ -113,16 +115,16 @@ class Pool:
                 written = slice(max(0, start - index * size), min(size, length - index * size))
                 for view in (self.k,) if self.shape.latent else (self.k, self.v):
                     view[page, written] = self.random(*view[page, written].shape)
-        return Pages(self.k, self.v, table, torch.tensor(lengths, dtype=torch.int32))
+        return BatchPages(self.k, self.v, table, torch.tensor(lengths, dtype=torch.int32))
 
     def queries(self, *counts: int) -> list[torch.Tensor]:
         """New tokens of each sequence."""
         heads = self.shape.kv_heads * self.shape.group
         return [self.random(count, heads, self.shape.k_dim) for count in counts]
 
-    def rule(self, **how: object) -> Rule:
+    def rule(self, **how: object) -> AttentionRule:
         """Scaled as usual."""
-        return Rule(scale=self.shape.k_dim**-0.5, **how)  # type: ignore[arg-type]
+        return AttentionRule(scale=self.shape.k_dim**-0.5, **how)  # type: ignore[arg-type]
 
 
 def starts_of(counts: list[int]) -> torch.Tensor:

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvd.device.arena import IN_FLIGHT, Arena, Usage, plain_arena
+from kvd.device.arena import IN_FLIGHT, DeviceArena, Usage, plain_arena
 from kvd.device.ring import ALIGNMENT
 
 if TYPE_CHECKING:
-    from kvd.device.arena import Block
+    from kvd.device.arena import ArenaBlock
 
 WINDOW = 4 * ALIGNMENT
 
 
-def windowed() -> Arena:
-    return Arena(torch.zeros(WINDOW, dtype=torch.uint8))
+def windowed() -> DeviceArena:
+    return DeviceArena(torch.zeros(WINDOW, dtype=torch.uint8))
 
 
 class User:
     """Holds a block until it is asked to finish."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: ArenaBlock) -> None:
         self.block = block
         self.is_done = False
         block.hold(self.finish)

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from kvd.device import blocks
-from kvd.device.attention import Kernel, Packed, Pages, Rule, chosen, decode, need, prefill
+from kvd.device.attention import (
+    AttentionRule,
+    BatchPages,
+    Kernel,
+    Packed,
+    chosen,
+    decode,
+    need,
+    prefill,
+)
 from tests.device.oracle import Pool, Shape, over, starts_of
 
 TOLERANCE = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
@@ -36,7 +45,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def room(lengths: list[int], page_size: int) -> int:
-    """Pages for so many tokens, and some that are nobody's."""
+    """BatchPages for so many tokens, and some that are nobody's."""
     return sum(-(-length // page_size) for length in lengths) + 5
 
 
@@ -50,7 +59,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
 
 
 def decoded(
-    pool: Pool, pages: Pages, rule: Rule, new: int = 1
+    pool: Pool, pages: BatchPages, rule: AttentionRule, new: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What comes out, and what should."""
     q = pool.queries(*[new] * len(pages.lengths))

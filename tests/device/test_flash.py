@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from kvd.device.attention import Kernel, Packed, Pages, Rule, decode, prefill
+from kvd.device.attention import AttentionRule, BatchPages, Kernel, Packed, decode, prefill
 from tests.device.oracle import Pool, Shape, attention, over, starts_of
 
 PLAIN = Shape(256, kv_heads=2, group=4, k_dim=32, v_dim=32)
@@ -29,7 +29,7 @@ class Call(msgspec.Struct, frozen=True):
     v: torch.Tensor
     starts: torch.Tensor
     longest: tuple[int, int]
-    rule: Rule
+    rule: AttentionRule
     table: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     k_starts: torch.Tensor | None = None
@@ -51,15 +51,15 @@ class Call(msgspec.Struct, frozen=True):
             return over(queries, Packed(k, self.v, self.k_starts), self.rule)
         assert self.lengths is not None
         assert int(self.lengths.max()) <= self.longest[1]
-        return over(queries, Pages(k, self.v, self.table, self.lengths), self.rule)
+        return over(queries, BatchPages(k, self.v, self.table, self.lengths), self.rule)
 
 
-def seen(causal: bool, window: tuple[int | None, int | None], **how: object) -> Rule:
+def seen(causal: bool, window: tuple[int | None, int | None], **how: object) -> AttentionRule:
     """A rule as these kernels are told it."""
     before, after = (None if one in (None, -1) else one for one in window)
     assert after in (None, 0)
     is_causal = causal or after == 0
-    return Rule(
+    return AttentionRule(
         how.pop("scale"),  # type: ignore[arg-type]
         is_causal=is_causal,
         window=None if before is None else before + 1,
@@ -156,7 +156,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def rules(pool: Pool, kernel: Kernel) -> list[Rule]:
+def rules(pool: Pool, kernel: Kernel) -> list[AttentionRule]:
     """What the kernel takes."""
     found = [pool.rule(), pool.rule(window=70)]
     if kernel is not Kernel.VARLEN:
@@ -166,7 +166,7 @@ def rules(pool: Pool, kernel: Kernel) -> list[Rule]:
     return found
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, rule: Rule) -> None:
+def check(found: torch.Tensor, expected: torch.Tensor, rule: AttentionRule) -> None:
     """Equal, but for sinks that were rounded to 16 bits."""
     assert found.shape == expected.shape
     assert (found - expected).abs().max().item() <= (1e-9 if rule.sinks is None else 1e-2)

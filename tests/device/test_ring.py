@@ -7,37 +7,43 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.device.ring import ALIGNMENT, Ring, Span, aligned
+from kvd.device.ring import ALIGNMENT, RingSpan, SpanRing, aligned
 
 CAPACITY = 16 * ALIGNMENT
 SIZES = st.lists(st.integers(0, CAPACITY + ALIGNMENT), max_size=30)
 
 
 def test_blocks_lie_one_behind_the_other_and_begin_again() -> None:
-    ring = Ring(1000)
+    ring = SpanRing(1000)
 
     taken = [ring.take(size) for size in (500, 300, 100, 1000, 1)]
 
-    assert taken == [Span(0, 500), Span(512, 812), Span(0, 100), Span(0, 1000), Span(0, 1)]
+    assert taken == [
+        RingSpan(0, 500),
+        RingSpan(512, 812),
+        RingSpan(0, 100),
+        RingSpan(0, 1000),
+        RingSpan(0, 1),
+    ]
 
 
 def test_what_is_larger_than_the_memory_has_no_place_and_moves_nothing() -> None:
     """scenario F10: 1001 bytes of 1000; the next block lies where it would have lain."""
-    ring = Ring(1000)
+    ring = SpanRing(1000)
     ring.take(300)
 
     assert ring.take(1001) is None
-    assert ring.take(300) == Span(512, 812)
+    assert ring.take(300) == RingSpan(512, 812)
 
 
 def test_memory_of_no_bytes_has_room_for_nothing() -> None:
-    assert Ring(0).take(1) is None
+    assert SpanRing(0).take(1) is None
 
 
 @settings(deadline=None)
 @given(SIZES)
 def test_every_block_is_aligned_and_inside(sizes: list[int]) -> None:
-    ring = Ring(CAPACITY)
+    ring = SpanRing(CAPACITY)
     for size in sizes:
         span = ring.take(size)
         if span is None:
@@ -52,7 +58,7 @@ def test_every_block_is_aligned_and_inside(sizes: list[int]) -> None:
 @given(SIZES)
 def test_a_block_lies_over_earlier_ones_only_after_a_whole_round(sizes: list[int]) -> None:
     """Neighbours never overlap as long as they fit together: that is what keeps them in flight."""
-    ring = Ring(CAPACITY)
+    ring = SpanRing(CAPACITY)
     spans = [(size, span) for size in sizes if (span := ring.take(size)) is not None]
     for (size, span), (next_size, following) in itertools.pairwise(spans):
         if aligned(size) + aligned(next_size) <= CAPACITY // 2:
@@ -63,6 +69,6 @@ def test_a_block_lies_over_earlier_ones_only_after_a_whole_round(sizes: list[int
 @given(SIZES)
 def test_two_ranks_have_every_block_at_the_same_place(sizes: list[int]) -> None:
     """scenario F10: the same sizes in the same order are all that it depends on."""
-    one, other = Ring(CAPACITY), Ring(CAPACITY)
+    one, other = SpanRing(CAPACITY), SpanRing(CAPACITY)
 
     assert [one.take(size) for size in sizes] == [other.take(size) for size in sizes]

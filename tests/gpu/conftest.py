@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from kvd.device.cuda import Runtime, Side
+from kvd.device.cuda import MemorySide, Runtime
 from kvd.device.cuda_library import load
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def is_double(cuda: Runtime) -> bool:
     """Whether the runtime is the double, whose devices have memory of the host."""
     address = cuda.allocate(DEVICE, 2**21)
     try:
-        return cuda.side(address) is Side.HOST
+        return cuda.side(address) is MemorySide.HOST
     finally:
         cuda.free(address)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.transfer.base import NO_FD, RegionFd
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import NO_FD, RegionFd
 from tests.transfer.conftest import Memory, Node
 
 if TYPE_CHECKING:

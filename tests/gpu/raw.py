@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvd.device.cuda import Runtime, Side
+from kvd.device.cuda import MemorySide, Runtime
 from kvd.device.cuda_library import load
-from kvd.transfer.links import SCRATCH_BYTES
 from kvd.transfer.mapping import map_scratch
-from kvd.transfer.metadata import HOST, VERSION, Kind, Metadata, Place
-from kvd.transfer.nixl import Binding, Receiver, Sender, Sides, Span, Step
+from kvd.transfer.metadata import HOST, VERSION, MemoryKind, MemorySite, Metadata
+from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, Sides, TransferStep
+from kvd.transfer.sending_agents import SCRATCH_BYTES
 
 if TYPE_CHECKING:
     from kvd.transfer.descriptors import Words
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     """A region, and where it lies."""
 
     address: int
-    place: Place
+    place: MemorySite
 
 
 def rows(memory: Memory, size: int) -> Words:
@@ -44,7 +44,7 @@ def rows(memory: Memory, size: int) -> Words:
     return found
 
 
-def moved_s(sender: Sender, source: Memory, onto: Memory, size: int) -> float:
+def moved_s(sender: SendingAgent, source: Memory, onto: Memory, size: int) -> float:
     """How long it takes to write all of one over the other."""
     sides = Sides(source.place.kind, onto.place.kind)
     at, to = rows(source, size), rows(onto, size)
@@ -52,11 +52,11 @@ def moved_s(sender: Sender, source: Memory, onto: Memory, size: int) -> float:
     began_s = time.perf_counter()
     for low in range(0, len(at), HANDLE_ROWS):
         while len(flying) >= IN_FLIGHT:
-            flying = [one for one in flying if sender.step(one) is Step.RUNNING]
+            flying = [one for one in flying if sender.step(one) is TransferStep.RUNNING]
         cut = slice(low, low + HANDLE_ROWS)
         flying.append(sender.post(at[cut], to[cut], sides))
     while flying:
-        flying = [one for one in flying if sender.step(one) is Step.RUNNING]
+        flying = [one for one in flying if sender.step(one) is TransferStep.RUNNING]
     return time.perf_counter() - began_s
 
 
@@ -64,16 +64,16 @@ def main(size: int, rounds: int) -> None:
     runtime = load()
     assert isinstance(runtime, Runtime), runtime.sentence
     first, second = (runtime.allocate(0, size) for _ in range(2))
-    place = Place(Kind.VRAM, 0) if runtime.side(first) is Side.DEVICE else HOST
+    place = MemorySite(MemoryKind.VRAM, 0) if runtime.side(first) is MemorySide.DEVICE else HOST
     here, there = Memory(first, place), Memory(second, place)
     host = Memory(map_scratch(size), HOST)
-    spans = [Span(one.address, size, one.place) for one in (here, there, host)]
+    spans = [MemorySpan(one.address, size, one.place) for one in (here, there, host)]
     scratch = map_scratch(SCRATCH_BYTES)
     binding = Binding(int(runtime.driver_version().partition(".")[0]))
-    spans.append(Span(scratch, SCRATCH_BYTES))
-    receiver = Receiver(binding, "raw", spans)
+    spans.append(MemorySpan(scratch, SCRATCH_BYTES))
+    receiver = ReceivingAgent(binding, "raw", spans)
     told = Metadata(VERSION, "raw", receiver.blob, scratch, SCRATCH_BYTES, ())
-    sender = Sender(binding, "raw-tx", spans=spans, peer=told)
+    sender = SendingAgent(binding, "raw-tx", spans=spans, peer=told)
     ways = {
         "GPU to GPU": (here, there),
         "GPU to DRAM": (here, host),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from kvd.device.attention import Kernel, Packed, Pages, Rule, decode, need, prefill
+from kvd.device.attention import AttentionRule, BatchPages, Kernel, Packed, decode, need, prefill
 from kvd.device.kernels import LIMITS, machine
 from tests.device.oracle import Pool, Shape, over, starts_of
 
@@ -33,16 +33,18 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def moved(kv: Pages | Packed, *, latent: bool) -> Pages | Packed:
+def moved(kv: BatchPages | Packed, *, latent: bool) -> BatchPages | Packed:
     """The same on the GPU."""
     k = there(kv.k)
     v = k[..., : kv.v.shape[-1]] if latent else there(kv.v)
     if isinstance(kv, Packed):
         return Packed(k, v, kv.starts.cuda())
-    return Pages(k, v, kv.block_table.cuda(), kv.lengths.cuda())
+    return BatchPages(k, v, kv.block_table.cuda(), kv.lengths.cuda())
 
 
-def skip_unless_it_serves(kernel: Kernel, q: torch.Tensor, kv: Pages | Packed, rule: Rule) -> None:
+def skip_unless_it_serves(
+    kernel: Kernel, q: torch.Tensor, kv: BatchPages | Packed, rule: AttentionRule
+) -> None:
     """Skip with the reason."""
     if kernel is not Kernel.TORCH:
         reason = next(LIMITS[kernel](machine(torch.device("cuda")), need(q, kv, rule)), None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvd.device.arena import Arena, plain_arena
+from kvd.device.arena import DeviceArena, plain_arena
 from kvd.device.collectives import Gather, agree
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import NcclWindows
@@ -75,7 +75,7 @@ def test_a_rank_gathers_with_itself(
     if window_bytes:
         memory = windows.allocate(window_bytes, device)
         windows.register(memory, alone)
-        arena = Arena(memory)
+        arena = DeviceArena(memory)
     gather = Gather(alone, arena, torch.cuda.Stream(device))
     sharding = shard(Split.ZIGZAG, [300, 41], 1)
     made = [batch(341, (8, 16), dtype, seed) for seed in range(20)]

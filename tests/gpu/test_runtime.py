@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvd.device.cuda import CudaError, Rows, Side
+from kvd.device.cuda import CopyRows, CudaError, MemorySide
 from tests.gpu.conftest import DEVICE
 
 MIB = 2**20
@@ -29,9 +29,9 @@ def test_there_is_a_device_with_memory(cuda):
 def test_memory_is_of_the_device_zeroed_and_copied_there_and_back(cuda, is_double):
     address = cuda.allocate(DEVICE, 4 * MIB)
     try:
-        assert (cuda.side(address) is Side.DEVICE) is not is_double
+        assert (cuda.side(address) is MemorySide.DEVICE) is not is_double
         back = np.ones(4 * MIB, np.uint8)
-        assert cuda.side(back.ctypes.data) is Side.HOST
+        assert cuda.side(back.ctypes.data) is MemorySide.HOST
         cuda.copy(back.ctypes.data, address, back.size)
         assert not back.any()
         out = np.random.default_rng(1).integers(0, 256, 4 * MIB, np.uint8)
@@ -50,7 +50,7 @@ def test_rows_of_another_pitch_are_copied_from_any_thread(cuda):
     def copy() -> None:
         cuda.use(DEVICE)
         cuda.copy(address, grid.ctypes.data, grid.size)
-        cuda.copy_rows(Rows(found.ctypes.data, 64), Rows(address + 128, 4096), 64, 100)
+        cuda.copy_rows(CopyRows(found.ctypes.data, 64), CopyRows(address + 128, 4096), 64, 100)
 
     try:
         thread = threading.Thread(target=copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.transfer.orders import Posted
+from kvd.core.inputs import PostDone
 from tests.gpu.nodes import painted
 from tests.transfer.conftest import SHAPES
 
@@ -22,6 +22,6 @@ async def test_pages_go_from_one_device_to_another(cuda, nodes):
     sender.memories["kv"].write(content)
     pages = list(range(1, 25))
     sender.post(1, receiver, pages, pages)
-    assert isinstance(await sender.outcome(1), Posted)
+    assert isinstance(await sender.outcome(1), PostDone)
     first = SHAPES["kv"].page_bytes
     assert np.array_equal(receiver.memories["kv"].read()[first:], content[first:])

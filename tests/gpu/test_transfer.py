@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core.effects import Verify
+from kvd.core.inputs import Copied, PostDone, Verified
 from kvd.core.layout.seal import Seal
-from kvd.transfer.metadata import Kind, unpack
-from kvd.transfer.orders import Copied, Posted, Verified, Verify
+from kvd.transfer.metadata import MemoryKind, unpack
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.gpu.conftest import DEVICE
@@ -26,7 +27,7 @@ async def test_pages_arrive_and_nothing_else_changes(nodes, is_double, sides):
     receiver = await nodes.start("receiver", SHAPES, theirs)
     for node, devices in ((sender, ours), (receiver, theirs)):
         kinds = {one.name: one.place.kind for one in unpack(node.ready.metadata).regions}
-        wanted = Kind.VRAM if devices and not is_double else Kind.DRAM
+        wanted = MemoryKind.VRAM if devices and not is_double else MemoryKind.DRAM
         assert kinds == dict.fromkeys(("kv", "layered"), wanted)
     await sender.load(receiver)
     post = 0
@@ -42,11 +43,11 @@ async def test_pages_arrive_and_nothing_else_changes(nodes, is_double, sides):
                 for a, b in zip(pages, onto, strict=True):
                     at, to = (row.offset_bytes + one * row.stride_bytes for one in (a, b))
                     expected[to : to + row.piece_bytes] = source[at : at + row.piece_bytes]
-            sender.post(post, receiver, pages, onto, region=region)
+            sender.post(post, receiver, pages, onto, component=region)
 
             outcome = await sender.outcome(post)
 
-            assert isinstance(outcome, Posted), outcome
+            assert isinstance(outcome, PostDone), outcome
             assert np.array_equal(receiver.memories[region].read(), expected)
 
 
@@ -58,7 +59,7 @@ async def test_sums_and_saved_copies_of_a_device_are_those_of_its_bytes(nodes):
     for post, region in enumerate(("kv", "layered"), 1):
         content = painted(SHAPES[region].total_bytes, 3)
         device.memories[region].write(content)
-        device.post(post, host, pages, pages, region=region, seal=seal)
+        device.post(post, host, pages, pages, component=region, seal=seal)
         sums = (await device.outcome(post)).sums
         for node in (device, host):
             node.transport.order(Verify(post, region, seal, Pages(pack_ids(pages)), sums))

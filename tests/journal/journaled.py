@@ -14,11 +14,11 @@ import numpy as np
 from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
 from kvd.journal.identity import Identity
 from kvd.journal.layout import Journal, make_journal, open_journal, size_bytes
-from kvd.journal.reader import Found, Reading, Verify
+from kvd.journal.reader import FoundJournal, Reading, VerifyDepth
 from kvd.types import Pages, Tokens, pack_ids, page_ids
 
 if TYPE_CHECKING:
-    from kvd.journal.writer import Writer
+    from kvd.journal.writer import JournalWriter
 
 PAGE_SIZE = 4
 
@@ -76,14 +76,14 @@ def ended(lease: int) -> NoteEnded:
     return NoteEnded(lease)
 
 
-def prove(writer: Writer, pages: list[int], contents: dict[int, Place]) -> int:
+def prove(writer: JournalWriter, pages: list[int], contents: dict[int, Place]) -> int:
     waiting, words = writer.pending(Pages(pack_ids(pages)))
     return writer.summed(waiting, words, packed_sums(waiting, contents))
 
 
 def read(
-    buffer: bytearray, ours: Identity, verify: Verify = Verify.NONE, contents=None
-) -> tuple[Reading, Found]:
+    buffer: bytearray, ours: Identity, verify: VerifyDepth = VerifyDepth.NONE, contents=None
+) -> tuple[Reading, FoundJournal]:
     """Read it whole; ``contents``: what is in the pages, for the sums."""
     journal = open_journal(buffer, ours)
     assert isinstance(journal, Journal), journal
@@ -93,7 +93,7 @@ def read(
     return reading, reading.found()
 
 
-def places_in(found: Found, page_size: int = PAGE_SIZE) -> dict[int, Place]:
+def places_in(found: FoundJournal, page_size: int = PAGE_SIZE) -> dict[int, Place]:
     """Each page of the branches, and what it is said to hold."""
     paths: list[tuple[int, ...]] = []
     places: dict[int, Place] = {}

@@ -10,11 +10,11 @@ import pytest
 
 from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.journal.engines import Process
-from kvd.journal.identity import Flaw
+from kvd.journal.identity import IdentityFlaw
 from kvd.journal.layout import make_journal, open_journal
-from kvd.journal.reader import Dropped, FormerEngine, Verify
-from kvd.journal.spaces import Spaces
-from kvd.journal.writer import Writer
+from kvd.journal.namespaces import NamespaceSlots
+from kvd.journal.reader import DroppedPages, FoundEngine, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.types import NO_TOKENS, Pages, pack_ids, page_ids
 from tests.journal.journaled import (
     Place,
@@ -39,7 +39,7 @@ LONG = tuple(range(100, 140))
 def test_what_was_cached_and_proven_is_found_again(n_pages):
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     pages = list(range(7, 7 + n_pages))
     path = LONG[: 4 * n_pages]
     writer.cached(cached(pages, path, namespace="lora"))
@@ -49,14 +49,14 @@ def test_what_was_cached_and_proven_is_found_again(n_pages):
 
     assert found.branches == (Branch(-1, "lora", tokens_of(path), Pages(pack_ids(pages))),)
     assert found.unproven == b""
-    assert found.dropped == Dropped()
+    assert found.dropped == DroppedPages()
     assert found.generation == 2
 
 
 def test_what_was_not_summed_is_not_kept_and_not_free():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1, 2], LONG[:8]))
     prove(writer, [1], {})
 
@@ -64,13 +64,13 @@ def test_what_was_not_summed_is_not_kept_and_not_free():
 
     assert found.branches == (Branch(-1, "", tokens_of(LONG[:4]), Pages(pack_ids([1]))),)
     assert page_ids(found.unproven) == [2]
-    assert found.dropped == Dropped(unsummed_pages=1)
+    assert found.dropped == DroppedPages(unsummed_pages=1)
 
 
 def test_sums_of_a_page_that_was_freed_meanwhile_prove_nothing():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1], LONG[:4]))
     pages, words = writer.pending(Pages(pack_ids([1])))
     writer.freed(freed([1]))
@@ -83,7 +83,7 @@ def test_sums_of_a_page_that_was_freed_meanwhile_prove_nothing():
 def test_sums_of_a_page_that_was_cached_again_meanwhile_prove_nothing():
     ours = identity()
     _, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1], LONG[:4]))
     pages, words = writer.pending(Pages(pack_ids([1])))
     writer.freed(freed([1]))
@@ -95,7 +95,7 @@ def test_sums_of_a_page_that_was_cached_again_meanwhile_prove_nothing():
 def test_a_fork_is_cut_into_branches_parents_first_and_leaves_in_the_order_of_use():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     trunk, left, right = LONG[:8], LONG[:12], (*LONG[:8], 1, 2, 3, 4)
     writer.cached(cached([5, 6], trunk))
     writer.cached(cached([9], left, before=6))
@@ -115,7 +115,7 @@ def test_a_fork_is_cut_into_branches_parents_first_and_leaves_in_the_order_of_us
 def test_places_of_processes_that_left_are_used_again():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
     for pid in range(1001, 1040):  # each joins, and leaves when the next one is there
         writer.session_joined(3, Process(pid, 7))
@@ -132,7 +132,7 @@ def test_places_of_processes_that_left_are_used_again():
 def test_an_engine_of_more_processes_than_there_are_places_is_never_found_dead():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
     for pid in range(1001, 1017):
         writer.session_joined(3, Process(pid, 7))
@@ -147,7 +147,7 @@ def test_an_engine_of_more_processes_than_there_are_places_is_never_found_dead()
 def test_a_child_does_not_follow_a_page_that_was_cached_anew():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1, 2], LONG[:8]))
     prove(writer, [1, 2], {})
     writer.freed(freed([1]))
@@ -157,14 +157,14 @@ def test_a_child_does_not_follow_a_page_that_was_cached_anew():
     _, found = read(buffer, ours)
 
     assert places_in(found) == {1: Place("", (9, 9, 9, 9))}
-    assert found.dropped == Dropped(cut_off_pages=1)
+    assert found.dropped == DroppedPages(cut_off_pages=1)
     assert page_ids(found.unproven) == [2]
 
 
 def test_an_engine_comes_back_with_its_leases():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(3, b"t" * 16, "vllm-0", Process(70, 1234))
     writer.session_joined(3, Process(72, 1250))
     writer.held(held(40, [1, 2, 3], session=3))
@@ -182,7 +182,7 @@ def test_an_engine_comes_back_with_its_leases():
         FormerLease(41, "", tokens_of(LONG[:4]), Pages(pack_ids([8]))),
     )
     assert found.engines == (
-        FormerEngine(
+        FoundEngine(
             FormerSession(3, "vllm-0", (70, 72), leases),
             b"t" * 16,
             (Process(70, 1234), Process(72, 1250)),
@@ -195,7 +195,7 @@ def test_an_engine_comes_back_with_its_leases():
 def test_a_lease_keeps_the_proven_part_of_its_path():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [1, 2, 3]))
     writer.cached(cached([1, 2, 3], LONG[:12], lease=1))
@@ -210,19 +210,19 @@ def test_a_lease_keeps_the_proven_part_of_its_path():
 def test_pages_of_a_lease_whose_engine_is_not_known_are_not_free():
     ours = identity()
     buffer, journal = made(ours)
-    Writer(journal).held(held(1, [1, 2], session=9))
+    JournalWriter(journal).held(held(1, [1, 2], session=9))
 
     _, found = read(buffer, ours)
 
     assert found.engines == ()
     assert page_ids(found.unproven) == [1, 2]
-    assert found.dropped == Dropped(orphaned_leases=1)
+    assert found.dropped == DroppedPages(orphaned_leases=1)
 
 
 def test_what_is_carried_on_is_read_again_the_same():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [1, 2, 3]))
     writer.cached(cached([1, 2], LONG[:8], lease=1))
@@ -232,17 +232,17 @@ def test_what_is_carried_on_is_read_again_the_same():
 
     _, after = read(buffer, ours)
 
-    assert after == msgspec.structs.replace(before, generation=3, dropped=Dropped())
+    assert after == msgspec.structs.replace(before, generation=3, dropped=DroppedPages())
 
 
 def test_a_page_that_was_not_kept_is_never_adopted_later():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     contents = {1: Place("", LONG[:4]), 2: Place("", LONG[:8])}
     writer.cached(cached([1, 2], LONG[:8]))
     prove(writer, [1, 2], contents)
-    reading, found = read(buffer, ours, Verify.ALL, {2: contents[2]})
+    reading, found = read(buffer, ours, VerifyDepth.ALL, {2: contents[2]})
     assert found.branches == ()
     writer = reading.carry_on()
     writer.freed(freed([1]))
@@ -259,24 +259,24 @@ def test_a_page_that_was_not_kept_is_never_adopted_later():
 def test_a_bad_page_goes_with_all_that_follow_it(bad):
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     pages = list(range(1, 11))
     contents = {page: Place("", LONG[: 4 * page]) for page in pages}
     writer.cached(cached(pages, LONG))
     prove(writer, pages, contents)
     contents[pages[bad]] = Place("overwritten", ())
 
-    _, found = read(buffer, ours, Verify.ALL, contents)
+    _, found = read(buffer, ours, VerifyDepth.ALL, contents)
 
     assert list(places_in(found)) == pages[:bad]
     assert page_ids(found.unproven) == pages[bad:]
-    assert found.dropped == Dropped(bad_sum_pages=1, cut_off_pages=9 - bad)
+    assert found.dropped == DroppedPages(bad_sum_pages=1, cut_off_pages=9 - bad)
 
 
 def test_one_bad_page_of_a_sample_has_all_the_others_summed():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     pages = list(range(1, 41))
     path = tuple(range(160))
     contents = {page: Place("", path[: 4 * page]) for page in pages}
@@ -285,9 +285,9 @@ def test_one_bad_page_of_a_sample_has_all_the_others_summed():
     contents[50] = Place("", (1, 1, 1, 1))
     prove(writer, [*pages, 50], contents)
 
-    _, whole = read(buffer, ours, Verify.SAMPLED, contents)
+    _, whole = read(buffer, ours, VerifyDepth.SAMPLED, contents)
     contents[50] = Place("overwritten", ())
-    _, found = read(buffer, ours, Verify.SAMPLED, contents)
+    _, found = read(buffer, ours, VerifyDepth.SAMPLED, contents)
 
     assert whole.summed_pages < 20
     assert whole.kept_pages == 41
@@ -298,21 +298,21 @@ def test_one_bad_page_of_a_sample_has_all_the_others_summed():
 def test_nothing_is_summed_where_nobody_wants_it():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1], LONG[:4]))
     prove(writer, [1], {})
 
-    assert read(buffer, ours, Verify.NONE)[1].summed_pages == 0
+    assert read(buffer, ours, VerifyDepth.NONE)[1].summed_pages == 0
 
 
 @pytest.mark.parametrize(
     ("theirs", "flaw"),
     [
-        (identity(pages=63), Flaw.RESIZED),
-        (identity(page_size=8), Flaw.RESIZED),
-        (identity(layout=b"m" * 32), Flaw.LAYOUT),
-        (identity(node="n1"), Flaw.NODE),
-        (identity(memory=b"m" * 16), Flaw.MEMORY),
+        (identity(pages=63), IdentityFlaw.RESIZED),
+        (identity(page_size=8), IdentityFlaw.RESIZED),
+        (identity(layout=b"m" * 32), IdentityFlaw.LAYOUT),
+        (identity(node="n1"), IdentityFlaw.NODE),
+        (identity(memory=b"m" * 16), IdentityFlaw.MEMORY),
     ],
 )
 def test_a_journal_of_something_else_is_refused(theirs, flaw):
@@ -324,13 +324,13 @@ def test_a_journal_of_something_else_is_refused(theirs, flaw):
 @pytest.mark.parametrize(
     ("at", "what", "flaw"),
     [
-        (0, bytes(4096), Flaw.BLANK),
-        (0, b"\x7fELF", Flaw.FOREIGN),
-        (0, bytes(8), Flaw.FOREIGN),
-        (8, struct.pack("<I", 0), Flaw.VERSION),
-        (16, struct.pack("<Q", 65), Flaw.TORN),
-        (40, b"\x00", Flaw.TORN),
-        (1024, b"\xff", Flaw.TORN),
+        (0, bytes(4096), IdentityFlaw.BLANK),
+        (0, b"\x7fELF", IdentityFlaw.FOREIGN),
+        (0, bytes(8), IdentityFlaw.FOREIGN),
+        (8, struct.pack("<I", 0), IdentityFlaw.VERSION),
+        (16, struct.pack("<Q", 65), IdentityFlaw.TORN),
+        (40, b"\x00", IdentityFlaw.TORN),
+        (1024, b"\xff", IdentityFlaw.TORN),
     ],
 )
 def test_a_damaged_head_is_refused(at, what, flaw):
@@ -343,14 +343,14 @@ def test_a_damaged_head_is_refused(at, what, flaw):
 def test_a_journal_that_was_cut_is_refused():
     buffer, _ = made(identity())
 
-    assert open_journal(buffer[:-64], identity()).flaw is Flaw.RESIZED
-    assert open_journal(buffer[:100], identity()).flaw is Flaw.FOREIGN
+    assert open_journal(buffer[:-64], identity()).flaw is IdentityFlaw.RESIZED
+    assert open_journal(buffer[:100], identity()).flaw is IdentityFlaw.FOREIGN
 
 
 def test_a_journal_that_is_made_anew_is_empty():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [2, 3]))
     writer.cached(cached([2], LONG[:4], lease=1))
@@ -366,7 +366,7 @@ def test_a_journal_that_is_made_anew_is_empty():
 def test_a_name_that_finds_no_slot_costs_its_pages_their_next_life():
     ours = identity(pages=200)
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     for page in range(1, 66):
         writer.cached(cached([page], LONG[:4], namespace=f"n{page}"))
     prove(writer, list(range(1, 66)), {})
@@ -383,7 +383,7 @@ def test_a_name_that_finds_no_slot_costs_its_pages_their_next_life():
 def test_a_name_that_no_page_has_any_more_leaves_its_slot():
     ours = identity(pages=200)
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     for page in range(1, 65):
         writer.cached(cached([page], LONG[:4], namespace=f"n{page}"))
     writer.freed(freed([3, 4]))
@@ -400,21 +400,21 @@ def test_a_name_that_no_page_has_any_more_leaves_its_slot():
 def test_a_page_is_not_kept_under_another_name():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([1], LONG[:4], namespace="a"))
     prove(writer, [1], {})
-    Spaces(journal, operator.setitem, {}).slot_of("b")
+    NamespaceSlots(journal, operator.setitem, {}).slot_of("b")
 
     _, found = read(buffer, ours)
 
     assert found.branches == ()
-    assert found.dropped == Dropped(damaged_pages=1)
+    assert found.dropped == DroppedPages(damaged_pages=1)
 
 
 def test_a_lease_that_finds_no_slot_keeps_its_own_pages():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
     for lease in range(1, 65_536):
         writer.held(held(lease, []))
@@ -428,7 +428,7 @@ def test_a_lease_that_finds_no_slot_keeps_its_own_pages():
 def test_a_lease_of_before_has_no_path_where_nothing_is_cached():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(0, 0))
     writer.held(held(1, [5]))
 
@@ -443,7 +443,7 @@ def test_what_was_cached_in_pieces_is_pieces_again():
     """Eviction goes by pieces, so other ones would be other hits."""
     ours = identity(pages=64)
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     for note in (cached([3, 4], LONG[:8]), cached([5, 6, 7], LONG[:20], before=4)):
         writer.cached(note)
         pages, words = writer.pending(note.pages)

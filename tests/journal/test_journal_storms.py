@@ -20,10 +20,10 @@ import pytest
 
 from kvd.core.effects import NoteCached
 from kvd.journal.engines import Process
-from kvd.journal.identity import Refused
+from kvd.journal.identity import RefusedJournal
 from kvd.journal.layout import Journal, make_journal, open_journal
-from kvd.journal.reader import Found, Reading, Verify
-from kvd.journal.writer import Writer
+from kvd.journal.reader import FoundJournal, Reading, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, pack_ids, page_ids
 from tests.journal.journaled import (
     PAGE_SIZE,
@@ -99,7 +99,7 @@ class Model:
         self.ours = identity(pages=N_PAGES)
         self.buffer, journal = made(self.ours)
         self.fuse = Fuse(rng)
-        self.writer = Writer(journal, None, self.fuse.store)
+        self.writer = JournalWriter(journal, None, self.fuse.store)
         self.free = list(range(1, N_PAGES))
         self.cached: dict[int, Place] = {}
         self.before: dict[int, int] = {}
@@ -288,8 +288,8 @@ class Model:
         if not self.leases or self.rng.random() < 0.5:
             self.free_unproven()
 
-    def read(self) -> tuple[Reading, Found]:
-        verify = self.rng.choice(list(Verify))
+    def read(self) -> tuple[Reading, FoundJournal]:
+        verify = self.rng.choice(list(VerifyDepth))
         contents = self.cached
         return read(self.buffer, self.ours, verify, contents)
 
@@ -309,7 +309,7 @@ def moment(model: Model, also_proven: frozenset[int] = frozenset()) -> Moment:
     return Moment(dict(model.cached), kept, frozenset(used))
 
 
-def pages_taken(found: Found) -> set[int]:
+def pages_taken(found: FoundJournal) -> set[int]:
     """Every page that is not free."""
     leases = [lease for engine in found.engines for lease in engine.session.leases]
     held = [page for lease in leases for page in page_ids(lease.held)]
@@ -368,7 +368,7 @@ def test_damaged_bytes_never_make_a_page_what_it_was_not(seed):
     journal = open_journal(model.buffer, model.ours)
     if not isinstance(journal, Journal):
         return
-    reading = Reading(journal, Verify.NONE)
+    reading = Reading(journal, VerifyDepth.NONE)
     places = places_in(reading.found())
 
     assert places.items() <= model.kept(model.proven).items()
@@ -402,7 +402,7 @@ def damage(model: Model, rng: random.Random) -> None:
 def test_every_single_byte_of_a_proven_row_matters():
     ours = identity()
     buffer, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.cached(cached([3], (1, 2, 3, 4)))
     pages, words = writer.pending(Pages(pack_ids([3])))
     writer.summed(pages, words, bytes(range(8)))
@@ -422,7 +422,7 @@ def test_every_single_byte_of_a_proven_row_matters():
 def test_a_kill_while_a_journal_is_made_leaves_the_old_one_or_none():
     ours = identity()
     old, journal = made(ours)
-    writer = Writer(journal)
+    writer = JournalWriter(journal)
     writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.cached(cached([3, 9], (1, 2, 3, 4, 5, 6, 7, 8)))
     pages, words = writer.pending(Pages(pack_ids([3, 9])))
@@ -438,6 +438,6 @@ def test_a_kill_while_a_journal_is_made_leaves_the_old_one_or_none():
                 make_journal(buffer, ours, fuse.store)
             except Killed:
                 left = open_journal(buffer, ours)
-                assert isinstance(left, Refused) or read(buffer, ours)[1] == whole
+                assert isinstance(left, RefusedJournal) or read(buffer, ours)[1] == whole
                 if n_stores:
-                    assert isinstance(left, Refused)
+                    assert isinstance(left, RefusedJournal)

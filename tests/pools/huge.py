@@ -15,15 +15,15 @@ from kvd.client.mapping import Mapping
 from kvd.core.layout.geometry import geometry
 from kvd.core.layout.spec import PageOrder
 from kvd.pools.arena import NotReserved
+from kvd.pools.location import Backing, PoolLocation
 from kvd.pools.memory import open_memory
 from kvd.pools.mounts import free_huge_bytes
-from kvd.pools.place import Backing, Place
-from kvd.transfer.base import RegionFd
+from kvd.transfer.map_lifetime import keep_map
 from kvd.transfer.mapping import map_region
-from kvd.transfer.witness import keep
+from kvd.transfer.transport import RegionFd
 from tests.pools.keeping import JOURNAL_BYTES, KV, LARGER, content, opened, spec, written
 
-PLACE = Place(Backing.HUGETLBFS, None, "/run/kvd")
+PLACE = PoolLocation(Backing.HUGETLBFS, None, "/run/kvd")
 HUGE = 2 * 2**20
 
 
@@ -49,7 +49,7 @@ def lock() -> bool:
     with opened(PLACE) as memory:
         (descriptor,) = memory.keep_open
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        keep(descriptor)
+        keep_map(descriptor)
     again = os.open(name, os.O_RDWR)
     try:
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.pools.memory import Memory, open_memory
-from kvd.pools.place import Backing, Place
+from kvd.pools.location import Backing, PoolLocation
+from kvd.pools.memory import DaemonMemory, open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,18 +43,18 @@ def shm_directory() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def at(directory: Path) -> Place:
-    return Place(Backing.SHM, str(directory), "/run/kvd")
+def at(directory: Path) -> PoolLocation:
+    return PoolLocation(Backing.SHM, str(directory), "/run/kvd")
 
 
-STORE = Place(Backing.FDSTORE, None, "/run/kvd")
-ANON = Place(Backing.ANON, None, "/run/kvd")
+STORE = PoolLocation(Backing.FDSTORE, None, "/run/kvd")
+ANON = PoolLocation(Backing.ANON, None, "/run/kvd")
 
 
 @contextmanager
 def opened(
-    place: Place, *, pages: int = 10, saved: int = 0, given: Mapping[str, int] | None = None
-) -> Iterator[Memory]:
+    place: PoolLocation, *, pages: int = 10, saved: int = 0, given: Mapping[str, int] | None = None
+) -> Iterator[DaemonMemory]:
     """The memory, closed afterwards."""
     memory = open_memory(spec(pages, saved), place, JOURNAL_BYTES, given)
     try:

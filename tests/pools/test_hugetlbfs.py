@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.pools.arena import NotReserved
+from kvd.pools.location import Backing, PoolLocation
 from kvd.pools.mounts import first_hugetlbfs, free_huge_bytes, kind_of
-from kvd.pools.place import Backing, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,4 +105,4 @@ def test_without_a_hugetlbfs_there_is_a_way_out() -> None:
         pytest.skip("this host has one mounted")
 
     with pytest.raises(NotReserved, match=r"^pool.backing = hugetlbfs needs a mounted hugetlbfs, "):
-        Place(Backing.HUGETLBFS, None, "/run/kvd").path()
+        PoolLocation(Backing.HUGETLBFS, None, "/run/kvd").path()

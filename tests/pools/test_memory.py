@@ -15,9 +15,9 @@ from kvd.core.layout.geometry import geometry
 from kvd.core.layout.spec import PageOrder
 from kvd.pools import memory as memory_of_pools
 from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, NotReserved
-from kvd.pools.memory import Memory, Origin, open_memory
-from kvd.pools.place import Backing, Place, own_name
-from kvd.pools.shelf import LOCK_NAME, open_shelf
+from kvd.pools.file_memory import LOCK_NAME, open_directory
+from kvd.pools.location import Backing, PoolLocation, own_name
+from kvd.pools.memory import DaemonMemory, MemoryOrigin, open_memory
 from tests.pools.keeping import (
     ANON,
     JOURNAL_BYTES,
@@ -70,7 +70,7 @@ LARGE = {**SMALL, "kvd.kv": 2 * HUGE_PAGE_BYTES}
 def test_files_are_made_whole_and_zero_and_closed_to_others(directory: Path) -> None:
     with opened(at(directory), saved=3) as memory:
         assert (memory.origin, memory.reason) == (
-            Origin.MADE,
+            MemoryOrigin.MADE,
             f"made in {directory}: there was none",
         )
         assert [(one.name, one.geometry, one.is_pool) for one in memory.placed] == [
@@ -93,7 +93,7 @@ def test_the_next_daemon_finds_every_byte_and_says_so(directory: Path) -> None:
         inode = os.fstat(memory.placed[0].arena.fd).st_ino
 
     with opened(at(directory), saved=5) as memory:
-        assert (memory.origin, memory.reason) == (Origin.FOUND, f"found in {directory}")
+        assert (memory.origin, memory.reason) == (MemoryOrigin.FOUND, f"found in {directory}")
         assert content(memory.placed[0].arena, 5) == (b"pages", b"pages")
         assert memory.journal is not None
         assert content(memory.journal, 5) == (b"table", b"table")
@@ -122,7 +122,7 @@ def test_found_memory_is_no_second_time_taken_from_the_host(directory: Path) -> 
     before = kept(directory)
 
     with opened(at(directory), pages=LARGER) as memory:
-        assert memory.origin is Origin.FOUND
+        assert memory.origin is MemoryOrigin.FOUND
 
     assert kept(directory) == before == LARGE
 
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_replaced_as_a_whole_and_why_is_said(
     spoil(directory)
 
     with opened(at(directory)) as memory:
-        assert (memory.origin, memory.reason) == (Origin.MADE, f"made in {directory}: {why}")
+        assert (memory.origin, memory.reason) == (MemoryOrigin.MADE, f"made in {directory}: {why}")
         assert content(memory.placed[0].arena, 3) == (bytes(3), bytes(3))
         assert memory.journal is not None
         assert content(memory.journal, 3) == (bytes(3), bytes(3))
@@ -215,7 +215,7 @@ def test_what_is_of_no_more_use_goes_where_the_rest_is_found(directory: Path) ->
     (directory / "kvd.index").write_bytes(b"of a component that is gone")
 
     with opened(at(directory)) as memory:
-        assert memory.origin is Origin.FOUND
+        assert memory.origin is MemoryOrigin.FOUND
 
     assert kept(directory) == SMALL
 
@@ -229,7 +229,7 @@ def test_a_pool_that_would_not_fit_leaves_what_was_there(directory: Path) -> Non
         open_memory(spec(2**38), at(directory), JOURNAL_BYTES)
 
     with opened(at(directory)) as memory:
-        assert memory.origin is Origin.FOUND
+        assert memory.origin is MemoryOrigin.FOUND
         assert content(memory.placed[0].arena, 4) == (b"kept", b"kept")
 
 
@@ -245,7 +245,7 @@ def test_renewed_memory_is_other_memory_and_an_old_mapping_cannot_reach_it(
         os.pwrite(old, b"late", 0)
 
         assert (memory.origin, memory.reason) == (
-            Origin.MADE,
+            MemoryOrigin.MADE,
             f"made in {directory}: its journal has another layout",
         )
         assert content(memory.placed[0].arena, 4)[0] == bytes(4)
@@ -321,7 +321,9 @@ def test_a_directory_that_lies_on_no_memory_is_refused(tmp_path: Path) -> None:
 
 def test_a_tmpfs_is_no_place_for_huge_pages_and_what_fits_is_named(directory: Path) -> None:
     with pytest.raises(NotReserved) as refused:
-        open_memory(spec(), Place(Backing.HUGETLBFS, str(directory), "/run/kvd"), JOURNAL_BYTES)
+        open_memory(
+            spec(), PoolLocation(Backing.HUGETLBFS, str(directory), "/run/kvd"), JOURNAL_BYTES
+        )
 
     assert str(refused.value) == (
         f"{directory} lies on tmpfs, and pool.backing wants a directory on hugetlbfs: set "
@@ -364,12 +366,12 @@ def test_the_pool_is_in_use_until_the_last_copy_of_the_lock_goes(
     os.close(copy)
 
     with opened(at(directory)) as memory:
-        assert memory.origin is Origin.FOUND
+        assert memory.origin is MemoryOrigin.FOUND
 
 
 def test_a_lock_that_was_removed_before_it_was_taken_is_no_lock(directory: Path) -> None:
     """A pool is dropped in the moment between the two: others would lock another file."""
-    dropping = open_shelf(at(directory), wait_s=0.0)
+    dropping = open_directory(at(directory), wait_s=0.0)
     removed = []
 
     def trace(frame: FrameType, event: str, _arg: object) -> None:
@@ -405,13 +407,13 @@ def test_directories_are_named_after_the_user_and_the_runtime_directory() -> Non
         f"kvd-{me}-run-kvd",
     ]
     assert len(names[5]) < 100
-    assert Place(Backing.SHM, None, "/run/kvd").path() == Path(f"/dev/shm/kvd-{me}-run-kvd")
+    assert PoolLocation(Backing.SHM, None, "/run/kvd").path() == Path(f"/dev/shm/kvd-{me}-run-kvd")
 
 
 # ---- the store of systemd ------------------------------------------------------------------------
 
 
-def held(memory: Memory) -> dict[str, int]:
+def held(memory: DaemonMemory) -> dict[str, int]:
     """What systemd gives the next one: copies of what it was given."""
     return {name: os.dup(fd) for name, fd in memory.to_store.items()}
 
@@ -419,7 +421,7 @@ def held(memory: Memory) -> dict[str, int]:
 def test_what_systemd_held_is_found_and_nothing_is_stored_again() -> None:
     with opened(STORE, saved=3, given={}) as memory:
         assert (memory.origin, memory.reason) == (
-            Origin.MADE,
+            MemoryOrigin.MADE,
             "made in systemd's store of descriptors: there was none",
         )
         assert list(memory.to_store) == ["kvd.kv", "kvd.journal"]
@@ -430,7 +432,7 @@ def test_what_systemd_held_is_found_and_nothing_is_stored_again() -> None:
 
     with opened(STORE, given=given) as memory:
         assert (memory.origin, memory.reason) == (
-            Origin.FOUND,
+            MemoryOrigin.FOUND,
             "found in systemd's store of descriptors",
         )
         assert content(memory.placed[0].arena, 5) == (b"pages", b"pages")
@@ -495,7 +497,7 @@ def test_anonymous_memory_is_always_made_and_has_no_journal() -> None:
     with opened(ANON, saved=3) as memory:
         assert [one.name for one in memory.placed] == ["kv", "kv.saved"]
         assert (memory.origin, memory.reason, memory.journal) == (
-            Origin.MADE,
+            MemoryOrigin.MADE,
             "made as anonymous memory: there was none",
             None,
         )
@@ -514,7 +516,7 @@ def test_nothing_stays_taken_when_not_all_can_be(directory: Path) -> None:
 # ---- killed at any moment ------------------------------------------------------------------------
 
 
-TOUCHING = tuple(f"/kvd/pools/{name}.py" for name in ("arena", "memory", "shelf"))
+TOUCHING = tuple(f"/kvd/pools/{name}.py" for name in ("arena", "memory", "file_memory"))
 """The files that make and remove memory; the others only look."""
 
 
@@ -572,7 +574,7 @@ def test_a_kill_at_any_line_leaves_a_whole_pool_or_none(directory: Path) -> None
             assert memory.journal is not None
             marks = {content(memory.placed[0].arena, 4)[0], content(memory.journal, 4)[0]}
             assert marks == ({bytes(4)} if died else {b"new!"}), (number, left)
-            if memory.origin is Origin.FOUND:
+            if memory.origin is MemoryOrigin.FOUND:
                 assert left == LARGE
         assert kept(directory) == LARGE
         if not died:

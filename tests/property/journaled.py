@@ -11,8 +11,8 @@ from kvd.core.inputs import PoolAdopted
 from kvd.journal.engines import Process
 from kvd.journal.identity import Identity
 from kvd.journal.layout import Journal, make_journal, open_journal, size_bytes
-from kvd.journal.reader import Reading, Verify
-from kvd.journal.writer import Writer
+from kvd.journal.reader import Reading, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.types import NO_TOKENS, Pages, Tokens, count, pack_ids, page_ids
 from tests.core.noted import Cached
 from tests.core.world import PAGE
@@ -30,7 +30,7 @@ class JournaledPool(Pool):
 
     def __init__(self, seed: int, policy: Policy) -> None:
         self.buffer = bytearray(size_bytes(IDENTITY.pages, IDENTITY.page_size))
-        self.writer = Writer(make_journal(self.buffer, IDENTITY))
+        self.writer = JournalWriter(make_journal(self.buffer, IDENTITY))
         self.unsummed: list[int] = []
         super().__init__(seed, policy)
 
@@ -77,7 +77,7 @@ class JournaledPool(Pool):
         del proven
         journal = open_journal(self.buffer, IDENTITY)
         assert isinstance(journal, Journal)
-        reading = Reading(journal, self.rng.choice(list(Verify)))
+        reading = Reading(journal, self.rng.choice(list(VerifyDepth)))
         while pages := reading.to_sum():
             assert reading.summed(pages, b"".join(map(self.sum_of, page_ids(pages)))) == 0
         found = reading.found()

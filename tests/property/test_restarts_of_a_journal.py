@@ -16,8 +16,8 @@ from kvd.core.inputs import PoolAdopted
 from kvd.journal.engines import Process
 from kvd.journal.identity import Identity
 from kvd.journal.layout import make_journal, open_journal, size_bytes
-from kvd.journal.reader import Reading, Verify
-from kvd.journal.writer import Writer
+from kvd.journal.reader import Reading, VerifyDepth
+from kvd.journal.writer import JournalWriter
 from kvd.types import Pages, pack_ids, page_ids
 from tests.core.noted import Noted
 from tests.core.world import PAGE
@@ -30,7 +30,7 @@ STEPS = 300
 class Journaling(Noted):
     """The dict, and a writer that is told the same."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: JournalWriter) -> None:
         super().__init__(PAGE, "kv")
         self.writer = writer
 
@@ -56,7 +56,7 @@ class JournaledPool(Pool):
         self.identity = Identity(b"l" * 32, POOL + 1, PAGE, "d")
         self.buffer = bytearray(size_bytes(POOL + 1, PAGE))
         super().__init__(seed, Policy.LRU)
-        self.noted = Journaling(Writer(make_journal(self.buffer, self.identity)))
+        self.noted = Journaling(JournalWriter(make_journal(self.buffer, self.identity)))
         self.known: set[int] = set()
 
     def join(self) -> None:
@@ -82,7 +82,7 @@ class JournaledPool(Pool):
         writer = self.noted.writer
         pages, words = writer.pending(Pages(pack_ids(sorted(cached - unsummed))))
         writer.summed(pages, words, self.sums(pages, cached))
-        reading = Reading(open_journal(self.buffer, self.identity), Verify.ALL)
+        reading = Reading(open_journal(self.buffer, self.identity), VerifyDepth.ALL)
         while pages := reading.to_sum():
             reading.summed(pages, self.sums(pages, proven))
         found = reading.found()

@@ -10,7 +10,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording, replay
-from kvd.recorder.tape import HEADER, record_of
+from kvd.recorder.input_records import HEADER, record_of
 from tests.core.test_freeze import a_node
 
 TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]

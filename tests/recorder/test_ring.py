@@ -8,10 +8,9 @@ import pytest
 from kvd.core import inputs
 from kvd.core.layout.spec import budgets
 from kvd.recorder import ring
-from kvd.recorder.ring import Ring
-from kvd.recorder.tape import (
-    Mark,
-    Record,
+from kvd.recorder.input_records import (
+    InputRecord,
+    StateMark,
     Unknown,
     input_of,
     mark_in,
@@ -19,6 +18,7 @@ from kvd.recorder.tape import (
     record_of,
     record_of_mark,
 )
+from kvd.recorder.ring import RecordRing
 from kvd.types import Tokens
 from kvd.wire import client
 from tests.core.families import SPECS, worked
@@ -28,7 +28,7 @@ from tests.core.families import SPECS, worked
 def ends():
     """The writer's and the reader's view of a small ring."""
     descriptor = ring.create(4096)
-    writer, reader = Ring(descriptor), Ring(descriptor)
+    writer, reader = RecordRing(descriptor), RecordRing(descriptor)
     yield writer, reader
     writer.close()
     reader.close()
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
     rng = random.Random(seed)
     at = 0
     for number in range(2000):
-        record = Record(
+        record = InputRecord(
             float(number), rng.randbytes(rng.randint(0, 300)), rng.randbytes(rng.randint(0, 900)),
             rng.random() < 0.1,
         )  # fmt: skip
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
 
 def test_a_full_ring_takes_nothing_until_the_reader_has_forgotten_something(ends):
     writer, reader = ends
-    record = Record(1.0, b"m" * 1000)
+    record = InputRecord(1.0, b"m" * 1000)
     assert [writer.write(record) for _ in range(5)] == [True, True, True, True, False]
     end = writer.end
 
@@ -73,17 +73,17 @@ def test_a_full_ring_takes_nothing_until_the_reader_has_forgotten_something(ends
 def test_a_record_longer_than_the_ring_is_not_taken(ends):
     writer, reader = ends
 
-    assert not writer.write(Record(1.0, b"m" * 4096))
+    assert not writer.write(InputRecord(1.0, b"m" * 4096))
     assert reader.end == 0
 
 
 def test_pieces_are_the_stretch_in_order_across_the_place_where_the_ring_closes(ends):
     writer, reader = ends
     for _ in range(3):
-        writer.write(Record(1.0, b"x" * 1000))
+        writer.write(InputRecord(1.0, b"x" * 1000))
         reader.forget(writer.end)
     begin = writer.end
-    writer.write(Record(2.0, bytes(range(250)) * 6))
+    writer.write(InputRecord(2.0, bytes(range(250)) * 6))
 
     pieces = list(reader.pieces(begin, writer.end, 100))
 
@@ -102,7 +102,7 @@ def test_tokens_of_a_request_come_back_with_it():
 
 
 def test_an_input_without_tokens_and_a_mark_come_back_too():
-    tick, mark = inputs.Tick(2.0), Mark(5, 6, b"d" * 16)
+    tick, mark = inputs.Tick(2.0), StateMark(5, 6, b"d" * 16)
 
     assert input_of(record_of(tick)) == tick
     assert mark_in(record_of_mark(mark, 2.0)) == mark
@@ -125,10 +125,10 @@ def test_marks_differ_when_pages_of_any_component_do(family, budget):
 @pytest.mark.parametrize(
     "record",
     [
-        Record(1.0, b""),
-        Record(1.0, b"\xc1"),
-        Record(1.0, b"\x82\xa4type\xa7Nothing\xa4at_s\xcb" + bytes(8)),
-        Record(1.0, record_of(inputs.Tick(1.0)).message, b"tokens"),
+        InputRecord(1.0, b""),
+        InputRecord(1.0, b"\xc1"),
+        InputRecord(1.0, b"\x82\xa4type\xa7Nothing\xa4at_s\xcb" + bytes(8)),
+        InputRecord(1.0, record_of(inputs.Tick(1.0)).message, b"tokens"),
     ],
     ids=["empty", "no msgpack", "an input of another version", "tokens with a tick"],
 )

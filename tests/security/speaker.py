@@ -11,7 +11,7 @@ from kvd.zmtp import frames
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.mechanism import DEALER
 from kvd.zmtp.null import Null
-from kvd.zmtp.protocol import Protocol, State
+from kvd.zmtp.protocol import Protocol, ProtocolState
 
 WITHIN_S = 5.0
 GREETING = frames.greeting(b"NULL", as_server=False)
@@ -42,12 +42,12 @@ class Speaker:
     def _shake(self):
         """The handshake, as long as the other side takes part in it."""
         with contextlib.suppress(OSError):
-            while self.machine.state is not State.TRAFFIC:
+            while self.machine.state is not ProtocolState.TRAFFIC:
                 self.sock.sendall(b"".join(self.machine.to_send()))
                 if not self._hear():
                     return
                 while self.machine.next_event() is not None:
-                    if self.machine.state is State.OVER:
+                    if self.machine.state is ProtocolState.OVER:
                         return
                     self.machine.accept()
 
@@ -58,7 +58,7 @@ class Speaker:
 
     @property
     def is_in(self):
-        return self.machine.state is State.TRAFFIC
+        return self.machine.state is ProtocolState.TRAFFIC
 
     def say(self, *message):
         self.sock.sendall(b"".join(self.machine.pack(message)))

@@ -16,8 +16,8 @@ import pytest
 
 import kvd.client
 from kvd.client.blocking import attach
-from kvd.daemon.doors import own_directory
-from kvd.daemon.passed import Unfit
+from kvd.daemon.listeners import own_directory
+from kvd.daemon.socket_activation import UnfitConfig
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.attach import Attach
@@ -85,7 +85,7 @@ def test_another_user_outside_the_group_cannot_connect(keyed):
 
 def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(Unfit, match=f"chmod o-w {tmp_path}"):
+    with pytest.raises(UnfitConfig, match=f"chmod o-w {tmp_path}"):
         own_directory(tmp_path, None)
 
     tmp_path.chmod(0o1777)  # as /tmp: only its owner may remove a file
@@ -95,7 +95,7 @@ def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path):
 @needs_root
 def test_a_directory_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, NOBODY, -1)
-    with pytest.raises(Unfit, match=f"belongs to uid {NOBODY}"):
+    with pytest.raises(UnfitConfig, match=f"belongs to uid {NOBODY}"):
         own_directory(tmp_path, None)
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvd.cli.sim import sim_command
 from kvd.sim.cluster import Balance, run
-from kvd.sim.decodenode import Shape
+from kvd.sim.decode_node import NodeShape
 from kvd.trace import TraceRequest
 
 KV_BYTES = 2 * 32 * 8 * 128 * 2
@@ -24,7 +24,7 @@ def request(at_ms, blocks, output=50):
 
 def shape(nodes=2, pool_tokens=16_384):
     """512 tokens take a second to come in, 50 tokens a second to decode."""
-    return Shape(nodes, pool_tokens, 16, 512.0, 50.0)
+    return NodeShape(nodes, pool_tokens, 16, 512.0, 50.0)
 
 
 def ran(routing, requests, **fields):

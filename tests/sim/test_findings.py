@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvd.cli import sim
 from kvd.core.node import Node
-from kvd.sim.runner import Plan, again, run_seed
+from kvd.sim.runner import SimPlan, again, run_seed
 from tests.sim import mutations
 
 SEEDS = 60
@@ -16,7 +16,7 @@ SEEDS = 60
 
 def found(make_node, profile, steps=1500):
     """The first seed of which a node is found to be wrong."""
-    plan = Plan(steps, 0, profile)
+    plan = SimPlan(steps, 0, profile)
     endings = (run_seed(seed, plan, make_node) for seed in range(SEEDS))
     return next((ending for ending in endings if ending.violation), None)
 
@@ -70,11 +70,11 @@ def test_an_effect_that_the_simulator_does_not_know_is_named():
         def _tick(self, got):
             self.out.effects.append(Strange())
 
-    assert "does not know the effect Strange" in run_seed(0, Plan(400, 2), Inventive).violation
+    assert "does not know the effect Strange" in run_seed(0, SimPlan(400, 2), Inventive).violation
 
 
 def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
-    plan = Plan(steps=1500, profile="mixed")
+    plan = SimPlan(steps=1500, profile="mixed")
     ending = next(
         one
         for one in (run_seed(seed, plan, mutations.drops_an_unlock) for seed in range(SEEDS))
@@ -85,7 +85,7 @@ def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
 
     assert words[:2] == ["kvd", "sim"]
     options = dict(zip(words[2::2], words[3::2], strict=True))
-    same = Plan(
+    same = SimPlan(
         int(options["--steps"]),
         int(options["--nodes"]),
         options["--profile"],

@@ -10,12 +10,11 @@ from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.compatibility import layout_match
 from kvd.sim.agenda import START_S, Agenda
 from kvd.sim.contents import Contents, Prompt
-from kvd.sim.host import Host
-from kvd.sim.memory import Memory
+from kvd.sim.host import SimHost
 from kvd.sim.network import Network
-from kvd.sim.pool import pool_of
+from kvd.sim.pool import SimMemory, pool_of
 from kvd.sim.profile import Profile
-from kvd.sim.rows import Rows
+from kvd.sim.rows import EngineRows
 from kvd.sim.violation import Violated
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client
@@ -56,8 +55,8 @@ def host_of(family, name="d0", units=1):
     specs = (pool_of(profile, name, random.Random(seed)) for seed in range(20))
     spec = next(one for one in specs if one.components[0].page_size == 16 * units)
     contents = Contents()
-    host = Host.__new__(Host)
-    host.name, host.memory = name, Memory(spec, contents)
+    host = SimHost.__new__(SimHost)
+    host.name, host.memory = name, SimMemory(spec, contents)
     return host, contents
 
 
@@ -66,7 +65,7 @@ def prompt_of(contents, n_tokens):
 
 
 def rows_of(host, pages, *beside):
-    rows = Rows(host)
+    rows = EngineRows(host)
     packed = tuple(pack_ids(row) for row in beside)
     rows.take(client.Leased(1, 1, 0, pack_ids(pages), packed))
     return rows

@@ -17,13 +17,13 @@ import pytest
 
 from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.sim.profile import PROFILES
-from kvd.sim.runner import Plan, again, run_seed
+from kvd.sim.runner import SimPlan, again, run_seed
 from tests.sim import digests
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_nothing_is_violated_in_any_weather(profile):
-    plan = Plan(steps=800, profile=profile)
+    plan = SimPlan(steps=800, profile=profile)
     for seed in range(4):
         ending = run_seed(seed, plan)
         assert not ending.violation, again(ending, plan)
@@ -32,7 +32,7 @@ def test_nothing_is_violated_in_any_weather(profile):
 
 
 def test_nothing_is_violated_when_everything_is_checked_after_every_step():
-    plan = Plan(steps=400, nodes=2, profile="storm", audit_steps=1)
+    plan = SimPlan(steps=400, nodes=2, profile="storm", audit_steps=1)
     for seed in range(100, 106):
         ending = run_seed(seed, plan)
         assert not ending.violation, again(ending, plan)
@@ -42,7 +42,7 @@ def test_every_edge_of_both_tables_is_taken_in_a_storm_or_among_crashes():
     taken = set()
     for profile in ("storm", "crash"):
         for seed in range(16):
-            taken.update(run_seed(seed, Plan(steps=1500, profile=profile)).edges)
+            taken.update(run_seed(seed, SimPlan(steps=1500, profile=profile)).edges)
     edges = {
         (before.value, trigger.value, after.value)
         for (before, trigger), after in [*DECODE.items(), *PREFILL.items()]
@@ -52,14 +52,14 @@ def test_every_edge_of_both_tables_is_taken_in_a_storm_or_among_crashes():
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():
-    ending = run_seed(1, Plan(steps=1500, nodes=4, profile="calm"))
+    ending = run_seed(1, SimPlan(steps=1500, nodes=4, profile="calm"))
 
     assert ending.lost_messages == ending.faults == 0
     assert set(ending.outcomes) <= {"delivered", "computed"}
 
 
 def test_the_same_seed_is_the_same_run():
-    plan = Plan(steps=600, profile="storm")
+    plan = SimPlan(steps=600, profile="storm")
 
     first, second, other = (run_seed(seed, plan) for seed in (7, 7, 8))
 
@@ -71,8 +71,8 @@ def test_the_same_seed_is_the_same_run():
 def test_the_same_seed_is_the_same_run_in_another_process(hash_seed, tmp_path):
     """Whatever the order of a set of strings is there."""
     script = (
-        "import msgspec, sys; from kvd.sim.runner import Plan, run_seed;"
-        "sys.stdout.buffer.write(msgspec.json.encode(run_seed(7, Plan(600, 0, 'storm'))))"
+        "import msgspec, sys; from kvd.sim.runner import SimPlan, run_seed;"
+        "sys.stdout.buffer.write(msgspec.json.encode(run_seed(7, SimPlan(600, 0, 'storm'))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -80,7 +80,7 @@ def test_the_same_seed_is_the_same_run_in_another_process(hash_seed, tmp_path):
         capture_output=True,
         check=True,
     )
-    ending = run_seed(7, Plan(steps=600, profile="storm"))
+    ending = run_seed(7, SimPlan(steps=600, profile="storm"))
     assert msgspec.json.decode(done.stdout)["digest"] == ending.digest
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.effects import LoadAgent
 from kvd.transfer import worker
-from kvd.transfer.orders import Load
 
 if TYPE_CHECKING:
     from kvd.transfer.orders import Order
 
 
-class Babbler(worker.Worker):
-    """Stands in for ``Worker``."""
+class Babbler(worker.TransferWorker):
+    """Stands in for ``TransferWorker``."""
 
     def _obey(self, order: Order) -> None:
-        if isinstance(order, Load):
+        if isinstance(order, LoadAgent):
             self._orders.send(order.metadata)
 
 
 if __name__ == "__main__":
-    vars(worker)["Worker"] = Babbler
+    vars(worker)["TransferWorker"] = Babbler
     worker.main()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kvd.transfer import copies, links, worker
+from kvd.transfer import copies, sending_agents, worker
 
 
 class Buggy:
-    """Stands in for ``Sender``."""
+    """Stands in for ``SendingAgent``."""
 
     def __init__(self, *_: object, **__: object) -> NoReturn:
         msg = "a bug"
@@ -16,12 +16,12 @@ class Buggy:
 
 
 def buggy(*_: object) -> NoReturn:
-    """Stand in for ``begin``."""
+    """Stand in for ``copy_job``."""
     msg = "a bug"
     raise TypeError(msg)
 
 
 if __name__ == "__main__":
-    vars(links)["Sender"] = Buggy
-    vars(copies)["begin"] = buggy
+    vars(sending_agents)["SendingAgent"] = Buggy
+    vars(copies)["copy_job"] = buggy
     worker.main()

@@ -13,31 +13,28 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.base import RegionFd
-from kvd.transfer.loopback import Loopback
-from kvd.transfer.orders import (
+from kvd.core.effects import Copy, DropAgent, LoadAgent, Post
+from kvd.core.inputs import (
+    AgentDropped,
+    AgentFailed,
+    AgentLoaded,
     Copied,
-    Copy,
     CopyFailed,
-    Drop,
-    Dropped,
-    Load,
-    Loaded,
-    LoadFailed,
-    Post,
-    Posted,
+    PostDone,
     PostFailed,
     Unposted,
 )
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids
+from tests.transfer.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from kvd.transfer.base import Transport
     from kvd.transfer.orders import Ready, Report
+    from kvd.transfer.transport import Transport
 
 DEADLINE_S = 20.0
 HUGE = 2 * 2**20
@@ -143,27 +140,27 @@ class Node:
 
     async def load(self, peer, generation=1):
         """Load ``peer`` and expect that it works."""
-        self.transport.order(Load(peer.name, generation, peer.ready.metadata))
+        self.transport.order(LoadAgent(peer.name, generation, peer.ready.metadata))
         await self.until(
             lambda: (
-                self.heard(Loaded, peer=peer.name, generation=generation)
-                or self.heard(LoadFailed, peer=peer.name, generation=generation)
+                self.heard(AgentLoaded, incarnation=peer.name, generation=generation)
+                or self.heard(AgentFailed, incarnation=peer.name, generation=generation)
             )
         )
-        assert not self.heard(LoadFailed, peer=peer.name, generation=generation)
+        assert not self.heard(AgentFailed, incarnation=peer.name, generation=generation)
 
     async def drop(self, peer, generation=1):
         """Drop ``peer`` and return the report."""
-        self.transport.order(Drop(peer.name, generation))
-        return await self.hears(Dropped, peer=peer.name, generation=generation)
+        self.transport.order(DropAgent(peer.name, generation))
+        return await self.hears(AgentDropped, incarnation=peer.name, generation=generation)
 
     def post(self, post, peer, source, destination, **other):
         """Order a post; page ids as integers."""
-        fields = {"generation": 1, "region": "kv"} | other
+        fields = {"generation": 1, "component": "kv"} | other
         self.transport.order(
             Post(
                 post=post,
-                peer=peer.name,
+                incarnation=peer.name,
                 source=Pages(pack_ids(source)),
                 destination=Pages(pack_ids(destination)),
                 **fields,
@@ -195,7 +192,7 @@ class Node:
         return (
             await self.until(
                 lambda: (
-                    self.heard(Posted, post=post)
+                    self.heard(PostDone, post=post)
                     or self.heard(PostFailed, post=post)
                     or self.heard(Unposted, post=post)
                 )

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kvd.core.effects import Post
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.shards import Shard, tp_shards
 from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, PageOrder, shard_region
 from kvd.transfer.copies import Area
-from kvd.transfer.orders import Post
 from tests.transfer.layouts import ids, note
 
 if TYPE_CHECKING:

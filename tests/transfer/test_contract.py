@@ -14,20 +14,18 @@ import time
 import numpy as np
 import pytest
 
-from kvd.core.effects import Doubt
-from kvd.transfer.loopback import Loopback
-from kvd.transfer.orders import (
-    Drop,
-    Dropped,
-    Load,
-    Loaded,
-    LoadFailed,
-    Moved,
-    Posted,
+from kvd.core.effects import Doubt, DropAgent, LoadAgent, Quiesce
+from kvd.core.inputs import (
+    AgentDropped,
+    AgentFailed,
+    AgentLoaded,
+    PostDone,
     PostFailed,
-    Quiesce,
+    PostMoved,
     Quiet,
 )
+from kvd.transfer.orders import UNSTAMPED
+from tests.transfer.loopback import Loopback
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,13 +58,13 @@ async def test_post_writes_the_pages_it_names_and_no_others(pair, region, patter
             expected[theirs.piece(row, b)] = ours.bytes[ours.piece(row, a)]
 
     post = next(numbers)
-    sender.post(post, receiver, source, destination, region=region)
+    sender.post(post, receiver, source, destination, component=region)
     outcome = await sender.outcome(post)
 
     size = len(source) * theirs.shape.page_bytes
-    assert outcome == Posted(post, size, outcome.active_s)
+    assert outcome == PostDone(UNSTAMPED, post, size, active_s=outcome.active_s)
     assert np.array_equal(theirs.bytes, expected)
-    assert all(moved.moved_bytes <= size for moved in sender.heard(Moved, post=post))
+    assert all(moved.moved_bytes <= size for moved in sender.heard(PostMoved, post=post))
 
 
 async def test_a_small_post_does_not_wait_for_the_large_ones_before_it(pair):
@@ -79,9 +77,9 @@ async def test_a_small_post_does_not_wait_for_the_large_ones_before_it(pair):
         sender.post(post, receiver, everything, everything)
     sender.post(small, receiver, [1], [2])
     for post in (*large, small):
-        assert isinstance(await sender.outcome(post), Posted)
+        assert isinstance(await sender.outcome(post), PostDone)
 
-    ended = [report.post for report in sender.reports if isinstance(report, Posted)]
+    ended = [report.post for report in sender.reports if isinstance(report, PostDone)]
     assert len(ended) - ended.index(small) > len(large) // 2
 
 
@@ -94,7 +92,7 @@ async def test_a_small_post_does_not_wait_for_the_large_ones_before_it(pair):
         ([0], [5], {}, "source page 0 is not a page"),
         ([1], [-1], {}, "destination page -1 is not a page"),
         ([1, 2], [3], {}, "2 source pages for 1 destination pages"),
-        ([1], [1], {"region": "swa"}, "no region 'swa'|region 'swa' is not"),
+        ([1], [1], {"component": "swa"}, "no region 'swa'|region 'swa' is not"),
         ([1], [1], {"generation": 2}, "generation 2 is loaded"),
     ],
 )
@@ -121,7 +119,7 @@ async def test_a_post_to_a_stranger_is_refused(pair):
     sender.post(post, stranger, [1], [1])
 
     why = "no sending agent for peer stranger generation 1 is loaded"
-    assert await sender.outcome(post) == PostFailed(post, why)
+    assert await sender.outcome(post) == PostFailed(UNSTAMPED, post, why)
 
 
 async def test_damaged_metadata_is_refused_and_harms_nothing(pair):
@@ -132,25 +130,25 @@ async def test_damaged_metadata_is_refused_and_harms_nothing(pair):
         for at in range(0, len(good), 7)
     ]
     damaged = [b"", b"kvdT", good[:-1], good + b"\0", os.urandom(300), *flipped]
-    before = len(sender.heard(LoadFailed))
+    before = len(sender.heard(AgentFailed))
 
     for blob in damaged:
-        sender.transport.order(Load("damaged", 1, blob))
-    await sender.until(lambda: len(sender.heard(LoadFailed)) == before + len(damaged))
+        sender.transport.order(LoadAgent("damaged", 1, blob))
+    await sender.until(lambda: len(sender.heard(AgentFailed)) == before + len(damaged))
 
-    assert not sender.heard(Loaded, peer="damaged")
+    assert not sender.heard(AgentLoaded, incarnation="damaged")
     post = next(numbers)
     sender.post(post, receiver, [1], [1])
-    assert isinstance(await sender.outcome(post), Posted)
+    assert isinstance(await sender.outcome(post), PostDone)
 
 
 async def test_a_repeated_load_is_answered_again(pair):
     sender, receiver = pair
-    before = len(sender.heard(Loaded))
+    before = len(sender.heard(AgentLoaded))
 
-    sender.transport.order(Load(receiver.name, 1, receiver.ready.metadata))
+    sender.transport.order(LoadAgent(receiver.name, 1, receiver.ready.metadata))
 
-    await sender.until(lambda: len(sender.heard(Loaded)) == before + 1)
+    await sender.until(lambda: len(sender.heard(AgentLoaded)) == before + 1)
 
 
 async def test_a_generation_is_dropped_alone(pair):
@@ -159,27 +157,29 @@ async def test_a_generation_is_dropped_alone(pair):
 
     dropped = await sender.drop(receiver, generation=7)
 
-    assert dropped == Dropped(receiver.name, 7, 0)
+    assert dropped == AgentDropped(UNSTAMPED, receiver.name, 7, 0)
     late, other = next(numbers), next(numbers)
     sender.post(late, receiver, [1], [1], generation=7)
     sender.post(other, receiver, [1], [1])
     assert isinstance(await sender.outcome(late), PostFailed)
-    assert isinstance(await sender.outcome(other), Posted)
+    assert isinstance(await sender.outcome(other), PostDone)
 
 
 async def test_a_drop_of_nothing_is_done(pair):
     sender, _ = pair
-    sender.transport.order(Drop("nobody", 3))
+    sender.transport.order(DropAgent("nobody", 3))
 
-    assert await sender.hears(Dropped, peer="nobody") == Dropped("nobody", 3, 0)
+    assert await sender.hears(AgentDropped, incarnation="nobody") == AgentDropped(
+        UNSTAMPED, "nobody", 3, 0
+    )
 
 
 async def test_a_drop_overtakes_a_load(pair):
     sender, receiver = pair
-    sender.transport.order(Load("late", 1, receiver.ready.metadata))
-    sender.transport.order(Drop("late", 1))
+    sender.transport.order(LoadAgent("late", 1, receiver.ready.metadata))
+    sender.transport.order(DropAgent("late", 1))
 
-    await sender.hears(Dropped, peer="late")
+    await sender.hears(AgentDropped, incarnation="late")
 
     late = type("Late", (), {"name": "late"})
     post = next(numbers)
@@ -201,7 +201,7 @@ async def test_quiesce_is_answered(pair):
     _, receiver = pair
     receiver.transport.order(Quiesce(5, Doubt.ARRIVED))
 
-    assert await receiver.hears(Quiet) == Quiet(5)
+    assert await receiver.hears(Quiet) == Quiet(UNSTAMPED, 5)
 
 
 async def test_nothing_changes_after_dropped_when_posts_were_under_way(rig):
@@ -210,15 +210,15 @@ async def test_nothing_changes_after_dropped_when_posts_were_under_way(rig):
     posts = list(range(1, 40))
     for post in posts:
         sender.post(post, receiver, everything, everything)
-    await sender.until(lambda: sender.heard(Posted))
+    await sender.until(lambda: sender.heard(PostDone))
 
     dropped = await sender.drop(receiver)
     after = receiver.memories["kv"].bytes.copy()
 
-    assert dropped.unacknowledged_bytes == 0
+    assert dropped.unconfirmed_bytes == 0
     at = sender.reports.index(dropped)
     ended = [
-        report.post for report in sender.reports[:at] if isinstance(report, Posted | PostFailed)
+        report.post for report in sender.reports[:at] if isinstance(report, PostDone | PostFailed)
     ]
     assert sorted(ended) == posts
     assert sender.heard(PostFailed)
@@ -231,7 +231,7 @@ async def test_posts_fail_soon_when_the_peer_is_killed(rig):
     everything = list(range(1, LAST + 1))
     for post in range(1, 200):
         sender.post(post, receiver, everything, everything)
-    await sender.until(lambda: sender.heard(Posted))
+    await sender.until(lambda: sender.heard(PostDone))
 
     since_s = time.monotonic()
     _kill(receiver)
@@ -242,7 +242,7 @@ async def test_posts_fail_soon_when_the_peer_is_killed(rig):
     again = await rig.node("receiver")
     await sender.load(again, generation=2)
     sender.post(500, again, [1], [2], generation=2)
-    assert isinstance(await sender.outcome(500), Posted)
+    assert isinstance(await sender.outcome(500), PostDone)
 
 
 async def test_a_killed_transport_says_so_once_and_takes_orders_in_silence(rig):
@@ -266,7 +266,7 @@ async def test_nothing_is_written_into_a_stopped_transport(rig):
     everything = list(range(1, LAST + 1))
     for post in range(1, 200):
         sender.post(post, receiver, everything, everything)
-    await sender.until(lambda: sender.heard(Posted))
+    await sender.until(lambda: sender.heard(PostDone))
 
     await receiver.transport.stop()
     after = receiver.memories["kv"].bytes.copy()
@@ -288,5 +288,5 @@ async def _settle(node):
     """Give a wrong late byte the time to land: a round trip through the node's own process."""
     ticket = next(numbers)
     node.transport.order(Quiesce(ticket, Doubt.ARRIVED))
-    await node.hears(Quiet, ticket=ticket)
+    await node.hears(Quiet, lease=ticket)
     await asyncio.sleep(0)

@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from kvd.transfer.orders import Copied, CopyFailed, PostFailed
+from kvd.core.inputs import Copied, CopyFailed, PostFailed
+from kvd.transfer.orders import UNSTAMPED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,13 +42,13 @@ async def test_pages_come_back_as_they_were_and_no_other_byte_changes(pair, regi
 
     out, back = next(numbers), next(numbers)
     node.copy(out, region, pages, f"{region}.saved", slots)
-    assert await node.copied(out) == Copied(out, size)
+    assert await node.copied(out) == Copied(UNSTAMPED, out, size)
     assert np.array_equal(area.bytes, saved)
 
     for row, page in itertools.product(pool.shape.rows, pages):
         pool.bytes[pool.piece(row, page)] = 0
     node.copy(back, f"{region}.saved", slots, region, pages)
-    assert await node.copied(back) == Copied(back, size)
+    assert await node.copied(back) == Copied(UNSTAMPED, back, size)
     assert np.array_equal(pool.bytes, whole)
 
 
@@ -130,7 +131,7 @@ async def test_a_post_into_an_area_that_is_not_registered_is_refused(pair):
     before = receiver.memories["kv.saved"].bytes.copy()
 
     post = next(numbers) + 10_000
-    sender.post(post, receiver, [1], [1], region="kv.saved")
+    sender.post(post, receiver, [1], [1], component="kv.saved")
 
     assert isinstance(await sender.outcome(post), PostFailed)
     assert np.array_equal(receiver.memories["kv.saved"].bytes, before)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvd.core.effects import Copy
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.copies import PASSING_BYTES, SLICE_BYTES, Area, Turns, begin
-from kvd.transfer.orders import Copy
+from kvd.transfer.copies import PASSING_BYTES, SLICE_BYTES, Area, CopyTurns, copy_job
 from tests.transfer.layouts import ids, note
 
 PAGE_BYTES = SLICE_BYTES // 4
@@ -19,11 +19,11 @@ class Desk:
         shape = Geometry(100, PAGE_BYTES, (PieceRow(0, PAGE_BYTES, PAGE_BYTES),), ())
         memory = np.zeros(shape.total_bytes, np.uint8)
         self.areas = {name: Area(note(shape, name=name), memory) for name in ("a", "b")}
-        self.turns = Turns()
+        self.turns = CopyTurns()
 
     def want(self, ticket, n_pages):
         pages = ids(range(1, 1 + n_pages))
-        self.turns.jobs.append(begin(Copy(ticket, "a", pages, "b", pages), self.areas))
+        self.turns.jobs.append(copy_job(Copy(ticket, "a", pages, "b", pages), self.areas))
 
     def done(self, steps):
         """The tickets of the copies whose last slice was among the next ones."""

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from kvd.core.effects import Copy, Verify
+from kvd.core.inputs import Copied, PostDone, PostFailed, Verified
 from kvd.core.layout.seal import Seal, page_sum
 from kvd.core.layout.spec import (
     Layout,
@@ -24,8 +26,8 @@ from kvd.core.layout.spec import (
     StateTensor,
     companion_pages,
 )
-from kvd.transfer.copies import Area, begin
-from kvd.transfer.orders import Copied, Copy, Posted, PostFailed, Verified, Verify
+from kvd.transfer.copies import Area, copy_job
+from kvd.transfer.orders import UNSTAMPED
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Memory, Rig
 from tests.transfer.layouts import ids, note, shaped, slots
@@ -150,7 +152,7 @@ def post(sender, receiver, name, pieces, onto):
         receiver,
         pieces,
         onto,
-        region=name,
+        component=name,
         seal=full_seal(len(pieces)),
         first_page=3,
         split=KINDS[name].split,
@@ -177,7 +179,7 @@ async def test_pages_arrive_slot_by_slot_and_nothing_else_changes(pools, name):
     outcome = await sender.outcome(number)
 
     size = len(pieces) * theirs.shape.page_bytes
-    assert outcome == Posted(number, size, outcome.active_s, outcome.sums)
+    assert outcome == PostDone(UNSTAMPED, number, size, outcome.sums, active_s=outcome.active_s)
     assert np.array_equal(theirs.bytes, expected)
     assert (await verified(receiver, name, onto, outcome.sums)).bad_pages == ()
 
@@ -217,7 +219,7 @@ async def test_eight_bit_values_and_their_scales_arrive_bit_by_bit(pools):
     for name in ("fp8", "scale"):
         fill(sender.memories[name])
         assert isinstance(
-            await sender.outcome(post(sender, receiver, name, [2, 3], [5, 4])), Posted
+            await sender.outcome(post(sender, receiver, name, [2, 3], [5, 4])), PostDone
         )
         pairs = zip(
             slots(sender.memories[name].bytes, sender.memories[name].shape),
@@ -267,7 +269,7 @@ async def test_a_post_that_does_not_fit_the_peers_pages_is_refused(pools, name, 
 
     number = next(numbers)
     seal = full_seal(1)
-    sender.post(number, receiver, [4], [1], region=name, split=split, seal=seal, first_page=3)
+    sender.post(number, receiver, [4], [1], component=name, split=split, seal=seal, first_page=3)
     outcome = await sender.outcome(number)
 
     assert isinstance(outcome, PostFailed)
@@ -297,7 +299,7 @@ async def test_pages_are_copied_between_a_component_and_what_is_kept_of_it(pools
     ticket = next(numbers)
     node.copy(ticket, of, [3, 4, 2], to, [1, 2, 4])
 
-    assert await node.copied(ticket) == Copied(ticket, 3 * ours.shape.page_bytes)
+    assert await node.copied(ticket) == Copied(UNSTAMPED, ticket, 3 * ours.shape.page_bytes)
     assert np.array_equal(theirs.bytes, expected)
 
 
@@ -311,7 +313,7 @@ async def test_a_copy_between_memory_of_different_orders_goes_tensor_by_tensor(o
     for read, store in zip(slots(ours.bytes, ours.shape), expected, strict=True):
         store[[1, 2]] = read[[4, 2]]
 
-    begin(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas).step()
+    copy_job(Copy(1, ours.name, ids([4, 2]), theirs.name, ids([1, 2])), areas).step()
 
     for found, wanted in zip(slots(theirs.bytes, theirs.shape), expected, strict=True):
         assert np.array_equal(found, wanted)

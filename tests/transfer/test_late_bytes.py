@@ -18,8 +18,9 @@ import termios
 
 import numpy as np
 
-from kvd.core.effects import Doubt
-from kvd.transfer.orders import Awaiting, Drop, Dropped, Exempt, Loaded, Quiesce, Quiet
+from kvd.core.effects import Doubt, DropAgent, Exempt, Quiesce
+from kvd.core.inputs import AgentDropped, AgentLoaded, Awaiting, Quiet
+from kvd.transfer.orders import UNSTAMPED
 from tests.transfer.conftest import PAGES
 
 EVERYTHING = list(range(1, PAGES))
@@ -34,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 async def test_bytes_that_a_dead_process_still_sends_land_before_quiet(real, tcp):
     sender, receiver = await real.pair(tcp)
-    streams = sender.heard(Loaded)[0].streams
+    streams = sender.heard(AgentLoaded)[0].streams
     await _write_slowly(sender, receiver)
     # A process that dies with an answer unread sends a reset and no more: let it have none.
     _halt(receiver.transport.pid)
@@ -59,13 +60,13 @@ async def test_bytes_that_a_dead_process_still_sends_land_before_quiet(real, tcp
 async def test_a_destroyed_agent_leaves_nothing_behind_that_would_be_sent(real, tcp):
     """A plain close would have the kernel send the rest, and its pages would wait for that."""
     sender, receiver = await real.pair(tcp)
-    streams = sender.heard(Loaded)[0].streams
+    streams = sender.heard(AgentLoaded)[0].streams
     await _write_slowly(sender, receiver)
 
-    sender.transport.order(Drop(receiver.name, 1))
-    dropped = await sender.hears(Dropped)
+    sender.transport.order(DropAgent(receiver.name, 1))
+    dropped = await sender.hears(AgentDropped)
 
-    assert dropped.unacknowledged_bytes > 0
+    assert dropped.unconfirmed_bytes > 0
     assert [stream for stream in streams if _is_known(stream)] == []
     receiver.transport.order(Quiesce(1, Doubt.SENT))
     await receiver.hears(Quiet)
@@ -78,16 +79,18 @@ async def test_connections_of_living_writers_are_waited_for_until_they_are_exemp
     dead, receiver = await real.pair(tcp)
     living = await real.node("living", tcp)
     await living.load(receiver)
-    streams = living.heard(Loaded)[0].streams
-    gone = dead.heard(Loaded)[0].streams
+    streams = living.heard(AgentLoaded)[0].streams
+    gone = dead.heard(AgentLoaded)[0].streams
 
     await dead.transport.stop()
     receiver.transport.order(Quiesce(1, Doubt.SENT))
-    await receiver.until(lambda: receiver.heard(Awaiting)[-1:] == [Awaiting((1,), streams)])
+    await receiver.until(
+        lambda: receiver.heard(Awaiting)[-1:] == [Awaiting(UNSTAMPED, (1,), streams)]
+    )
     await _settled(receiver)
-    is_patient = not receiver.heard(Quiet, ticket=1)
+    is_patient = not receiver.heard(Quiet, lease=1)
     receiver.transport.order(Exempt((1,), (*gone, *streams)))
-    await receiver.hears(Quiet, ticket=1)
+    await receiver.hears(Quiet, lease=1)
 
     assert is_patient
     living.post(1, receiver, EVERYTHING, EVERYTHING)
@@ -101,24 +104,24 @@ async def test_a_new_agent_is_not_waited_for_once_it_is_exempt(real, tcp):
     """The same peer: its old agent is destroyed, its new one was there when the end was heard."""
     sender, receiver = await real.pair(tcp)
     await _write_slowly(sender, receiver)
-    sender.transport.order(Drop(receiver.name, 1))
-    await sender.hears(Dropped)
+    sender.transport.order(DropAgent(receiver.name, 1))
+    await sender.hears(AgentDropped)
     await sender.load(receiver, generation=2)
-    new = sender.heard(Loaded)[-1].streams
+    new = sender.heard(AgentLoaded)[-1].streams
 
     receiver.transport.order(Quiesce(1, Doubt.SENT))
-    await receiver.hears(Awaiting, tickets=(1,))
+    await receiver.hears(Awaiting, leases=(1,))
     receiver.transport.order(Exempt((1,), new))
     await receiver.hears(Quiet)
 
     sender.post(2, receiver, EVERYTHING, EVERYTHING, generation=2)
     await sender.outcome(2)
-    assert not set(new) & set(sender.heard(Loaded)[0].streams)
+    assert not set(new) & set(sender.heard(AgentLoaded)[0].streams)
 
 
 async def _write_slowly(sender, receiver):
     """Post everything over a slow path, and return when the sockets are full."""
-    with _Sockets(sender.transport.pid, sender.heard(Loaded)[0].streams) as held:
+    with _Sockets(sender.transport.pid, sender.heard(AgentLoaded)[0].streams) as held:
         for one in held:
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, PACE)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HELD)
@@ -127,7 +130,7 @@ async def _write_slowly(sender, receiver):
 
 
 async def _until_all_is_read(sender):
-    with _Sockets(sender.transport.pid, sender.heard(Loaded)[0].streams) as held:
+    with _Sockets(sender.transport.pid, sender.heard(AgentLoaded)[0].streams) as held:
         await _until(lambda: not any(_queued(one, termios.FIONREAD) for one in held))
 
 
@@ -197,11 +200,11 @@ def _hex(address):
 async def _settled(receiver):
     """What has arrived at the receiver is where it belongs."""
     receiver.transport.order(Quiesce(99, Doubt.ARRIVED))
-    await receiver.hears(Quiet, ticket=99)
+    await receiver.hears(Quiet, lease=99)
 
 
 async def _loaded_again(sender, receiver):
-    before = len(sender.heard(Loaded))
+    before = len(sender.heard(AgentLoaded))
     await sender.load(receiver)
-    await sender.until(lambda: len(sender.heard(Loaded)) > before)
-    return sender.heard(Loaded)[-1].streams
+    await sender.until(lambda: len(sender.heard(AgentLoaded)) > before)
+    return sender.heard(AgentLoaded)[-1].streams

@@ -17,9 +17,9 @@ from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import (
     VERSION,
     BadMetadata,
-    Kind,
+    MemoryKind,
+    MemorySite,
     Metadata,
-    Place,
     RegionNote,
     pack,
     unpack,
@@ -73,14 +73,19 @@ def test_a_region_that_would_reach_beyond_itself_is_refused(change):
 
 
 def test_a_region_of_a_device_is_told_with_its_place():
-    region = msgspec.structs.replace(REGION, place=Place(Kind.VRAM, 7))
+    region = msgspec.structs.replace(REGION, place=MemorySite(MemoryKind.VRAM, 7))
     told = msgspec.structs.replace(GOOD, regions=(region,))
 
     assert unpack(pack(told)) == told
 
 
 @pytest.mark.parametrize(
-    "place", [Place(Kind.VRAM, -1), Place(Kind.VRAM, 2**16 + 1), Place(Kind.DRAM, 1)]
+    "place",
+    [
+        MemorySite(MemoryKind.VRAM, -1),
+        MemorySite(MemoryKind.VRAM, 2**16 + 1),
+        MemorySite(MemoryKind.DRAM, 1),
+    ],
 )
 def test_a_region_that_lies_nowhere_is_refused(place):
     wrong = msgspec.structs.replace(REGION, place=place)

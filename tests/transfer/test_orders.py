@@ -6,34 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.effects import Doubt
+from kvd.core.effects import Copy, Doubt, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce
+from kvd.core.inputs import AgentLoaded, PostDone, PostFailed, Unposted, WritePath
 from kvd.core.layout.geometry import PieceRow
 from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
-from kvd.transfer.orders import (
-    Begin,
-    Copy,
-    Drop,
-    Exempt,
-    Forget,
-    Load,
-    Loaded,
-    Path,
-    Post,
-    Posted,
-    PostFailed,
-    Quiesce,
-    RegionPlan,
-    Unposted,
-)
+from kvd.transfer.orders import UNSTAMPED, BeginTransfer, RegionPlan
 from kvd.types import Pages, pack_ids
 
 ORDERS = [
-    Begin("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (PieceRow(0, 4096, 4096),)),)),
-    Load("peer", 2, b"\0\xff"),
+    BeginTransfer("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (PieceRow(0, 4096, 4096),)),)),
+    LoadAgent("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),
     Forget(10),
-    Drop("peer", 2),
+    DropAgent("peer", 2),
     Quiesce(1, Doubt.SENT),
     Exempt((1, 2), ("10.0.0.1:4>10.0.0.2:5",)),
     Copy(7, "kv", Pages(pack_ids([1, 2])), "kv.saved", Pages(pack_ids([5, 6]))),
@@ -53,10 +39,10 @@ def test_orders_arrive_whole_when_the_stream_is_cut_anywhere(cuts):
 
 def test_reports_travel_in_batches():
     reports = [
-        Loaded("p", 1, Path.SAME_HOST),
-        Posted(3, 4096, 0.5),
-        PostFailed(4, "gone"),
-        Unposted(5, "no"),
+        AgentLoaded(UNSTAMPED, "p", 1, path=WritePath.SAME_HOST),
+        PostDone(UNSTAMPED, 3, 4096, active_s=0.5),
+        PostFailed(UNSTAMPED, 4, "gone"),
+        Unposted(UNSTAMPED, 5, "no"),
     ]
 
     (body,) = Frames().feed(frame_of(reports))

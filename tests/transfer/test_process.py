@@ -18,28 +18,23 @@ import numpy as np
 import pytest
 import uvloop
 
-from kvd.core.effects import Doubt
-from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.core.layout.seal import Seal
-from kvd.transfer.base import RegionFd, TransportDown
-from kvd.transfer.metadata import pack, unpack
-from kvd.transfer.orders import (
-    Alive,
-    Collapsed,
+from kvd.core.effects import Doubt, LoadAgent, Quiesce, Verify
+from kvd.core.inputs import (
+    AgentFailed,
+    AgentLoaded,
     Copied,
-    Load,
-    Loaded,
-    LoadFailed,
-    Path,
-    Posted,
+    PostDone,
     PostFailed,
-    Probe,
-    Quiesce,
     Quiet,
     Verified,
-    Verify,
+    WritePath,
 )
+from kvd.core.layout.geometry import Geometry, PieceRow
+from kvd.core.layout.seal import Seal
+from kvd.transfer.metadata import pack, unpack
+from kvd.transfer.orders import Alive, Collapsed, Probe
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 
@@ -47,16 +42,16 @@ EVERYTHING = list(range(1, 25))
 
 
 async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quiet(real, tcp):
-    """A lagging receiver: what makes ``Dropped`` alone no proof between hosts."""
+    """A lagging receiver: what makes ``AgentDropped`` alone no proof between hosts."""
     sender, receiver = await real.pair(tcp)
     memory = receiver.memories["kv"]
     for post in range(1, 60):
         sender.post(post, receiver, EVERYTHING, EVERYTHING)
-    await sender.until(lambda: sender.heard(Posted))
+    await sender.until(lambda: sender.heard(PostDone))
     _halt(receiver.transport.pid)
-    sender.transport.order(Load(receiver.name, 1, receiver.ready.metadata))
+    sender.transport.order(LoadAgent(receiver.name, 1, receiver.ready.metadata))
     loads = await sender.until(  # the turn that answers has posted a handle nobody can confirm
-        lambda: sender.heard(Loaded) if len(sender.heard(Loaded)) == 2 else []
+        lambda: sender.heard(AgentLoaded) if len(sender.heard(AgentLoaded)) == 2 else []
     )
 
     dropped = await sender.drop(receiver)
@@ -65,20 +60,20 @@ async def test_bytes_still_in_our_socket_after_the_peer_dropped_land_before_quie
     await receiver.hears(Quiet)
     at_rest = memory.bytes.copy()
 
-    assert [load.path for load in loads] == [Path.NETWORK, Path.NETWORK]
-    assert dropped.unacknowledged_bytes > 0
+    assert [load.path for load in loads] == [WritePath.NETWORK, WritePath.NETWORK]
+    assert dropped.unconfirmed_bytes > 0
     receiver.transport.order(Quiesce(2, Doubt.ARRIVED))
-    await receiver.hears(Quiet, ticket=2)
+    await receiver.hears(Quiet, lease=2)
     assert np.array_equal(memory.bytes, at_rest)
 
 
 async def test_bytes_of_failed_handles_are_unacknowledged_when_the_peer_died(real, tcp):
-    """What a failed handle had sent may have landed: ``Dropped`` must not deny it."""
+    """What a failed handle had sent may have landed: ``AgentDropped`` must not deny it."""
     sender, receiver = await real.pair(tcp)
     posts = range(1, 60)
     for post in posts:
         sender.post(post, receiver, EVERYTHING, EVERYTHING)
-    await sender.until(lambda: sender.heard(Posted))
+    await sender.until(lambda: sender.heard(PostDone))
     await receiver.transport.stop()
     for post in posts:
         await sender.outcome(post)
@@ -86,16 +81,16 @@ async def test_bytes_of_failed_handles_are_unacknowledged_when_the_peer_died(rea
     dropped = await sender.drop(receiver)
 
     assert sender.heard(PostFailed)
-    assert dropped.unacknowledged_bytes > 0
+    assert dropped.unconfirmed_bytes > 0
 
 
 async def test_a_peer_with_little_scratch_memory_is_still_found_to_be_across_a_network(real, tcp):
     sender, receiver = await asyncio.gather(real.node("sender", tcp), real.node("receiver", tcp))
     told = msgspec.structs.replace(unpack(receiver.ready.metadata), scratch_bytes=4096)
 
-    sender.transport.order(Load("receiver", 1, pack(told)))
+    sender.transport.order(LoadAgent("receiver", 1, pack(told)))
 
-    assert (await sender.hears(Loaded)).path is Path.NETWORK
+    assert (await sender.hears(AgentLoaded)).path is WritePath.NETWORK
 
 
 async def test_a_blob_with_a_name_that_is_no_text_fails_its_load_and_no_other(real):
@@ -106,11 +101,11 @@ async def test_a_blob_with_a_name_that_is_no_text_fails_its_load_and_no_other(re
     assert spoilt != told.blob
 
     bad = msgspec.structs.replace(told, blob=spoilt)
-    sender.transport.order(Load("bad", 1, pack(bad)))
-    failed = await sender.hears(LoadFailed)
+    sender.transport.order(LoadAgent("bad", 1, pack(bad)))
+    failed = await sender.hears(AgentFailed)
     await sender.load(receiver)
 
-    assert failed.peer == "bad"
+    assert failed.incarnation == "bad"
     assert "UnicodeDecodeError" in failed.why
 
 
@@ -119,7 +114,7 @@ async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkey
     monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.broken_worker")
     sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
 
-    sender.transport.order(Load("receiver", 1, receiver.ready.metadata))
+    sender.transport.order(LoadAgent("receiver", 1, receiver.ready.metadata))
     await sender.until(lambda: sender.exits)
 
     (why,) = sender.exits
@@ -145,9 +140,9 @@ async def test_posts_go_on_beside_a_long_copy(real):
     sender.post(1, receiver, [1], [1])
     await sender.copied(199)
 
-    ended = [one for one in sender.reports if isinstance(one, Posted | Copied)]
+    ended = [one for one in sender.reports if isinstance(one, PostDone | Copied)]
     assert isinstance(ended[-1], Copied)
-    assert any(isinstance(one, Posted) for one in ended)
+    assert any(isinstance(one, PostDone) for one in ended)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +156,7 @@ async def test_a_process_that_babbles_is_ended_and_says_what(real, monkeypatch, 
     monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.babbling_worker")
     sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
 
-    sender.transport.order(Load("receiver", 1, babble))
+    sender.transport.order(LoadAgent("receiver", 1, babble))
     await sender.until(lambda: sender.exits)
 
     (said,) = sender.exits
@@ -174,8 +169,8 @@ async def test_post_over_tcp_is_whole_and_says_which_way_it_went(real, tcp):
     sender.post(1, receiver, EVERYTHING, EVERYTHING[::-1])
     outcome = await sender.outcome(1)
 
-    assert isinstance(outcome, Posted)
-    assert [report.path for report in sender.heard(Loaded)] == [Path.NETWORK]
+    assert isinstance(outcome, PostDone)
+    assert [report.path for report in sender.heard(AgentLoaded)] == [WritePath.NETWORK]
     ours, theirs = (node.memories["kv"] for node in (sender, receiver))
     row = theirs.shape.rows[0]
     assert all(
@@ -402,4 +397,4 @@ async def test_many_verifications_do_not_hold_up_a_post(real):
     await sender.until(lambda: len(sender.heard(Verified)) == 20)
 
     told = [type(one) for one in sender.reports]
-    assert told.index(Posted) < len(told) - 1 - told[::-1].index(Verified)
+    assert told.index(PostDone) < len(told) - 1 - told[::-1].index(Verified)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from kvd.core.effects import Verify
+from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import Shard, Straight, lanes, page_share, tp_shards
 from kvd.core.layout.spec import Mha, PageOrder, shard_region
-from kvd.transfer.orders import Posted, PostFailed, Verified, Verify
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Rig
 from tests.transfer.layouts import ids
@@ -150,7 +151,7 @@ async def sent(pools, name):
                 receiver,
                 pages[low:high],
                 onto[low:high],
-                region=name,
+                component=name,
                 seal=seal(name),
                 first_page=FIRST + low,
                 peer_shard=lane.peer_shard,
@@ -158,7 +159,7 @@ async def sent(pools, name):
             )
             parts.append(post)
         outcomes = [await sender.outcome(post) for post in parts]
-        assert all(isinstance(one, Posted) for one in outcomes), outcomes
+        assert all(isinstance(one, PostDone) for one in outcomes), outcomes
         sums.append(b"".join(one.sums for one in outcomes))
     return list(zip(found, sums, strict=True))
 
@@ -231,7 +232,7 @@ async def test_a_post_that_does_not_fit_is_refused_and_others_go_on(pools, name,
     post = next(numbers)
 
     sender.post(
-        post, receiver, fields.pop("source"), fields.pop("destination"), region=name, **fields
+        post, receiver, fields.pop("source"), fields.pop("destination"), component=name, **fields
     )
     outcome = await sender.outcome(post)
     await sent(pools, name)

@@ -24,7 +24,7 @@ from kvd.core.layout.spec import (
 )
 from kvd.transfer.descriptors import objection, writes
 from kvd.transfer.metadata import RegionNote
-from kvd.transfer.strips import strips
+from kvd.transfer.page_split import strips
 from tests.transfer.layouts import ids, note, shaped, slots
 
 OURS, THEIRS = 7, 40

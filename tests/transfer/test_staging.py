@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvd.core.effects import Post
+from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.layout.spec import Mha, Mla, PageOrder, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
-from kvd.transfer.lane import IN_FLIGHT_HANDLES, Lane
-from kvd.transfer.nixl import NixlUnusable, Step
-from kvd.transfer.orders import Path, Post, Posted, PostFailed
+from kvd.transfer.nixl import NixlUnusable, TransferStep
+from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
 from kvd.transfer.staging import (
     SLOT_BYTES,
     SLOTS,
@@ -63,7 +64,7 @@ class Wire:
     def step(self, handle):
         if handle in self.broken:
             raise NixlUnusable("broken")
-        return Step.DONE if handle in self.done else Step.RUNNING
+        return TransferStep.DONE if handle in self.done else TransferStep.RUNNING
 
     def destroy(self):
         self.is_gone = True
@@ -79,9 +80,9 @@ class Bench:
         self._staged = mmap.mmap(-1, STAGING_BYTES)
         self.staging = Staging(np.frombuffer(self._staged, np.uint8).ctypes.data)
         self.wire, self.reports = Wire(), []
-        self.lane = Lane(
+        self.lane = PostQueue(
             self.wire,
-            path=Path.NETWORK,
+            path=WritePath.NETWORK,
             regions={"kv": self.theirs.note},
             staging=self.staging,
             report=self.reports.append,
@@ -94,7 +95,7 @@ class Bench:
 
     def posted(self):
         """How often and with what the post has ended well; how far it had come is told by time."""
-        return [report for report in self.reports if isinstance(report, Posted)]
+        return [report for report in self.reports if isinstance(report, PostDone)]
 
     def fill_up(self):
         while self.lane.can_post:

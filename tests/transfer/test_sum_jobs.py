@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from kvd.core.inputs import PostDone
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes
 from kvd.core.layout.spec import PageOrder
-from kvd.transfer.orders import Posted
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.sums import Summers, Sums
 from kvd.wire.peer import Integrity
 from tests.transfer.sharded import PAGES, post, sides
@@ -26,8 +27,8 @@ def test_a_late_word_of_a_thread_concludes_no_later_post_of_the_same_number():
     (first,) = summers._turns
     first.sum_slice(0, first.ids.size)
     first.left = 0
-    sums.pass_on(Posted(order.post, 64, 0.1))
-    assert [type(one) for one in reports] == [Posted]
+    sums.pass_on(PostDone(UNSTAMPED, order.post, 64, active_s=0.1))
+    assert [type(one) for one in reports] == [PostDone]
 
     sums.post(order)
     sums.done(first)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core.effects import Verify
+from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
-from kvd.transfer.orders import Posted, PostFailed, Sum, Summed, Verified, Verify
+from kvd.transfer.orders import UNSTAMPED, Sum, Summed
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.transfer.test_contract import LAST, numbers
@@ -55,12 +57,12 @@ async def sent(pair, region, seal):
             receiver,
             SOURCE[low:high],
             DESTINATION[low:high],
-            region=region,
+            component=region,
             seal=seal,
             first_page=FIRST + low,
         )
         outcome = await sender.outcome(post)
-        assert isinstance(outcome, Posted), outcome
+        assert isinstance(outcome, PostDone), outcome
         sums += outcome.sums
     return sums
 
@@ -93,7 +95,7 @@ async def test_what_was_sent_and_arrived_is_good(pair, region, integrity):
     found = await verified(pair[1], region, seal, sums)
 
     assert len(sums) == SUM_BYTES * chosen(seal, seal.first, seal.end).size
-    assert found == Verified(found.ticket, ())
+    assert found == Verified(UNSTAMPED, found.ticket, ())
 
 
 def swap(memory):
@@ -150,7 +152,7 @@ async def test_damaged_pages_are_named(pair, region, damage):
     wrong = damage(pair[1].memories[region])
     found = await verified(pair[1], region, seal, sums)
 
-    assert found == Verified(found.ticket, tuple(FIRST + at for at in wrong))
+    assert found == Verified(UNSTAMPED, found.ticket, tuple(FIRST + at for at in wrong))
 
 
 @pytest.mark.parametrize("region", ["kv", "layered"])
@@ -200,9 +202,9 @@ async def test_a_refused_post_is_answered_once_and_its_sums_are_dropped(pair):
     sender.post(post, receiver, [1, 2], [5, 0], seal=seal_for(), first_page=FIRST)
     assert isinstance(await sender.outcome(post), PostFailed)
     sender.post(again, receiver, [1], [5], seal=seal_for(), first_page=FIRST)
-    assert isinstance(await sender.outcome(again), Posted)
+    assert isinstance(await sender.outcome(again), PostDone)
 
-    assert not sender.heard(Posted, post=post)
+    assert not sender.heard(PostDone, post=post)
 
 
 @pytest.mark.parametrize("region", ["kv", "layered"])

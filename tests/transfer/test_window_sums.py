@@ -12,11 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvd.core.effects import Verify
+from kvd.core.inputs import Verified
 from kvd.core.layout.seal import Seal, page_sum
 from kvd.core.layout.shards import PageWindow, Piece, Pieced, Straight, lanes
 from kvd.core.layout.spec import PageOrder
 from kvd.transfer.copies import Area
-from kvd.transfer.orders import Verified, Verify
+from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.sums import post_job, verdict, verify_job
 from kvd.wire.peer import Integrity
 from tests.transfer.layouts import ids
@@ -78,10 +80,10 @@ def test_writer_and_receiver_come_to_the_sums_of_the_windows_bytes(name, orders)
             sums = written(here, lane, making, FULL)
 
             assert np.frombuffer(sums, "<u8").tolist() == wanted
-            assert verified(there, lane, sums) == Verified(9, ())
+            assert verified(there, lane, sums) == Verified(UNSTAMPED, 9, ())
             some = written(here, lane, making, SAMPLED)
             assert 2 * 8 <= len(some) <= len(sums)
-            assert verified(there, lane, some, SAMPLED) == Verified(9, ())
+            assert verified(there, lane, some, SAMPLED) == Verified(UNSTAMPED, 9, ())
 
 
 @each_order

@@ -14,12 +14,12 @@ import zmq
 from kvd.sockets import open_dealer
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import BOUNDS
-from kvd.zmtp.hub import Hub
-from kvd.zmtp.listener import BACKLOG, Host, Listener
+from kvd.zmtp.listener import BACKLOG, Listener, ListenerOwner
 from kvd.zmtp.mechanism import own_properties
+from kvd.zmtp.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from kvd.zmtp.events import Closed
+    from kvd.zmtp.events import ConnectionClosed
 
 WITHIN_S = 10.0
 GREETING = frames.greeting(b"NULL", as_server=False)
@@ -30,7 +30,7 @@ def ready(routing_id=b""):
     return GREETING + frames.command(b"READY", own_properties(b"DEALER", routing_id))
 
 
-class Guests(Host):
+class Guests(ListenerOwner):
     """Who came, what they said, and why they went."""
 
     def __init__(self):
@@ -52,11 +52,11 @@ class Guests(Host):
         self.got.append(frames)
         self.answer(connection, frames)
 
-    def gone(self, connection, closed: Closed):
+    def gone(self, connection, closed: ConnectionClosed):
         self.here.remove(connection)
         self.went.append(closed.fault)
 
-    def failed(self, connection, closed: Closed):
+    def failed(self, connection, closed: ConnectionClosed):
         self.turned_away.append(closed.fault)
 
 
@@ -104,8 +104,8 @@ class Inn:
         self.address = sock.getsockname()
         self.endpoint = f"ipc://{path}" if path else f"tcp://127.0.0.1:{self.address[1]}"
         self.host = Guests()
-        self.hub = Hub(loop)
-        self.listener = Listener(sock, self.host, self.hub, ring=ring, bounds=bounds)
+        self.batch = WriteBatch(loop)
+        self.listener = Listener(sock, self.host, self.batch, ring=ring, bounds=bounds)
         self.context = zmq.Context()
         self.opened = []
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from nacl import bindings
 
 from kvd.zmtp.curve import CurveClient, CurveServer, KeyRing
-from kvd.zmtp.events import Closed, Ready
+from kvd.zmtp.events import ConnectionClosed, HandshakeDone
 from kvd.zmtp.mechanism import DEALER
 from kvd.zmtp.null import Null
-from kvd.zmtp.protocol import Protocol, State
+from kvd.zmtp.protocol import Protocol, ProtocolState
 
 LIMIT = 10_000
 
@@ -49,7 +49,7 @@ class Both:
             (self.listening, self.dialing),
             (self.dialing, self.listening),
         ):
-            if other.state is State.OVER:
+            if other.state is ProtocolState.OVER:
                 continue
             said = self._on_the_way(mine, b"".join(mine.to_send()))
             carried = carried or bool(said)
@@ -60,11 +60,13 @@ class Both:
     def give(self, machine, data):
         """Let it have bytes, and take every event."""
         machine.receive(data)
-        while machine.state is not State.OVER and (event := machine.next_event()) is not None:
+        while (
+            machine.state is not ProtocolState.OVER and (event := machine.next_event()) is not None
+        ):
             self.events[machine].append(event)
-            if isinstance(event, Ready):
+            if isinstance(event, HandshakeDone):
                 machine.accept()
-            if isinstance(event, Closed):
+            if isinstance(event, ConnectionClosed):
                 return
 
     def shake(self, size=1 << 20):

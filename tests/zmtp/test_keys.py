@@ -6,14 +6,14 @@ import pytest
 
 from kvd.zmtp import frames
 from kvd.zmtp.curve import CurveClient, CurveServer
-from kvd.zmtp.events import Closed, Fault, Ready
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.frames import MORE
-from kvd.zmtp.protocol import State
+from kvd.zmtp.protocol import ProtocolState
 from tests.zmtp.pairs import Both, curve, new_ring
 
 
 def last_fault(events):
-    assert isinstance(events[-1], Closed), events
+    assert isinstance(events[-1], ConnectionClosed), events
     return events[-1].fault
 
 
@@ -23,15 +23,15 @@ def test_a_key_that_is_not_listed_is_told_nothing_after_its_proof():
         if pair.said:
             break
 
-    assert last_fault(pair.said) is Fault.UNKNOWN_KEY
+    assert last_fault(pair.said) is ConnectionFault.UNKNOWN_KEY
     assert pair.listening.to_send() == []
-    assert pair.dialing.state is State.HANDSHAKE
+    assert pair.dialing.state is ProtocolState.HANDSHAKE
 
 
 def test_a_listener_that_lists_nobody_lets_nobody_in():
     ring = new_ring()
     pair = Both(CurveServer(ring), CurveClient(new_ring(), ring.public)).shake()
-    assert last_fault(pair.said) is Fault.UNKNOWN_KEY
+    assert last_fault(pair.said) is ConnectionFault.UNKNOWN_KEY
 
 
 def test_a_key_that_is_listed_later_is_let_in():
@@ -43,14 +43,14 @@ def test_a_key_that_is_listed_later_is_let_in():
 
 def test_a_client_that_takes_us_for_another_is_found_out_at_its_hello():
     pair = curve(server=new_ring().public).shake()
-    assert last_fault(pair.said) is Fault.WRONG_SERVER_KEY
+    assert last_fault(pair.said) is ConnectionFault.WRONG_SERVER_KEY
 
 
 def test_a_server_with_another_key_is_not_believed():
     """It cannot even read the HELLO; whatever it says, its WELCOME does not open."""
     client = CurveClient(new_ring(), new_ring().public)
     client.begin()
-    assert client.take(b"WELCOME", bytes(160)).fault is Fault.MALFORMED
+    assert client.take(b"WELCOME", bytes(160)).fault is ConnectionFault.MALFORMED
 
 
 @pytest.mark.parametrize("public", [bytes(32), b"\1" + bytes(31)])
@@ -60,7 +60,7 @@ def test_a_key_that_proves_nothing_is_no_key(public):
     pair.step()
     server = pair.listening._mechanism
     hello = b"\1\0" + bytes(72) + public + bytes(8) + bytes(80)
-    assert server.take(b"HELLO", hello).fault is Fault.MALFORMED
+    assert server.take(b"HELLO", hello).fault is ConnectionFault.MALFORMED
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_key_that_proves_nothing_is_no_key(public):
 )
 def test_a_command_that_has_no_place_at_the_beginning_ends_it(name, body):
     server = curve().listening._mechanism
-    assert server.take(name, body).fault is Fault.MALFORMED
+    assert server.take(name, body).fault is ConnectionFault.MALFORMED
 
 
 def initiate_of(pair):
@@ -93,16 +93,16 @@ def initiate_of(pair):
 
 def test_an_initiate_is_taken_once():
     server, body = initiate_of(curve())
-    assert isinstance(server.take(b"INITIATE", body), Ready)
-    assert server.take(b"INITIATE", body).fault is Fault.MALFORMED
-    assert server.take(b"HELLO", bytes(194)).fault is Fault.MALFORMED
+    assert isinstance(server.take(b"INITIATE", body), HandshakeDone)
+    assert server.take(b"INITIATE", body).fault is ConnectionFault.MALFORMED
+    assert server.take(b"HELLO", bytes(194)).fault is ConnectionFault.MALFORMED
 
 
 def test_an_initiate_of_another_connection_is_not_taken():
     """Neither its cookie nor its vouch is of this one."""
     server, _ = initiate_of(curve())
     _, body = initiate_of(curve())
-    assert server.take(b"INITIATE", body).fault is Fault.MALFORMED
+    assert server.take(b"INITIATE", body).fault is ConnectionFault.MALFORMED
 
 
 @pytest.mark.parametrize("at", [0, 95, 96, 103, 104, 150, 250, -1])
@@ -110,7 +110,7 @@ def test_an_initiate_that_was_changed_anywhere_is_not_taken(at):
     server, body = initiate_of(curve())
     changed = bytearray(body)
     changed[at] ^= 1
-    assert server.take(b"INITIATE", bytes(changed)).fault is Fault.MALFORMED
+    assert server.take(b"INITIATE", bytes(changed)).fault is ConnectionFault.MALFORMED
 
 
 def test_a_message_is_read_once_and_in_its_order():
@@ -120,12 +120,12 @@ def test_a_message_is_read_once_and_in_its_order():
     pair.give(pair.listening, first)
 
     assert pair.said[1] == [b"second"]
-    assert last_fault(pair.said) is Fault.MALFORMED
+    assert last_fault(pair.said) is ConnectionFault.MALFORMED
 
     again = curve().shake()
     said = again.tell(b"x")
     again.give(again.listening, said + said)
-    assert [type(one) for one in again.said] == [Ready, list, Closed]
+    assert [type(one) for one in again.said] == [HandshakeDone, list, ConnectionClosed]
 
 
 @pytest.mark.parametrize("at", [2, 9, 10, 17, 18, 30, -1])
@@ -134,13 +134,13 @@ def test_a_message_that_was_changed_anywhere_ends_the_connection(at):
     said = bytearray(pair.tell(b"hello"))
     said[at] ^= 1
     pair.give(pair.listening, bytes(said))
-    assert last_fault(pair.said) is Fault.MALFORMED
+    assert last_fault(pair.said) is ConnectionFault.MALFORMED
 
 
 def test_a_message_in_clear_ends_a_connection_with_keys():
     pair = curve().shake()
     pair.give(pair.listening, b"\0\5hello")
-    assert last_fault(pair.said) is Fault.MALFORMED
+    assert last_fault(pair.said) is ConnectionFault.MALFORMED
 
 
 def test_a_message_of_our_own_does_not_open_when_it_comes_back():
@@ -148,7 +148,7 @@ def test_a_message_of_our_own_does_not_open_when_it_comes_back():
     for _ in range(3):
         back = b"".join(pair.listening.pack([b"mine"]))
     pair.give(pair.listening, back)
-    assert last_fault(pair.said) is Fault.MALFORMED
+    assert last_fault(pair.said) is ConnectionFault.MALFORMED
 
 
 def test_the_limit_of_a_message_is_of_what_is_in_the_boxes():
@@ -161,4 +161,4 @@ def test_the_limit_of_a_message_is_of_what_is_in_the_boxes():
     pair.dialing._mechanism.wrap(said, bytes(60), MORE)
     pair.dialing._mechanism.wrap(said, bytes(41), 0)
     pair.give(pair.listening, b"".join(said))
-    assert last_fault(pair.said) is Fault.TOO_LARGE
+    assert last_fault(pair.said) is ConnectionFault.TOO_LARGE

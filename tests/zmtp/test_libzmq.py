@@ -15,10 +15,10 @@ from kvd.sockets import open_router
 from kvd.types import Sent
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
-from kvd.zmtp.events import Fault
-from kvd.zmtp.hub import Hub
+from kvd.zmtp.events import ConnectionFault
 from kvd.zmtp.mechanism import DEALER
 from kvd.zmtp.null import Null
+from kvd.zmtp.write_batch import WriteBatch
 from tests.zmtp.inn import WITHIN_S, Inn, in_thread, on_uvloop, until
 
 SEED = 1515
@@ -115,7 +115,11 @@ async def test_a_dealer_without_keys_and_one_with_others_are_turned_away():
     ):
         dealer = inn.dealer(b"x", prepare)
         dealer.send(b"hello")
-    wanted = {Fault.MECHANISM, Fault.UNKNOWN_KEY, Fault.WRONG_SERVER_KEY}
+    wanted = {
+        ConnectionFault.MECHANISM,
+        ConnectionFault.UNKNOWN_KEY,
+        ConnectionFault.WRONG_SERVER_KEY,
+    }
     await until(lambda: wanted <= set(inn.host.turned_away))
     assert inn.host.got == []
 
@@ -144,7 +148,7 @@ class Dialed:
             host,
             port,
             mechanism,
-            Hub(asyncio.get_running_loop()),
+            WriteBatch(asyncio.get_running_loop()),
             on_message=self.got.append,
             on_failed=lambda closed: self.failed.append(closed.fault),
         )
@@ -224,8 +228,8 @@ async def test_our_dialer_tells_why_a_handshake_failed():
         to_bare = Dialed(bare.bind_to_random_port("tcp://127.0.0.1"), keys.mechanism)
         to_other = Dialed(other.bind_to_random_port("tcp://127.0.0.1"), keys.mechanism)
         await until(lambda: len(to_bare.failed) >= 2 and len(to_other.failed) >= 2)
-        assert set(to_bare.failed) == {Fault.MECHANISM}
-        assert set(to_other.failed) == {Fault.HUNG_UP}
+        assert set(to_bare.failed) == {ConnectionFault.MECHANISM}
+        assert set(to_other.failed) == {ConnectionFault.HUNG_UP}
         await to_bare.dialer.close()
         await to_other.dialer.close()
 
@@ -243,7 +247,7 @@ def test_our_dialer_and_our_listener_exchange_every_message(keyed):
         await until(lambda: len(one.got) == len(messages))
         assert one.got == messages
         await one.dialer.close(linger_s=1)
-        await until(lambda: inn.host.went == [Fault.HUNG_UP])
+        await until(lambda: inn.host.went == [ConnectionFault.HUNG_UP])
 
     run()
 

@@ -11,7 +11,7 @@ import pytest
 from kvd.types import Sent
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import BOUNDS, TURN_MESSAGES
-from kvd.zmtp.events import Fault
+from kvd.zmtp.events import ConnectionFault
 from kvd.zmtp.frames import COMMAND, LONG, MORE
 from tests.zmtp.inn import GREETING, Inn, on_uvloop, ready, until
 
@@ -29,7 +29,7 @@ async def test_whoever_says_nothing_is_hung_up_on_when_its_time_is_up():
 
     assert await silent.is_hung_up_on()
     assert await halfway.is_hung_up_on()
-    await until(lambda: inn.host.turned_away == [Fault.TOO_SLOW] * 2)
+    await until(lambda: inn.host.turned_away == [ConnectionFault.TOO_SLOW] * 2)
     assert len(inn.listener) == 0
 
 
@@ -40,7 +40,7 @@ async def test_a_long_frame_before_the_handshake_costs_no_memory():
     raw = await inn.raw().say(GREETING + bytes((COMMAND | LONG,)) + (16 << 20).to_bytes(8, "big"))
 
     assert await raw.is_hung_up_on()
-    await until(lambda: inn.host.turned_away == [Fault.TOO_LARGE])
+    await until(lambda: inn.host.turned_away == [ConnectionFault.TOO_LARGE])
     assert inn.listener.weight == 0
 
 
@@ -48,7 +48,7 @@ async def test_a_long_frame_before_the_handshake_costs_no_memory():
 async def test_the_oldest_handshake_makes_place_for_the_next():
     inn = Inn(bounds(max_handshakes=10, handshake_s=NEVER_S))
     silent = [inn.raw() for _ in range(30)]
-    await until(lambda: inn.host.turned_away == [Fault.CROWDED] * 20)
+    await until(lambda: inn.host.turned_away == [ConnectionFault.CROWDED] * 20)
 
     await inn.guest()
     assert await silent[0].is_hung_up_on()
@@ -66,7 +66,7 @@ async def test_whoever_is_silent_for_longest_makes_place_and_who_is_kept_stays()
 
     await inn.guest()
 
-    assert inn.host.went == [Fault.CROWDED]
+    assert inn.host.went == [ConnectionFault.CROWDED]
     assert {kept, spoke} <= set(inn.host.here)
     assert await guests[2].is_hung_up_on()
 
@@ -89,7 +89,7 @@ async def test_a_message_that_does_not_end_in_time_ends_its_connection():
     await slow.say(b"\1\1a\0\5b")
 
     assert await slow.is_hung_up_on()
-    assert inn.host.went == [Fault.TOO_SLOW]
+    assert inn.host.went == [ConnectionFault.TOO_SLOW]
     await quiet.say(b"\0\1a")
     await until(lambda: inn.host.got == [[b"a"]])
 
@@ -113,7 +113,7 @@ async def test_a_message_without_an_end_ends_its_connection():
     guest = await inn.guest()
     await guest.say(b"\1\0" * 100)
     assert await guest.is_hung_up_on()
-    assert inn.host.went == [Fault.TOO_MANY_FRAMES]
+    assert inn.host.went == [ConnectionFault.TOO_MANY_FRAMES]
 
 
 @on_uvloop
@@ -129,7 +129,7 @@ async def test_what_was_answered_before_a_fault_is_heard_before_the_hang_up():
     while chunk := await guest.hears():
         heard += chunk
     assert heard.endswith(b"\0\6answer" * 3)
-    assert inn.host.went == [Fault.TOO_MANY_FRAMES]
+    assert inn.host.went == [ConnectionFault.TOO_MANY_FRAMES]
 
 
 @on_uvloop
@@ -141,7 +141,7 @@ async def test_whoever_makes_us_keep_most_goes_when_it_is_too_much_for_all():
         await guest.say(frames.header(99_999, 0) + bytes(size))
     await until(lambda: inn.host.went)
 
-    assert set(inn.host.went) == {Fault.TOO_HEAVY}
+    assert set(inn.host.went) == {ConnectionFault.TOO_HEAVY}
     assert inn.listener.weight <= 400_000
     assert inn.listener.weight == sum(one.weight for one in inn.host.here)
     await inn.listener.close()
@@ -218,7 +218,7 @@ async def test_what_is_sent_goes_to_the_connection_it_is_for_or_to_nobody():
     first = await inn.guest(b"same")
     (gone,) = inn.host.here
     first.close()
-    await until(lambda: inn.host.went == [Fault.HUNG_UP])
+    await until(lambda: inn.host.went == [ConnectionFault.HUNG_UP])
     second = await inn.guest(b"same")
 
     assert gone.send([b"secret"]) is Sent.GONE
@@ -330,7 +330,7 @@ async def test_who_is_not_welcome_hears_nothing():
     while chunk := await guest.hears():
         heard += chunk
     assert b"READY" not in heard
-    assert inn.host.turned_away == [Fault.REFUSED]
+    assert inn.host.turned_away == [ConnectionFault.REFUSED]
 
 
 @pytest.mark.parametrize("routing_id", [b"\0", bytes(5), b"\0\xf4\xb0\xdc\x51", bytes(255)])

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
-from kvd.zmtp.events import Closed, Fault, Ready
+from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.frames import COMMAND, LONG, MORE
 from kvd.zmtp.mechanism import DEALER, ROUTER, own_properties
 from kvd.zmtp.null import Null
-from kvd.zmtp.protocol import State
+from kvd.zmtp.protocol import ProtocolState
 from tests.zmtp.pairs import LIMIT, MAKERS, null
 
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
@@ -24,15 +24,15 @@ def listening(*said, limit=LIMIT):
     """A machine that has read ``said``, and all its events."""
     pair = null(limit=limit)
     for data in said:
-        if pair.listening.state is not State.OVER:
+        if pair.listening.state is not ProtocolState.OVER:
             pair.give(pair.listening, data)
     return pair
 
 
 def fault(pair):
     last = pair.said[-1]
-    assert isinstance(last, Closed), pair.said
-    assert pair.listening.state is State.OVER
+    assert isinstance(last, ConnectionClosed), pair.said
+    assert pair.listening.state is ProtocolState.OVER
     assert pair.listening.held == 0
     return last.fault
 
@@ -63,7 +63,7 @@ def test_both_sides_speak(make):
 
     pair.give(pair.dialing, b"".join(pair.listening.pack([b"hello", b"back"])))
 
-    assert [type(one) for one in pair.events[pair.dialing]] == [Ready, list]
+    assert [type(one) for one in pair.events[pair.dialing]] == [HandshakeDone, list]
     assert pair.events[pair.dialing][1] == [b"hello", b"back"]
 
 
@@ -107,7 +107,7 @@ def test_an_idle_machine_keeps_nothing_of_a_large_read():
 
 def test_a_version_above_ours_is_spoken_to():
     newer = GREETING[:11] + b"\x07" + GREETING[12:]
-    assert isinstance(listening(newer, READY).said[0], Ready)
+    assert isinstance(listening(newer, READY).said[0], HandshakeDone)
 
 
 # ---- before the handshake is over ----------------------------------------------------------------
@@ -116,25 +116,34 @@ def test_a_version_above_ours_is_spoken_to():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"G", Fault.NOT_ZMTP),
-        (b"\0" * 64, Fault.NOT_ZMTP),
-        (b"\xff" * 10, Fault.NOT_ZMTP),
-        (b"\xff" + bytes(8) + b"\x7f\x01", Fault.OLD_VERSION),
-        (b"\xff" + bytes(8) + b"\x7f\x00", Fault.OLD_VERSION),
-        (frames.greeting(b"PLAIN", as_server=False), Fault.MECHANISM),
-        (frames.greeting(b"CURVE", as_server=False), Fault.MECHANISM),
-        (GREETING + b"\0\1a", Fault.MALFORMED),
-        (GREETING + b"\x05\1a", Fault.MALFORMED),
-        (GREETING + b"\x0c\1a", Fault.MALFORMED),
-        (GREETING + b"\x04\x00", Fault.MALFORMED),
-        (GREETING + b"\x04\x03\x09ab", Fault.MALFORMED),
-        (GREETING + frames.command(b"HELLO", b""), Fault.MALFORMED),
-        (GREETING + frames.command(b"READY", b"\x01"), Fault.MALFORMED),
-        (GREETING + frames.command(b"READY", b"\x04name\xff\xff\xff\xffx"), Fault.MALFORMED),
-        (GREETING + frames.command(b"READY", own_properties(b"PUB", b"")), Fault.MALFORMED),
-        (GREETING + frames.command(b"READY", b""), Fault.MALFORMED),
-        (GREETING + frames.command(b"READY", own_properties(DEALER, bytes(256))), Fault.MALFORMED),
-        (GREETING + frames.command(b"ERROR", b"\x02no"), Fault.REFUSED),
+        (b"G", ConnectionFault.NOT_ZMTP),
+        (b"\0" * 64, ConnectionFault.NOT_ZMTP),
+        (b"\xff" * 10, ConnectionFault.NOT_ZMTP),
+        (b"\xff" + bytes(8) + b"\x7f\x01", ConnectionFault.OLD_VERSION),
+        (b"\xff" + bytes(8) + b"\x7f\x00", ConnectionFault.OLD_VERSION),
+        (frames.greeting(b"PLAIN", as_server=False), ConnectionFault.MECHANISM),
+        (frames.greeting(b"CURVE", as_server=False), ConnectionFault.MECHANISM),
+        (GREETING + b"\0\1a", ConnectionFault.MALFORMED),
+        (GREETING + b"\x05\1a", ConnectionFault.MALFORMED),
+        (GREETING + b"\x0c\1a", ConnectionFault.MALFORMED),
+        (GREETING + b"\x04\x00", ConnectionFault.MALFORMED),
+        (GREETING + b"\x04\x03\x09ab", ConnectionFault.MALFORMED),
+        (GREETING + frames.command(b"HELLO", b""), ConnectionFault.MALFORMED),
+        (GREETING + frames.command(b"READY", b"\x01"), ConnectionFault.MALFORMED),
+        (
+            GREETING + frames.command(b"READY", b"\x04name\xff\xff\xff\xffx"),
+            ConnectionFault.MALFORMED,
+        ),
+        (
+            GREETING + frames.command(b"READY", own_properties(b"PUB", b"")),
+            ConnectionFault.MALFORMED,
+        ),
+        (GREETING + frames.command(b"READY", b""), ConnectionFault.MALFORMED),
+        (
+            GREETING + frames.command(b"READY", own_properties(DEALER, bytes(256))),
+            ConnectionFault.MALFORMED,
+        ),
+        (GREETING + frames.command(b"ERROR", b"\x02no"), ConnectionFault.REFUSED),
     ],
 )
 def test_what_nobody_may_say_before_the_handshake_is_over_ends_it(said, why):
@@ -147,20 +156,23 @@ def test_a_long_frame_in_the_place_of_a_handshake_is_hung_up_on_when_its_length_
 
     pair = listening(GREETING, *(header[at : at + 1] for at in range(9)))
 
-    assert fault(pair) is Fault.TOO_LARGE
-    assert fault(listening(GREETING, frames.header(COMMAND_BYTES + 1, COMMAND))) is Fault.TOO_LARGE
+    assert fault(pair) is ConnectionFault.TOO_LARGE
+    assert (
+        fault(listening(GREETING, frames.header(COMMAND_BYTES + 1, COMMAND)))
+        is ConnectionFault.TOO_LARGE
+    )
 
 
 def test_a_handshake_has_so_many_bytes_in_all():
     """Two commands that are each short enough: the second is not waited for."""
     pair = MAKERS["curve"]()
-    while pair.listening.state is not State.HANDSHAKE:
+    while pair.listening.state is not ProtocolState.HANDSHAKE:
         pair.step()
     pair.listening._handshake_left = 100
 
     pair.give(pair.listening, frames.header(99, COMMAND))
 
-    assert fault(pair) is Fault.TOO_LARGE
+    assert fault(pair) is ConnectionFault.TOO_LARGE
 
 
 # ---- traffic -------------------------------------------------------------------------------------
@@ -172,9 +184,13 @@ def test_a_message_is_hung_up_on_when_a_length_exceeds_what_is_left_of_all_its_f
 
     pair = listening(GREETING, READY, frames.header(LIMIT - 1, MORE) + bytes(LIMIT - 1))
     pair.give(pair.listening, frames.header(2, 0))
-    assert fault(pair) is Fault.TOO_LARGE
-    assert fault(listening(GREETING, READY, frames.header(LIMIT + 1, 0))) is Fault.TOO_LARGE
-    assert fault(listening(GREETING, READY, frames.header(2**64 - 1, 0))) is Fault.TOO_LARGE
+    assert fault(pair) is ConnectionFault.TOO_LARGE
+    assert (
+        fault(listening(GREETING, READY, frames.header(LIMIT + 1, 0))) is ConnectionFault.TOO_LARGE
+    )
+    assert (
+        fault(listening(GREETING, READY, frames.header(2**64 - 1, 0))) is ConnectionFault.TOO_LARGE
+    )
 
 
 @both
@@ -188,16 +204,21 @@ def test_a_message_without_an_end_is_hung_up_on_at_its_fifth_frame(make):
     assert len(pair.said) == 1
     pair.give(pair.listening, said[-1])
 
-    assert fault(pair) is Fault.TOO_MANY_FRAMES
+    assert fault(pair) is ConnectionFault.TOO_MANY_FRAMES
 
 
 @pytest.mark.parametrize("flags", [8, 0x80, 0xFF, 0x10 | MORE])
 def test_a_frame_with_flags_that_nobody_knows_is_hung_up_on(flags):
-    assert fault(listening(GREETING, READY, bytes((flags, 1)) + b"aaaaaaaaaa")) is Fault.MALFORMED
+    assert (
+        fault(listening(GREETING, READY, bytes((flags, 1)) + b"aaaaaaaaaa"))
+        is ConnectionFault.MALFORMED
+    )
 
 
 def test_a_long_command_is_hung_up_on_when_its_length_is_read():
-    assert fault(listening(GREETING, READY, frames.header(1025, COMMAND))) is Fault.TOO_LARGE
+    assert (
+        fault(listening(GREETING, READY, frames.header(1025, COMMAND))) is ConnectionFault.TOO_LARGE
+    )
 
 
 def test_what_is_held_is_what_came_and_is_not_whole():
@@ -250,11 +271,11 @@ def test_messages_come_as_they_were_sent_however_they_are_cut(messages, cuts, ki
 )
 def test_no_bytes_raise_or_are_kept_beyond_the_bounds(noise, before, cuts):
     pair, said, at, turn = null(), before + noise, 0, 0
-    while at < len(said) and pair.listening.state is not State.OVER:
+    while at < len(said) and pair.listening.state is not ProtocolState.OVER:
         size = cuts[turn % len(cuts)]
         pair.give(pair.listening, said[at : at + size])
         at, turn = at + size, turn + 1
-        is_early = pair.listening.state in {State.GREETING, State.HANDSHAKE}
+        is_early = pair.listening.state in {ProtocolState.GREETING, ProtocolState.HANDSHAKE}
         assert pair.listening.held <= (HANDSHAKE_BYTES if is_early else LIMIT + 100)
 
 
@@ -266,8 +287,11 @@ def test_a_flipped_bit_of_a_curve_handshake_ends_it_or_changes_nothing(place, bi
     pair.spoil(getattr(pair, side), place, bit)
     pair.shake()
 
-    assert [one.name for one in pair.said if isinstance(one, Ready)] in ([], ["d"])
-    if pair.dialing.state is State.TRAFFIC and pair.listening.state is State.TRAFFIC:
+    assert [one.name for one in pair.said if isinstance(one, HandshakeDone)] in ([], ["d"])
+    if (
+        pair.dialing.state is ProtocolState.TRAFFIC
+        and pair.listening.state is ProtocolState.TRAFFIC
+    ):
         pair.give(pair.listening, pair.tell(b"whole"))
         assert pair.said[-1] == [b"whole"]
 
@@ -275,5 +299,5 @@ def test_a_flipped_bit_of_a_curve_handshake_ends_it_or_changes_nothing(place, bi
 def test_a_router_talks_to_dealers_requesters_and_routers():
     for kind in (b"DEALER", b"REQ", b"ROUTER"):
         ready = frames.command(b"READY", own_properties(kind, b""))
-        assert isinstance(listening(GREETING, ready).said[0], Ready)
+        assert isinstance(listening(GREETING, ready).said[0], HandshakeDone)
     assert Null(ROUTER).is_listening

@@ -32,8 +32,8 @@ from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved, check_free
 from kvd.pools.build import device_bytes, pool_regions, reserved_bytes, saved_regions, sizes
 from kvd.pools.host_memory import Free, free_memory
+from kvd.pools.location import Backing, PoolLocation
 from kvd.pools.mounts import free_huge_bytes, kind_of
-from kvd.pools.place import Backing, Place
 from kvd.text import amount
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ def _backing(subject: Subject) -> Backing:
     return Backing(subject.config.pool.backing)
 
 
-def _place(subject: Subject) -> Place:
+def _place(subject: Subject) -> PoolLocation:
     config = subject.config
     runtime = str(Path(ipc_path(config.sockets.client) or "/").parent)
-    return Place(_backing(subject), config.pool.directory, runtime)
+    return PoolLocation(_backing(subject), config.pool.directory, runtime)
 
 
 def _path(subject: Subject) -> Path:

@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvd.core.effects import LoadAgent, Post
+from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed
+from kvd.core.inputs import WritePath as Route
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.base import RegionFd, TransportDown
-from kvd.transfer.orders import Load, Loaded, LoadFailed, Post, Posted, PostFailed, Report
-from kvd.transfer.orders import Path as Route
 from kvd.transfer.process import TransferProcess
+from kvd.transfer.transport import RegionFd, TransportDown
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-R = TypeVar("R", Loaded, Posted)
+    from kvd.transfer.orders import Report
+
+R = TypeVar("R", AgentLoaded, PostDone)
 
 PAGE_BYTES = 2 * 2**20
 PAGES = 33
@@ -97,17 +100,22 @@ def _read(log: Path) -> str:
 
 async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> Measured:
     """Write every page but the null page a few times."""
-    sender.process.order(Load("to", 1, metadata))
-    route = (await sender.next(Loaded)).path
+    sender.process.order(LoadAgent("to", 1, metadata))
+    route = (await sender.next(AgentLoaded)).path
     pages = Pages(pack_ids(list(range(1, PAGES))))
     times: list[float] = []
     for number in range(POSTS):
         sender.process.order(
             Post(
-                post=number, peer="to", generation=1, region=REGION, source=pages, destination=pages
+                post=number,
+                incarnation="to",
+                generation=1,
+                component=REGION,
+                source=pages,
+                destination=pages,
             )
         )
-        times.append((await sender.next(Posted)).active_s)
+        times.append((await sender.next(PostDone)).active_s)
     return Measured(
         moved_bytes=PAGE_BYTES * (PAGES - 1), best_s=min(times), route=route, bytes_equal=is_equal()
     )
@@ -135,7 +143,7 @@ class _End:
             report = await self._reports.get()
             if isinstance(report, kind):
                 return report
-            if isinstance(report, LoadFailed | PostFailed):
+            if isinstance(report, AgentFailed | PostFailed):
                 raise TransportDown(report.why)
             if isinstance(report, str):
                 raise TransportDown(report)

@@ -16,9 +16,9 @@ import msgspec
 
 from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
 from kvd.cli.doctor.selftransfer import Measured, measure
+from kvd.core.inputs import WritePath as Route
 from kvd.text import amount, clean
-from kvd.transfer.base import TransportDown
-from kvd.transfer.orders import Path as Route
+from kvd.transfer.transport import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,86 @@
+"""The five HTTP pages of a daemon: probes, metrics, and what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from kvd import __version__
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.spec import PoolSpec
+from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
+from kvd.observe.gauges import gauges_of
+from kvd.observe.http import PLAIN, Pages, Response
+from kvd.wire import peer
+from kvd.wire.attach import PROTOCOL
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.core.node import Node
+    from kvd.observe.metrics import Metrics
+    from kvd.wire.snapshot import Snapshot
+
+JSON = "application/json"
+
+HIDDEN = "(set)"
+"""What /status says in the place of a namespace; ``kvd status`` asks the admin socket."""
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What a router or an operator needs to know before talking to this node."""
+
+    node: str
+    incarnation: str
+    version: str
+    client_protocol: int
+    peer_protocol: int
+    client: str
+    peers: str
+    pool: PoolSpec
+
+
+def exposition_of(node: Node, metrics: Metrics) -> Exposition:
+    """The Prometheus page of a node."""
+    return Exposition(
+        metrics,
+        Build(version=__version__, proto=str(peer.PROTOCOL), nixl=node.transport),
+        lambda: gauges_of(snapshot(node)),
+    )
+
+
+def http_pages(config: Config, node: Node, exposition: Exposition) -> Pages:
+    """The pages of a node; each is answered from the state between two steps."""
+    info = Info(
+        node=config.node.name,
+        incarnation=node.settings.incarnation,
+        version=__version__,
+        client_protocol=PROTOCOL,
+        peer_protocol=peer.PROTOCOL,
+        client=config.sockets.client,
+        peers=config.peers.listen,
+        pool=node.settings.spec,
+    )
+    info_page = Response(200, JSON, msgspec.json.encode(info))
+
+    def readyz() -> Response:
+        if node.drainer.drain is not None:
+            return Response(503, PLAIN, f"{node.drainer.words()}\n".encode())
+        if node.peers.generation:
+            return Response(200, PLAIN, b"ready\n")
+        return Response(503, PLAIN, b"the transfer process is restarting\n")
+
+    return Pages(
+        livez=lambda: Response(200, PLAIN, b"alive\n"),
+        readyz=readyz,
+        metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),
+        info=lambda: info_page,
+        status=lambda: Response(200, JSON, msgspec.json.encode(_for_anyone(snapshot(node)))),
+    )
+
+
+def _for_anyone(shot: Snapshot) -> Snapshot:
+    """Without namespaces: they hold cache salts, and any user of this host may read this page."""
+    leases = tuple(replace(one, namespace=HIDDEN) if one.namespace else one for one in shot.leases)
+    return replace(shot, leases=leases)

@@ -1,0 +1,97 @@
+"""From the configuration to what the parts of a daemon decide by."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.config.address import IPC
+from kvd.core.cache.eviction import Policy
+from kvd.core.settings import CacheMode, Settings
+from kvd.curve import KeyFlaw, PeerKeys, read_pair
+from kvd.daemon.attach import AttachLimits
+from kvd.daemon.socket_activation import UnfitConfig
+from kvd.types import Incarnation, NodeName
+from kvd.wire.bounds import MAX_PEER_BYTES
+from kvd.wire.peer import Integrity
+from kvd.zmtp.bounds import BOUNDS, Bounds
+
+if TYPE_CHECKING:
+    from kvd.config import Config
+    from kvd.core.layout.spec import PoolSpec
+
+
+def settings_of(
+    config: Config, spec: PoolSpec, incarnation: Incarnation, *, is_journaled: bool
+) -> Settings:
+    """The figures of the core. ``is_journaled``: the pool outlives this daemon."""
+    return Settings(
+        name=NodeName(config.node.name),
+        incarnation=incarnation,
+        spec=spec,
+        policy=Policy(config.radix.policy),
+        allow=config.peers.allow,
+        heartbeat_s=config.peers.heartbeat_s,
+        suspect_s=config.peers.suspect_s,
+        lost_s=config.peers.lost_s,
+        max_deadline_s=config.admission.max_deadline_s,
+        max_queue=config.admission.max_queue,
+        overtakers=config.admission.overtakers,
+        stall_s=config.transfer.stall_s,
+        min_bytes_per_s=config.transfer.min_bytes_per_s,
+        fence_after_s=config.transfer.fence_after_s,
+        max_prompt_tokens=config.limits.max_prompt_tokens,
+        max_aux_bytes=config.limits.max_aux_bytes,
+        max_frame_bytes=min(config.limits.max_frame_bytes, MAX_PEER_BYTES),
+        integrity=Integrity(config.transfer.integrity),
+        cache_mode=CacheMode(config.cache.mode),
+        is_journaled=is_journaled,
+    )
+
+
+def attach_limits(config: Config) -> AttachLimits:
+    """Who may attach, and how many."""
+    return AttachLimits(
+        mode=int(config.sockets.mode, 8),
+        group=config.sockets.group,
+        max_sessions=config.limits.max_clients,
+        max_frame_bytes=config.limits.max_frame_bytes,
+    )
+
+
+def recordings_directory(config: Config) -> Path:
+    """Where recordings are saved: beside the admin socket, unless it says otherwise."""
+    if config.recorder.directory is not None:
+        return Path(config.recorder.directory)
+    return Path(config.sockets.admin.removeprefix(IPC)).parent / "recordings"
+
+
+def peer_keys(config: Config) -> PeerKeys | None:
+    """The keys of this node and its peers; None where links need none.
+
+    Raises:
+        UnfitConfig: the secret file has changed since the configuration was checked.
+    """
+    path = config.peers.secret_key_file
+    if path is None:
+        return None
+    own = read_pair(path)
+    if isinstance(own, KeyFlaw):
+        raise UnfitConfig(f"peers.secret_key_file {path} {own.rule}: {own.fix}")
+    return PeerKeys(own, config.peers.keys)
+
+
+def bounds_of(config: Config, *, share: int, at_least: int = 1) -> Bounds:
+    """Of a socket whose connections may take one of ``share`` parts of all descriptors.
+
+    So whoever floods one socket leaves descriptors for the others. ``at_least``: connections that
+    the configuration promises, whatever that leaves.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = BOUNDS.max_connections
+    if files != resource.RLIM_INFINITY:
+        most = min(most, files // share)
+    return Bounds(
+        max_message_bytes=config.limits.max_frame_bytes, max_connections=max(most, at_least)
+    )

@@ -1,0 +1,139 @@
+"""Memory without a name on any file system: sealed memfds, held by systemd or by nobody.
+
+What lives here: judging what systemd gave back. What must not: its protocol, by which it gives
+the descriptors and takes them (``kvd.daemon``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, Arena, mib, reserve
+from kvd.pools.kept_memory import MISSING, PREFIX, UnfitMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class UnkeptMemory:
+    """Memory that ends with those who map it: nothing is ever found."""
+
+    grain_bytes: int = HUGE_PAGE_BYTES
+    where: str = "as anonymous memory"
+    is_apart: bool = False
+    keep_open: Final = ()
+    to_store: Final[Mapping[str, int]] = MappingProxyType({})
+    stale: Final = ()
+
+    def find(self, _name: str, _size_bytes: int) -> Arena | UnfitMemory:
+        """Nothing."""
+        return MISSING
+
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
+        """A new sealed memfd.
+
+        Raises:
+            NotReserved: there is not enough memory.
+        """
+        return reserve(name.removeprefix(PREFIX), size_bytes, advance)
+
+    def kept_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    def check_room(self, size_bytes: int) -> None:
+        """There is no limit but that of the host."""
+
+    def clear(self, keep: frozenset[str] = frozenset()) -> None:
+        """There is nothing to let go of."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class StoredMemory:
+    """What was given back, by name.
+
+    ``to_store`` is what was made and is to be held from now on; ``stale`` are the names of what is
+    held and of no more use. Whoever talks to systemd acts on both.
+    """
+
+    keep_open: Final = ()
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        """Take over the descriptors of ``given`` that are pool memory; others are left alone."""
+        self.grain_bytes = HUGE_PAGE_BYTES
+        self.is_apart = False
+        self.where = "in systemd's store of descriptors"
+        self.to_store: dict[str, int] = {}
+        self.stale: tuple[str, ...] = ()
+        self._given = {name: fd for name, fd in given.items() if _is_memory(name, fd)}
+
+    def find(self, name: str, size_bytes: int) -> Arena | UnfitMemory:
+        """The memfd that came back under ``name``, as a descriptor of its own."""
+        fd = self._given.get(name)
+        if fd is None:
+            return MISSING
+        flaw = _flaw(fd, size_bytes)
+        if flaw is not None:
+            return flaw
+        return Arena(name, fd=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), size_bytes=size_bytes)
+
+    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
+        """A new sealed memfd, noted in ``to_store``.
+
+        Raises:
+            NotReserved: there is not enough memory.
+        """
+        arena = reserve(name.removeprefix(PREFIX), size_bytes, advance)
+        self.to_store[name] = arena.fd
+        return arena
+
+    def kept_bytes(self) -> int:
+        """What came back."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self._given.values())
+
+    def check_room(self, size_bytes: int) -> None:
+        """There is no limit but that of the host."""
+
+    def clear(self, keep: frozenset[str] = frozenset()) -> None:
+        """Close what came back but ``keep``, and forget what was made; all that is stale."""
+        gone = [name for name in self._given if name not in keep]
+        for name in gone:
+            os.close(self._given.pop(name))
+        self.stale += (*gone, *self.to_store)
+        self.to_store = {}
+
+    def close(self) -> None:
+        """Close what came back; systemd has copies of its own. Repeatable."""
+        for fd in self._given.values():
+            os.close(fd)
+        self._given = {}
+
+
+def _is_memory(name: str, fd: int) -> bool:
+    """Whether this is ours: sockets come the same way, under names that may look alike."""
+    return name.startswith(PREFIX) and stat.S_ISREG(os.fstat(fd).st_mode)
+
+
+def _flaw(fd: int, size_bytes: int) -> UnfitMemory | None:
+    """What keeps a descriptor from being believed."""
+    seen = os.fstat(fd)
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return UnfitMemory("is no memfd")
+    kept = seen.st_blocks * 512
+    is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    reasons = {
+        f"belongs to uid {seen.st_uid}": seen.st_uid != os.geteuid(),
+        "is not sealed as kvd seals it": seals != SEALS,
+        "cannot be written to": not is_writable,
+        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
+        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
+    }
+    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)

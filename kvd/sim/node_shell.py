@@ -1,0 +1,188 @@
+"""What surrounds a node in memory: who performs its effects, and where bytes may land.
+
+``NodeShell`` is the daemon's part and ``TransferDouble`` that of the transfer process. The
+simulator plays both in its own time and at random; the tests of the core play both step by step, as
+a test says. What must not differ between the two is here: that no effect is forgotten, and whose
+pages a peer may write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from kvd.core import effects
+from kvd.core.layout.spec import companion_factor, companion_pages
+from kvd.sim.violation import Violated
+from kvd.types import Incarnation, Pages, page_ids
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease import Lease
+    from kvd.core.node import Node
+    from kvd.wire.peer import Offer
+
+
+class TransferDouble:
+    """A transfer process without memory or sockets: one verb for each order of a node."""
+
+    def order(self, order: effects.TransferOrder) -> None:
+        """Take an order; what becomes of it is reported when its time has come."""
+        match order:
+            case effects.LoadAgent():
+                self.load_agent(order)
+            case effects.DropAgent():
+                self.drop_agent(order)
+            case effects.Post():
+                self.post(order)
+            case effects.Forget():
+                self.forget(order)
+            case effects.Verify():
+                self.verify(order)
+            case effects.Quiesce():
+                self.quiesce(order)
+            case effects.Exempt():
+                self.exempt(order)
+            case effects.Copy():
+                self.begin_copy(order)
+            case _:
+                assert_never(order)
+
+    def load_agent(self, order: effects.LoadAgent) -> None:
+        """Make a sending agent."""
+        raise NotImplementedError
+
+    def drop_agent(self, order: effects.DropAgent) -> None:
+        """Destroy one: its posts fail, nothing more is sent through it."""
+        raise NotImplementedError
+
+    def post(self, order: effects.Post) -> None:
+        """Write pages into another node's pool."""
+        raise NotImplementedError
+
+    def forget(self, order: effects.Forget) -> None:
+        """A post that waits for its event is not wanted any more."""
+        raise NotImplementedError
+
+    def verify(self, order: effects.Verify) -> None:
+        """Compare what has arrived with what was sent."""
+        raise NotImplementedError
+
+    def quiesce(self, order: effects.Quiesce) -> None:
+        """Say when nothing that is in doubt can still land."""
+        raise NotImplementedError
+
+    def exempt(self, order: effects.Exempt) -> None:
+        """Some connections are of living writers."""
+        raise NotImplementedError
+
+    def begin_copy(self, order: effects.Copy) -> None:
+        """Copy pages to the saved area or back."""
+        raise NotImplementedError
+
+
+class NodeShell:
+    """The daemon of a node in memory: each effect of a step goes to whoever performs it."""
+
+    name: str
+    node: Node
+
+    def perform(self, effect: effects.Effect) -> None:
+        """Carry out one effect.
+
+        Raises:
+            Violated: nobody here knows it.
+        """
+        match effect:
+            case effects.AnswerEngine():
+                self.tell_engine(effect)
+            case effects.AnswerOperator():
+                self.tell_operator(effect)
+            case effects.SendToPeer():
+                self.send_message(effect)
+            case effects.RestartTransfer():
+                self.restart_transfer(effect.why)
+            case (
+                effects.LoadAgent()
+                | effects.DropAgent()
+                | effects.Post()
+                | effects.Forget()
+                | effects.Verify()
+                | effects.Quiesce()
+                | effects.Exempt()
+                | effects.Copy()
+            ):
+                self.order(effect)
+            case _:
+                self.perform_other(effect)
+
+    def tell_engine(self, effect: effects.AnswerEngine) -> None:
+        """An engine is told."""
+        raise NotImplementedError
+
+    def tell_operator(self, effect: effects.AnswerOperator) -> None:
+        """An operator is told."""
+        raise NotImplementedError
+
+    def send_message(self, effect: effects.SendToPeer) -> None:
+        """A message goes out on a link."""
+        raise NotImplementedError
+
+    def restart_transfer(self, why: str) -> None:
+        """A fence; carried out once the effects of the running step are."""
+        raise NotImplementedError
+
+    def order(self, order: effects.TransferOrder) -> None:
+        """For the transfer process that serves now."""
+        raise NotImplementedError
+
+    def perform_other(self, effect: effects.Effect) -> None:
+        """Of the journal, the audit, or a stop: whoever has none of these sees none of them."""
+        raise Violated(
+            f"{self.name}: this shell does not know the effect {type(effect).__name__}: add a case "
+            "to kvd.sim.node_shell"
+        )
+
+    # ---- whose pages -------------------------------------------------------------------------
+
+    def lease_of(self, offer: Offer) -> Lease:
+        """The lease whose pages an Offer of this node grants.
+
+        Raises:
+            Violated: it is of no part.
+        """
+        for part in self.node.decoder.parts.values():
+            if part.handoff == offer.handoff and part.lease is not None:
+                return part.lease
+        raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
+
+    def own_pages(self, lease: Lease, component: str) -> Pages:
+        """The pages of a component that are this lease's and nobody else's."""
+        keeper = self.node.leases.beside.named(component)
+        if keeper is not None:
+            return keeper.own(lease)
+        spec = self.node.settings.spec
+        factor = companion_factor(spec, spec.components[spec.index(component)])
+        return companion_pages(lease.held, factor)
+
+    def check_landing(self, handoff: int, lease_id: int, component: str, pages: list[int]) -> None:
+        """Bytes of a handoff land on these pages: its lease must hold them, now, uncommitted.
+
+        This is the safety of the whole protocol: no page changes hands while a remote write to it
+        may still land.
+
+        Raises:
+            Violated: They are somebody else's, or nobody's, or committed.
+        """
+        lease = self.node.leases.leases.get(lease_id)
+        what = f"{self.name}: {pages} of {component} of handoff {handoff}"
+        if lease is None:
+            raise Violated(f"{what} written after their lease ended")
+        if lease.id in self.node.decoder.ready:
+            raise Violated(f"{self.name}: handoff {handoff} is committed, and written again")
+        held = page_ids(self.own_pages(lease, component))
+        if not set(held).issuperset(pages):
+            raise Violated(f"{what} not held by it: {held}")
+
+
+def incarnation(name: str, life: int) -> Incarnation:
+    """Of the ``life``-th process of a node, readable in a failure."""
+    return Incarnation(f"{life:016x}{name.encode().hex()}".ljust(32, "0"))

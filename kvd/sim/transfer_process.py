@@ -1,0 +1,321 @@
+"""The transfer process of a simulated host: agents, posts under way, and bytes in its sockets.
+
+It is one process: what it reports comes in order, and what it has not reported when it dies is
+never said. A post lands in pieces, and may be slow, stall or fail; a failed post goes on landing
+until its agent is destroyed. Then, where the seed says so, the rest is left in the connection of
+that agent (``streams``), and lands later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from kvd.core import inputs
+from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
+from kvd.core.layout.spec import page_bytes
+from kvd.sim.contents import TORN
+from kvd.sim.flight import Flight
+from kvd.sim.node_shell import TransferDouble
+from kvd.sim.streams import Inbound
+from kvd.sim.violation import Violated, require
+from kvd.types import page_ids
+from kvd.wire.peer import Integrity
+
+if TYPE_CHECKING:
+    from kvd.core import effects
+    from kvd.sim.flight import Agent
+    from kvd.sim.host import SimHost
+    from kvd.sim.streams import Stream
+
+REPORT_S = 0.0003
+COPY_S = 0.1
+SLOW_S = 0.4
+DAMAGED = 0.03
+"""Of the deliveries that are verified in full: one page of it is not what was sent."""
+
+
+class SimTransferProcess(TransferDouble):
+    """One transfer process, from its start to its death."""
+
+    def __init__(self, host: SimHost, generation: int) -> None:
+        self.host = host
+        self.generation = generation
+        self.is_alive = True
+        self.flights: dict[int, Flight] = {}
+        self.copies: list[tuple[effects.Copy, list[int]]] = []
+        """To the saved area and back, in order; with what the source held when it was ordered."""
+        self._agenda = host.world.agenda
+        self._random = host.world.rng.random
+        self._told_s = 0.0
+        self._loading: dict[Agent, bool] = {}
+        """Whether each agent that is being made is still wanted."""
+        self._loaded: dict[Agent, Stream | None] = {}
+        """The connection of each agent; None where it was made to a process that is gone."""
+        self._connections = 0
+        self.inbound = Inbound(
+            self._agenda,
+            self._random,
+            lambda lease: self._tell(REPORT_S, inputs.Quiet, lease),
+            lambda lease, streams: self._tell(REPORT_S, inputs.Awaiting, (lease,), streams),
+        )
+
+    def start(self, why: str) -> None:
+        """It serves after a while."""
+        self._tell(0.01, inputs.TransferReady, self.generation, b"metadata", "simulated", why)
+
+    def die(self) -> None:
+        """Killed: what it has sent may still come, and its own sockets are gone."""
+        self.is_alive = False
+        for flight in self.flights.values():
+            self._leave_behind(flight)
+        for stream in self._loaded.values():
+            if stream is not None:
+                stream.to.over(stream)
+        self._loaded.clear()
+        for copy, _ in self.copies[:1]:
+            regions = self.host.memory.regions
+            regions[copy.destination_region][page_ids(copy.destination)[0]] = TORN
+        self.copies.clear()
+        self.flights.clear()
+        self.inbound.die()
+
+    # ---- reports -----------------------------------------------------------------------------
+
+    def _tell(self, delay_s: float, kind: type[inputs.Input], *fields: object) -> None:
+        """Report something; never before what was reported earlier."""
+        at_s = self._agenda.now_s + delay_s
+        at_s = max(at_s, self._told_s)
+        self._told_s = at_s
+        self._agenda.at(at_s, self._told, kind, fields)
+
+    def _told(self, kind: type[inputs.Input], fields: tuple[object, ...]) -> None:
+        if not self.is_alive:
+            return
+        host, now_s = self.host, self._agenda.now_s
+        if host.asleep_until_s > now_s:
+            self._agenda.at(host.asleep_until_s, self._told, kind, fields)
+        else:
+            host.feed(kind(now_s, *fields))  # type: ignore[arg-type]  # of its own kind
+
+    # ---- agents ------------------------------------------------------------------------------
+
+    @override
+    def load_agent(self, order: effects.LoadAgent) -> None:
+        if self.is_alive:
+            agent = (order.incarnation, order.generation)
+            self._loading[agent] = True
+            world = self.host.world
+            if not world.is_stormy or self._random() >= world.profile.hanging_loads:
+                self._agenda.after(0.001 + 0.02 * self._random(), self._built, agent)
+
+    def _built(self, agent: Agent) -> None:
+        if not self.is_alive:
+            return
+        is_wanted = self._loading.pop(agent)
+        if self._random() < self.host.world.failing_loads:
+            self._tell(REPORT_S, inputs.AgentFailed, *agent, "no route")
+        elif is_wanted:
+            stream = self._loaded[agent] = self._connect(agent)
+            streams = (stream.name,) if stream is not None else ()
+            self._tell(REPORT_S, inputs.AgentLoaded, *agent, streams)
+        if not is_wanted:
+            self._tell(REPORT_S, inputs.AgentDropped, *agent, 0)
+
+    def _connect(self, agent: Agent) -> Stream | None:
+        to = self.host.world.owners[agent[0]]
+        if not to.is_up or not to.transfer.is_alive:
+            return None
+        if agent != (to.settings.incarnation, to.transfer.generation):
+            return None
+        self._connections += 1
+        host = self.host
+        return to.transfer.inbound.connect(
+            f"{host.name}.{host.life}.{self.generation}:{self._connections}>{to.name}"
+        )
+
+    @override
+    def drop_agent(self, order: effects.DropAgent) -> None:
+        agent = (order.incarnation, order.generation)
+        if not self.is_alive:
+            return
+        if agent in self._loading:
+            self._loading[agent] = False
+            return
+        doubtful = 0
+        for flight in [one for one in self.flights.values() if one.agent == agent]:
+            del self.flights[flight.post]
+            self._fail(flight, "agent destroyed")
+            doubtful += self._leave_behind(flight)
+        stream = self._loaded.pop(agent, None)
+        if stream is not None:
+            stream.to.over(stream)
+        self._tell(REPORT_S, inputs.AgentDropped, *agent, doubtful)
+
+    # ---- posts -------------------------------------------------------------------------------
+
+    @override
+    def post(self, order: effects.Post) -> None:
+        post = order
+        part = self.host.node.prefiller.posts.parts.get(post.post)
+        if part is None or part.engine is None or not self.is_alive:
+            return  # the same step has already ended it
+        world = self.host.world
+        flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
+        units = flight.to.memory.kinds.units * post.split
+        require(self.host.memory.kinds.units == units, f"post {post.post} cuts pages otherwise")
+        memory = self.host.memory.regions[post.component]
+        flight.contents = [memory[page] for page in flight.source]
+        flight.sums = _sums(post.seal, post.first_page, flight.contents)
+        if flight.agent not in self._loaded:
+            self._fail(flight, "no sending agent")
+            return
+        self.flights[post.post] = flight
+        weather = world.profile
+        dice = self._random() if world.is_stormy else 1.0
+        if dice < weather.stalled_posts:
+            return  # nothing of it ever lands
+        if dice < weather.stalled_posts + weather.slow_posts:
+            flight.pace_s = SLOW_S
+        self._agenda.after(flight.pace_s * self._random(), self._land, flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Some more pages arrive; at the last one the end is reported."""
+        if self.flights.get(flight.post) is not flight:
+            return  # its agent is destroyed, or this process is dead
+        if not flight.is_reachable:
+            self._fail(flight, "the receiving process is gone")
+            return
+        world = self.host.world
+        dice = self._random()
+        if world.is_stormy and dice < world.profile.failing_posts:
+            self._fail(flight, "injected")
+        left = len(flight.source) - flight.done
+        # Most land at once; some stop in the middle of a page, and go on.
+        self._check_source(flight)
+        if dice < 0.7:
+            flight.land(left)
+        else:
+            flight.land(int(left * self._random()))
+        if flight.done == len(flight.source):
+            del self.flights[flight.post]
+            if not flight.is_reported:
+                flight.is_reported = True
+                self._tell(REPORT_S, inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
+        else:
+            if not flight.is_reported:
+                self._tell(REPORT_S, inputs.PostMoved, flight.post, self._bytes(flight))
+            self._agenda.after(flight.pace_s * self._random(), self._land, flight)
+
+    def _check_source(self, flight: Flight) -> None:
+        lease, memory = flight.lease, self.host.memory.regions[flight.component]
+        if self.host.node.leases.leases.get(lease.id) is not lease or lease.reads < 1:
+            raise Violated(f"{self.host.name}: post {flight.post} reads the ended lease {lease.id}")
+        for page, wanted in zip(flight.source, flight.contents, strict=True):
+            if memory[page] != wanted:
+                raise Violated(
+                    f"{self.host.name}: page {page} of {flight.component} of lease {lease.id} was "
+                    f"overwritten while post {flight.post} read it"
+                )
+
+    def _fail(self, flight: Flight, why: str) -> None:
+        """Its agent still exists, so more of it may land."""
+        if not flight.is_reported:
+            flight.is_reported = True
+            self._tell(REPORT_S, inputs.PostFailed, flight.post, why)
+
+    def _bytes(self, flight: Flight) -> int:
+        return flight.done * self._page_bytes(flight.component) // self.host.memory.kinds.units
+
+    def _page_bytes(self, component: str) -> int:
+        spec = self.host.settings.spec
+        return page_bytes(spec.components[spec.index(component)])
+
+    @override
+    def forget(self, order: effects.Forget) -> None:
+        """No engine here names events, so no post waits for one."""
+
+    # ---- sockets -----------------------------------------------------------------------------
+
+    @override
+    def quiesce(self, order: effects.Quiesce) -> None:
+        self.inbound.quiesce(order)
+
+    @override
+    def exempt(self, order: effects.Exempt) -> None:
+        self.inbound.exempt(order)
+
+    # ---- copies ------------------------------------------------------------------------------
+
+    @override
+    def begin_copy(self, order: effects.Copy) -> None:
+        if self.is_alive:
+            source = self.host.memory.regions[order.source_region]
+            self.copies.append((order, [source[page] for page in page_ids(order.source)]))
+            self._agenda.after(COPY_S * self._random(), self._copied)
+
+    def _copied(self) -> None:
+        if not self.is_alive:
+            return
+        copy, contents = self.copies.pop(0)
+        world = self.host.world
+        if world.is_stormy and self._random() < world.profile.failing_posts:
+            self._tell(REPORT_S, inputs.CopyFailed, copy.ticket, "injected")
+            return
+        regions = self.host.memory.regions
+        source, destination = regions[copy.source_region], regions[copy.destination_region]
+        if [source[page] for page in page_ids(copy.source)] != contents:
+            raise Violated(f"{self.host.name}: pages of copy {copy.ticket} overwritten under it")
+        for page, content in zip(page_ids(copy.destination), contents, strict=True):
+            destination[page] = content
+        component = copy.source_region.removesuffix(".saved")
+        moved_bytes = len(copy.source) // 4 * self._page_bytes(component)
+        self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
+
+    # ---- what is left behind -------------------------------------------------------------------
+
+    def _leave_behind(self, flight: Flight) -> int:
+        """What was sent and not confirmed may land later; returns how many bytes may."""
+        stream = self._loaded.get(flight.agent)
+        if stream is None or self._random() >= self.host.world.profile.doubts:
+            return 0
+        flight.arrived = flight.done
+        stream.left.append(flight)
+        return 1
+
+    @override
+    def verify(self, order: effects.Verify) -> None:
+        if self.is_alive:
+            self._agenda.after(0.05 * self._random(), self._verify, order)
+
+    def _verify(self, effect: effects.Verify) -> None:
+        if not self.is_alive:
+            return
+        seal, world = effect.seal, self.host.world
+        memory = self.host.memory.regions[effect.component]
+        is_risky = world.is_stormy and world.profile.failing_posts > 0
+        is_damaged = is_risky and seal.integrity is Integrity.FULL and self._random() < DAMAGED
+        # Another component of it may have been found damaged: then these are others' pages now.
+        if is_damaged and effect.ticket in self.host.node.decoder.verifying.parts:
+            memory[page_ids(effect.pages)[-1]] = TORN
+        sums = _sums(seal, seal.first, [memory[page] for page in page_ids(effect.pages)])
+        bad = tuple(
+            int(page)
+            for k, page in enumerate(chosen(seal, seal.first, seal.end))
+            if sums[k * SUM_BYTES :][:SUM_BYTES] != effect.sums[k * SUM_BYTES :][:SUM_BYTES]
+        )
+        self._tell(REPORT_S, inputs.Verified, effect.ticket, bad)
+
+
+def _sums(seal: Seal, first_page: int, contents: list[int]) -> bytes:
+    """Of these pages, as a transfer process reports them."""
+    if seal.is_open:
+        return b""
+    wanted = chosen(seal, first_page, first_page + len(contents)).tolist()
+    return b"".join(
+        page_sum(
+            seal, page, [contents[page - first_page].to_bytes(8, "little", signed=True)]
+        ).to_bytes(SUM_BYTES, "little")
+        for page in wanted
+    )

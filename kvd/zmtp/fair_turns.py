@@ -1,0 +1,78 @@
+"""Whose turn it is: connections of one standing that have something to be dealt with.
+
+As long as few have, each is served when it becomes readable, and nothing is spent here. Once they
+have taken ``turn_s`` since the loop last came round, whoever else becomes readable waits in line,
+unread, and the line is served for ``turn_s`` in each round of the loop: timers, other lines and
+other sockets come between. Whoever stands in line gets a share of a turn that is smaller the longer
+the line is, so that one message waits for one message of each of the others, not for their floods.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvd.zmtp.bounds import TURN_MESSAGES
+
+if TYPE_CHECKING:
+    import asyncio
+
+_UNCOUNTED: Final = 8
+"""Served before a round is timed: noticing that it is over costs a callback."""
+
+
+class ConnectionInLine(Protocol):
+    """A connection in line."""
+
+    def turn(self, messages: int) -> None:
+        """Deal with so many messages at most; if there may be more, stand in line again."""
+        ...
+
+
+class FairTurns:
+    """One line, and ``turn_s`` for it in each round of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turn_s: float) -> None:
+        self._loop = loop
+        self._turn_s = turn_s
+        self._line: deque[ConnectionInLine] = deque()
+        self._pump: asyncio.Handle | None = None
+        self._served = 0
+        self._end_s = 0.0
+
+    def is_open(self) -> bool:
+        """Whether one that has just become readable is served at once."""
+        if self._line:
+            return False
+        self._served += 1
+        if self._served < _UNCOUNTED:
+            return True
+        if self._served == _UNCOUNTED:
+            self._end_s = time.monotonic() + self._turn_s
+            self._loop.call_soon(self._come_round)
+            return True
+        return time.monotonic() < self._end_s
+
+    def _come_round(self) -> None:
+        self._served = 0
+
+    def wait(self, one: ConnectionInLine) -> None:
+        """Put it in line; it reads nothing until it is its turn."""
+        self._line.append(one)
+        if self._pump is None:
+            self._pump = self._loop.call_soon(self._serve)
+
+    def _serve(self) -> None:
+        """One round of the line, or as much of it as there is time for."""
+        self._pump = None
+        line, end_s = self._line, time.monotonic() + self._turn_s
+        share = max(1, TURN_MESSAGES // len(line))
+        try:
+            for _ in range(len(line)):
+                line.popleft().turn(share)
+                if time.monotonic() >= end_s:
+                    break
+        finally:
+            if line and self._pump is None:
+                self._pump = self._loop.call_soon(self._serve)
