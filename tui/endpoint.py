@@ -31,19 +31,19 @@ class Remote(msgspec.Struct, frozen=True):
     path: str
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class BadEndpoint(msgspec.Struct, frozen=True):
     """Why a text is neither, and what to write."""
 
     why: str
 
 
-def read(text: str) -> Local | Remote | Flaw:
+def read(text: str) -> Local | Remote | BadEndpoint:
     """What an endpoint names. Nothing that ssh would take for an option gets through."""
     if text.startswith("ipc://") and len(text) > len("ipc://"):
         return Local(text)
     found = _SSH.fullmatch(text)
     if found is None:
-        return Flaw(
+        return BadEndpoint(
             f"{text!r} names no daemon; write ipc:///run/kvd/admin.sock (sockets.admin of the "
             f"daemon), or ssh://[user@]host[:port][/path] for its socket on another host "
             f"(without a path: {REMOTE_SOCKET})"

@@ -10,7 +10,7 @@ import pytest
 from kvd.wire.console import Holder
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.draw.spans import columns
-from tui.model.cells import FIGURES, Shown, age, compact, is_figure, show, size, text_of
+from tui.model.cells import FIGURES, CellText, age, compact, is_figure, show, size, text_of
 
 NOW_S = 1000.0
 KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version"})
@@ -49,7 +49,7 @@ KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version
     ],
 )
 def test_a_cell_is_shown_by_its_kind(cell, kind, text, style):
-    assert show(cell, kind, NOW_S, 40) == Shown(text, style)
+    assert show(cell, kind, NOW_S, 40) == CellText(text, style)
 
 
 def test_holders_are_told_by_name_and_age_and_the_gone_ones_stand_out():
@@ -58,8 +58,10 @@ def test_holders_are_told_by_name_and_age_and_the_gone_ones_stand_out():
         Holder("engine-2", NOW_S - 31, "lease:2", "gone"),
     )
 
-    assert show(holders, "holders", NOW_S, 60) == Shown("engine-1 2.1s, !engine-2 gone 31s", "bad")
-    assert show((), "holders", NOW_S, 60) == Shown("", "plain")
+    assert show(holders, "holders", NOW_S, 60) == CellText(
+        "engine-1 2.1s, !engine-2 gone 31s", "bad"
+    )
+    assert show((), "holders", NOW_S, 60) == CellText("", "plain")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tui.model.commands import (
     complete,
     parse,
 )
-from tui.model.filters import Flaw
+from tui.model.filters import SyntaxFlaw
 
 
 @pytest.mark.parametrize(
@@ -62,32 +62,35 @@ def test_a_line_is_a_command(text, command):
 @pytest.mark.parametrize(
     ("text", "flaw"),
     [
-        (":", Flaw("expected a command; ? lists them", 1)),
-        (":explode", Flaw("there is no command 'explode'; ? lists them", 1)),
-        (":pe", Flaw("'pe' may be peers, peer", 1)),
-        (":lease", Flaw("expected the number of a lease", 6)),
-        (":lease seven", Flaw("expected the number of a lease, not 'seven'", 7)),
+        (":", SyntaxFlaw("expected a command; ? lists them", 1)),
+        (":explode", SyntaxFlaw("there is no command 'explode'; ? lists them", 1)),
+        (":pe", SyntaxFlaw("'pe' may be peers, peer", 1)),
+        (":lease", SyntaxFlaw("expected the number of a lease", 6)),
+        (":lease seven", SyntaxFlaw("expected the number of a lease, not 'seven'", 7)),
         (
             ":page swa:x",
-            Flaw("expected a page: 17, or swa:17 for one of another component, not 'x'", 6),
+            SyntaxFlaw("expected a page: 17, or swa:17 for one of another component, not 'x'", 6),
         ),
         (
             ":node 99999999999999999999",
-            Flaw("expected the number of a node, not '99999999999999999999'", 6),
+            SyntaxFlaw("expected the number of a node, not '99999999999999999999'", 6),
         ),
-        (":evict 0", Flaw("expected at least 1 page", 7)),
-        (":evict -3", Flaw("expected how many pages, not '-3'", 7)),
-        (":abort 12", Flaw("expected room and its number: abort room 12", 7)),
-        (":abort room x", Flaw("expected the number of a room: abort room 12, not 'x'", 12)),
-        (":flush all", Flaw("expected nothing, or strict, not 'all'", 7)),
-        (":fence now", Flaw("expected nothing more, not 'now'", 7)),
-        (":set fps 400", Flaw("fps is from 0.2 to 20", 9)),
-        (":set fps ²", Flaw("expected frames per second: set fps 4", 9)),
-        (":set colour 4", Flaw("expected fps and a number: set fps 4", 5)),
-        (":export pdf x", Flaw("expected one of csv, json, text, svg, and a file", 8)),
-        (":export csv", Flaw("expected a file: export csv FILE", 11)),
-        (":sort a b", Flaw("expected one column, with a - for the largest first", 7)),
-        (":open lease", Flaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 6)),
+        (":evict 0", SyntaxFlaw("expected at least 1 page", 7)),
+        (":evict -3", SyntaxFlaw("expected how many pages, not '-3'", 7)),
+        (":abort 12", SyntaxFlaw("expected room and its number: abort room 12", 7)),
+        (":abort room x", SyntaxFlaw("expected the number of a room: abort room 12, not 'x'", 12)),
+        (":flush all", SyntaxFlaw("expected nothing, or strict, not 'all'", 7)),
+        (":fence now", SyntaxFlaw("expected nothing more, not 'now'", 7)),
+        (":set fps 400", SyntaxFlaw("fps is from 0.2 to 20", 9)),
+        (":set fps ²", SyntaxFlaw("expected frames per second: set fps 4", 9)),
+        (":set colour 4", SyntaxFlaw("expected fps and a number: set fps 4", 5)),
+        (":export pdf x", SyntaxFlaw("expected one of csv, json, text, svg, and a file", 8)),
+        (":export csv", SyntaxFlaw("expected a file: export csv FILE", 11)),
+        (":sort a b", SyntaxFlaw("expected one column, with a - for the largest first", 7)),
+        (
+            ":open lease",
+            SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 6),
+        ),
     ],
 )
 def test_a_flaw_says_what_is_expected_and_where(text, flaw):

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import pytest
 
-from tui.model.trail import MAX_CRUMBS, MAX_PLACES, Trail
+from tui.model.navigation import MAX_CRUMBS, MAX_PLACES, Navigation
 
 
 @pytest.fixture
-def trail():
+def navigation():
     """From the overview to a lease, and from there to its node."""
-    made = Trail("overview")
+    made = Navigation("overview")
     made.turn("pools")
     made.open("pools", "lease:7")
     made.open("radix", "node:9")
     return made
 
 
-def here(trail):
-    return trail.here.page, trail.here.ref
+def here(navigation):
+    return navigation.here.page, navigation.here.ref
 
 
-def test_crumbs_are_the_way_that_led_here(trail):
-    assert trail.crumbs() == ("pools", "lease:7", "node:9")
+def test_crumbs_are_the_way_that_led_here(navigation):
+    assert navigation.crumbs() == ("pools", "lease:7", "node:9")
 
 
-def test_up_closes_one_crumb_after_the_other_and_ends_on_the_page(trail):
+def test_up_closes_one_crumb_after_the_other_and_ends_on_the_page(navigation):
     seen = []
     for _ in range(4):
-        trail.up()
-        seen.append(here(trail))
+        navigation.up()
+        seen.append(here(navigation))
 
     assert seen == [("pools", "lease:7"), ("pools", ""), ("pools", ""), ("pools", "")]
 
 
-def test_last_goes_to_and_fro(trail):
-    trail.turn("events")
+def test_last_goes_to_and_fro(navigation):
+    navigation.turn("events")
 
-    trail.last()
-    assert here(trail) == ("radix", "node:9")
-    trail.last()
-    assert here(trail) == ("events", "")
+    navigation.last()
+    assert here(navigation) == ("radix", "node:9")
+    navigation.last()
+    assert here(navigation) == ("events", "")
 
 
-def test_back_and_forth_in_time_stops_at_both_ends(trail):
+def test_back_and_forth_in_time_stops_at_both_ends(navigation):
     seen = []
     for step in "[[[[]]]]":
-        trail.backward() if step == "[" else trail.forward()
-        seen.append(trail.here.label)
+        navigation.backward() if step == "[" else navigation.forward()
+        seen.append(navigation.here.label)
 
     assert seen == [
         *("lease:7", "pools", "overview", "overview"),
@@ -55,27 +55,27 @@ def test_back_and_forth_in_time_stops_at_both_ends(trail):
     ]
 
 
-def test_going_elsewhere_forgets_what_was_forward(trail):
-    trail.backward()
-    trail.turn("peers")
-    trail.forward()
+def test_going_elsewhere_forgets_what_was_forward(navigation):
+    navigation.backward()
+    navigation.turn("peers")
+    navigation.forward()
 
-    assert here(trail) == ("peers", "")
-    assert trail.backward().label == "lease:7"
+    assert here(navigation) == ("peers", "")
+    assert navigation.backward().label == "lease:7"
 
 
-def test_opening_what_is_open_goes_nowhere(trail):
-    before = trail.here
+def test_opening_what_is_open_goes_nowhere(navigation):
+    before = navigation.here
 
-    assert trail.open("radix", "node:9") is before
+    assert navigation.open("radix", "node:9") is before
 
 
 def test_a_long_way_is_bounded():
-    trail = Trail("overview")
+    navigation = Navigation("overview")
     for number in range(1000):
-        trail.open("radix", f"node:{number}")
+        navigation.open("radix", f"node:{number}")
     for _ in range(1000):
-        trail.backward()
+        navigation.backward()
 
-    assert trail.here.label == f"node:{1000 - MAX_PLACES}"
-    assert len(trail.crumbs()) == MAX_CRUMBS + 1
+    assert navigation.here.label == f"node:{1000 - MAX_PLACES}"
+    assert len(navigation.crumbs()) == MAX_CRUMBS + 1

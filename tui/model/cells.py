@@ -55,7 +55,7 @@ _STATES: Final[dict[str, Style]] = {
 }
 
 
-class Shown(NamedTuple):
+class CellText(NamedTuple):
     """What stands in a cell. Not padded; ``is_figure`` says at which end it belongs."""
 
     text: str
@@ -67,20 +67,20 @@ def is_figure(kind: str) -> bool:
     return kind in FIGURES
 
 
-def show(cell: Cell, kind: str, now_s: float, width: int) -> Shown:
+def show(cell: Cell, kind: str, now_s: float, width: int) -> CellText:
     """The cell in at most ``width`` columns, at ``now_s`` on the daemon's clock. Never raises."""
     if cell is None:
-        return Shown(cut(NOTHING, width), "dim")
+        return CellText(cut(NOTHING, width), "dim")
     if isinstance(cell, tuple):
         return _holders(cell, now_s, width)
     if isinstance(cell, str):
-        return Shown(cut(clean(cell), width), _style_of_text(cell, kind))
+        return CellText(cut(clean(cell), width), _style_of_text(cell, kind))
     if not math.isfinite(cell):
-        return Shown(cut(NO_NUMBER, width), "warn")
+        return CellText(cut(NO_NUMBER, width), "warn")
     text = figure(cell, kind, now_s)
     if columns(text) > width and kind in {"count", "pages", "depth"}:
         text = compact(cell)
-    return Shown(cut(text, width), _style_of_figure(cell, kind, now_s))
+    return CellText(cut(text, width), _style_of_figure(cell, kind, now_s))
 
 
 def text_of(cell: Cell, kind: str, now_s: float) -> str:
@@ -175,7 +175,7 @@ def _style_of_figure(value: float, kind: str, now_s: float) -> Style:
     return "bad" if left_s < 0 else "warn" if left_s < SOON_S else "plain"
 
 
-def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> Shown:
+def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     """As many as fit, then how many more there are: ``engine-1 2.1s, !engine-2 gone 31s, +3``."""
     told = [holder(one, now_s) for one in holders]
     style: Style = "bad" if any(one.state == "gone" for one in holders) else "plain"
@@ -183,10 +183,10 @@ def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> Shown:
         rest = [f"+{len(told) - count}"] if count < len(told) else []
         text = ", ".join((*told[:count], *rest))
         if columns(text) <= width:
-            return Shown(text, style)
+            return CellText(text, style)
     rest_text = f" +{len(told) - 1}" if len(told) > 1 else ""
     short = cut(told[0], width - len(rest_text)) if told else ""
-    return Shown(cut(short + rest_text, width), style)
+    return CellText(cut(short + rest_text, width), style)
 
 
 def holder(one: Holder, now_s: float) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from kvd.wire.bounds import INT64, MAX_REASON
 from tui.model.export import FORMATS
-from tui.model.filters import Flaw
+from tui.model.filters import SyntaxFlaw
 
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "inspect", "clients", "help")
 MOST_FPS = 20.0
@@ -89,30 +89,30 @@ class Context(msgspec.Struct, frozen=True):
 class Rule(msgspec.Struct, frozen=True):
     """One word of the grammar. ``needs``: ``write`` where it changes something on the node.
 
-    ``make`` gets the text after the word; a Flaw's ``at`` counts from there. ``choices`` are what
+    ``make`` gets the text after the word; a flaw counts from there. ``choices`` are what
     may follow.
     """
 
     word: str
     usage: str
     help: str
-    make: Callable[[str], Command | Flaw]
+    make: Callable[[str], Command | SyntaxFlaw]
     choices: Callable[[Context], Iterable[str]] | None = None
     needs: str = ""
 
 
-def parse(text: str) -> Command | Flaw:
+def parse(text: str) -> Command | SyntaxFlaw:
     """The command of a line, with or without its ``:``. A page's name alone shows the page."""
     start = len(text) - len(text.lstrip(": "))
     word, _, rest = text[start:].partition(" ")
     if not word:
-        return Flaw("expected a command; ? lists them", start)
+        return SyntaxFlaw("expected a command; ? lists them", start)
     rule = _rule(word)
-    if isinstance(rule, Flaw):
-        return Flaw(rule.what, start)
+    if isinstance(rule, SyntaxFlaw):
+        return SyntaxFlaw(rule.what, start)
     after = len(text) - len(rest.lstrip()) if rest.strip() else len(text.rstrip())
     made = rule.make(rest.strip())
-    return Flaw(made.what, after + made.at) if isinstance(made, Flaw) else made
+    return SyntaxFlaw(made.what, after + made.at) if isinstance(made, SyntaxFlaw) else made
 
 
 def complete(text: str, context: Context) -> list[str]:
@@ -122,129 +122,131 @@ def complete(text: str, context: Context) -> list[str]:
     if not blank:
         return [rule.word for rule in RULES if rule.word.startswith(word)]
     rule = _rule(word)
-    if isinstance(rule, Flaw) or rule.choices is None:
+    if isinstance(rule, SyntaxFlaw) or rule.choices is None:
         return []
     begun = rest.lstrip()
     found = [one for one in rule.choices(context) if one.startswith(begun) and one != begun]
     return [f"{rule.word} {one}" for one in dict.fromkeys(found)][:50]
 
 
-def _rule(word: str) -> Rule | Flaw:
+def _rule(word: str) -> Rule | SyntaxFlaw:
     exact = [rule for rule in RULES if rule.word == word]
     alike = exact or [rule for rule in RULES if rule.word.startswith(word)]
     if len(alike) == 1:
         return alike[0]
     if alike:
-        return Flaw(f"{word!r} may be {', '.join(rule.word for rule in alike)}", 0)
-    return Flaw(f"there is no command {word!r}; ? lists them", 0)
+        return SyntaxFlaw(f"{word!r} may be {', '.join(rule.word for rule in alike)}", 0)
+    return SyntaxFlaw(f"there is no command {word!r}; ? lists them", 0)
 
 
 # ---- what follows a word -------------------------------------------------------------------------
 
 
-def _nothing(command: Command) -> Callable[[str], Command | Flaw]:
-    return lambda rest: Flaw(f"expected nothing more, not {rest!r}", 0) if rest else command
+def _nothing(command: Command) -> Callable[[str], Command | SyntaxFlaw]:
+    return lambda rest: SyntaxFlaw(f"expected nothing more, not {rest!r}", 0) if rest else command
 
 
-def _whole(text: str, what: str) -> int | Flaw:
+def _whole(text: str, what: str) -> int | SyntaxFlaw:
     """A number from 0 on that the wire can carry."""
     if not text.isascii() or not text.isdigit() or int(text[:20]) > INT64:
         told = f", not {text!r}" if text else ""
-        return Flaw(f"expected {what}{told}", 0)
+        return SyntaxFlaw(f"expected {what}{told}", 0)
     return int(text)
 
 
-def _numbered(kind: str) -> Callable[[str], Command | Flaw]:
-    def make(rest: str) -> Command | Flaw:
+def _numbered(kind: str) -> Callable[[str], Command | SyntaxFlaw]:
+    def make(rest: str) -> Command | SyntaxFlaw:
         number = _whole(rest, f"the number of a {kind}")
-        return number if isinstance(number, Flaw) else Open(f"{kind}:{number}")
+        return number if isinstance(number, SyntaxFlaw) else Open(f"{kind}:{number}")
 
     return make
 
 
-def _page(rest: str) -> Command | Flaw:
+def _page(rest: str) -> Command | SyntaxFlaw:
     component, _, text = rest.rpartition(":")
     number = _whole(text, "a page: 17, or swa:17 for one of another component")
-    if isinstance(number, Flaw):
+    if isinstance(number, SyntaxFlaw):
         return number
     return Open(f"page:{component}:{number}" if component else f"page:{number}")
 
 
-def _peer(rest: str) -> Command | Flaw:
-    return Open(f"peer:{rest}") if rest else Flaw("expected the name of a peer", 0)
+def _peer(rest: str) -> Command | SyntaxFlaw:
+    return Open(f"peer:{rest}") if rest else SyntaxFlaw("expected the name of a peer", 0)
 
 
-def _ref(rest: str) -> Command | Flaw:
+def _ref(rest: str) -> Command | SyntaxFlaw:
     kind, colon, name = rest.partition(":")
     if not (kind and colon and name) or " " in kind:
-        return Flaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
+        return SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
     return Open(rest)
 
 
-def _filter(rest: str) -> Command | Flaw:
+def _filter(rest: str) -> Command | SyntaxFlaw:
     return FilterBy(rest)
 
 
-def _sort(rest: str) -> Command | Flaw:
+def _sort(rest: str) -> Command | SyntaxFlaw:
     if " " in rest:
-        return Flaw("expected one column, with a - for the largest first", rest.index(" "))
+        return SyntaxFlaw("expected one column, with a - for the largest first", rest.index(" "))
     return SortBy(rest)
 
 
-def _set(rest: str) -> Command | Flaw:
+def _set(rest: str) -> Command | SyntaxFlaw:
     name, _, value = rest.partition(" ")
     if name != "fps":
-        return Flaw("expected fps and a number: set fps 4", 0)
+        return SyntaxFlaw("expected fps and a number: set fps 4", 0)
     number = value.strip()
     if not number.replace(".", "", 1).isdigit() or not number.isascii():
-        return Flaw("expected frames per second: set fps 4", len(rest) - len(number))
+        return SyntaxFlaw("expected frames per second: set fps 4", len(rest) - len(number))
     if not LEAST_FPS <= float(number) <= MOST_FPS:
-        return Flaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
+        return SyntaxFlaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
     return SetFps(float(number))
 
 
-def _theme(rest: str) -> Command | Flaw:
+def _theme(rest: str) -> Command | SyntaxFlaw:
     return SetTheme(rest)
 
 
-def _export(rest: str) -> Command | Flaw:
+def _export(rest: str) -> Command | SyntaxFlaw:
     form, _, path = rest.partition(" ")
     if form not in (*FORMATS, "svg"):
-        return Flaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
+        return SyntaxFlaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
     if not path.strip():
-        return Flaw(f"expected a file: export {form} FILE", len(rest))
+        return SyntaxFlaw(f"expected a file: export {form} FILE", len(rest))
     return Export(form, path.strip())
 
 
-def _flush(rest: str) -> Command | Flaw:
+def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
-        return Flaw(f"expected nothing, or strict, not {rest!r}", 0)
+        return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
     return Ask(Flush(0, rest or "unlocked"))
 
 
-def _evict(rest: str) -> Command | Flaw:
+def _evict(rest: str) -> Command | SyntaxFlaw:
     pages = _whole(rest, "how many pages")
     if pages == 0:
-        return Flaw("expected at least 1 page", 0)
-    return pages if isinstance(pages, Flaw) else Ask(Evict(0, pages))
+        return SyntaxFlaw("expected at least 1 page", 0)
+    return pages if isinstance(pages, SyntaxFlaw) else Ask(Evict(0, pages))
 
 
-def _abort(rest: str) -> Command | Flaw:
+def _abort(rest: str) -> Command | SyntaxFlaw:
     word, _, more = rest.partition(" ")
     if word != "room":
-        return Flaw("expected room and its number: abort room 12", 0)
+        return SyntaxFlaw("expected room and its number: abort room 12", 0)
     text, _, reason = more.strip().partition(" ")
     room = _whole(text, "the number of a room: abort room 12")
-    if isinstance(room, Flaw):
-        return Flaw(room.what, len(rest) - len(more.strip()))
+    if isinstance(room, SyntaxFlaw):
+        return SyntaxFlaw(room.what, len(rest) - len(more.strip()))
     if len(reason) > MAX_REASON:
-        return Flaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
+        return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
     return Ask(AbortRoom(0, room, reason.strip() or REASON))
 
 
-def _record(rest: str) -> Command | Flaw:
+def _record(rest: str) -> Command | SyntaxFlaw:
     if rest != "save":
-        return Flaw("expected save: what the daemon's flight recorder has goes to a file there", 0)
+        return SyntaxFlaw(
+            "expected save: what the daemon's flight recorder has goes to a file there", 0
+        )
     return Ask(Record(0))
 
 

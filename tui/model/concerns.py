@@ -8,7 +8,7 @@ from kvd.text import clean
 
 if TYPE_CHECKING:
     from tui.draw.spans import Style
-    from tui.model.dress import Facts
+    from tui.model.columns import NamedRow
 
 LETTERS: dict[str, tuple[str, Style]] = {
     "high": ("!", "bad"),
@@ -18,7 +18,7 @@ LETTERS: dict[str, tuple[str, Style]] = {
 """How grave, for eyes without colours."""
 
 
-def severity(row: Facts) -> tuple[str, Style]:
+def severity(row: NamedRow) -> tuple[str, Style]:
     """How grave it is: a letter, a colour and the word."""
     word = row.text("severity")
     letter, style = LETTERS.get(word, ("?", "warn"))

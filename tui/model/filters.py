@@ -61,14 +61,14 @@ _TERM = re.compile(
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*([a-z]*)", re.IGNORECASE)
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class SyntaxFlaw(msgspec.Struct, frozen=True):
     """What is wrong with a text, and at which character, from 0."""
 
     what: str
     at: int
 
 
-def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | Flaw:
+def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | SyntaxFlaw:
     """The conditions of ``text`` on a table with ``columns``; none for an empty text."""
     filters: list[Filter] = []
     at = 0
@@ -78,40 +78,40 @@ def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | Flaw:
             break
         term = _TERM.match(text, at)
         if term is None:
-            return Flaw('a " without its end, or in the middle of a word', text.find('"', at))
+            return SyntaxFlaw('a " without its end, or in the middle of a word', text.find('"', at))
         condition = _condition(term, columns)
-        if isinstance(condition, Flaw):
+        if isinstance(condition, SyntaxFlaw):
             return condition
         filters.append(condition)
         at = term.end()
     if len(filters) > MAX_FILTERS:
-        return Flaw(f"{len(filters)} conditions, at most {MAX_FILTERS} are asked for", 0)
+        return SyntaxFlaw(f"{len(filters)} conditions, at most {MAX_FILTERS} are asked for", 0)
     return tuple(filters)
 
 
-def _condition(term: re.Match[str], columns: Sequence[Column]) -> Filter | Flaw:
+def _condition(term: re.Match[str], columns: Sequence[Column]) -> Filter | SyntaxFlaw:
     name, operator = term["name"], term["operator"]
     value = term["quoted"] if term["quoted"] is not None else term["plain"].strip("*")
     if len(value) > MAX_CHARS:
         what = f"a text of {len(value)} characters, at most {MAX_CHARS} are looked for"
-        return Flaw(what, term.start())
+        return SyntaxFlaw(what, term.start())
     if not name:
         return _anywhere(term, value)
     column = _column(name, columns)
     if column is None and name in REFS and operator == ":" and value:
         return _anywhere(term, f"{name}:{value}")
     if column is None:
-        return Flaw(_no_column(name, columns), term.start("name"))
+        return SyntaxFlaw(_no_column(name, columns), term.start("name"))
     if not value:
-        return Flaw(f"expected a value after {name}{operator}", term.end())
+        return SyntaxFlaw(f"expected a value after {name}{operator}", term.end())
     judge = _equal if operator in OPERATORS else _compared
     return judge(term, column, value)
 
 
-def _anywhere(term: re.Match[str], value: str) -> Filter | Flaw:
+def _anywhere(term: re.Match[str], value: str) -> Filter | SyntaxFlaw:
     """A condition on any text of the row."""
     if not value:
-        return Flaw("expected a word", term.end())
+        return SyntaxFlaw("expected a word", term.end())
     return Filter("", "has-not" if term["no"] else "has", value)
 
 
@@ -132,7 +132,7 @@ def _no_column(name: str, columns: Sequence[Column]) -> str:
     return f"there is no column {name!r}: {' '.join(one.name for one in columns)}"
 
 
-def _equal(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
+def _equal(term: re.Match[str], column: Column, value: str) -> Filter | SyntaxFlaw:
     """``:``, ``=`` and ``!=``. A number is compared as a number, by ``=`` and ``!=``."""
     test = OPERATORS[term["operator"]]
     if term["no"]:
@@ -141,20 +141,22 @@ def _equal(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
         return Filter(column.name, test, value)
     number = quantity(value, column.kind)
     if number is None:
-        return Flaw(f"{column.name} is a number: {_example(column, '=')}", term.start("plain"))
+        return SyntaxFlaw(
+            f"{column.name} is a number: {_example(column, '=')}", term.start("plain")
+        )
     return Filter(column.name, test, number)
 
 
-def _compared(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
+def _compared(term: re.Match[str], column: Column, value: str) -> Filter | SyntaxFlaw:
     """``>`` and the like, turned round by a ``!``."""
     if column.kind in TEXT_KINDS:
-        return Flaw(
+        return SyntaxFlaw(
             f"{column.name} is text: {column.name}:{value} or {column.name}={value}",
             term.start("operator"),
         )
     number = quantity(value, column.kind)
     if number is None:
-        return Flaw(
+        return SyntaxFlaw(
             f"expected a number: {_example(column, term['operator'])}",
             term.start("plain") if term["quoted"] is None else term.start("quoted"),
         )
@@ -172,7 +174,7 @@ def _compared(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
 def quantity(text: str, kind: str) -> float | None:
     """A number with the units of a kind: 5s 2m 1h, 10MiB 4k (bytes), 4k (others), 80%; or None.
 
-    Moments and seconds come out in s, bytes in B, ``ms`` in ms, shares from 0 to 1.
+    SnapshotHistory and seconds come out in s, bytes in B, ``ms`` in ms, shares from 0 to 1.
     """
     if kind == "share" and text.endswith("%"):
         percent = quantity(text[:-1], "count")

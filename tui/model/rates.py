@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.wire.console import Vitals
-    from tui.model.sheets import Sheet
+    from tui.model.tables import TableData
 
 STEP_S = 0.25
 MAX_SAMPLES = 2400
@@ -47,7 +47,7 @@ class Sample(msgspec.Struct, frozen=True):
     figures: tuple[float, ...]
 
 
-class Rates:
+class NodeRates:
     """The last ten minutes of a daemon's head, for charts."""
 
     def __init__(self) -> None:
@@ -172,14 +172,14 @@ class RowRates:
         self._keep_s = keep_s
         self._seen: dict[str, deque[Point]] = {}
 
-    def take(self, sheet: Sheet) -> None:
+    def take(self, data: TableData) -> None:
         """Remember the column of every row; rows that have left the window are forgotten."""
-        at = sheet.index(self._column)
+        at = data.index(self._column)
         seen: dict[str, deque[Point]] = {}
-        for key, row in sheet.rows.items() if at >= 0 else ():
+        for key, row in data.rows.items() if at >= 0 else ():
             cell = row.cells[at]
             if isinstance(cell, int | float):
-                seen[key] = self._grown(key, sheet.at_s, cell)
+                seen[key] = self._grown(key, data.at_s, cell)
         self._seen = seen
 
     def rate(self, key: str, end_s: float | None = None) -> float | None:
@@ -197,7 +197,7 @@ class RowRates:
     ) -> list[float]:
         """The last ``count`` steps, each as growth per second, the latest last.
 
-        Fewer where less is known. Steps begin at multiples of ``step_s``, as those of ``Rates``.
+        Fewer where less is known. Steps begin at multiples of ``step_s``, as of ``NodeRates``.
         """
         points = self._until(key, end_s)
         edges = _edges(points, count, step_s)

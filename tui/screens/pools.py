@@ -8,15 +8,15 @@ from typing_extensions import override
 
 from tui.screens.page import Page
 from tui.widgets.card import WITH_PAGES, Card
-from tui.widgets.pagemap import PageMapPanel
-from tui.widgets.poollines import ASKS, PoolLines
+from tui.widgets.page_map import PageMapPanel
+from tui.widgets.pools import POOLS_QUERY, PoolTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from kvd.wire.console import Column, Row
-    from tui.model.moments import Moment
-    from tui.model.sheets import Slot
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import Slot
 
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
@@ -36,13 +36,13 @@ class PoolsPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        yield PoolLines()
+        yield PoolTable()
         yield PageMapPanel()
 
     @property
-    def lines(self) -> PoolLines:
+    def lines(self) -> PoolTable:
         """The components."""
-        return self.query_one(PoolLines)
+        return self.query_one(PoolTable)
 
     @property
     def map(self) -> PageMapPanel:
@@ -51,14 +51,14 @@ class PoolsPage(Page):
 
     @override
     def queries(self) -> tuple[Slot, ...]:
-        return (ASKS, *self.map.asks())
+        return (POOLS_QUERY, *self.map.asks())
 
     @override
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         lines, shown = self.lines, self.map
-        lines.show(moment)
+        lines.show(snapshot)
         shown.first_component = next(iter(lines.names), "")
-        shown.show(moment)
+        shown.show(snapshot)
 
     @override
     def chosen(self) -> str:
@@ -66,10 +66,10 @@ class PoolsPage(Page):
 
     @override
     def row(self, ref: str) -> tuple[Row | None, tuple[Column, ...]]:
-        sheet = self.lines.sheet
-        if sheet is None or ref not in sheet.rows:
+        data = self.lines.data
+        if data is None or ref not in data.rows:
             return None, ()
-        return sheet.rows[ref], sheet.columns
+        return data.rows[ref], data.columns
 
     @override
     def seek(self, ref: str) -> bool:
@@ -156,7 +156,7 @@ class PoolsPage(Page):
         self.lines.redraw()
         self.map.redraw()
 
-    def on_pool_lines_chosen(self, message: PoolLines.Chosen) -> None:
+    def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
         """A component was clicked."""
         self._turn(message.component)
         self._repaint()

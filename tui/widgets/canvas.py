@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.segment import Segment
 from rich.style import Style
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from textual.app import App
 
+    from tui.app import KvdTui
     from tui.draw.spans import Line
 
 
@@ -108,3 +109,17 @@ def _regions(rows: Sequence[int], width: int) -> list[Region]:
         else:
             made.append(Region(0, row, width, 1))
     return made
+
+
+def console(widget: Widget) -> KvdTui:
+    """The app: pages and their widgets live in no other."""
+    return cast("KvdTui", widget.app)
+
+
+def why_missing(widget: Widget) -> str:
+    """Why what is asked for is not here: a recording has only what was looked at in it."""
+    from tui.app import KvdTui  # noqa: PLC0415 - the console imports its widgets
+
+    if isinstance(widget.app, KvdTui) and widget.app.replay is not None:
+        return "not in this recording so far; it has what was looked at"
+    return "asked for; not here yet"

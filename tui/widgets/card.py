@@ -12,10 +12,10 @@ from kvd.text import clean, duration
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, Row
 from tui.draw import spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.widgets.canvas import Canvas
-from tui.widgets.popup import broken
+from tui.widgets.dialogs import wrap_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ def question(ref: str) -> Why | None:
     return Why(0, kind, int(number), component=component)
 
 
-class Told(msgspec.Struct, frozen=True):
+class CardContent(msgspec.Struct, frozen=True):
     """What is known of what is open; ``heard_s`` on our clock, when the answer came."""
 
     ref: str
@@ -55,14 +55,14 @@ class Told(msgspec.Struct, frozen=True):
     now_s: float = 0.0
 
 
-def card_lines(told: Told, width: int) -> list[Line]:
+def card_lines(told: CardContent, width: int) -> list[Line]:
     """The whole card: its answer, then what its row says."""
     made: list[Line] = [
         spans.spread(
-            (Span("─ ", "border"), said(told.ref, "head")),
-            (Span("Esc", "key"), Span(" ─", "border")),
+            (Styled("─ ", "border"), cleaned(told.ref, "head")),
+            (Styled("Esc", "key"), Styled(" ─", "border")),
             width,
-            Span("─", "border"),
+            Styled("─", "border"),
         )
     ]
     match told.answer:
@@ -96,10 +96,10 @@ def _because(because: Because, width: int) -> list[Line]:
 
 
 def _heading(text: str, width: int) -> list[Line]:
-    return [(), spans.spread((Span(text, "dim"),), (), width, None)]
+    return [(), spans.spread((Styled(text, "dim"),), (), width, None)]
 
 
-def _facts(told: Told, width: int) -> list[Line]:
+def _facts(told: CardContent, width: int) -> list[Line]:
     """Each cell of the row by its column's name."""
     assert told.row is not None
     names = [column.name for column in told.columns]
@@ -109,28 +109,28 @@ def _facts(told: Told, width: int) -> list[Line]:
         if column.kind == "depth" or cell is None or cell == "":
             continue
         text, style = cells.show(cell, column.kind, told.now_s, 400)
-        name = Span(spans.left(clean(column.name), pad) + "  ", "dim")
-        first, *rest = broken(text, max(8, width - pad - 2)) or [""]
-        made.append((name, Span(first, style)))
-        made += [(Span(" " * (pad + 2)), Span(more, style)) for more in rest]
+        name = Styled(spans.left(clean(column.name), pad) + "  ", "dim")
+        first, *rest = wrap_words(text, max(8, width - pad - 2)) or [""]
+        made.append((name, Styled(first, style)))
+        made += [(Styled(" " * (pad + 2)), Styled(more, style)) for more in rest]
     return made
 
 
 def _hanging(first: str, text: str, width: int) -> list[Line]:
     """``first`` in a column of its own, the text beside it."""
     pad = 9
-    parts = broken(clean(text), max(8, width - pad)) or [""]
+    parts = wrap_words(clean(text), max(8, width - pad)) or [""]
     return [
-        (Span(spans.right(first, pad - 1) + " ", "dim"), Span(parts[0])),
-        *((Span(" " * pad), Span(part)) for part in parts[1:]),
+        (Styled(spans.right(first, pad - 1) + " ", "dim"), Styled(parts[0])),
+        *((Styled(" " * pad), Styled(part)) for part in parts[1:]),
     ]
 
 
 def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
-    return [(Span(part, style),) for part in broken(clean(text), width)]
+    return [(Styled(part, style),) for part in wrap_words(clean(text), width)]
 
 
-def links_of(told: Told) -> tuple[str, ...]:
+def links_of(told: CardContent) -> tuple[str, ...]:
     """What there is to go to: what the answer names, then what the row does, then its pages."""
     found = list(told.answer.links) if isinstance(told.answer, Because) else []
     if told.row is not None:
@@ -160,7 +160,7 @@ class Card(Canvas):
 
     def __init__(self) -> None:
         super().__init__(id="card")
-        self.told: Told | None = None
+        self.told: CardContent | None = None
         self._top = 0
 
     @property
@@ -177,7 +177,7 @@ class Card(Canvas):
         """Show this from now on."""
         if ref != self.ref:
             self._top = 0
-            self.say(Told(ref))
+            self.say(CardContent(ref))
         self.display = True
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Card(Canvas):
         self.told = None
         self.display = False
 
-    def say(self, told: Told) -> None:
+    def say(self, told: CardContent) -> None:
         """Show what is known now."""
         self.told = told
         self.redraw()

@@ -16,10 +16,10 @@ from kvd.wire.console import Cell, Column, Row
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tui.model.sheets import Sheet
+    from tui.model.tables import TableData
 
 
-class Facts:
+class NamedRow:
     """One row by the names of its columns; None where there is no such column.
 
     ``at_s``: as of when, on the daemon's clock.
@@ -53,13 +53,13 @@ def places(columns: Sequence[Column]) -> dict[str, int]:
     return {column.name: at for at, column in enumerate(columns)}
 
 
-def facts_of(sheet: Sheet, key: str) -> Facts | None:
+def named_row_of(data: TableData, key: str) -> NamedRow | None:
     """The row of this key."""
-    row = sheet.rows.get(key)
-    return Facts(row, places(sheet.columns), sheet.at_s) if row is not None else None
+    row = data.rows.get(key)
+    return NamedRow(row, places(data.columns), data.at_s) if row is not None else None
 
 
-class Wardrobe:
+class ComputedColumns:
     """Adds ``columns``, whose cells ``make`` gives, and puts those of ``first`` before the others.
 
     Rows that did not change stay the same objects, so that nothing is made of them twice.
@@ -68,7 +68,7 @@ class Wardrobe:
     def __init__(
         self,
         columns: Sequence[Column],
-        make: Callable[[Facts], tuple[Cell, ...]],
+        make: Callable[[NamedRow], tuple[Cell, ...]],
         first: Sequence[str] = (),
     ) -> None:
         self._columns = tuple(columns)
@@ -80,16 +80,16 @@ class Wardrobe:
         self._dressed: tuple[Column, ...] = ()
         self._known: dict[str, tuple[Row, tuple[Cell, ...], Row]] = {}
 
-    def dress(self, sheet: Sheet) -> Sheet:
+    def extend(self, data: TableData) -> TableData:
         """The sheet with the new columns; as it is where the daemon has no such table."""
-        if not sheet.columns:
-            return sheet
-        if sheet.columns != self._for:
-            self._plan(sheet.columns)
-        known = {key: self._row(row, sheet.at_s) for key, row in sheet.rows.items()}
+        if not data.columns:
+            return data
+        if data.columns != self._for:
+            self._plan(data.columns)
+        known = {key: self._row(row, data.at_s) for key, row in data.rows.items()}
         self._known = known
         rows = {key: made for key, (_, _, made) in known.items()}
-        return msgspec.structs.replace(sheet, columns=self._dressed, rows=rows)
+        return msgspec.structs.replace(data, columns=self._dressed, rows=rows)
 
     def _plan(self, columns: tuple[Column, ...]) -> None:
         self._for, self._at, self._known = columns, places(columns), {}
@@ -102,7 +102,7 @@ class Wardrobe:
         self._dressed = tuple(both[at] for at in self._order)
 
     def _row(self, row: Row, at_s: float) -> tuple[Row, tuple[Cell, ...], Row]:
-        made = self._make(Facts(row, self._at, at_s))
+        made = self._make(NamedRow(row, self._at, at_s))
         known = self._known.get(row.key)
         if known is not None and known[0] is row and known[1] == made:
             return known

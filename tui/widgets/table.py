@@ -6,29 +6,144 @@ changes, and only such lines are painted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from textual.message import Message
+from typing_extensions import override
 
 from kvd.text import clean, counted
 from kvd.wire.console import MAX_ROWS, Filter, Query
 from tui.draw import spans
-from tui.draw.spans import Line, Span
+from tui.draw.spans import Line, Styled
+from tui.draw.spans import columns as width_of
 from tui.model import cells
-from tui.widgets import fitting
-from tui.widgets.canvas import Canvas
-from tui.widgets.reach import missing
+from tui.model.columns import NamedRow, places
+from tui.model.tables import slot_of
+from tui.widgets.canvas import Canvas, console, why_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from textual import events
 
     from kvd.wire.console import Column, Row
     from tui.draw.spans import Style
-    from tui.model.moments import Moment
-    from tui.model.sheets import Sheet
+    from tui.model.columns import ComputedColumns
+    from tui.model.rates import RowRates
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import TableData
+
+
+GAP = 2
+"""Blanks between two columns."""
+
+MOVING = frozenset({"since", "until", "holders"})
+"""Kinds whose text changes as time goes by."""
+
+CAPS = {"text": 28, "state": 14, "ref": 20, "holders": 44}
+"""How wide a column is at most before all have what they need; others are as wide as they are."""
+
+TIGHT = 12
+"""The same for all of these where as many columns as possible are wanted."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """``at`` are the columns shown, by their place in the sheet; ``hidden``: how many are not."""
+
+    at: tuple[int, ...]
+    widths: tuple[int, ...]
+    hidden: int
+
+    def column_under(self, x: int) -> int | None:
+        """The column at this place of a line; None for none."""
+        edge = 0
+        for at, width in zip(self.at, self.widths, strict=True):
+            if edge <= x < edge + width + GAP:
+                return at
+            edge += width + GAP
+        return None
+
+
+class ColumnRules(msgspec.Struct, frozen=True):
+    """What a page says of a table's columns: ``first`` stay longest, ``never`` are not shown.
+
+    ``narrow`` may be cut so that others have room. ``is_tight``: that is so of all of them.
+    """
+
+    first: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    is_tight: bool = False
+
+
+def natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column would like to be: its widest text, and its name."""
+    widths = [width_of(column.name) for column in columns]
+    for row in rows:
+        for at, text in enumerate(row):
+            if len(text) > widths[at]:
+                widths[at] = width_of(text)
+    return widths
+
+
+def fit(
+    columns: Sequence[Column], wishes: Sequence[int], width: int, rules: ColumnRules, shift: int = 0
+) -> Fit:
+    """The columns that go into ``width``, in the sheet's order.
+
+    Those of ``rules.first`` are taken before others; the rest in the sheet's order. ``shift``
+    leaves out so many after the first one, to look at those further right.
+    """
+    names = [column.name for column in columns]
+    usable = [
+        at
+        for at, column in enumerate(columns)
+        if column.kind != "depth" and column.name not in rules.never
+    ]
+    if shift and usable:
+        usable = [usable[0], *usable[1 + min(shift, len(usable) - 2) :]]
+    ranked = sorted(
+        usable,
+        key=lambda at: rules.first.index(names[at]) if names[at] in rules.first else len(names),
+    )
+    least = {at: _least(columns[at], wishes[at], rules) for at in usable}
+    taken: list[int] = []
+    room = width + GAP
+    for at in ranked:
+        need = least[at] + GAP
+        if need <= room:
+            taken.append(at)
+            room -= need
+        elif not taken:
+            least[at] = max(1, width)
+            taken.append(at)
+            room = 0
+    shown = tuple(sorted(taken))
+    kinds = [column.kind for column in columns]
+    caps = [min(wish, CAPS.get(kind, wish)) for kind, wish in zip(kinds, wishes, strict=True)]
+    room = _widen(shown, least, caps, room)
+    _widen(shown, least, wishes, room)
+    return Fit(shown, tuple(least[at] for at in shown), len(usable) - len(taken))
+
+
+def _least(column: Column, wish: int, rules: ColumnRules) -> int:
+    """What a column must have to be shown at all."""
+    cap = CAPS.get(column.kind, wish)
+    is_tight = column.name in rules.narrow or (rules.is_tight and column.kind in CAPS)
+    return max(1, min(wish, cap, TIGHT if is_tight else cap))
+
+
+def _widen(taken: Sequence[int], widths: dict[int, int], wishes: Sequence[int], room: int) -> int:
+    """Room that is left goes to those that have less than they wish, from the left; the rest."""
+    for at in taken:
+        more = min(room, wishes[at] - widths[at])
+        if more > 0:
+            widths[at] += more
+            room -= more
+    return room
+
 
 HEAD_LINES = 2
 """The caption and the names of the columns."""
@@ -38,6 +153,7 @@ WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
 Shown = tuple[str, "Style"]
+Painter = Callable[["NamedRow"], Shown]
 
 
 class _Cells(NamedTuple):
@@ -47,7 +163,7 @@ class _Cells(NamedTuple):
     texts: list[Shown]
 
 
-class LineTable(Canvas):
+class WindowedTable(Canvas):
     """A window of one view of the daemon.
 
     ``asks`` is what to ask for, ``show`` paints the answer. ``rules`` say which columns matter
@@ -57,7 +173,7 @@ class LineTable(Canvas):
     class Moved(Message):
         """The cursor is on another row, or what to ask for has changed."""
 
-        def __init__(self, table: LineTable) -> None:
+        def __init__(self, table: WindowedTable) -> None:
             super().__init__()
             self.table = table
 
@@ -70,7 +186,7 @@ class LineTable(Canvas):
         *,
         title: str = "",
         sort: str = "",
-        rules: fitting.Rules | None = None,
+        rules: ColumnRules | None = None,
         opened: tuple[int, ...] = (),
     ) -> None:
         super().__init__(id=f"table-{view}")
@@ -84,8 +200,8 @@ class LineTable(Canvas):
         self.is_wide = False
         self.is_active = False
         """Whether keys move in this one; of a page with several tables only one is."""
-        self.rules = rules if rules is not None else fitting.Rules()
-        self._sheet: Sheet | None = None
+        self.rules = rules if rules is not None else ColumnRules()
+        self._sheet: TableData | None = None
         self._now_s = 0.0
         self._first = 0
         """The row at the top."""
@@ -95,7 +211,7 @@ class LineTable(Canvas):
         """Whether the cursor goes with its row: once it was moved there."""
         self._shift = 0
         self._known: dict[str, _Cells] = {}
-        self._fit = fitting.Fit((), (), 0)
+        self._fit = Fit((), (), 0)
         self._fit_for: tuple[object, ...] = ()
         self._wishes: list[int] = []
 
@@ -119,7 +235,7 @@ class LineTable(Canvas):
         )
 
     @property
-    def sheet(self) -> Sheet | None:
+    def data(self) -> TableData | None:
         """What was shown last."""
         return self._sheet
 
@@ -138,12 +254,12 @@ class LineTable(Canvas):
 
     # ---- showing ----------------------------------------------------------------------------
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        self._now_s = moment.now_s
-        sheet = moment.sheet(self.asks())
-        if sheet is not None and sheet is not self._sheet:
-            self._sheet = sheet
+        self._now_s = snapshot.now_s
+        data = snapshot.data(self.asks())
+        if data is not None and data is not self._sheet:
+            self._sheet = data
             self._place()
         self.redraw()
 
@@ -155,16 +271,16 @@ class LineTable(Canvas):
 
     def _place(self) -> None:
         """Put the cursor where its row is now, and keep it and the window within the rows."""
-        sheet = self._sheet
-        assert sheet is not None
-        if self._is_following and self._key in sheet.rows:
-            was, self._cursor = self._cursor, sheet.slot.first + sheet.order.index(self._key)
+        data = self._sheet
+        assert data is not None
+        if self._is_following and self._key in data.rows:
+            was, self._cursor = self._cursor, data.slot.first + data.order.index(self._key)
             if self._cursor != was and not 0 <= self._cursor - self._first < self.page_rows:
                 self._first = self._cursor - min(self.page_rows - 1, max(0, was - self._first))
-        self._cursor = max(0, min(self._cursor, sheet.total - 1))
+        self._cursor = max(0, min(self._cursor, data.total - 1))
         self._scroll()
         self._key = self._key_at(self._cursor)
-        self._known = {key: one for key, one in self._known.items() if key in sheet.rows}
+        self._known = {key: one for key, one in self._known.items() if key in data.rows}
 
     def _scroll(self) -> None:
         """Move the window so that the cursor is in it, and no further than the last row."""
@@ -174,26 +290,26 @@ class LineTable(Canvas):
         self._first = max(0, min(self._first, total - rows))
 
     def _key_at(self, index: int) -> str:
-        sheet = self._sheet
-        place = index - sheet.slot.first if sheet is not None else -1
-        return sheet.order[place] if sheet is not None and 0 <= place < len(sheet.order) else ""
+        data = self._sheet
+        place = index - data.slot.first if data is not None else -1
+        return data.order[place] if data is not None and 0 <= place < len(data.order) else ""
 
     def _make(self) -> list[Line]:
-        sheet, width = self._sheet, self.size.width
-        if sheet is None:
-            return [self._caption(missing(self), width)]
+        data, width = self._sheet, self.size.width
+        if data is None:
+            return [self._caption(why_missing(self), width)]
         shown = [
             (index, self._key_at(index))
-            for index in range(self._first, min(self._first + self.page_rows, sheet.total))
+            for index in range(self._first, min(self._first + self.page_rows, data.total))
         ]
-        texts = {key: self._texts(sheet.rows[key]) for _, key in shown if key}
+        texts = {key: self._texts(data.rows[key]) for _, key in shown if key}
         self._lay_out(list(texts.values()), width)
-        lines = [self._caption(self._place_words(sheet), width), self._names(sheet)]
+        lines = [self._caption(self._place_words(data), width), self._names(data)]
         for index, key in shown:
             lines.append(self._line(index, key, texts.get(key)))
-        if not sheet.total:
-            why = sheet.trouble or ("nothing passes the filter" if self.filters else "none")
-            lines.append((Span("  "), spans.said(why, "bad" if sheet.trouble else "dim")))
+        if not data.total:
+            why = data.trouble or ("nothing passes the filter" if self.filters else "none")
+            lines.append((Styled("  "), spans.cleaned(why, "bad" if data.trouble else "dim")))
         return lines
 
     def _texts(self, row: Row) -> list[Shown]:
@@ -204,7 +320,7 @@ class LineTable(Canvas):
             self._known[row.key] = _Cells(row, texts)
             return texts
         for at, column in enumerate(self.columns):
-            if column.kind in fitting.MOVING:
+            if column.kind in MOVING:
                 known.texts[at] = self._cell(row, at)
         return known.texts
 
@@ -232,7 +348,7 @@ class LineTable(Canvas):
     def _lay_out(self, texts: Sequence[Sequence[Shown]], width: int) -> None:
         """Fit the columns anew when something is wider than it was, or the room is another."""
         rows = [[text for text, _ in row] for row in texts]
-        wishes = fitting.natural(self.columns, rows)
+        wishes = natural(self.columns, rows)
         slot = self._sheet.slot if self._sheet is not None else None
         key = (slot, width, self.columns, self.is_wide, self._shift, self.rules)
         if key == self._fit_for:
@@ -245,42 +361,42 @@ class LineTable(Canvas):
             for wish, column in zip(wishes, self.columns, strict=True)
         ]
         rules = msgspec.structs.replace(self.rules, is_tight=self.is_wide)
-        self._fit = fitting.fit(self.columns, marked, width - GUTTER, rules, self._shift)
+        self._fit = fit(self.columns, marked, width - GUTTER, rules, self._shift)
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _place_words(self, sheet: Sheet) -> str:
+    def _place_words(self, data: TableData) -> str:
         """Which rows these are, of how many, and in what order."""
-        last = min(self._first + self.page_rows, sheet.total)
-        words = [f"{min(self._first + 1, last)}-{last} of {sheet.total}"]
-        if sheet.of != sheet.total:
-            words[0] += f" (of {sheet.of})"
+        last = min(self._first + self.page_rows, data.total)
+        words = [f"{min(self._first + 1, last)}-{last} of {data.total}"]
+        if data.of != data.total:
+            words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
         if self.tagged:
             words.append(f"{len(self.tagged)} tagged")
         if self._fit.hidden:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        if sheet.note:
-            words.append(sheet.note)
+        if data.note:
+            words.append(data.note)
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: tuple[Span, ...] = (Span("─ ", "border"), spans.said(self.title, "head"))
+        title: tuple[Styled, ...] = (Styled("─ ", "border"), spans.cleaned(self.title, "head"))
         if self.filters:
-            title = (*title, Span(" /", "key"), spans.said(self.filter_text, "key"))
-        tail = (spans.said(words, "dim"), Span(" ─", "border"))
-        return spans.spread(title, tail, width, Span("─", "border"))
+            title = (*title, Styled(" /", "key"), spans.cleaned(self.filter_text, "key"))
+        tail = (spans.cleaned(words, "dim"), Styled(" ─", "border"))
+        return spans.spread(title, tail, width, Styled("─", "border"))
 
-    def _names(self, sheet: Sheet) -> Line:
-        made = [Span(" " * GUTTER)]
+    def _names(self, data: TableData) -> Line:
+        made = [Styled(" " * GUTTER)]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
-            column = sheet.columns[at]
+            column = data.columns[at]
             mark = {f"-{column.name}": " ↓", column.name: " ↑"}.get(self.sort, "")
             name = clean(column.name) + mark
             pad = spans.right if column.kind in cells.FIGURES else spans.left
-            made.append(Span(pad(name, width), "key" if mark else "head"))
-            made.append(Span(" " * fitting.GAP))
+            made.append(Styled(pad(name, width), "key" if mark else "head"))
+            made.append(Styled(" " * GAP))
         return spans.merged(made[:-1])
 
     def _line(self, index: int, key: str, texts: Sequence[Shown] | None) -> Line:
@@ -289,17 +405,17 @@ class LineTable(Canvas):
             "*" if key in self.tagged else " "
         )
         if texts is None:
-            return (Span(mark, "key"), Span("…", "dim"))
+            return (Styled(mark, "key"), Styled("…", "dim"))
         columns, gap = self.columns, ""
-        made = [Span(mark, "key")]
+        made = [Styled(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
             pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
             if style == "plain":
-                made.append(Span(gap + pad(text, width)))
+                made.append(Styled(gap + pad(text, width)))
             else:
-                made += [Span(gap), Span(pad(text, width), style)]
-            gap = " " * fitting.GAP
+                made += [Styled(gap), Styled(pad(text, width), style)]
+            gap = " " * GAP
         if not is_chosen:
             return spans.merged(made)
         return tuple(one._replace(under="cursor") for one in spans.fit(made, self.size.width))
@@ -337,10 +453,10 @@ class LineTable(Canvas):
 
     def seek(self, key: str) -> bool:
         """Put the cursor on this row, if it is here."""
-        sheet = self._sheet
-        if sheet is None or key not in sheet.rows:
+        data = self._sheet
+        if data is None or key not in data.rows:
             return False
-        self._go(sheet.slot.first + sheet.order.index(key))
+        self._go(data.slot.first + data.order.index(key))
         return True
 
     def tag(self) -> None:
@@ -413,3 +529,88 @@ class LineTable(Canvas):
         """Three rows up."""
         event.stop()
         self.move(-3)
+
+
+class DressedTable(WindowedTable):
+    """``painters`` make text of cells by the name of their column; others look as their kind does.
+
+    ``wardrobe`` adds columns, by which the daemon cannot sort: ``stands_for`` says by which of its
+    own it shall do so instead. ``rates`` hear every new sheet, also while the screen stands still.
+    """
+
+    def __init__(
+        self,
+        view: str,
+        computed: ComputedColumns,
+        painters: Mapping[str, Painter],
+        *,
+        title: str = "",
+        sort: str = "",
+        rules: ColumnRules | None = None,
+        stands_for: Mapping[str, str] | None = None,
+        rates: Sequence[RowRates] = (),
+    ) -> None:
+        super().__init__(view, title=title, sort=sort, rules=rules)
+        self._wardrobe = computed
+        self._painters = painters
+        self._stands_for = stands_for if stands_for is not None else {}
+        self._rates = tuple(rates)
+        self._taken: TableData | None = None
+        self._source: TableData | None = None
+        self._dressed: TableData | None = None
+        self._at: Mapping[str, int] = {}
+        self._at_for: tuple[Column, ...] = ()
+
+    @override
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        self._take()
+        slot = slot_of(self.asks())
+        data = snapshot.data(self.asks())
+        if data is None:
+            super().show(snapshot)
+            return
+        if data is not self._source or self._dressed is None:
+            self._source, self._dressed = data, self._wardrobe.extend(data)
+        super().show(msgspec.structs.replace(snapshot, tables={slot: self._dressed}))
+
+    def _take(self) -> None:
+        newest = console(self).mirror.history.newest.data(self.asks())
+        if newest is not None and newest is not self._taken:
+            self._taken = newest
+            for rates in self._rates:
+                rates.take(newest)
+
+    @property
+    def source(self) -> TableData | None:
+        """What is shown, as the daemon sent it."""
+        return self._source
+
+    def named_row(self) -> NamedRow | None:
+        """The row under the cursor, by the names of its columns."""
+        row = self.row()
+        return NamedRow(row, places(self.columns), self._now_s) if row is not None else None
+
+    @override
+    def sort_next(self) -> None:
+        names = ["", *(column.name for column in self._source.columns)] if self._source else [""]
+        now = self.sort.removeprefix("-")
+        at = names.index(now) if now in names else 0
+        self.sort_by(names[(at + 1) % len(names)])
+
+    @override
+    def sort_by(self, name: str) -> None:
+        super().sort_by(self._stands_for.get(name, name))
+
+    @override
+    def _cell(self, row: Row, at: int) -> tuple[str, Style]:
+        paint = self._painters.get(self.columns[at].name)
+        if paint is None:
+            return super()._cell(row, at)
+        if self._at_for is not self.columns:
+            self._at_for, self._at = self.columns, places(self.columns)
+        return paint(NamedRow(row, self._at, self._now_s))
+
+    def on_resize(self) -> None:
+        """Cells may be made for the room that there is."""
+        self._known.clear()
+        self.redraw()
