@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from kvd import filters
 from kvd.errors import Code, Refusal
+from kvd.filters import SyntaxFlaw
 from kvd.text import clean, counted
 from kvd.wire.admin import (
     AbortRoom,
@@ -22,8 +24,7 @@ from kvd.wire.admin import (
     Rehearse,
     Report,
 )
-from tui.model import commands, export, filters
-from tui.model.filters import SyntaxFlaw
+from tui.model import commands, export
 from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
 from tui.widgets.dialogs import ConfirmDialog, HelpDialog, MenuDialog, OutcomeDialog
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from kvd.filters import SyntaxFlaw
 from tui import endpoint as places
 from tui.keys import PAGES
 from tui.model.commands import parse
-from tui.model.filters import SyntaxFlaw
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from tui.model.commands import (
     RULES,
@@ -20,7 +21,6 @@ from tui.model.commands import (
     complete,
     parse,
 )
-from tui.model.filters import SyntaxFlaw
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from kvd import filters
 from kvd.wire.admin import Mark, OtherEnd
 from kvd.wire.console import EventQuery, Filter
 from kvd.wire.events import Event, Evicted, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
 from tests.tui.feed import vitals
-from tui.model import event_log, event_words, filters
+from tui.model import event_log, event_words
 from tui.model.event_log import CHUNK_ITEMS, MAX_ITEMS, EventGap, Log, LogEntries, only
 from tui.model.mirror import Notice
 

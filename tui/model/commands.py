@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from kvd.wire.bounds import INT64, MAX_REASON
 from tui.model.export import FORMATS
-from tui.model.filters import SyntaxFlaw
 
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "inspect", "clients", "help")
 MOST_FPS = 20.0

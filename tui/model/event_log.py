@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.filters import row_passes
 from kvd.text import clean
 from kvd.wire.events import Event
 from tui.draw.spans import Style
 from tui.model import event_words
 from tui.model.event_words import refs_of
-from tui.model.tables import holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -257,7 +257,7 @@ class LogEntries:
         if not self.filters:
             return True
         row = event_words.row_of(event)
-        return all(holds(one, row, event_words.COLUMNS, now_s) for one in self.filters)
+        return all(row_passes(one, row, event_words.COLUMNS, now_s) for one in self.filters)
 
 
 def _when(entry: Entry) -> float:

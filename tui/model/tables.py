@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.filters import rank, row_passes
 from kvd.wire.console import Column, MapQuery, PageMap, Query, Row, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.wire.console import Cell, Filter
+    from kvd.wire.console import Cell
 
 
 Slot = Query | MapQuery
@@ -161,10 +162,6 @@ def whole(data: TableData) -> Table:
     )
 
 
-WORDS = frozenset({"text", "state", "ref", "holders"})
-"""Kinds that a filter without a column looks at."""
-
-
 def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
     """The answer to ``slot`` as far as one of ``sheets`` has its rows; at least one sheet.
 
@@ -173,7 +170,11 @@ def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
     """
     wanted = set(slot.filters)
     best = max(tables, key=lambda one: (set(one.slot.filters) <= wanted, len(one.order)))
-    rows = [row for row in best.listed() if _passes(row, slot.filters, best.columns, now_s)]
+    rows = [
+        row
+        for row in best.listed()
+        if all(row_passes(one, row, best.columns, now_s) for one in slot.filters)
+    ]
     if slot.sort and slot.sort != best.slot.sort:
         rows = _sorted(rows, slot.sort, best)
     shift = best.slot.first if _same_window(best.slot, slot) else 0
@@ -215,8 +216,13 @@ def _sorted(rows: list[Row], sort: str, data: TableData) -> list[Row]:
     at = data.index(sort.removeprefix("-"))
     if at < 0:
         return rows
-    falls = sort.startswith("-")
-    return sorted(rows, key=lambda row: rank(row.cells[at], 0 if falls else 1), reverse=falls)
+    known = [row for row in rows if row.cells[at] is not None]
+    # A column of the daemon has texts or figures; one of whoever is not, may have both.
+    known.sort(
+        key=lambda row: (isinstance(row.cells[at], str), rank(row.cells[at])),
+        reverse=sort.startswith("-"),
+    )
+    return [*known, *(row for row in rows if row.cells[at] is None)]
 
 
 def regrid(page_map: PageMap, slot: MapQuery) -> PageMap:
@@ -247,89 +253,3 @@ def _touched(page_map: PageMap, first_page: int, pages: int) -> range:
     first = first_page - page_map.first_page
     each = page_map.pages_each
     return range(max(0, first // each), max(0, -(-(first + pages) // each)))
-
-
-def rank(cell: Cell, nowhere: int) -> tuple[int, str, float]:
-    """A cell as something that compares; ``nowhere`` puts those without a value first or last."""
-    match cell:
-        case None:
-            return (nowhere, "", 0.0)
-        case str():
-            return (1 - nowhere, cell.casefold(), 0.0)
-        case tuple():
-            return (1 - nowhere, "", float(len(cell)))
-        case _:
-            return (1 - nowhere, "", float(cell))
-
-
-def _passes(row: Row, filters: Sequence[Filter], columns: Sequence[Column], now_s: float) -> bool:
-    return all(holds(one, row, columns, now_s) for one in filters)
-
-
-def holds(condition: Filter, row: Row, columns: Sequence[Column], now_s: float) -> bool:
-    """Whether one condition is true of ``row`` at ``now_s`` on the daemon's clock."""
-    pairs = list(zip(columns, row.cells, strict=True))
-    if not condition.column:
-        words = [cell for column, cell in pairs if column.kind in WORDS]
-        found = any(cell and _has(cell, condition.value) for cell in words)
-        return found != condition.test.endswith("-not")
-    for column, cell in pairs:
-        if column.name == condition.column:
-            return _test(condition, cell, column.kind, now_s)
-    return False
-
-
-def _test(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
-    value = condition.value
-    match condition.test:
-        case "has":
-            return _has(cell, value)
-        case "has-not":
-            return not _has(cell, value)
-        case "is":
-            return _is(cell, value)
-        case "is-not":
-            return not _is(cell, value)
-        case "over" | "under" as side if isinstance(value, int | float):
-            figure = figure_of(cell, kind, now_s)
-            return figure is not None and (figure > value if side == "over" else figure < value)
-        case _:
-            return False
-
-
-def figure_of(cell: Cell, kind: str, now_s: float) -> float | None:
-    """A number; of a moment how long ago it was, or how long it is from now; of holders how many.
-
-    None of text, and where there is nothing.
-    """
-    match cell:
-        case None | str():
-            return None
-        case tuple():
-            return float(len(cell))
-        case _ if kind == "since":
-            return now_s - cell
-        case _ if kind == "until":
-            return cell - now_s
-        case _:
-            return float(cell)
-
-
-def _has(cell: Cell, value: str | float) -> bool:
-    wanted = str(value).casefold()
-    match cell:
-        case None:
-            return False
-        case tuple():
-            return any(
-                wanted in one.who.casefold() or wanted in one.ref or wanted in one.state
-                for one in cell
-            )
-        case _:
-            return wanted in str(cell).casefold()
-
-
-def _is(cell: Cell, value: str | float) -> bool:
-    if isinstance(cell, str) or isinstance(value, str):
-        return str(cell if cell is not None else "").casefold() == str(value).casefold()
-    return len(cell) == value if isinstance(cell, tuple) else cell == value

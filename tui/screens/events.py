@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.message import Message
 from typing_extensions import override
 
+from kvd import filters
+from kvd.filters import SyntaxFlaw
 from kvd.text import counted
 from kvd.wire.admin import AskOtherEnd, OtherEnds
 from kvd.wire.console import MAX_EVENTS, EventQuery
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.model import cells, event_log, event_words, filters
+from tui.model import cells, event_log, event_words
 from tui.model.event_log import EventGap, LogEntries
-from tui.model.filters import SyntaxFlaw
 from tui.screens.page import STEPS, Page
 from tui.widgets.canvas import Canvas, console
 from tui.widgets.card import WITH_EVENTS

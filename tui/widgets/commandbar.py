@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
-    from tui.model.filters import SyntaxFlaw
+    from kvd.filters import SyntaxFlaw
 
 MAX_HISTORY = 50
 

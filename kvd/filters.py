@@ -1,4 +1,6 @@
-"""What an operator types to see less: words with conditions on columns, all of which must hold.
+"""The filter language of tables: what an operator types to see less, and what that means of a row.
+
+Words with conditions on columns, all of which must hold:
 
     state:held      the column has this in it, in any case; * at either end is the same
     room=12         the column is this;  != is not
@@ -10,6 +12,10 @@
 ``age`` is the first column that tells since when, ``left`` the first that tells until when; a
 column may be named by its beginning. ``>=`` is ``over`` the next smaller number: the wire has
 ``over`` and ``under`` only.
+
+``parse`` makes conditions of a text. ``cell_passes`` and ``row_passes`` say whether they hold: the
+daemon asks that of the objects of a table, a console of the rows that it has. Both by the same
+words, so that a page that is filtered here until the daemon answers does not change when it does.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from kvd.wire.console import MAX_FILTERS, Filter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.wire.console import Column
+    from kvd.wire.console import Cell, Column, Row
 
 MAX_CHARS = 256
 """Of one value: what the wire takes."""
@@ -34,6 +40,8 @@ REFS = frozenset({"lease", "node", "client", "peer", "receive", "send", "pool", 
 """``lease:7`` without a column ``lease`` is what it looks like: text of a row."""
 
 TEXT_KINDS = frozenset({"text", "state", "ref"})
+WORD_KINDS = TEXT_KINDS | {"holders"}
+"""A condition without a column looks at columns of these."""
 MOMENTS = {"age": "since", "left": "until"}
 OPPOSITE = {"has": "has-not", "has-not": "has", "is": "is-not", "is-not": "is"}
 OPERATORS = {":": "has", "=": "is", "!=": "is-not"}
@@ -194,3 +202,98 @@ def _example(column: Column, operator: str) -> str:
     value = {"bytes": "10MiB", "share": "80%", "ms": "5ms", "tokens": "4k"}.get(column.kind)
     value = value or ("5s" if column.kind in UNITS else "10")
     return f"{column.name}{operator}{value}"
+
+
+# ---- what a condition means ----------------------------------------------------------------------
+
+
+def row_passes(condition: Filter, row: Row, columns: Sequence[Column], now_s: float) -> bool:
+    """Whether one condition is true of a row at ``now_s`` on the daemon's clock.
+
+    False where there is no such column: the daemon refuses to look for one.
+    """
+    if not condition.column:
+        wanted = str(condition.value).casefold()
+        texts = [
+            text
+            for column, cell in zip(columns, row.cells, strict=True)
+            if cell and column.kind in WORD_KINDS
+            for text in texts_of(cell)
+        ]
+        return any(wanted in text for text in texts) != condition.test.endswith("-not")
+    for column, cell in zip(columns, row.cells, strict=True):
+        if column.name == condition.column:
+            return cell_passes(condition, cell, column.kind, now_s)
+    return False
+
+
+def cell_passes(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
+    """Whether a condition is true of one cell of its column, which is of this kind."""
+    value = condition.value
+    match condition.test:
+        case "has":
+            return _has(cell, value)
+        case "has-not":
+            return not _has(cell, value)
+        case "is":
+            return _is(cell, value)
+        case "is-not":
+            return not _is(cell, value)
+        case "over" | "under" as side if isinstance(value, int | float):
+            figure = _figure(cell, kind, now_s)
+            return figure is not None and (figure > value if side == "over" else figure < value)
+        case _:
+            return False
+
+
+def texts_of(cell: Cell) -> list[str]:
+    """What can be looked for in a cell, in lower case."""
+    match cell:
+        case None:
+            return []
+        case tuple():
+            return [text for one in cell for text in (one.who.casefold(), one.ref, one.state)]
+        case _:
+            return [str(cell).casefold()]
+
+
+def rank(cell: Cell) -> str | float | None:
+    """A cell as something that compares with the others of its column; None is to come last."""
+    match cell:
+        case None:
+            return None
+        case str():
+            return cell.casefold()
+        case tuple():
+            return float(len(cell))
+        case _:
+            return cell
+
+
+def _figure(cell: Cell, kind: str, now_s: float) -> float | None:
+    """A number; of a moment how long ago it was, or how long it is from now; of holders how many.
+
+    None of text, and where there is nothing.
+    """
+    match cell:
+        case None | str():
+            return None
+        case tuple():
+            return float(len(cell))
+        case _ if kind == "since":
+            return now_s - cell
+        case _ if kind == "until":
+            return cell - now_s
+        case _:
+            return float(cell)
+
+
+def _has(cell: Cell, value: str | float) -> bool:
+    wanted = str(value).casefold()
+    return any(wanted in text for text in texts_of(cell))
+
+
+def _is(cell: Cell, value: str | float) -> bool:
+    if isinstance(cell, str) or isinstance(value, str):
+        return str(cell if cell is not None else "").casefold() == str(value).casefold()
+    return len(cell) == value if isinstance(cell, tuple) else cell == value

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.filters import SyntaxFlaw, parse, row_passes
 from kvd.wire.console import Column, Filter, Row
-from tui.model.filters import SyntaxFlaw, parse
-from tui.model.tables import holds
 
 COLUMNS = (
     Column("state", "state"),
@@ -82,7 +81,7 @@ def test_both_ends_are_where_they_were_asked_for(text, passing):
     [condition] = parse(text, COLUMNS)
     columns = (COLUMNS[2],)
 
-    found = [n for n in (9, 10, 11) if holds(condition, Row("x", (n,)), columns, 0.0)]
+    found = [n for n in (9, 10, 11) if row_passes(condition, Row("x", (n,)), columns, 0.0)]
 
     assert found == passing
 
