@@ -1,11 +1,15 @@
-"""What the console itself does for an action of the table of keys; others are the page's."""
+"""What keys and commands do: both name an action, and the console has a function for each.
+
+What changes something on the node is rehearsed first: the daemon says what it would do, and it is
+done only when the operator agrees to that. Actions that are not here are those of the page.
+"""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from kvd import filters
 from kvd.errors import Code, Refusal
@@ -32,34 +36,64 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
+    from kvd.wire.admin import AdminReply
     from tui.app import KvdTui
+    from tui.model.commands import NodeRequest
     from tui.widgets.table import WindowedTable
 
-    Action: TypeAlias = Callable[[KvdTui, str], Awaitable[None]]
-    from kvd.wire.admin import AdminReply
+    Action: TypeAlias = Callable[[KvdTui, str], Awaitable[None] | None]
+
+T = TypeVar("T")
+
+NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
+NOT_IN_REPLAY = "nothing can be changed from here: what is shown comes from a file"
 
 
-# ---- going somewhere -----------------------------------------------------------------------------
+async def run(app: KvdTui, action: str) -> bool:
+    """Do an action with what follows its first word; whether it is one of the console's own."""
+    verb, _, rest = action.partition(" ")
+    act = ACTIONS.get(verb) or OF_COMMANDS.get(verb)
+    if act is None:
+        return False
+    waits = act(app, rest)
+    if waits is not None:
+        await waits
+    return True
 
 
-async def _page(app: KvdTui, name: str) -> None:
-    await app.go(app.navigation.turn(name))
+async def obey(app: KvdTui, text: str) -> None:
+    """Do what was typed after ``:``."""
+    command = commands.parse(text)
+    match command:
+        case SyntaxFlaw(what=what):
+            app.say(what, is_bad=True)
+        case str():
+            await run(app, command)
+        case _:
+            app.order(partial(carry_out, app, command))
 
 
-async def _last(app: KvdTui, _: str) -> None:
-    await app.go(app.navigation.last())
+def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
+    """What is wrong with a text of the bar; None for nothing."""
+    found = commands.parse(text) if mode == ":" else f"filter-by {text}"
+    if isinstance(found, str) and found.startswith("filter-by "):
+        wanted = filters.parse(found.removeprefix("filter-by "), app.page.filter_columns())
+        return wanted if isinstance(wanted, SyntaxFlaw) else None
+    return found if isinstance(found, SyntaxFlaw) else None
 
 
-async def _backward(app: KvdTui, _: str) -> None:
-    await app.go(app.navigation.backward())
+def choices(app: KvdTui) -> commands.Choices:
+    """What there is to choose from now."""
+    table = app.page.table()
+    keys = table.data.order if table is not None and table.data is not None else ()
+    return commands.Choices(
+        columns=tuple(column.name for column in app.page.filter_columns()),
+        themes=tuple(app.available_themes),
+        refs=(*app.card.links, *keys),
+    )
 
 
-async def _forward(app: KvdTui, _: str) -> None:
-    await app.go(app.navigation.forward())
-
-
-async def _open(app: KvdTui, _: str) -> None:
-    await app.open(app.page.chosen() or app.card.ref)
+# ---- going somewhere, and the same in another way ------------------------------------------------
 
 
 async def _back(app: KvdTui, _: str) -> None:
@@ -70,30 +104,11 @@ async def _back(app: KvdTui, _: str) -> None:
         filter_by(app, "")
 
 
-async def _related(app: KvdTui, _: str) -> None:
-    app.order(partial(related, app))
-
-
-async def _events_of(app: KvdTui, _: str) -> None:
-    app.order(partial(events_of, app))
-
-
-async def _help(app: KvdTui, _: str) -> None:
+def _help(app: KvdTui, _: str) -> None:
     app.push_screen(HelpDialog(app.page.NAME, app.has()))
 
 
-async def _palette(app: KvdTui, _: str) -> None:
-    app.action_command_palette()
-
-
-async def _quit(app: KvdTui, _: str) -> None:
-    app.exit()
-
-
-# ---- the same in another way ---------------------------------------------------------------------
-
-
-async def _freeze(app: KvdTui, _: str) -> None:
+def _freeze(app: KvdTui, _: str) -> None:
     history = app.mirror.history
     if history.is_frozen:
         history.live()
@@ -101,15 +116,7 @@ async def _freeze(app: KvdTui, _: str) -> None:
         history.freeze()
 
 
-async def _live(app: KvdTui, _: str) -> None:
-    app.mirror.history.live()
-
-
-async def _step(app: KvdTui, count: str) -> None:
-    app.mirror.history.step(int(count))
-
-
-async def _play(app: KvdTui, _: str) -> None:
+def _play(app: KvdTui, _: str) -> None:
     replay = app.replay
     if replay is not None and (replay.is_held or replay.at_end):
         replay.play()
@@ -117,212 +124,47 @@ async def _play(app: KvdTui, _: str) -> None:
         replay.hold()
 
 
-async def _wind(app: KvdTui, seconds: str) -> None:
-    replay = app.replay
-    if replay is not None:
+def _wind(app: KvdTui, seconds: str) -> None:
+    if app.replay is not None:
         app.mirror.history.live()
-        replay.seek(max(0.0, min(replay.length_s, replay.position_s + float(seconds))))
+        app.replay.seek(app.replay.position_s + float(seconds))
 
 
-async def _speed(app: KvdTui, factor: str) -> None:
+def _speed(app: KvdTui, factor: str) -> None:
     if app.replay is not None:
         app.replay.pace(app.replay.speed * float(factor))
 
 
-async def _command(app: KvdTui, _: str) -> None:
-    app.ask(":", "")
-
-
-async def _filter(app: KvdTui, _: str) -> None:
-    app.ask("/", app.page.filter_text)
-
-
-async def _faults(app: KvdTui, _: str) -> None:
+def _faults(app: KvdTui, _: str) -> None:
     wanted = app.page.faults()
     filter_by(app, "" if app.page.filter_text == wanted else wanted)
 
 
-async def _card(app: KvdTui, lines: str) -> None:
-    app.card.scroll_by(int(lines))
-
-
-async def _copy(app: KvdTui, _: str) -> None:
+def _copy(app: KvdTui, _: str) -> None:
     ref = app.card.ref or app.page.chosen()
     app.copy_to_clipboard(ref)
     app.say(f"copied {ref}")
 
 
-async def _export(app: KvdTui, _: str) -> None:
-    offer_export(app)
-
-
-async def _theme(app: KvdTui, name: str) -> None:
-    app.set_theme(name)
-
-
-async def _maximise(app: KvdTui, _: str) -> None:
+def _maximise(app: KvdTui, _: str) -> None:
     is_alone = app.page.maximise()
     app.card.display = bool(app.card.ref) and not is_alone
 
 
-def _of_table(act: Callable[[WindowedTable], None]) -> Action:
+def _wide(app: KvdTui, table: WindowedTable) -> None:
+    table.set_wide(is_wide=not table.is_wide)
+    app.place_card()
+
+
+def _of_table(act: Callable[[KvdTui, WindowedTable], None]) -> Action:
     """An action on the table that keys are about."""
 
-    async def run(app: KvdTui, _: str) -> None:
+    def on_its_table(app: KvdTui, _: str) -> None:
         table = app.page.table()
         if table is not None:
-            act(table)
+            act(app, table)
 
-    return run
-
-
-async def _wide(app: KvdTui, _: str) -> None:
-    table = app.page.table()
-    if table is not None:
-        table.set_wide(is_wide=not table.is_wide)
-        app.place_card()
-
-
-# ---- what is done on the node --------------------------------------------------------------------
-
-
-async def _order(app: KvdTui, verb: str) -> None:
-    start(app, verb)
-
-
-async def _audit(app: KvdTui, _: str) -> None:
-    app.order(partial(carry_out, app, Audit(0)))
-
-
-ACTIONS: dict[str, Action] = {
-    "page": _page,
-    "last": _last,
-    "backward": _backward,
-    "forward": _forward,
-    "open": _open,
-    "back": _back,
-    "related": _related,
-    "events-of": _events_of,
-    "help": _help,
-    "palette": _palette,
-    "quit": _quit,
-    "freeze": _freeze,
-    "live": _live,
-    "step": _step,
-    "play": _play,
-    "wind": _wind,
-    "speed": _speed,
-    "command": _command,
-    "filter": _filter,
-    "faults": _faults,
-    "card": _card,
-    "copy": _copy,
-    "export": _export,
-    "theme": _theme,
-    "maximise": _maximise,
-    "sort": _of_table(lambda table: table.sort_next()),
-    "reverse": _of_table(lambda table: table.reverse()),
-    "tag": _of_table(lambda table: table.tag()),
-    "wide": _wide,
-    "order": _order,
-    "audit": _audit,
-}
-"""By the first word of ``Key.action``; the function gets what follows it."""
-
-
-Shown = commands.FilterBy | commands.SortBy | commands.SetFps | commands.SetTheme | commands.Export
-Verb = Flush | Evict | AbortRoom | Fence
-
-NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
-NOT_IN_REPLAY = "nothing can be changed from here: what is shown comes from a file"
-
-
-def name_of(verb: Verb | Audit | Record) -> str:
-    """A verb as an operator types it."""
-    match verb:
-        case Flush(mode=mode):
-            return "flush" if mode == "unlocked" else f"flush {mode}"
-        case Evict(pages=pages):
-            return f"evict {pages}"
-        case AbortRoom(room=room, reason=reason):
-            return f"abort room {room} {reason}".rstrip()
-        case Fence():
-            return "fence"
-        case Audit():
-            return "audit"
-        case Record():
-            return "record save"
-        case _:
-            assert_never(verb)
-
-
-def told(reply: AdminReply | Refusal) -> Report | Recorded | Because | Refusal:
-    """An answer as something to show; one of another kind is a refusal to guess."""
-    match reply:
-        case AdminFailed(refusal=refusal):
-            return refusal
-        case Report() | Recorded() | Because() | Refusal():
-            return reply
-        case _:
-            kind = type(reply).__name__
-            return Refusal(Code.INTERNAL, f"the daemon answered with {kind}: versions differ")
-
-
-def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
-    """What is wrong with a text of the bar; None for nothing."""
-    if mode == "/":
-        found: object = filters.parse(text, app.page.filter_columns())
-    else:
-        found = commands.parse(text)
-        if isinstance(found, commands.FilterBy):
-            return judge(app, "/", found.text)
-    return found if isinstance(found, SyntaxFlaw) else None
-
-
-def context(app: KvdTui) -> commands.Context:
-    """What there is to choose from now."""
-    table = app.page.table()
-    data = table.data if table is not None else None
-    keys = data.order if data is not None else ()
-    names = tuple(column.name for column in app.page.filter_columns())
-    return commands.Context(names, tuple(app.available_themes), (*app.card.links, *keys))
-
-
-async def obey(app: KvdTui, text: str) -> None:
-    """Do what was typed after ``:``."""
-    command = commands.parse(text)
-    match command:
-        case SyntaxFlaw(what=what):
-            app.say(what, is_bad=True)
-        case commands.Show(page="help"):
-            app.push_screen(HelpDialog(app.page.NAME, app.has()))
-        case commands.Show(page=page):
-            await app.go(app.navigation.turn(page))
-        case commands.Open(ref=ref):
-            await app.open(ref)
-        case commands.Ask(request=request):
-            app.order(partial(carry_out, app, request))
-        case commands.Quit():
-            app.exit()
-        case _:
-            _show(app, command)
-
-
-def _show(app: KvdTui, command: Shown) -> None:
-    """Show the same in another way."""
-    match command:
-        case commands.FilterBy(text=wanted):
-            filter_by(app, wanted)
-        case commands.SortBy(column=column):
-            sort_by(app, column)
-        case commands.SetFps(fps=fps):
-            app.set_fps(fps)
-        case commands.SetTheme(name=name):
-            app.set_theme(name)
-        case commands.Export(form=form, path=path):
-            app.say(*write(app, form, path))
-        case _:
-            assert_never(command)
+    return on_its_table
 
 
 def filter_by(app: KvdTui, text: str) -> None:
@@ -350,25 +192,50 @@ def sort_by(app: KvdTui, column: str) -> None:
     table.set_sort(column)
 
 
-# ---- verbs -----------------------------------------------------------------------------------
+# ---- what is done on the node --------------------------------------------------------------------
 
 
-async def carry_out(app: KvdTui, request: Verb | Audit | Record) -> None:
+def name_of(request: NodeRequest) -> str:
+    """A verb as an operator types it."""
+    match request:
+        case Flush(mode=mode):
+            return "flush" if mode == "unlocked" else f"flush {mode}"
+        case Evict(pages=pages):
+            return f"evict {pages}"
+        case AbortRoom(room=room, reason=reason):
+            return f"abort room {room} {reason}".rstrip()
+        case Fence():
+            return "fence"
+        case Audit():
+            return "audit"
+        case Record():
+            return "record save"
+        case _:
+            assert_never(request)
+
+
+def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
+    """An answer of one of the kinds that are expected; any other is a refusal to guess."""
+    if isinstance(reply, AdminFailed):
+        return reply.refusal
+    if isinstance(reply, kinds):
+        return reply
+    kind = type(reply).__name__
+    return Refusal(Code.INTERNAL, f"the daemon answered with {kind}: versions differ")
+
+
+async def carry_out(app: KvdTui, request: NodeRequest) -> None:
     """Have the daemon do it; what changes the node only after it was rehearsed and agreed to."""
     name = name_of(request)
     if not isinstance(request, Audit | Record):
         if "write" not in app.has():
             app.say(NOT_HERE if app.replay is None else NOT_IN_REPLAY, is_bad=True)
             return
-        would = told(await app.link.ask(Rehearse(0, request)))
-        if isinstance(would, Because | Recorded):
-            would = Refusal(Code.INTERNAL, "the daemon does not answer what this would do")
+        would = answered(await app.link.ask(Rehearse(0, request)), Report)
         if not await app.push_screen_wait(ConfirmDialog(name, would)):
             app.say(f"{name}: not done")
             return
-    done = told(await app.link.ask(request))
-    if isinstance(done, Because):
-        done = Refusal(Code.INTERNAL, "the daemon answered something else")
+    done: Report | Recorded | Refusal = answered(await app.link.ask(request), Report, Recorded)
     app.push_screen(OutcomeDialog(name, done))
 
 
@@ -405,7 +272,7 @@ def propose(app: KvdTui, action: str) -> None:
         app.say(clean(action) or "nothing is proposed")
 
 
-# ---- going on --------------------------------------------------------------------------------
+# ---- going on from what is open ------------------------------------------------------------------
 
 
 async def related(app: KvdTui) -> None:
@@ -431,12 +298,17 @@ async def _known(app: KvdTui) -> CardContent:
     """What there is to know of what is open, or under the cursor."""
     ref = app.card.ref or app.page.chosen()
     asked = question(ref)
-    answer = told(await app.link.ask(asked)) if asked is not None else None
+    answer = answered(await app.link.ask(asked), Because) if asked is not None else None
     row, columns = app.page.row(ref)
-    return CardContent(ref, answer if isinstance(answer, Because) else None, row, columns)
+    return CardContent(
+        ref=ref,
+        answer=answer if isinstance(answer, Because) else None,
+        row=row,
+        columns=columns,
+    )
 
 
-# ---- files -----------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def offer_export(app: KvdTui) -> None:
@@ -479,3 +351,49 @@ def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
     except OSError as exc:
         return f"not written: {exc.strerror or exc}: {to}", True
     return f"{what} written to {os.fspath(path)}: {len(text.encode())} bytes", False
+
+
+# ---- by their names ------------------------------------------------------------------------------
+
+ACTIONS: dict[str, Action] = {
+    "page": lambda app, name: app.go(app.navigation.turn(name)),
+    "last": lambda app, _: app.go(app.navigation.last()),
+    "backward": lambda app, _: app.go(app.navigation.backward()),
+    "forward": lambda app, _: app.go(app.navigation.forward()),
+    "open": lambda app, ref: app.open(ref or app.page.chosen() or app.card.ref),
+    "back": _back,
+    "related": lambda app, _: app.order(partial(related, app)),
+    "events-of": lambda app, _: app.order(partial(events_of, app)),
+    "help": _help,
+    "palette": lambda app, _: app.action_command_palette(),
+    "quit": lambda app, _: app.exit(),
+    "freeze": _freeze,
+    "live": lambda app, _: app.mirror.history.live(),
+    "step": lambda app, count: app.mirror.history.step(int(count)),
+    "play": _play,
+    "wind": _wind,
+    "speed": _speed,
+    "command": lambda app, _: app.ask(":", ""),
+    "filter": lambda app, _: app.ask("/", app.page.filter_text),
+    "faults": _faults,
+    "card": lambda app, lines: app.card.scroll_by(int(lines)),
+    "copy": _copy,
+    "export": lambda app, _: offer_export(app),
+    "theme": lambda app, name: app.set_theme(name),
+    "maximise": _maximise,
+    "sort": _of_table(lambda _, table: table.sort_next()),
+    "reverse": _of_table(lambda _, table: table.reverse()),
+    "tag": _of_table(lambda _, table: table.tag()),
+    "wide": _of_table(_wide),
+    "order": start,
+    "audit": lambda app, _: app.order(partial(carry_out, app, Audit(0))),
+}
+"""By the first word of what a key does; the function gets what follows it."""
+
+OF_COMMANDS: dict[str, Action] = {
+    "filter-by": filter_by,
+    "sort-by": sort_by,
+    "fps": lambda app, fps: app.set_fps(float(fps)),
+    "export-to": lambda app, form_and_path: app.say(*write(app, *form_and_path.split(" ", 1))),
+}
+"""What only a command does, as it says more than a key can."""

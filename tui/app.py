@@ -26,7 +26,6 @@ from typing_extensions import override
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import Because
 from tui import actions, keys
-from tui.actions import ACTIONS
 from tui.model.mirror import Subscription
 from tui.model.navigation import Location, Navigation
 from tui.replay import ReplayLink
@@ -154,16 +153,16 @@ class KvdTui(App[None]):
     ) -> None:
         # The terminal's own colours, as then none is sent at all; else Textual sends greys.
         super().__init__(Keyboard, ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.mirror = mirror
+        self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
-        self.navigation = Navigation(self.options.page)
+        self.navigation: Navigation = Navigation(self.options.page)
         first = self.options.page
         self._head, self._tabs, self._foot = heads.Head(), heads.Tabs(), heads.Foot()
-        self.card = Card()
+        self.card: Card = Card()
         """What is open."""
         self.bar = CommandBar(lambda mode, text: actions.judge(self, mode, text))
-        self.page = ALL[first]()
+        self.page: Page = ALL[first]()
         """The visible page."""
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
@@ -336,10 +335,7 @@ class KvdTui(App[None]):
     async def do(self, action: str) -> None:
         """Do an action of the table of keys: the console's own, else the page's."""
         page, chosen, self._sought = self.page, self.page.chosen(), ""
-        verb, _, rest = action.partition(" ")
-        if verb in ACTIONS:
-            await ACTIONS[verb](self, rest)
-        else:
+        if not await actions.run(self, action):
             await page.act(action)
         if page is self.page and self.card.ref and page.chosen() not in {"", chosen}:
             self.card.open(page.chosen())
@@ -353,7 +349,7 @@ class KvdTui(App[None]):
 
     def ask(self, mode: str, text: str) -> None:
         """Have the operator type a command or a filter."""
-        self.bar.ask(mode, text, lambda: actions.context(self))
+        self.bar.ask(mode, text, lambda: actions.choices(self))
 
     def set_theme(self, name: str) -> None:
         """Paint in other colours; without a name in the next ones."""
@@ -431,8 +427,7 @@ class KvdTui(App[None]):
         card, asked = self.card, question(ref)
         answer: Because | Refusal | None = None
         if asked is not None and not self.mirror.history.is_frozen:
-            reply = actions.told(await self.link.ask(asked))
-            answer = reply if isinstance(reply, Because | Refusal) else None
+            answer = actions.answered(await self.link.ask(asked), Because)
         if not self.is_running or card.ref != ref or card.told is None:
             return
         if answer is None:
