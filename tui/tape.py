@@ -85,7 +85,7 @@ def everything(snapshot: DaemonSnapshot) -> list[Subscription]:
     """What shows every page: all tables, and the map of each component by state."""
     tables = [Query(name, limit=MAX_ROWS) for name in TABLES]
     made = [Subscription(tuple(tables[at : at + AT_ONCE])) for at in range(0, len(tables), AT_ONCE)]
-    pools = snapshot.data(Query("pools", limit=MAX_ROWS))
+    pools = snapshot.table(Query("pools", limit=MAX_ROWS))
     maps: list[MapQuery] = []
     for key in pools.order if pools is not None else ():
         assert pools is not None

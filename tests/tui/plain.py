@@ -8,6 +8,7 @@ import pytest
 
 from tui import screens
 from tui.screens.page import Page
+from tui.screens.radix import TreeTable
 from tui.widgets.table import WindowedTable
 
 
@@ -21,7 +22,11 @@ def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> t
 
         def compose(self):
             for view in views:
-                yield WindowedTable(view, sort="since" if view == "leases" else "")
+                yield (
+                    TreeTable()
+                    if view == "tree"
+                    else WindowedTable(view, sort="since" if view == "leases" else "")
+                )
 
     return Plain
 

@@ -449,7 +449,7 @@ async def test_capital_a_names_the_room_of_the_row():
             key: msgspec.structs.replace(one, cells=(*one.cells, 12))
             for key, one in data.rows.items()
         }
-        table._sheet = msgspec.structs.replace(data, columns=columns, rows=rows)
+        table.data = msgspec.structs.replace(data, columns=columns, rows=rows)
         await press(app, pilot, "A")
         assert lines_of(app)[-2].startswith(":abort room 12")
         assert not feed.requests

@@ -49,7 +49,7 @@ async def test_frames_come_to_the_mirror(daemon, endpoint):
     async with running(endpoint, mirror):
         await mirror.live()
 
-    assert mirror.snapshot().data(LEASES).order == ("lease:1", "lease:2")
+    assert mirror.snapshot().table(LEASES).order == ("lease:1", "lease:2")
     assert daemon.asked[0] == Look(0, (LEASES,), EventQuery(0), link_module.FRAMES, 0.05)
 
 

@@ -1,4 +1,4 @@
-"""Sheets with columns that are made here: of others of the row, or of how they grow. Pure.
+"""A row by the names of its columns, and columns that are made here of what the daemon tells.
 
 The daemon knows only its own columns; it sorts and filters by those. So none of them is taken away:
 a table hides what another column says better.
@@ -74,42 +74,31 @@ class ComputedColumns:
         self._columns = tuple(columns)
         self._make = make
         self._first = tuple(first)
-        self._for: tuple[Column, ...] | None = None
-        self._order: tuple[int, ...] = ()
-        self._at: dict[str, int] = {}
-        self._dressed: tuple[Column, ...] = ()
+        self._for: tuple[Column, ...] = ()
         self._known: dict[str, tuple[Row, tuple[Cell, ...], Row]] = {}
 
     def extend(self, data: TableData) -> TableData:
-        """The sheet with the new columns; as it is where the daemon has no such table."""
+        """The table with the new columns; as it is where the daemon has no such table."""
         if not data.columns:
             return data
         if data.columns != self._for:
-            self._plan(data.columns)
-        known = {key: self._row(row, data.at_s) for key, row in data.rows.items()}
+            self._for, self._known = data.columns, {}
+        at = places(data.columns)
+        own = [place for place, one in enumerate(self._columns) if one.name not in at]
+        both = (*data.columns, *(self._columns[place] for place in own))
+        ranks = {name: rank for rank, name in enumerate(self._first)}
+        order = sorted(range(len(both)), key=lambda place: ranks.get(both[place].name, len(ranks)))
+        known: dict[str, tuple[Row, tuple[Cell, ...], Row]] = {}
+        for key, row in data.rows.items():
+            made = self._make(NamedRow(row, at, data.at_s))
+            before = self._known.get(key)
+            if before is None or before[0] is not row or before[1] != made:
+                cells = (*row.cells, *(made[place] for place in own))
+                before = (row, made, Row(key, tuple([cells[place] for place in order])))
+            known[key] = before
         self._known = known
-        rows = {key: made for key, (_, _, made) in known.items()}
-        return msgspec.structs.replace(data, columns=self._dressed, rows=rows)
-
-    def _plan(self, columns: tuple[Column, ...]) -> None:
-        self._for, self._at, self._known = columns, places(columns), {}
-        both = (*columns, *[one for one in self._columns if one.name not in self._at])
-        names = [column.name for column in both]
-        ranks = {name: at for at, name in enumerate(self._first)}
-        self._order = tuple(
-            sorted(range(len(both)), key=lambda at: ranks.get(names[at], len(ranks) + at))
+        return msgspec.structs.replace(
+            data,
+            columns=tuple(both[place] for place in order),
+            rows={key: shown for key, (_, _, shown) in known.items()},
         )
-        self._dressed = tuple(both[at] for at in self._order)
-
-    def _row(self, row: Row, at_s: float) -> tuple[Row, tuple[Cell, ...], Row]:
-        made = self._make(NamedRow(row, self._at, at_s))
-        known = self._known.get(row.key)
-        if known is not None and known[0] is row and known[1] == made:
-            return known
-        own = [
-            cell
-            for cell, column in zip(made, self._columns, strict=True)
-            if column.name not in self._at
-        ]
-        cells = (*row.cells, *own)
-        return row, made, Row(row.key, tuple([cells[at] for at in self._order]))

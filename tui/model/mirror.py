@@ -85,7 +85,7 @@ class Mirror:
         self._link_state: LinkState = LinkConnecting("")
         self._heard_s = 0.0
         self._vitals: Vitals | None = None
-        self._sheets: dict[Query, TableData] = {}
+        self._tables: dict[Query, TableData] = {}
         self._maps: dict[MapQuery, PageMap] = {}
         self._logs: dict[EventQuery, Log] = {}
         self._expected: Look | None = None
@@ -143,7 +143,7 @@ class Mirror:
     def _have(self, slot: Slot) -> int:
         match slot:
             case Query():
-                return self._sheets[slot].revision if slot in self._sheets else 0
+                return self._tables[slot].revision if slot in self._tables else 0
             case MapQuery():
                 return self._maps[slot].revision if slot in self._maps else 0
             case _:
@@ -189,7 +189,7 @@ class Mirror:
     def rewind(self) -> None:
         """Know nothing again, silently: what comes next is of another time of the same daemon."""
         self._vitals = None
-        self._sheets.clear()
+        self._tables.clear()
         self._maps.clear()
         self._logs.clear()
         self.notices.clear()
@@ -203,7 +203,7 @@ class Mirror:
         """
         if self._vitals is None:
             return []
-        pairs = [(slot, tables.whole(data)) for slot, data in self._sheets.items()]
+        pairs = [(slot, tables.whole(data)) for slot, data in self._tables.items()]
         answers: list[tuple[Slot, Answer]] = [*pairs, *self._maps.items()]
         parts = [
             answers[at : at + MAX_QUERIES] for at in range(0, max(1, len(answers)), MAX_QUERIES)
@@ -214,7 +214,7 @@ class Mirror:
     def snapshot(self) -> DaemonSnapshot:
         """The picture as of the last frame."""
         return DaemonSnapshot(
-            self._heard_s, self._vitals, dict(self._sheets), dict(self._maps), dict(self._logs)
+            self._heard_s, self._vitals, dict(self._tables), dict(self._maps), dict(self._logs)
         )
 
     def _turn(self, vitals: Vitals, heard_s: float) -> bool:
@@ -222,7 +222,7 @@ class Mirror:
         before = self._vitals
         if before is None or before.incarnation == vitals.incarnation:
             return False
-        self._sheets.clear()
+        self._tables.clear()
         self._maps.clear()
         self._logs.clear()
         self.rates.forget()
@@ -244,9 +244,9 @@ class Mirror:
                 if is_other and answer.since:
                     return
                 slot = msgspec.structs.replace(query, have=0)
-                data = tables.fold(self._sheets.get(slot), slot, answer)
+                data = tables.fold(self._tables.get(slot), slot, answer)
                 if isinstance(data, TableData):
-                    _put(self._sheets, slot, data, MAX_SHEETS)
+                    _put(self._tables, slot, data, MAX_SHEETS)
                 else:
                     self._drop((query,), heard_s, data.why)
             case MapQuery(), PageMap():
@@ -268,7 +268,7 @@ class Mirror:
         for query in queries:
             match slot_of(query):
                 case Query() as slot:
-                    self._sheets.pop(slot, None)
+                    self._tables.pop(slot, None)
                 case MapQuery() as map_slot:
                     self._maps.pop(map_slot, None)
         self.note(heard_s, "misfit", f"dropped, and asked for again: {why}")

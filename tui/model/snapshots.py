@@ -41,7 +41,7 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         """The daemon's clock: what ages and deadlines are counted from."""
         return self.vitals.at_s if self.vitals is not None else 0.0
 
-    def data(self, query: Query) -> TableData | None:
+    def table(self, query: Query) -> TableData | None:
         """The answer to ``query``; else the best that can be made of another of that view.
 
         What is made here says so in its ``note``. None where nothing of that view is here.

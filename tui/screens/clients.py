@@ -16,7 +16,7 @@ from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas
 from tui.widgets.dialogs import wrap_words
-from tui.widgets.table import ColumnRules, DressedTable, WindowedTable
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,10 +57,10 @@ class ClientsPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        yield DressedTable(
+        yield WindowedTable(
             "clients",
-            ComputedColumns(clients.COLUMNS, self._made, clients.FIRST),
-            {"state": clients.state, "calls_s": clients.calls},
+            computed=ComputedColumns(clients.COLUMNS, self._made, clients.FIRST),
+            painters={"state": clients.state, "calls_s": clients.calls},
             sort="name",
             rules=ColumnRules(clients.MATTERS),
             stands_for=clients.STANDS_FOR,
@@ -70,9 +70,9 @@ class ClientsPage(Page):
         yield OwnedLeases("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
 
     @property
-    def clients(self) -> DressedTable:
+    def clients(self) -> WindowedTable:
         """Who is attached."""
-        return self.query_one("#table-clients", DressedTable)
+        return self.query_one("#table-clients", WindowedTable)
 
     @property
     def leases(self) -> OwnedLeases:

@@ -58,7 +58,7 @@ class EventsPage(Page):
         self._kinds: tuple[str, ...] = ()
         self._book = LogEntries()
         self._told: list[Entry] = []
-        self._moment: DaemonSnapshot | None = None
+        self._snapshot: DaemonSnapshot | None = None
         self._record: tuple[Row, tuple[Column, ...]] | None = None
 
     @override
@@ -83,7 +83,7 @@ class EventsPage(Page):
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
-        self._moment = snapshot
+        self._snapshot = snapshot
         mirror = console(self).mirror
         now_s = snapshot.now_s
         more = [one for one in self._told if one.at_s <= now_s]
@@ -96,8 +96,8 @@ class EventsPage(Page):
         lines.show(self._book.entries(snapshot.log(self.events()), now_s, more), now_s)
 
     def _reshow(self) -> None:
-        if self._moment is not None:
-            self.show(self._moment)
+        if self._snapshot is not None:
+            self.show(self._snapshot)
 
     @override
     def chosen(self) -> str:
@@ -116,10 +116,10 @@ class EventsPage(Page):
 
     def _event(self, ref: str) -> Event | None:
         kind, _, number = ref.partition(":")
-        if kind != "event" or self._moment is None or not number.isdecimal():
+        if kind != "event" or self._snapshot is None or not number.isdecimal():
             return None
         wanted = int(number)
-        for log in self._moment.logs.values():
+        for log in self._snapshot.logs.values():
             for chunk in reversed(log.chunks):
                 for one in chunk:
                     if not isinstance(one, EventGap) and one.seq == wanted:
@@ -299,18 +299,16 @@ class EventLogView(Canvas):
         self._first = max(0, min(self._first, total - rows))
         self._key = self.entry.key if self.entry is not None else ""
 
-    def redraw(self) -> None:
-        """Make the lines on the screen anew."""
-        if not self.is_attached or not self.size.width:
-            return
-        width = self.size.width
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        self._settle()
         shown = self._entries[self._first : self._first + self.page_rows]
         lines = [self._head(width)]
         for at, entry in enumerate(shown, start=self._first):
             lines.append(self._line(entry, width, is_chosen=at == self._cursor))
         if not shown:
             lines.append(spans.line("  nothing has happened that is asked for here", "dim"))
-        self.paint(lines)
+        return lines
 
     def _head(self, width: int) -> Line:
         below = len(self._entries) - 1 - self._cursor
@@ -348,11 +346,6 @@ class EventLogView(Canvas):
             known = self._known[entry.key] = (entry, event_log.line_of(entry))
         return known[1]
 
-    def on_resize(self) -> None:
-        """Other lines have room now."""
-        self._settle()
-        self.redraw()
-
     # ---- moving -----------------------------------------------------------------------------
 
     def move(self, rows: int) -> None:
@@ -388,12 +381,6 @@ class EventLogView(Canvas):
             if event.chain == 2:
                 self.post_message(self.Opened())
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three lines down."""
-        event.stop()
-        self.move(3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three lines up."""
-        event.stop()
-        self.move(-3)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)

@@ -17,7 +17,7 @@ from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas, console
-from tui.widgets.table import ColumnRules, DressedTable
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,10 +67,10 @@ class HandoffsPage(Page):
             "eta": handoffs.eta,
             "waiting_for": handoffs.waiting_for,
         }
-        yield DressedTable(
+        yield WindowedTable(
             "rooms",
-            ComputedColumns(handoffs.COLUMNS, self._made, handoffs.FIRST),
-            painters,
+            computed=ComputedColumns(handoffs.COLUMNS, self._made, handoffs.FIRST),
+            painters=painters,
             title="handoffs",
             rules=ColumnRules(handoffs.MATTERS, handoffs.HIDDEN),
             stands_for=handoffs.STANDS_FOR,
@@ -87,9 +87,9 @@ class HandoffsPage(Page):
     # ---- the table --------------------------------------------------------------------------
 
     @property
-    def rooms(self) -> DressedTable:
+    def rooms(self) -> WindowedTable:
         """The handoffs."""
-        return self.query_one("#table-rooms", DressedTable)
+        return self.query_one("#table-rooms", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return handoffs.made(row, self._rates)

@@ -13,12 +13,12 @@ from tui.draw import spans
 from tui.draw.page_map import thousands
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells, concerns
-from tui.model.columns import ComputedColumns, NamedRow, named_row_of, places
+from tui.model.columns import NamedRow, named_row_of, places
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas, console
 from tui.widgets.dialogs import wrap_words
 from tui.widgets.pools import POOLS_QUERY as POOLS
-from tui.widgets.table import HEAD_LINES, ColumnRules, DressedTable, WindowedTable
+from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,10 +60,9 @@ class InspectPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        yield DressedTable(
+        yield WindowedTable(
             "concerns",
-            ComputedColumns((), lambda _: ()),
-            {"severity": concerns.severity},
+            painters={"severity": concerns.severity},
             title="findings",
             rules=CONCERNS,
         )
@@ -72,9 +71,9 @@ class InspectPage(Page):
         yield WindowedTable("waiting", title="waiting for room", rules=WAITING)
 
     @property
-    def findings(self) -> DressedTable:
+    def findings(self) -> WindowedTable:
         """The concerns, the gravest on top."""
-        return self.query_one("#table-concerns", DressedTable)
+        return self.query_one("#table-concerns", WindowedTable)
 
     @property
     def waiting(self) -> WindowedTable:
@@ -136,7 +135,7 @@ NULL_PAGES = 1
 def ledger_lines(snapshot: DaemonSnapshot, width: int) -> list[Line]:
     """A line for each component, then the audit."""
     made = [spans.headed((Styled("ledger", "head"),), width)]
-    pools, audit = snapshot.data(POOLS), snapshot.data(AUDIT)
+    pools, audit = snapshot.table(POOLS), snapshot.table(AUDIT)
     for key in pools.order[:MOST_POOLS] if pools is not None else ():
         facts = named_row_of(pools, key) if pools is not None else None
         if facts is not None:

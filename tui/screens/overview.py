@@ -18,13 +18,12 @@ from tui import actions
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
 from tui.model import cells, concerns, event_words
-from tui.model.columns import ComputedColumns
 from tui.model.event_log import EventGap
 from tui.model.rates import RowRates
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas, console, why_missing
 from tui.widgets.pools import POOLS_QUERY, pages_of
-from tui.widgets.table import HEAD_LINES, ColumnRules, DressedTable
+from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -76,19 +75,18 @@ class OverviewPage(Page):
             with Container(id="left"):
                 yield PoolBars()
                 yield SourceBar()
-            yield DressedTable(
+            yield WindowedTable(
                 "concerns",
-                ComputedColumns((), lambda _: ()),
-                {"severity": concerns.severity},
+                painters={"severity": concerns.severity},
                 title="findings",
                 rules=RULES,
             )
         yield LastEvents()
 
     @property
-    def findings(self) -> DressedTable:
+    def findings(self) -> WindowedTable:
         """The findings, the gravest on top."""
-        return self.query_one("#table-concerns", DressedTable)
+        return self.query_one("#table-concerns", WindowedTable)
 
     @override
     def queries(self) -> tuple[Slot, ...]:
@@ -292,7 +290,7 @@ class PoolBars(Canvas):
 
     def take(self, newest: DaemonSnapshot) -> None:
         """Remember how much is used; also while the screen stands still."""
-        data = newest.data(POOLS_QUERY)
+        data = newest.table(POOLS_QUERY)
         if data is None or data is self._taken:
             return
         self._taken = data
@@ -307,7 +305,7 @@ class PoolBars(Canvas):
 
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what there is."""
-        self.data = snapshot.data(POOLS_QUERY) or self.data
+        self.data = snapshot.table(POOLS_QUERY) or self.data
         if self.size.width:
             self.paint(self._make(self.size.width, int(snapshot.now_s)))
 

@@ -15,7 +15,7 @@ from tui.model.columns import ComputedColumns
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas
-from tui.widgets.table import ColumnRules, DressedTable
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,10 +61,10 @@ class PeersPage(Page):
             "failed": peers.failed,
             "trouble": peers.trouble,
         }
-        yield DressedTable(
+        yield WindowedTable(
             "peers",
-            ComputedColumns(peers.COLUMNS, self._made, peers.FIRST),
-            painters,
+            computed=ComputedColumns(peers.COLUMNS, self._made, peers.FIRST),
+            painters=painters,
             title="peers",
             rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
             stands_for=peers.STANDS_FOR,
@@ -73,9 +73,9 @@ class PeersPage(Page):
         yield PeerPanel(id="peer")
 
     @property
-    def peers(self) -> DressedTable:
+    def peers(self) -> WindowedTable:
         """The matrix."""
-        return self.query_one("#table-peers", DressedTable)
+        return self.query_one("#table-peers", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return self._traffic.made(row, self._path)

@@ -79,7 +79,7 @@ class TreeTable(WindowedTable):
         """Show these nodes, from the top, in their own order."""
         self.view, self.title, self.rules = view, TITLES[view], RULES[view]
         self.sort = self.filter_text = self._key = ""
-        self.filters, self._sheet, self._known, self._shift = (), None, {}, 0
+        self.filters, self.data, self._known, self._shift = (), None, {}, 0
         self.move_to_start()
 
     @override
@@ -305,7 +305,7 @@ class RadixPage(Page):
     def _count(self, snapshot: DaemonSnapshot, view: str) -> str:
         data = self.nodes.data if view == self.nodes.view else None
         if data is None and view in COUNTED:
-            data = snapshot.data(COUNTED[view])
+            data = snapshot.table(COUNTED[view])
         return f" {data.of}" if data is not None and not data.trouble else ""
 
     def _path(self) -> Line:
@@ -320,7 +320,7 @@ class RadixPage(Page):
     def _next(self, snapshot: DaemonSnapshot) -> Line:
         """What would be evicted first."""
         made: list[Styled] = [Styled("next  ", "dim")]
-        data = snapshot.data(NEXT)
+        data = snapshot.table(NEXT)
         if data is None or data.trouble:
             why = data.trouble if data is not None else why_missing(self)
             return spans.fit((*made, cleaned(why, "dim")), self.size.width)

@@ -16,10 +16,13 @@ from tui.themes import Palette
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from textual import events
     from textual.app import App
 
     from tui.app import KvdTui
     from tui.draw.spans import Line
+
+WHEEL_LINES = 3
 
 
 def palette_of(app: App[None]) -> Palette:
@@ -66,6 +69,33 @@ class Canvas(Widget, can_focus=False):
             self._strips.pop(at, None)
         if changed:
             self.refresh(*_regions(changed, self.size.width))
+
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        """All lines at this size; of a widget that has no more to say those that are there."""
+        del width, height
+        return self._lines
+
+    def redraw(self) -> None:
+        """Make the lines anew, and have those painted that differ from what is there."""
+        if self.is_attached and self.size.width:
+            self.paint(self.make_lines(*self.size))
+
+    def on_resize(self) -> None:
+        """Other lines, or longer ones, have room now."""
+        self.redraw()
+
+    def wheel(self, lines: int) -> None:
+        """What the mouse wheel does: so many lines further."""
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Three lines further down."""
+        event.stop()
+        self.wheel(WHEEL_LINES)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Three lines further up."""
+        event.stop()
+        self.wheel(-WHEEL_LINES)
 
     @property
     def lines(self) -> Sequence[Line]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.cells import cell_len
+from typing_extensions import override
 
 from kvd.errors import Refusal
 from kvd.text import clean, duration
@@ -20,7 +21,6 @@ from tui.widgets.dialogs import wrap_words
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from textual import events
 
 ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"})
 """Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
@@ -195,24 +195,14 @@ class Card(Canvas):
         self._top = max(0, self._top + lines)
         self.redraw()
 
-    def redraw(self) -> None:
-        """Make the lines anew, for the present size."""
-        if self.told is None or not self.size.width:
-            return
-        lines = card_lines(self.told, self.size.width)
-        self._top = max(0, min(self._top, len(lines) - self.size.height))
-        self.paint([lines[0], *lines[1 + self._top :]])
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        if self.told is None:
+            return ()
+        lines = card_lines(self.told, width)
+        self._top = max(0, min(self._top, len(lines) - height))
+        return [lines[0], *lines[1 + self._top :]]
 
-    def on_resize(self) -> None:
-        """Break the lines for the new width."""
-        self.redraw()
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three lines down."""
-        event.stop()
-        self.scroll_by(3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three lines up."""
-        event.stop()
-        self.scroll_by(-3)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.scroll_by(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from textual.message import Message
+from typing_extensions import override
 
 from kvd.text import clean
 from kvd.wire.console import MAX_CELLS, MapQuery
@@ -149,16 +150,12 @@ class PageMapPanel(Canvas):
         """Maps that are in the picture: to be seen until the one that was asked for comes."""
         return [one for slot, one in snapshot.maps.items() if slot.component == self.component]
 
-    def redraw(self) -> None:
-        """Make every line, and have those painted that differ from what is there."""
-        if not self.is_attached or not self.size.width:
-            return
-        width, height, shown = *self.size, self._shown
-        grid = self.grid
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        shown, grid = self._shown, self.grid
         if shown is None or shown.trouble or shown.cells is None:
             why = clean(shown.trouble) if shown is not None else why_missing(self)
-            self.paint([self._caption(shown, width), spans.line(f"  {why}", "dim")])
-            return
+            return [self._caption(shown, width), spans.line(f"  {why}", "dim")]
         legend = pages.legend(shown, self._legend_width)
         key = (self.lens, self._legend_width)
         self._legend_lines[key] = max(len(legend), self._legend_lines.get(key, 1))
@@ -169,7 +166,7 @@ class PageMapPanel(Canvas):
             spans.fit(self._cursor_words(shown, cursor), width),
         ]
         lines += self._foot(shown, legend, width, height - len(lines))
-        self.paint(lines[:height])
+        return lines[:height]
 
     def _map(self, shown: PageMap, grid: Grid, cursor: int | None) -> Sequence[Line]:
         """The cells; drawn once for what they are made of."""
@@ -320,12 +317,6 @@ class PageMapPanel(Canvas):
         self.redraw()
         self.post_message(self.Opened() if event.chain == 2 else self.Moved())
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Farther."""
-        event.stop()
-        self.zoom(0.5)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Closer."""
-        event.stop()
-        self.zoom(2.0)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.zoom(0.5 if lines > 0 else 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from textual.message import Message
+from typing_extensions import override
 
 from kvd.text import clean
 from kvd.wire.console import Query
@@ -129,26 +130,13 @@ class PoolTable(Canvas):
 
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        data = snapshot.data(POOLS_QUERY)
+        data = snapshot.table(POOLS_QUERY)
         self._now_s = snapshot.now_s
         if data is not None and data is not self.data:
             self.data = data
             self._rates.take(data)
             if not self.key:
                 self.component = self.names[0] if data.order else ""
-        self.redraw()
-
-    def redraw(self) -> None:
-        """Make the lines anew, and take as much room as they need."""
-        if not self.is_attached or not self.size.width:
-            return
-        lines = self._make(self.size.width)
-        if self.styles.height is None or self.styles.height.value != len(lines):
-            self.styles.height = len(lines)
-        self.paint(lines)
-
-    def on_resize(self) -> None:
-        """Other columns have room now."""
         self.redraw()
 
     def on_click(self, event: events.Click) -> None:
@@ -158,6 +146,13 @@ class PoolTable(Canvas):
             self.post_message(self.Chosen(self.names[at]))
 
     # ---- lines ------------------------------------------------------------------------------
+
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        lines = self._make(width)
+        if height != len(lines):
+            self.styles.height = len(lines)
+        return lines
 
     def _make(self, width: int) -> list[Line]:
         data = self.data

@@ -16,11 +16,10 @@ from typing_extensions import override
 from kvd.text import clean, counted
 from kvd.wire.console import MAX_ROWS, Filter, Query
 from tui.draw import spans
-from tui.draw.spans import Line, Styled
+from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
 from tui.model.columns import NamedRow, places
-from tui.model.tables import slot_of
 from tui.widgets.canvas import Canvas, console, why_missing
 
 if TYPE_CHECKING:
@@ -152,15 +151,15 @@ GUTTER = 2
 WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
-Shown = tuple[str, "Style"]
-Painter = Callable[["NamedRow"], Shown]
+CellLook = tuple[str, "Style"]
+Painter = Callable[["NamedRow"], CellLook]
 
 
 class _Cells(NamedTuple):
     """What is known of a row until it changes; ``texts`` has all its cells."""
 
     row: Row
-    texts: list[Shown]
+    texts: list[CellLook]
 
 
 class WindowedTable(Canvas):
@@ -168,6 +167,10 @@ class WindowedTable(Canvas):
 
     ``asks`` is what to ask for, ``show`` paints the answer. ``rules`` say which columns matter
     most. Everything that an operator changes (place, sort, filters, opened nodes) is in ``asks``.
+
+    ``computed`` adds columns, by which the daemon cannot sort: ``stands_for`` says by which of its
+    own it shall do so instead. ``painters`` make text of cells by the name of their column; others
+    look as their kind does. ``rates`` hear every new table, also while the screen stands still.
     """
 
     class Moved(Message):
@@ -187,7 +190,10 @@ class WindowedTable(Canvas):
         title: str = "",
         sort: str = "",
         rules: ColumnRules | None = None,
-        opened: tuple[int, ...] = (),
+        computed: ComputedColumns | None = None,
+        painters: Mapping[str, Painter] | None = None,
+        stands_for: Mapping[str, str] | None = None,
+        rates: Sequence[RowRates] = (),
     ) -> None:
         super().__init__(id=f"table-{view}")
         self.view = view
@@ -195,13 +201,22 @@ class WindowedTable(Canvas):
         self.sort = sort
         self.filters: tuple[Filter, ...] = ()
         self.filter_text = ""
-        self.opened = opened
+        self.opened: tuple[int, ...] = ()
+        """Nodes of the tree whose children are shown."""
         self.tagged: set[str] = set()
         self.is_wide = False
         self.is_active = False
         """Whether keys move in this one; of a page with several tables only one is."""
         self.rules = rules if rules is not None else ColumnRules()
-        self._sheet: TableData | None = None
+        self.source: TableData | None = None
+        """What was shown last, as the daemon sent it."""
+        self.data: TableData | None = None
+        """The same with the columns that are made here."""
+        self._computed = computed
+        self._painters = painters if painters is not None else {}
+        self._stands_for = stands_for if stands_for is not None else {}
+        self._rates = tuple(rates)
+        self._measured: TableData | None = None
         self._now_s = 0.0
         self._first = 0
         """The row at the top."""
@@ -235,14 +250,9 @@ class WindowedTable(Canvas):
         )
 
     @property
-    def data(self) -> TableData | None:
-        """What was shown last."""
-        return self._sheet
-
-    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the view, once they are known."""
-        return self._sheet.columns if self._sheet is not None else ()
+        return self.data.columns if self.data is not None else ()
 
     def chosen(self) -> str:
         """The key of the row under the cursor; empty where there is none."""
@@ -250,28 +260,34 @@ class WindowedTable(Canvas):
 
     def row(self) -> Row | None:
         """The row under the cursor."""
-        return self._sheet.rows.get(self._key) if self._sheet is not None else None
+        return self.data.rows.get(self._key) if self.data is not None else None
+
+    def named_row(self) -> NamedRow | None:
+        """The row under the cursor, by the names of its columns."""
+        row = self.row()
+        return NamedRow(row, places(self.columns), self._now_s) if row is not None else None
 
     # ---- showing ----------------------------------------------------------------------------
 
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
         self._now_s = snapshot.now_s
-        data = snapshot.data(self.asks())
-        if data is not None and data is not self._sheet:
-            self._sheet = data
+        if self._rates:
+            newest = console(self).mirror.history.newest.table(self.asks())
+            if newest is not None and newest is not self._measured:
+                self._measured = newest
+                for rates in self._rates:
+                    rates.take(newest)
+        data = snapshot.table(self.asks())
+        if data is not None and data is not self.source:
+            self.source = data
+            self.data = self._computed.extend(data) if self._computed is not None else data
             self._place()
         self.redraw()
 
-    def redraw(self) -> None:
-        """Make every line, and have those painted that differ from what is there."""
-        if not self.is_attached or not self.size.width:
-            return
-        self.paint(self._make())
-
     def _place(self) -> None:
         """Put the cursor where its row is now, and keep it and the window within the rows."""
-        data = self._sheet
+        data = self.data
         assert data is not None
         if self._is_following and self._key in data.rows:
             was, self._cursor = self._cursor, data.slot.first + data.order.index(self._key)
@@ -284,18 +300,19 @@ class WindowedTable(Canvas):
 
     def _scroll(self) -> None:
         """Move the window so that the cursor is in it, and no further than the last row."""
-        total = self._sheet.total if self._sheet is not None else 0
+        total = self.data.total if self.data is not None else 0
         rows = self.page_rows
         self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
         self._first = max(0, min(self._first, total - rows))
 
     def _key_at(self, index: int) -> str:
-        data = self._sheet
+        data = self.data
         place = index - data.slot.first if data is not None else -1
         return data.order[place] if data is not None and 0 <= place < len(data.order) else ""
 
-    def _make(self) -> list[Line]:
-        data, width = self._sheet, self.size.width
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        data = self.data
         if data is None:
             return [self._caption(why_missing(self), width)]
         shown = [
@@ -305,14 +322,13 @@ class WindowedTable(Canvas):
         texts = {key: self._texts(data.rows[key]) for _, key in shown if key}
         self._lay_out(list(texts.values()), width)
         lines = [self._caption(self._place_words(data), width), self._names(data)]
-        for index, key in shown:
-            lines.append(self._line(index, key, texts.get(key)))
+        lines += [self._line(index, key, texts.get(key)) for index, key in shown]
         if not data.total:
             why = data.trouble or ("nothing passes the filter" if self.filters else "none")
-            lines.append((Styled("  "), spans.cleaned(why, "bad" if data.trouble else "dim")))
+            lines.append((Styled("  "), cleaned(why, "bad" if data.trouble else "dim")))
         return lines
 
-    def _texts(self, row: Row) -> list[Shown]:
+    def _texts(self, row: Row) -> list[CellLook]:
         """The cells of a row as text; those that time does not change are made once."""
         known = self._known.get(row.key)
         if known is None or known.row is not row:
@@ -324,32 +340,25 @@ class WindowedTable(Canvas):
                 known.texts[at] = self._cell(row, at)
         return known.texts
 
-    def _cell(self, row: Row, at: int) -> Shown:
+    def _cell(self, row: Row, at: int) -> CellLook:
         column = self.columns[at]
+        paint = self._painters.get(column.name)
+        if paint is not None:
+            return paint(NamedRow(row, places(self.columns), self._now_s))
         text, style = cells.show(row.cells[at], column.kind, self._now_s, WIDEST)
         if at and self.columns[at - 1].kind == "depth":
             text = self.indented(row, text)
         return text, style
 
     def indented(self, row: Row, text: str) -> str:
-        """The text of the column after ``depth``: as deep as it is, opened or closed."""
-        depth = next(
-            (
-                cell
-                for cell, column in zip(row.cells, self.columns, strict=True)
-                if column.kind == "depth"
-            ),
-            0,
-        )
-        number = row.key.partition(":")[2]
-        mark = "▾" if number.isdigit() and int(number) in self.opened else "▸"
-        return f"{'  ' * int(depth) if isinstance(depth, int | float) else ''}{mark} {text}"
+        """The text of the column after ``depth``, as deep as it is."""
+        return text
 
-    def _lay_out(self, texts: Sequence[Sequence[Shown]], width: int) -> None:
+    def _lay_out(self, texts: Sequence[Sequence[CellLook]], width: int) -> None:
         """Fit the columns anew when something is wider than it was, or the room is another."""
         rows = [[text for text, _ in row] for row in texts]
         wishes = natural(self.columns, rows)
-        slot = self._sheet.slot if self._sheet is not None else None
+        slot = self.data.slot if self.data is not None else None
         key = (slot, width, self.columns, self.is_wide, self._shift, self.rules)
         if key == self._fit_for:
             if all(wish <= was for wish, was in zip(wishes, self._wishes, strict=True)):
@@ -382,10 +391,10 @@ class WindowedTable(Canvas):
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: tuple[Styled, ...] = (Styled("─ ", "border"), spans.cleaned(self.title, "head"))
+        title: tuple[Styled, ...] = (Styled("─ ", "border"), cleaned(self.title, "head"))
         if self.filters:
-            title = (*title, Styled(" /", "key"), spans.cleaned(self.filter_text, "key"))
-        tail = (spans.cleaned(words, "dim"), Styled(" ─", "border"))
+            title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
+        tail = (cleaned(words, "dim"), Styled(" ─", "border"))
         return spans.spread(title, tail, width, Styled("─", "border"))
 
     def _names(self, data: TableData) -> Line:
@@ -399,7 +408,7 @@ class WindowedTable(Canvas):
             made.append(Styled(" " * GAP))
         return spans.merged(made[:-1])
 
-    def _line(self, index: int, key: str, texts: Sequence[Shown] | None) -> Line:
+    def _line(self, index: int, key: str, texts: Sequence[CellLook] | None) -> Line:
         is_chosen = index == self._cursor and self.is_active
         mark = ("▸" if is_chosen else "·" if index == self._cursor else " ") + (
             "*" if key in self.tagged else " "
@@ -428,7 +437,7 @@ class WindowedTable(Canvas):
 
     def move_to_end(self) -> None:
         """To the last row."""
-        self._go(self._sheet.total - 1 if self._sheet is not None else 0)
+        self._go(self.data.total - 1 if self.data is not None else 0)
 
     def move_to_start(self) -> None:
         """To the first row; the cursor then stays at the top, whatever comes there."""
@@ -436,7 +445,7 @@ class WindowedTable(Canvas):
         self._is_following = False
 
     def _go(self, index: int) -> None:
-        total = self._sheet.total if self._sheet is not None else 0
+        total = self.data.total if self.data is not None else 0
         self._cursor = max(0, min(index, total - 1))
         self._key = self._key_at(self._cursor)
         self._is_following = True
@@ -453,7 +462,7 @@ class WindowedTable(Canvas):
 
     def seek(self, key: str) -> bool:
         """Put the cursor on this row, if it is here."""
-        data = self._sheet
+        data = self.data
         if data is None or key not in data.rows:
             return False
         self._go(data.slot.first + data.order.index(key))
@@ -482,13 +491,16 @@ class WindowedTable(Canvas):
         self.redraw()
 
     def sort_next(self) -> None:
-        """By the next column, figures from the largest; after the last one the view's own order."""
-        names = ["", *(column.name for column in self.columns if column.kind != "depth")]
-        at = names.index(self.sort.removeprefix("-")) if self.sort.lstrip("-") in names else 0
+        """By the daemon's next column, figures from the largest; at last in its own order."""
+        columns = self.source.columns if self.source is not None else ()
+        names = ["", *(column.name for column in columns if column.kind != "depth")]
+        now = self.sort.removeprefix("-")
+        at = names.index(now) if now in names else 0
         self.sort_by(names[(at + 1) % len(names)])
 
     def sort_by(self, name: str) -> None:
         """By this column, the other way round if it is sorted by it; figures from the largest."""
+        name = self._stands_for.get(name, name)
         kind = next((column.kind for column in self.columns if column.name == name), "")
         falling = f"-{name}" if name else ""
         if self.sort.removeprefix("-") == name:
@@ -520,97 +532,12 @@ class WindowedTable(Canvas):
             if event.chain == 2:
                 self.post_message(self.Opened(self))
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three rows down."""
-        event.stop()
-        self.move(3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three rows up."""
-        event.stop()
-        self.move(-3)
-
-
-class DressedTable(WindowedTable):
-    """``painters`` make text of cells by the name of their column; others look as their kind does.
-
-    ``wardrobe`` adds columns, by which the daemon cannot sort: ``stands_for`` says by which of its
-    own it shall do so instead. ``rates`` hear every new sheet, also while the screen stands still.
-    """
-
-    def __init__(
-        self,
-        view: str,
-        computed: ComputedColumns,
-        painters: Mapping[str, Painter],
-        *,
-        title: str = "",
-        sort: str = "",
-        rules: ColumnRules | None = None,
-        stands_for: Mapping[str, str] | None = None,
-        rates: Sequence[RowRates] = (),
-    ) -> None:
-        super().__init__(view, title=title, sort=sort, rules=rules)
-        self._wardrobe = computed
-        self._painters = painters
-        self._stands_for = stands_for if stands_for is not None else {}
-        self._rates = tuple(rates)
-        self._taken: TableData | None = None
-        self._source: TableData | None = None
-        self._dressed: TableData | None = None
-        self._at: Mapping[str, int] = {}
-        self._at_for: tuple[Column, ...] = ()
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)
 
     @override
-    def show(self, snapshot: DaemonSnapshot) -> None:
-        self._take()
-        slot = slot_of(self.asks())
-        data = snapshot.data(self.asks())
-        if data is None:
-            super().show(snapshot)
-            return
-        if data is not self._source or self._dressed is None:
-            self._source, self._dressed = data, self._wardrobe.extend(data)
-        super().show(msgspec.structs.replace(snapshot, tables={slot: self._dressed}))
-
-    def _take(self) -> None:
-        newest = console(self).mirror.history.newest.data(self.asks())
-        if newest is not None and newest is not self._taken:
-            self._taken = newest
-            for rates in self._rates:
-                rates.take(newest)
-
-    @property
-    def source(self) -> TableData | None:
-        """What is shown, as the daemon sent it."""
-        return self._source
-
-    def named_row(self) -> NamedRow | None:
-        """The row under the cursor, by the names of its columns."""
-        row = self.row()
-        return NamedRow(row, places(self.columns), self._now_s) if row is not None else None
-
-    @override
-    def sort_next(self) -> None:
-        names = ["", *(column.name for column in self._source.columns)] if self._source else [""]
-        now = self.sort.removeprefix("-")
-        at = names.index(now) if now in names else 0
-        self.sort_by(names[(at + 1) % len(names)])
-
-    @override
-    def sort_by(self, name: str) -> None:
-        super().sort_by(self._stands_for.get(name, name))
-
-    @override
-    def _cell(self, row: Row, at: int) -> tuple[str, Style]:
-        paint = self._painters.get(self.columns[at].name)
-        if paint is None:
-            return super()._cell(row, at)
-        if self._at_for is not self.columns:
-            self._at_for, self._at = self.columns, places(self.columns)
-        return paint(NamedRow(row, self._at, self._now_s))
-
     def on_resize(self) -> None:
-        """Cells may be made for the room that there is."""
+        # Cells may be made for the room that there is.
         self._known.clear()
-        self.redraw()
+        super().on_resize()

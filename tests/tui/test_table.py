@@ -113,8 +113,8 @@ async def test_a_tree_is_indented_and_says_what_is_opened():
         rows = (Row("node:3", (0, "root", 100)), Row("node:4", (1, "chat", 40)))
         table.show(snapshot(table, TREE, rows))
         text = [text_of(line).rstrip() for line in table.lines]
-        assert text[2].startswith("▸ ▾ root")
-        assert text[3].startswith("    ▸ chat")
+        assert text[2].startswith("▸ ▼ root")
+        assert text[3].startswith("    ▶ chat")
 
 
 async def test_only_lines_that_changed_are_painted():

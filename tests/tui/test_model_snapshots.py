@@ -111,7 +111,7 @@ def picture(**fields):
 
 
 def test_the_answer_to_a_query_is_shown_as_it_is():
-    assert picture().data(msgspec.structs.replace(LEASES, have=9)) == picture().tables[LEASES]
+    assert picture().table(msgspec.structs.replace(LEASES, have=9)) == picture().tables[LEASES]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_answer_to_a_query_is_shown_as_it_is():
     ],
 )
 def test_another_window_of_the_past_is_made_of_the_rows_that_are_here(query, keys):
-    data = picture().data(query)
+    data = picture().table(query)
 
     assert data.order == tuple(f"lease:{number}" for number in keys)
     assert [row.key for row in data.listed()] == list(data.order)
@@ -137,13 +137,13 @@ def test_another_window_of_the_past_is_made_of_the_rows_that_are_here(query, key
 
 
 def test_what_is_made_of_part_of_a_table_says_so():
-    data = picture(total=50, of=60).data(Query("leases", sort="-held"))
+    data = picture(total=50, of=60).table(Query("leases", sort="-held"))
 
     assert data.note == "of 3 rows that are here; there were 50"
 
 
 def test_nothing_is_made_of_another_table():
-    assert picture().data(Query("rooms")) is None
+    assert picture().table(Query("rooms")) is None
 
 
 def test_maps_and_logs_are_found_whatever_the_asker_has():
