@@ -82,11 +82,11 @@ def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
     return found if isinstance(found, SyntaxFlaw) else None
 
 
-def choices(app: KvdTui) -> commands.Choices:
+def choices(app: KvdTui) -> commands.CommandChoices:
     """What there is to choose from now."""
     table = app.page.table()
     keys = table.data.order if table is not None and table.data is not None else ()
-    return commands.Choices(
+    return commands.CommandChoices(
         columns=tuple(column.name for column in app.page.filter_columns()),
         themes=tuple(app.available_themes),
         refs=(*app.card.links, *keys),

@@ -285,12 +285,12 @@ class KvdTui(App[None]):
         history = self.mirror.history
         wanted_fps, interval_s = self.link.fps, self.link.interval_s
         now = heads.HeadStatus(
-            self.mirror.link_state(now_s, interval_s),
-            now_s,
-            wanted_fps,
-            history.behind_s if history.is_frozen else None,
-            self.replay.where if self.replay is not None else "",
-            1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
+            link_state=self.mirror.link_state(now_s, interval_s),
+            now_s=now_s,
+            fps=wanted_fps,
+            frozen_s=history.behind_s if history.is_frozen else None,
+            replay=self.replay.where if self.replay is not None else "",
+            slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
@@ -433,7 +433,8 @@ class KvdTui(App[None]):
         if answer is None:
             answer = card.told.answer or (FROZEN if asked is not None else None)
         row, columns = self.page.row(ref)
-        card.say(CardContent(ref, answer, row, columns, self.snapshot.now_s))
+        now_s = self.snapshot.now_s
+        card.say(CardContent(ref=ref, answer=answer, row=row, columns=columns, now_s=now_s))
 
     # ---- messages of widgets ----------------------------------------------------------------
 

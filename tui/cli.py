@@ -171,7 +171,9 @@ def _console(
     if theme not in {*BUILTIN_THEMES, *THEMES}:
         known = " ".join(sorted({*BUILTIN_THEMES, *THEMES}))
         raise click.BadParameter(f"{theme!r} is none of {known}", param_hint="--theme")
-    return KvdTui(Mirror(), make, Options(readonly, fps, theme, screen, ref))
+    return KvdTui(
+        Mirror(), make, Options(readonly=readonly, fps=fps, theme=theme, page=screen, ref=ref)
+    )
 
 
 def _once(app: KvdTui, how: tuple[int, int, float], file: Path | None, *, is_shown: bool) -> None:

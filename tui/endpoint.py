@@ -50,4 +50,4 @@ def read(text: str) -> Local | Remote | BadEndpoint:
         )
     path = found["path"] if found["path"] not in {None, "/"} else REMOTE_SOCKET
     host = found["host"].strip("[]")
-    return Remote(found["user"] or "", host, int(found["port"] or 0), path)
+    return Remote(user=found["user"] or "", host=host, port=int(found["port"] or 0), path=path)

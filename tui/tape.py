@@ -177,7 +177,13 @@ class RecordingWriter:
     def _head(self, heard_s: float, mirror: Mirror) -> RecordingHead:
         seen = mirror.vitals
         assert seen is not None  # written after the mirror took a frame
-        return RecordingHead(seen.node, seen.incarnation, seen.version, self._wall_clock(), heard_s)
+        return RecordingHead(
+            node=seen.node,
+            incarnation=seen.incarnation,
+            version=seen.version,
+            wall_s=self._wall_clock(),
+            heard_s=heard_s,
+        )
 
     def _stop(self, mirror: Mirror, heard_s: float, why: str) -> None:
         self.close()

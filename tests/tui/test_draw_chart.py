@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tui.draw.chart import Series, area, bar, chart, percent, spark
+from kvd.text import percent
+from tui.draw.chart import Series, area, bar, chart, spark
 from tui.draw.spans import Styled, line, text_of, width_of
 
 

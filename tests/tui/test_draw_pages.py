@@ -15,7 +15,6 @@ from tui.draw.page_map import (
     cell_of,
     draw,
     legend,
-    next_of,
     pages_of,
     placed,
     styles,
@@ -182,8 +181,8 @@ def test_a_character_and_its_cell_find_each_other(shape):
         for column in range(7):
             cell = grid.cell_at(row, column)
             assert cell is not None
-            assert grid.place_of(cell) == (row, column)
-    assert {grid.place_of(cell)[0] for cell in range(grid.cells)} == {0, 1, 2}
+            assert (cell // grid.width // grid.each, cell % grid.width) == (row, column)
+    assert {cell // grid.width // grid.each for cell in range(grid.cells)} == {0, 1, 2}
 
 
 def test_outside_of_the_map_there_is_no_cell():
@@ -213,13 +212,6 @@ def test_arrows_move_by_a_cell_and_stay_inside():
     assert grid.moved(3, columns=1, cells=14) == 3
     assert grid.moved(4, rows=-1, cells=14) == 0
     assert grid.moved(3, columns=9, cells=0) == 0
-
-
-def test_the_next_cell_of_a_level_is_found_in_both_directions():
-    shown = page_map(bytes([2, 0, 0, 2, 3]))
-    assert next_of(shown, 0, {2}) == 3
-    assert next_of(shown, 3, {2}, step=-1) == 0
-    assert next_of(shown, 3, {2}) is None
 
 
 def test_all_pages_fit_into_the_cells_that_there_are():

@@ -6,20 +6,13 @@ import math
 
 import pytest
 
+from kvd.text import lasting
 from kvd.wire import client
 from kvd.wire.admin import Mark
 from tests.core.world import World, tokens
-from tui.draw.phases import (
-    MAX_MARKS,
-    HandoffEnd,
-    HandoffPhase,
-    aged,
-    draw,
-    lasting,
-    phases,
-    silence,
-)
+from tui.draw.phases import MAX_MARKS, HandoffEnd, HandoffPhase, draw, phases, silence
 from tui.draw.spans import text_of, width_of
+from tui.model.handoffs import seen
 
 HERE = HandoffEnd(
     "here",
@@ -79,7 +72,7 @@ def test_a_transition_into_the_same_state_begins_no_phase():
 
 
 def test_a_running_phase_grows_between_two_answers():
-    older = HERE._replace(marks=aged(HERE.marks, 1.5))
+    older = HERE._replace(marks=seen(HERE.marks, 1.5))
     assert phases(older)[-1].lasted_s == pytest.approx(9.8)
     assert phases(older)[0].lasted_s == pytest.approx(phases(HERE)[0].lasted_s)
 

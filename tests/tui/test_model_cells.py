@@ -7,10 +7,11 @@ import random
 
 import pytest
 
+from kvd.text import age, compact, compact_bytes
 from kvd.wire.console import Holder
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.draw.spans import columns
-from tui.model.cells import FIGURES, CellText, age, compact, is_figure, show, size, text_of
+from tui.model.cells import FIGURES, CellText, is_figure, show, text_of
 
 NOW_S = 1000.0
 KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version"})
@@ -114,7 +115,7 @@ def test_counts_in_short(value, text):
     ("value", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1.00Ki"), (2**64, "16.0Ei")]
 )
 def test_sizes_in_short(value, text):
-    assert size(value) == text
+    assert compact_bytes(value) == text
 
 
 @pytest.mark.parametrize(

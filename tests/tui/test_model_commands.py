@@ -6,7 +6,7 @@ import pytest
 
 from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
-from tui.model.commands import RULES, Choices, complete, parse
+from tui.model.commands import RULES, CommandChoices, complete, parse
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_flaw_says_what_is_expected_and_where(text, flaw):
     assert parse(text) == flaw
 
 
-CONTEXT = Choices(("id", "state"), ("dark", "light"), ("lease:7", "lease:71", "room:12"))
+CONTEXT = CommandChoices(("id", "state"), ("dark", "light"), ("lease:7", "lease:71", "room:12"))
 
 
 @pytest.mark.parametrize(

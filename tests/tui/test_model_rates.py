@@ -7,7 +7,7 @@ import pytest
 
 from tests.tui import frames
 from tests.tui.frames import TOTALS, changes, lease, table, vitals
-from tui.model.rates import MAX_SAMPLES, NodeRates, RowRates
+from tui.model.rates import MAX_POINTS, NodeRates, RowRates
 from tui.model.tables import fold
 
 OPENED = "leases_opened"
@@ -15,6 +15,12 @@ OPENED = "leases_opened"
 
 def head(at_s, leases, **fields):
     return vitals(at_s, totals=msgspec.structs.replace(TOTALS, leases_opened=leases), **fields)
+
+
+def now(rates, name, *, over_s=1.0, end_s=None):
+    """Growth per second over the last ``over_s``; 0 where that is not known."""
+    (grown,), known_s = rates.grown((name,), over_s=over_s, end_s=end_s)
+    return grown / known_s if known_s else 0
 
 
 @pytest.fixture
@@ -46,8 +52,8 @@ def test_steps_begin_at_whole_multiples_so_that_a_chart_moves_by_columns(rates):
 
 def test_a_screen_that_stands_still_sees_only_what_was_before(rates):
     assert rates.per_second(OPENED, 3, end_s=111.0) == [10, 10, 0]
-    assert rates.now(OPENED, end_s=105.0) == 10
-    assert rates.now(OPENED) == 0
+    assert now(rates, OPENED, end_s=105.0) == 10
+    assert now(rates, OPENED) == 0
 
 
 def test_a_late_frame_is_counted_over_the_time_that_it_took():
@@ -56,7 +62,7 @@ def test_a_late_frame_is_counted_over_the_time_that_it_took():
     rates.take(head(104.0, 40))
 
     assert rates.per_second(OPENED, 9) == [10, 10, 10, 10]
-    assert rates.now(OPENED) == 10
+    assert now(rates, OPENED) == 10
 
 
 def test_a_frame_as_old_as_the_last_one_counts_for_nothing():
@@ -64,7 +70,7 @@ def test_a_frame_as_old_as_the_last_one_counts_for_nothing():
     for at_s, leases in ((100.0, 0), (101.0, 10), (101.0, 10), (100.5, 99)):
         rates.take(head(at_s, leases))
 
-    assert (rates.now(OPENED), len(rates)) == (10, 2)
+    assert (now(rates, OPENED), len(rates)) == (10, 2)
 
 
 def test_a_counter_that_falls_is_no_growth():
@@ -74,7 +80,7 @@ def test_a_counter_that_falls_is_no_growth():
     rates.take(vitals(101.0))
 
     assert rates.per_second("in_bytes", 5) == [0]
-    assert rates.now("in_bytes") == 0
+    assert now(rates, "in_bytes") == 0
 
 
 def test_bytes_under_way_count_once_when_they_have_arrived():
@@ -83,7 +89,7 @@ def test_bytes_under_way_count_once_when_they_have_arrived():
     delivered = msgspec.structs.replace(TOTALS, received_bytes=6000)
     rates.take(vitals(101.0, totals=delivered))
 
-    assert rates.now("in_bytes") == 2000
+    assert now(rates, "in_bytes") == 2000
 
 
 def test_twenty_frames_a_second_are_kept_five_times_a_second():
@@ -95,15 +101,7 @@ def test_twenty_frames_a_second_are_kept_five_times_a_second():
     assert rates.per_second(OPENED, 5) == pytest.approx([20] * 5)
     for frame in range(20_000):
         rates.take(head(300 + frame, frame))
-    assert len(rates) == MAX_SAMPLES
-
-
-def test_a_gauge_is_told_as_it_was_at_the_end_of_each_step():
-    rates = NodeRates()
-    for second, rooms in enumerate((1, 5, 2)):
-        rates.take(vitals(100.0 + second, rooms=rooms))
-
-    assert rates.levels("rooms", 9) == [5, 2]
+    assert len(rates) == MAX_POINTS
 
 
 def test_figures_that_are_no_numbers_are_nothing():
@@ -111,7 +109,7 @@ def test_figures_that_are_no_numbers_are_nothing():
     for at_s in (float("nan"), 100.0, 101.0, float("inf")):
         rates.take(vitals(at_s, lag_s=float("nan")))
 
-    assert (len(rates), rates.levels("lag_s", 5)) == (2, [0])
+    assert (len(rates), rates.per_second("in_bytes", 5)) == (2, [0])
 
 
 def test_another_daemon_begins_from_nothing(rates):
@@ -119,7 +117,7 @@ def test_another_daemon_begins_from_nothing(rates):
     rates.take(head(1.0, 3))
 
     assert rates.per_second(OPENED, 8) == []
-    assert rates.now(OPENED) == 0
+    assert now(rates, OPENED) == 0
 
 
 def data(before, answer):
@@ -163,10 +161,10 @@ def test_what_a_row_was_is_told_by_steps_and_as_of_then():
         held = min(quarter, 8)
         rates.take(data(None, table(lease(1, held), at_s=100 + quarter / 4)))
 
-    assert rates.series("lease:1", 4) == [4, 0, 0, 0]
-    assert rates.series("lease:1", 9, end_s=102.0) == [4, 4]
+    assert rates.per_second("lease:1", 4) == [4, 0, 0, 0]
+    assert rates.per_second("lease:1", 9, end_s=102.0) == [4, 4]
     assert (rates.rate("lease:1"), rates.rate("lease:1", end_s=102.0)) == (0, 4)
-    assert rates.series("lease:9", 4) == []
+    assert rates.per_second("lease:9", 4) == []
 
 
 def test_what_a_row_was_is_forgotten_after_a_while():
@@ -174,4 +172,4 @@ def test_what_a_row_was_is_forgotten_after_a_while():
     for second in range(30):
         rates.take(data(None, table(lease(1, second), at_s=100 + second)))
 
-    assert rates.series("lease:1", 30) == [1, 1]
+    assert rates.per_second("lease:1", 30) == [1, 1]

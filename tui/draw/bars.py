@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean
-from tui.draw.chart import bar, percent
-from tui.draw.page_map import letter_of, styles, thousands
+from kvd.text import clean, percent, thousands
+from tui.draw.chart import bar
+from tui.draw.page_map import letter_of, styles
 from tui.draw.spans import Line, Style, Styled, fit, left, line, merged, right, wrapped
 
 if TYPE_CHECKING:

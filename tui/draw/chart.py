@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.text import percent
 from tui.draw.spans import Line, Style, Styled, cleaned, fit, line, spread
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ _CLIPS = [
 
 STEPS = "▁▂▃▄▅▆▇█"
 EIGHTHS = "▏▎▍▌▋▊▉█"
-
-ROUNDING = 1e-9
-"""29 of 100 are 29 %, whatever a division makes of it."""
 
 MID_SHARE, HIGH_SHARE = 0.5, 0.8
 """Above these shares of its top a chart changes its style."""
@@ -121,18 +119,6 @@ def bar(part: float, whole: float, width: int, style: Style | None = None) -> Li
         Styled(said_share),
     )
     return fit(spans, width)
-
-
-def percent(part: float, whole: float) -> str:
-    """At most four characters; 0 % and 100 % only where it is just that."""
-    if whole <= 0:
-        return "-"
-    share = 100 * part / whole
-    if 0 < share < 1:
-        return "<1%"
-    if share > 100:
-        return ">all"
-    return f"{int(share + ROUNDING)}%"
 
 
 def _blank(width: int, height: int) -> list[Line]:

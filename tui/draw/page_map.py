@@ -13,11 +13,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvd.text import clean
+from kvd.text import clean, thousands
 from tui.draw.spans import HUES, RAMPS, Line, Style, Styled, columns, fit, line, merged, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Sequence
 
     from kvd.wire.console import Level, PageMap
 
@@ -86,11 +86,6 @@ class Grid(NamedTuple):
             return None
         return row * self.each * self.width + column
 
-    def place_of(self, cell: int) -> tuple[int, int]:
-        """Line and column of the character that shows a cell."""
-        row, column = divmod(cell, self.width)
-        return row // self.each, column
-
     def moved(self, cell: int, *, rows: int = 0, columns: int = 0, cells: int) -> int:
         """Where an arrow key leads from a cell, if there are ``cells``: never outside."""
         row, column = divmod(cell, max(self.width, 1))
@@ -146,17 +141,6 @@ def cell_of(shown: PageMap, page: int) -> int | None:
     cell, rest = divmod(page - shown.first_page, shown.pages_each)
     is_there = 0 <= cell < len(shown.cells or b"") and page < shown.total_pages
     return cell if is_there and rest >= 0 else None
-
-
-def next_of(shown: PageMap, cell: int, levels: Container[int], *, step: int = 1) -> int | None:
-    """The next cell from this one on (``step`` -1: back) that has one of these levels."""
-    cells = shown.cells or b""
-    at = cell + step
-    while 0 <= at < len(cells):
-        if cells[at] in levels:
-            return at
-        at += step
-    return None
 
 
 def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
@@ -216,11 +200,6 @@ def told(shown: PageMap, cell: int) -> Line:
     if cell in shown.lit:
         spans += [Styled("  "), Styled(LIT, "lit"), Styled(" lit")]
     return merged(spans)
-
-
-def thousands(count: int) -> str:
-    """A count of pages with its thousands set apart: ``1 015 808``."""
-    return f"{count:,}".replace(",", " ")
 
 
 def styles(shown: PageMap) -> tuple[Style, ...]:

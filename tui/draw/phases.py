@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean, duration
+from kvd.text import clean, lasting
 from tui.draw.spans import (
     EMPTY,
     Line,
@@ -26,7 +26,7 @@ from tui.draw.spans import (
 from tui.draw.spans import columns as columns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvd.wire.admin import Mark
 
@@ -114,11 +114,6 @@ def sound(marks: Sequence[Mark]) -> list[Mark]:
     return sorted(known, key=lambda mark: -mark.ago_s)
 
 
-def aged(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
-    """The same marks, seen ``by_s`` later: a running phase grows between two answers."""
-    return tuple(type(mark)(mark.ago_s + by_s, mark.what) for mark in marks)
-
-
 def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = None) -> list[Line]:
     """The chart, a line for each end; then its phases in words, and the longest silence."""
     known = [end for end in ends if not end.trouble]
@@ -153,13 +148,6 @@ def silence(ends: Sequence[HandoffEnd]) -> str:
     _, name, what = marks[at]
     cleaned = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
     return f"{cleaned}; it lasts" if at + 1 == len(marks) and not is_over else cleaned
-
-
-def lasting(seconds: float) -> str:
-    """A duration, down to a hundredth of a millisecond."""
-    if seconds < 0.01:
-        return f"{1000 * seconds:.2f}ms"
-    return f"{1000 * seconds:.0f}ms" if seconds < 1 else duration(seconds)
 
 
 def _move(what: str) -> tuple[str, str, str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvd.text import clean, duration
+from kvd.text import age, clean, compact, compact_bytes
 from tui.draw.spans import columns, cut
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell, Holder
     from tui.draw.spans import Style
+    from tui.model.columns import NamedRow
 
 NOTHING: Final = "-"
 """Where the question makes no sense for the row."""
@@ -27,10 +28,6 @@ FIGURES: Final = frozenset(
 
 SOON_S: Final = 1.0
 """A deadline this close is worth a look."""
-
-_PLAIN_MOST: Final = 99_999
-_THOUSANDS: Final = ("", "k", "M", "G", "T", "P", "E")
-_BINARY: Final = ("B", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
 _STATES: Final[dict[str, Style]] = {
     **dict.fromkeys(
@@ -99,42 +96,6 @@ def figure(value: float, kind: str, now_s: float) -> str:
             return _FORMATS.get(kind, _plain)(value)
 
 
-def age(seconds: float) -> str:
-    """Seconds so that a column of them stays calm: 0.3s, 12s, 3m05s, 2h07m, 4d03h."""
-    if not math.isfinite(seconds):
-        return NO_NUMBER
-    if seconds < 0:
-        return "0.0s" if seconds > -0.05 else f"-{age(-seconds)}"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    if seconds < 59.5:
-        return f"{seconds:.0f}s"
-    return duration(max(60.0, seconds))
-
-
-def compact(value: float) -> str:
-    """A count in at most five characters up to 999 thousand millions: 812, 99999, 812k, 4.10M."""
-    if abs(value) <= _PLAIN_MOST:
-        return str(value) if isinstance(value, int) else f"{value:.3g}"
-    return _scaled(value, 1000, _THOUSANDS)
-
-
-def size(value: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, in six characters: 512B, 2.00Mi."""
-    if abs(value) < 1024:
-        return f"{value:.0f}B"
-    return _scaled(value, 1024, _BINARY)
-
-
-def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
-    scaled, at = float(value), 0
-    while abs(scaled) >= step - 0.5 and at < len(units) - 1:
-        scaled /= step
-        at += 1
-    digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-    return f"{scaled:.{digits}f}{units[at]}"
-
-
 def _plain(value: float) -> str:
     if isinstance(value, int) or value == int(value):
         return str(int(value))
@@ -151,7 +112,7 @@ def _milliseconds(value: float) -> str:
 
 _FORMATS: Final = {
     "tokens": compact,
-    "bytes": size,
+    "bytes": compact_bytes,
     "share": _share,
     "ms": _milliseconds,
     "seconds": age,
@@ -193,3 +154,18 @@ def holder(one: Holder, now_s: float) -> str:
     """One holder: ``engine-1 2.1s``, or ``!engine-2 gone 31s`` where something is wrong with it."""
     mark, state = ("!", f" {clean(one.state)}") if one.state else ("", "")
     return f"{mark}{clean(one.who)}{state} {age(now_s - one.since_s)}"
+
+
+SEVERITY_LETTERS: dict[str, tuple[str, Style]] = {
+    "high": ("!", "bad"),
+    "medium": ("▲", "warn"),
+    "low": ("·", "dim"),
+}
+"""How grave, for eyes without colours."""
+
+
+def severity(row: NamedRow) -> tuple[str, Style]:
+    """How grave it is: a letter, a colour and the word."""
+    word = row.text("severity")
+    letter, style = SEVERITY_LETTERS.get(word, ("?", "warn"))
+    return f"{letter} {clean(word)}", style

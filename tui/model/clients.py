@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean, counted
+from kvd.text import age, clean, compact, counted
 from kvd.wire.console import Column
 from tui.model import cells
 
@@ -60,7 +60,7 @@ def calls(row: NamedRow) -> tuple[str, Style]:
     found = row.number("calls_s")
     if found is None:
         return cells.NOTHING, "dim"
-    return f"{found:.1f}" if found < 100 else cells.compact(round(found)), "plain"
+    return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
 
 
 def advice(row: NamedRow, now_s: float) -> str:
@@ -68,7 +68,7 @@ def advice(row: NamedRow, now_s: float) -> str:
     name, pids = row.text("name") or row.row.key, row.text("pids")
     leases, held = row.number("leases") or 0, row.number("held") or 0
     oldest_s = row.number("oldest")
-    oldest = "" if oldest_s is None else f", the oldest for {cells.age(now_s - oldest_s)}"
+    oldest = "" if oldest_s is None else f", the oldest for {age(now_s - oldest_s)}"
     word = row.text("state")
     if not leases:
         return f"{name} holds nothing"

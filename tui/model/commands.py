@@ -29,7 +29,7 @@ Command = str | NodeRequest
 """An action of the console, by its name and with what it is about; or a verb for the daemon."""
 
 
-class Choices(msgspec.Struct, frozen=True):
+class CommandChoices(msgspec.Struct, frozen=True):
     """What there is to choose from now: columns of the page, themes, refs on the screen."""
 
     columns: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class CommandRule(msgspec.Struct, frozen=True):
     usage: str
     help: str
     make: Callable[[str], Command | SyntaxFlaw]
-    choices: Callable[[Choices], Iterable[str]] | None = None
+    choices: Callable[[CommandChoices], Iterable[str]] | None = None
     needs: str = ""
 
     @property
@@ -70,7 +70,7 @@ def parse(text: str) -> Command | SyntaxFlaw:
     return SyntaxFlaw(made.what, after + made.at) if isinstance(made, SyntaxFlaw) else made
 
 
-def complete(text: str, choices: Choices) -> list[str]:
+def complete(text: str, choices: CommandChoices) -> list[str]:
     """Lines that ``text`` may become, each whole, in the order of the table; at most 50."""
     line = text.lstrip(": ")
     word, blank, rest = line.partition(" ")
@@ -197,7 +197,7 @@ def _record(rest: str) -> Command | SyntaxFlaw:
     return Record(0)
 
 
-def _refs(kind: str) -> Callable[[Choices], Iterable[str]]:
+def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
     """What follows ``lease`` is what follows ``lease:`` of the refs on the screen."""
     head = f"{kind}:"
     return lambda choices: [one[len(head) :] for one in choices.refs if one.startswith(head)]

@@ -148,20 +148,19 @@ def line_of(entry: Entry) -> EventLine:
     item = entry.item
     match item:
         case EventGap():
-            return EventLine("?", "gap", gap_words(item), "warn")
+            return EventLine(letter="?", kind="gap", words=gap_words(item), style="warn")
         case ToldByPeer(peer=peer, what=what):
-            return EventLine("~", clean(peer), clean(what), "hue-1")
+            return EventLine(letter="~", kind=clean(peer), words=clean(what), style="hue-1")
         case Restart(what=what):
-            return EventLine("!", "restart", clean(what), "warn")
+            return EventLine(letter="!", kind="restart", words=clean(what), style="warn")
         case _:
-            pass
-    level = event_words.level_of(item)
-    return EventLine(
-        event_words.LETTERS[level],
-        event_words.tag_of(item),
-        event_words.words(item),
-        event_words.STYLES[level],
-    )
+            level = event_words.level_of(item)
+            return EventLine(
+                letter=event_words.LETTERS[level],
+                kind=event_words.tag_of(item),
+                words=event_words.words(item),
+                style=event_words.STYLES[level],
+            )
 
 
 def gap_words(gap: EventGap) -> str:

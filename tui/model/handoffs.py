@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.text import clean
+from kvd.text import bytes_per_second, clean, compact_bytes, lasting
 from kvd.wire.admin import Because, Mark, OtherEnd
 from kvd.wire.console import Column
 from tui.draw.chart import EIGHTHS
-from tui.draw.phases import STYLES, HandoffEnd, lasting
+from tui.draw.phases import STYLES, HandoffEnd
 from tui.model import cells
 
 if TYPE_CHECKING:
@@ -66,9 +66,6 @@ LETTERS = {
 ENDED = {"delivered", "failed"}
 ARROWS = {"decode": "←", "prefill": "→"}
 """Where the bytes go: to us, or from us."""
-SLOW_S = 2.0
-"""So long without a byte is worth a look, while bytes are to come."""
-MOVING = {"receiving", "streaming", "flushing", "verifying", "offered", "draining"}
 
 
 def made(row: NamedRow, rates: RowRates) -> tuple[Cell, ...]:
@@ -77,7 +74,7 @@ def made(row: NamedRow, rates: RowRates) -> tuple[Cell, ...]:
     if done is None:
         return None, None, None, None
     share = max(0.0, min(1.0, done / total)) if total else None
-    words = f"{cells.size(done)}/{cells.size(total)}" if total else cells.size(done)
+    words = f"{compact_bytes(done)}/{compact_bytes(total)}" if total else compact_bytes(done)
     if row.text("state") in ENDED:
         return share, words, None, None
     rate = rates.rate(row.row.key, row.at_s)
@@ -126,7 +123,7 @@ def rate(row: NamedRow) -> tuple[str, Style]:
     if found is None:
         return cells.NOTHING, "dim"
     if found > 0:
-        return f"{cells.size(found)}/s", "plain"
+        return bytes_per_second(found), "plain"
     return "0B/s", "warn" if row.text("state") in {"receiving", "streaming", "flushing"} else "dim"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import msgspec
 
-from kvd.text import counted, duration
+from kvd.text import counted
 from kvd.wire.admin import Frame, Look
 from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, PageMap, Query, Table, Vitals
 from tui.model import tables
@@ -132,7 +132,13 @@ class Mirror:
         if wanted.events is not None:
             log = self._logs.get(log_slot(wanted.events), Log())
             events = msgspec.structs.replace(wanted.events, after=log.last_seq)
-        look = Look(call, self.queries(wanted.queries), events, frames, every_s)
+        look = Look(
+            call=call,
+            queries=self.queries(wanted.queries),
+            events=events,
+            frames=frames,
+            every_s=every_s,
+        )
         self.expect(look)
         return look
 
@@ -214,7 +220,11 @@ class Mirror:
     def snapshot(self) -> DaemonSnapshot:
         """The picture as of the last frame."""
         return DaemonSnapshot(
-            self._heard_s, self._vitals, dict(self._tables), dict(self._maps), dict(self._logs)
+            heard_s=self._heard_s,
+            vitals=self._vitals,
+            tables=dict(self._tables),
+            maps=dict(self._maps),
+            logs=dict(self._logs),
         )
 
     def _turn(self, vitals: Vitals, heard_s: float) -> bool:
@@ -305,7 +315,10 @@ def _told(
     look = Look(0, tuple(query for query, _ in answers), slot)
     raws = tuple(msgspec.Raw(encode(answer)) for _, answer in answers)
     upto = log.last_seq if log is not None else 0
-    return look, Frame(0, vitals, raws, tuple(events), 0, 0, upto)
+    frame = Frame(
+        call=0, vitals=vitals, answers=raws, events=tuple(events), lost=0, skipped=0, upto=upto
+    )
+    return look, frame
 
 
 def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:
@@ -366,20 +379,5 @@ def aged(link_state: LinkState, heard_s: float, now_s: float, interval_s: float)
             return LinkLagging(lag_s) if is_late else LinkLive(lag_s)
         case LinkConnecting() | LinkDown():
             return link_state
-        case _:
-            assert_never(link_state)
-
-
-def sentence(link_state: LinkState, now_s: float) -> str:
-    """What the head of the screen says; ``LIVE`` is the only word without a story."""
-    match link_state:
-        case LinkConnecting(why):
-            return f"CONNECTING: {why}" if why else "CONNECTING"
-        case LinkLive():
-            return "LIVE"
-        case LinkLagging(lag_s):
-            return f"LAGGING {duration(lag_s)}"
-        case LinkDown(why, since_s):
-            return f"DOWN {duration(max(0.0, now_s - since_s))}: {why}"
         case _:
             assert_never(link_state)

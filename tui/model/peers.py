@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean
+from kvd.text import bytes_per_second, clean
 from kvd.wire.console import Column
 from tui.draw import chart
 from tui.model import cells
 from tui.model.rates import RowRates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
@@ -82,7 +84,9 @@ class PeerTraffic:
     ) -> tuple[ByteFlow, ByteFlow]:
         """From this peer, and to it, as of then."""
         incoming, outgoing = [
-            ByteFlow(rates.rate(key, end_s), rates.series(key, count, step_s=step_s, end_s=end_s))
+            ByteFlow(
+                rates.rate(key, end_s), rates.per_second(key, count, step_s=step_s, end_s=end_s)
+            )
             for rates in (self.incoming, self.outgoing)
         ]
         return incoming, outgoing
@@ -112,26 +116,6 @@ def state(row: NamedRow) -> tuple[str, Style]:
     return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
 
 
-def bytes_in(row: NamedRow) -> tuple[str, Style]:
-    """From it, per second."""
-    return _rate(row.number("in"), "arriving")
-
-
-def bytes_out(row: NamedRow) -> tuple[str, Style]:
-    """To it, per second."""
-    return _rate(row.number("out"), "sending")
-
-
-def trace_in(row: NamedRow) -> tuple[str, Style]:
-    """From it, lately."""
-    return row.text("in_trace"), "arriving"
-
-
-def trace_out(row: NamedRow) -> tuple[str, Style]:
-    """To it, lately."""
-    return row.text("out_trace"), "sending"
-
-
 def layout(row: NamedRow) -> tuple[str, Style]:
     """Whether its pages are like ours; or in words why not."""
     words = row.text("layout")
@@ -153,4 +137,17 @@ def trouble(row: NamedRow) -> tuple[str, Style]:
 def _rate(found: float | None, style: Style) -> tuple[str, Style]:
     if found is None:
         return cells.NOTHING, "dim"
-    return f"{cells.size(found)}/s", style if found > 0 else "dim"
+    return bytes_per_second(found), style if found > 0 else "dim"
+
+
+PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
+    "state": state,
+    "in": lambda row: _rate(row.number("in"), "arriving"),
+    "in_trace": lambda row: (row.text("in_trace"), "arriving"),
+    "out": lambda row: _rate(row.number("out"), "sending"),
+    "out_trace": lambda row: (row.text("out_trace"), "sending"),
+    "layout": layout,
+    "failed": failed,
+    "trouble": trouble,
+}
+"""How cells look, by their columns."""

@@ -77,7 +77,7 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         return only(everything, slot) if everything is not None else Log()
 
 
-NOTHING = DaemonSnapshot(0.0, None, {}, {}, {})
+NOTHING = DaemonSnapshot(heard_s=0.0, vitals=None, tables={}, maps={}, logs={})
 """Before the first frame."""
 
 

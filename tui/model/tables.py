@@ -110,13 +110,31 @@ def fold(before: TableData | None, slot: Query, table: Table) -> TableData | Bad
         return BadAnswer(f"{slot.view}: row {why_missing!r} is in the order and nowhere else")
     if len(rows) != len(order):
         rows = {key: rows[key] for key in order}
-    return TableData(slot, columns, order, rows, table.total, table.of, table.at_s, table.revision)
+    return TableData(
+        slot=slot,
+        columns=columns,
+        order=order,
+        rows=rows,
+        total=table.total,
+        of=table.of,
+        at_s=table.at_s,
+        revision=table.revision,
+    )
 
 
 def _troubled(before: TableData | None, slot: Query, table: Table) -> TableData:
     """What was there, if anything, and the trouble; asked for whole next."""
     if before is None:
-        before = TableData(slot, table.columns, (), {}, 0, 0, table.at_s, 0)
+        before = TableData(
+            slot=slot,
+            columns=table.columns,
+            order=(),
+            rows={},
+            total=0,
+            of=0,
+            at_s=table.at_s,
+            revision=0,
+        )
     return msgspec.structs.replace(before, trouble=table.trouble, revision=0)
 
 

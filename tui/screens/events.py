@@ -9,12 +9,12 @@ from typing_extensions import override
 
 from kvd import filters
 from kvd.filters import SyntaxFlaw
-from kvd.text import counted
+from kvd.text import age, counted
 from kvd.wire.admin import AskOtherEnd, OtherEnds
 from kvd.wire.console import MAX_EVENTS, EventQuery
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.model import cells, event_log, event_words
+from tui.model import event_log, event_words
 from tui.model.event_log import EventGap, LogEntries
 from tui.screens.page import STEPS, Page
 from tui.widgets.canvas import Canvas, console
@@ -79,7 +79,7 @@ class EventsPage(Page):
 
     @override
     def events(self) -> EventQuery:
-        return EventQuery(0, MAX_EVENTS, self._kinds, self.about)
+        return EventQuery(after=0, limit=MAX_EVENTS, kinds=self._kinds, about=self.about)
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
@@ -327,8 +327,8 @@ class EventLogView(Canvas):
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)
-        age = cells.age(self._now_s - entry.at_s)
-        when = f"{spans.right(age, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
+        ago = age(self._now_s - entry.at_s)
+        when = f"{spans.right(ago, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
         made = (
             Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
             Styled(when, "dim"),

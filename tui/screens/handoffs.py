@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from kvd.text import clean, counted
+from kvd.text import clean, compact_bytes, counted, lasting
 from kvd.wire.admin import AdminFailed, AskOtherEnd, Because, OtherEnds, Why
 from kvd.wire.console import Filter
 from tui.draw import phases, spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.model import cells, handoffs
+from tui.model import handoffs
 from tui.model.columns import ComputedColumns
 from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
@@ -270,11 +270,11 @@ def _told(one: OtherEnd, by_s: float) -> list[str]:
     """The figures of the other end, and how far away it is; its deadline is by its own clock."""
     deadline_in_s = one.deadline_in_s - by_s
     return [
-        f"{cells.size(one.moved_bytes)}/{cells.size(one.total_bytes)} there",
+        f"{compact_bytes(one.moved_bytes)}/{compact_bytes(one.total_bytes)} there",
         f"{counted(one.outstanding_posts, 'post')} under way" if one.side == "prefill" else "",
         _prompt(one.prompt_tokens, one.decode_prefix_len),
-        f"its deadline in {phases.lasting(deadline_in_s)}" if one.deadline_in_s else "",
-        f"round trip {phases.lasting(one.round_trip_s)}",
+        f"its deadline in {lasting(deadline_in_s)}" if one.deadline_in_s else "",
+        f"round trip {lasting(one.round_trip_s)}",
     ]
 
 
@@ -290,7 +290,7 @@ def _story(ends: Sequence[HandoffEnd], width: int) -> list[Line]:
     made = [spans.headed((Styled("story of both ends", "dim"),), width)]
     names = min(24, max(spans.columns(clean(name)) for _, name, _ in found))
     for ago_s, name, what in reversed(found):
-        ago = spans.right(f"-{phases.lasting(max(0.0, ago_s))}", AGO_COLUMNS)
+        ago = spans.right(f"-{lasting(max(0.0, ago_s))}", AGO_COLUMNS)
         who = spans.left(clean(name), names)
         before = Styled(f"{ago}  {who}  ", "dim")
         made.append(spans.fit((before, cleaned(what)), width))

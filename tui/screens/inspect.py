@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from kvd.text import clean, duration
+from kvd.text import age, clean, compact, duration, thousands
 from kvd.wire.console import Query
 from tui import actions
 from tui.draw import spans
-from tui.draw.page_map import thousands
 from tui.draw.spans import Line, Styled, cleaned
-from tui.model import cells, concerns
+from tui.model import cells
 from tui.model.columns import NamedRow, named_row_of, places
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas, console
@@ -62,7 +61,7 @@ class InspectPage(Page):
     def compose(self) -> ComposeResult:
         yield WindowedTable(
             "concerns",
-            painters={"severity": concerns.severity},
+            painters={"severity": cells.severity},
             title="findings",
             rules=CONCERNS,
         )
@@ -184,9 +183,9 @@ def _audit(data: TableData | None, now_s: float, width: int) -> list[Line]:
         words = "no sweep has ended yet"
     else:
         words = (
-            f"last sweep {cells.age(now_s - ended_s)} ago took "
-            f"{duration(row.number('took_s') or 0)} for {cells.compact(row.number('objects') or 0)}"
-            f" objects, {cells.compact(row.number('pages') or 0)} pages; cost "
+            f"last sweep {age(now_s - ended_s)} ago took "
+            f"{duration(row.number('took_s') or 0)} for {compact(row.number('objects') or 0)}"
+            f" objects, {compact(row.number('pages') or 0)} pages; cost "
             f"{100 * (row.number('core') or 0):.2f}% of a core, "
             f"{duration(row.number('spent_s') or 0)} in {row.number('sweeps') or 0:.0f} sweeps"
         )

@@ -11,13 +11,13 @@ from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
-from kvd.text import clean, duration
+from kvd.text import age, bytes_per_second, clean, compact, duration
 from kvd.wire.console import EventQuery, Sources
 from kvd.wire.events import HandoffEnded
 from tui import actions
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
-from tui.model import cells, concerns, event_words
+from tui.model import cells, event_words
 from tui.model.event_log import EventGap
 from tui.model.rates import RowRates
 from tui.screens.page import Page
@@ -77,7 +77,7 @@ class OverviewPage(Page):
                 yield SourceBar()
             yield WindowedTable(
                 "concerns",
-                painters={"severity": concerns.severity},
+                painters={"severity": cells.severity},
                 title="findings",
                 rules=RULES,
             )
@@ -219,12 +219,12 @@ def _charts(rates: NodeRates, end_s: float | None, width: int, height: int) -> l
     made = []
     for title, name in (("bytes in", "in_bytes"), ("bytes out", "out_bytes")):
         values = rates.per_second(name, 2 * each, end_s=end_s)
-        made.append(TextBlock(chart.chart(chart.Series(title, values, _per_s), each, height), each))
+        made.append(
+            TextBlock(
+                chart.chart(chart.Series(title, values, bytes_per_second), each, height), each
+            )
+        )
     return spans.side_by_side(made, 2)
-
-
-def _per_s(value: float) -> str:
-    return f"{cells.size(value)}/s"
 
 
 def _flow(
@@ -243,7 +243,12 @@ def _flow(
         now = per_s(name, over_s=1.0)
         top = max(values, default=0.0)
         made.append(
-            (*_figure(title, _per_s(now)), Styled(" "), steps, *_figure(" max", _per_s(top)))
+            (
+                *_figure(title, bytes_per_second(now)),
+                Styled(" "),
+                steps,
+                *_figure(" max", bytes_per_second(top)),
+            )
         )
     ended = per_s("handoffs_delivered", "handoffs_failed")
     timed = lately.ended > lately.failed
@@ -255,7 +260,7 @@ def _flow(
         _figure("waiting", str(vitals.waiting), "warn" if vitals.waiting else "plain"),
         _figure("failed", f"{lately.failed} in 1m", "bad" if lately.failed else "plain"),
         _figure("engines", str(vitals.clients)),
-        _figure("leases", cells.compact(vitals.leases)),
+        _figure("leases", compact(vitals.leases)),
         _figure(
             "peers",
             f"{vitals.peers_up}/{vitals.peers}",
@@ -427,7 +432,7 @@ class LastEvents(Canvas):
         title = (Styled("last events ", "head"), Styled("(6: what went well too)", "dim"))
         made = [spans.headed(title, width)]
         for one in self._shown:
-            ago = cells.age(snapshot.now_s - one.at_s)
+            ago = age(snapshot.now_s - one.at_s)
             made.append(spans.fit((Styled(f"{ago:>8} ", "dim"), *self._words[one.seq]), width))
         if not self._shown:
             made.append(spans.line("  nothing worth a word", "dim"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from kvd.text import clean, counted
+from kvd.text import age, bytes_per_second, clean, compact_bytes, counted
 from tui.draw import chart, spans
 from tui.draw.chart import Series
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
@@ -51,20 +51,10 @@ class PeersPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        painters = {
-            "state": peers.state,
-            "in": peers.bytes_in,
-            "in_trace": peers.trace_in,
-            "out": peers.bytes_out,
-            "out_trace": peers.trace_out,
-            "layout": peers.layout,
-            "failed": peers.failed,
-            "trouble": peers.trouble,
-        }
         yield WindowedTable(
             "peers",
             computed=ComputedColumns(peers.COLUMNS, self._made, peers.FIRST),
-            painters=painters,
+            painters=peers.PAINTERS,
             title="peers",
             rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
             stands_for=peers.STANDS_FOR,
@@ -124,11 +114,7 @@ def panel_lines(
 
 
 def _chart(title: str, way: ByteFlow, width: int, height: int) -> list[Line]:
-    return chart.chart(Series(title, way.lately, _per_second), width, height)
-
-
-def _per_second(value: float) -> str:
-    return f"{cells.size(value)}/s"
+    return chart.chart(Series(title, way.lately, bytes_per_second), width, height)
 
 
 def _head(row: NamedRow, width: int) -> Line:
@@ -151,7 +137,7 @@ def word_lines(row: NamedRow, now_s: float, width: int) -> list[Line]:
     if credits_ is not None:
         posts_words += f" of {credits_:.0f}"
     facts: list[tuple[str, str, Style]] = [
-        ("heard", "never" if heard_s is None else f"{cells.age(now_s - heard_s)} ago", "plain"),
+        ("heard", "never" if heard_s is None else f"{age(now_s - heard_s)} ago", "plain"),
         ("round trip", "-" if rtt_ms is None else cells.figure(rtt_ms, "ms", 0.0), "plain"),
         ("layout", *peers.layout(row)),
         ("agent", clean(row.text("agent")), _agent_style(row)),
@@ -174,7 +160,7 @@ def _ended(row: NamedRow) -> str:
     got, gave = row.number("in_bytes") or 0, row.number("out_bytes") or 0
     return (
         f"{delivered:.0f} delivered, {failed:.0f} failed; "
-        f"{cells.size(got)} from it, {cells.size(gave)} to it"
+        f"{compact_bytes(got)} from it, {compact_bytes(gave)} to it"
     )
 
 

@@ -137,7 +137,7 @@ def _regions(rows: Sequence[int], width: int) -> list[Region]:
         if made and made[-1].bottom == row:
             made[-1] = made[-1].grow((0, 0, 1, 0))
         else:
-            made.append(Region(0, row, width, 1))
+            made.append(Region(x=0, y=row, width=width, height=1))
     return made
 
 

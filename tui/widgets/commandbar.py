@@ -67,7 +67,7 @@ class CommandBar(Container):
     def __init__(self, judge: Callable[[str, str], SyntaxFlaw | None]) -> None:
         super().__init__(id="bar")
         self._judge = judge
-        self._choose_from: Callable[[], commands.Choices] = commands.Choices
+        self._choose_from: Callable[[], commands.CommandChoices] = commands.CommandChoices
         self.mode = ":"
         self._past: dict[str, deque[str]] = {mode: deque(maxlen=MAX_HISTORY) for mode in (":", "/")}
         self._at = 0
@@ -82,7 +82,7 @@ class CommandBar(Container):
         """Where the text is."""
         return self.query_one(CommandInput)
 
-    def ask(self, mode: str, text: str, choices: Callable[[], commands.Choices]) -> None:
+    def ask(self, mode: str, text: str, choices: Callable[[], commands.CommandChoices]) -> None:
         """Have the operator type; ``choices`` says what there is to choose from."""
         self.mode, self._choose_from, self._at = mode, choices, 0
         self.app.clear_notifications()

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from textual.message import Message
 from typing_extensions import override
 
-from kvd.text import clean
+from kvd.text import age, clean, compact_bytes, thousands
 from kvd.wire.console import MAX_CELLS, MapQuery
 from tui.draw import bars, spans
 from tui.draw import page_map as pages
 from tui.draw.page_map import Grid, MapWindow
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
-from tui.model import cells
 from tui.widgets.canvas import Canvas, why_missing
 
 if TYPE_CHECKING:
@@ -116,7 +115,14 @@ class PageMapPanel(Canvas):
             count = min(grid.cells, -(-(total - first) // each))
         else:
             first, each, count = 0, 1, 0
-        asked = MapQuery(self.component, self.lens, 0, first, each, count, mark)
+        asked = MapQuery(
+            component=self.component,
+            lens=self.lens,
+            first_page=first,
+            pages_each=each,
+            cells=count,
+            mark=mark,
+        )
         if self.lens == "owner":
             return (asked,)
         return asked, MapQuery(self.component, "owner", cells=0)
@@ -182,15 +188,15 @@ class PageMapPanel(Canvas):
         words: list[Styled] = [Styled(f"lens {self.lens}", "key")]
         tail: Line = ()
         if shown is not None and shown.total_pages:
-            each = f"1 cell = {pages.thousands(shown.pages_each)} pages"
+            each = f"1 cell = {thousands(shown.pages_each)} pages"
             words.append(Styled(each if shown.pages_each > 1 else "1 cell = 1 page"))
-            total = pages.thousands(shown.total_pages)
-            size = f" x {cells.size(shown.page_bytes)}" if shown.page_bytes else ""
+            total = thousands(shown.total_pages)
+            size = f" x {compact_bytes(shown.page_bytes)}" if shown.page_bytes else ""
             words.append(Styled(f"{total} pages{size}"))
             if shown.lens != self.lens or not shown.cells:
                 words.append(Styled(f"asked for {self.lens}", "warn"))
-            age = cells.age(max(0.0, self._now_s - shown.at_s))
-            tail = (Styled(f"seen {age} ago in {shown.took_s * 1000:.0f}ms", "dim"),)
+            ago = age(max(0.0, self._now_s - shown.at_s))
+            tail = (Styled(f"seen {ago} ago in {shown.took_s * 1000:.0f}ms", "dim"),)
         if self.mark:
             count = len(shown.lit) if shown is not None else 0
             lit = f"{count} cell{'s' * (count > 1)} lit" if count else "nothing lit here"
@@ -209,7 +215,7 @@ class PageMapPanel(Canvas):
 
     def _foot(self, shown: PageMap, legend: list[Line], width: int, height: int) -> list[Line]:
         median, largest = shown.runs
-        runs = f"free runs: median {pages.thousands(median)}, largest {pages.thousands(largest)}"
+        runs = f"free runs: median {thousands(median)}, largest {thousands(largest)}"
         figures = [*legend, spans.line(f"{runs} {'page' if largest == 1 else 'pages'}", "dim")]
         if width < BESIDE_COLUMNS:
             return [*figures, *self._owned(width, height - len(figures))]

@@ -36,7 +36,7 @@ RATE_S = 10.0
 """Evictions come in bursts: over so long their rate is taken."""
 
 
-class Figure(NamedTuple):
+class PoolFigure(NamedTuple):
     """One column: the column of the view, its heading, and how wide it is."""
 
     name: str
@@ -45,21 +45,21 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("state", "state", 6),
-    Figure("free", "free", 6),
-    Figure("held", "held", 6),
-    Figure("locked", "locked", 6),
-    Figure("cached", "cached", 6),
-    Figure("quarantined", "quar", 5),
-    Figure("headroom", "avail", 6),
-    Figure("evicted", "evict/s", 7),
-    Figure("waiting", "wait", 4),
-    Figure("tier", "tier", 6),
-    Figure("total", "total", 8),
-    Figure("saved", "saved", 6),
-    Figure("page_size", "tokens", 6),
-    Figure("page_bytes", "page", 6),
-    Figure("extent", "extent", 10),
+    PoolFigure("state", "state", 6),
+    PoolFigure("free", "free", 6),
+    PoolFigure("held", "held", 6),
+    PoolFigure("locked", "locked", 6),
+    PoolFigure("cached", "cached", 6),
+    PoolFigure("quarantined", "quar", 5),
+    PoolFigure("headroom", "avail", 6),
+    PoolFigure("evicted", "evict/s", 7),
+    PoolFigure("waiting", "wait", 4),
+    PoolFigure("tier", "tier", 6),
+    PoolFigure("total", "total", 8),
+    PoolFigure("saved", "saved", 6),
+    PoolFigure("page_size", "tokens", 6),
+    PoolFigure("page_bytes", "page", 6),
+    PoolFigure("extent", "extent", 10),
 )
 """The most important first; those that there is no room for are left out."""
 
@@ -163,7 +163,7 @@ class PoolTable(Canvas):
             9, min(MOST_NAME_COLUMNS, max(spans.columns(clean(name)) for name in self.names))
         )
         room = width - GUTTER - name_columns - GAP - LEAST_BAR_COLUMNS
-        figures: list[Figure] = []
+        figures: list[PoolFigure] = []
         for one in FIGURES:
             if data.index(one.name) < 0 and one.name != "evicted":
                 continue
@@ -183,7 +183,7 @@ class PoolTable(Canvas):
         return [*lines, spans.fit(words, width)] if words else lines
 
     @staticmethod
-    def _heads(figures: Sequence[Figure], name_columns: int, bar_columns: int) -> Line:
+    def _heads(figures: Sequence[PoolFigure], name_columns: int, bar_columns: int) -> Line:
         heads = [
             spans.left("component", name_columns + GAP),
             spans.left("pages", bar_columns),
@@ -195,7 +195,7 @@ class PoolTable(Canvas):
         self,
         data: TableData,
         key: str,
-        figures: Sequence[Figure],
+        figures: Sequence[PoolFigure],
         name_columns: int,
         bar_columns: int,
     ) -> Line:
@@ -212,7 +212,7 @@ class PoolTable(Canvas):
             made.append(Styled(spans.right(text, one.width + GAP), told))
         return spans.merged(made)
 
-    def _figure(self, data: TableData, key: str, one: Figure) -> cells.CellText:
+    def _figure(self, data: TableData, key: str, one: PoolFigure) -> cells.CellText:
         if one.name == "evicted":
             rate = self._rates.rate(key)
             if rate is None:
