@@ -428,10 +428,10 @@ class KvdTui(App[None]):
         answer: Because | Refusal | None = None
         if asked is not None and not self.mirror.history.is_frozen:
             answer = actions.answered(await self.link.ask(asked), Because)
-        if not self.is_running or card.ref != ref or card.told is None:
+        if not self.is_running or card.ref != ref or card.content is None:
             return
         if answer is None:
-            answer = card.told.answer or (FROZEN if asked is not None else None)
+            answer = card.content.answer or (FROZEN if asked is not None else None)
         row, columns = self.page.row(ref)
         now_s = self.snapshot.now_s
         card.say(CardContent(ref=ref, answer=answer, row=row, columns=columns, now_s=now_s))

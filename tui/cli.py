@@ -139,12 +139,12 @@ def _linked(connect: str | None, record: Path | None, until_end: contextlib.Exit
     from tui import tape  # noqa: PLC0415
     from tui.link import Link  # noqa: PLC0415 - loads ZeroMQ
 
-    witness = tape.RecordingWriter.open(record) if record is not None else None
-    if isinstance(witness, tape.BadRecording):
-        raise click.BadParameter(witness.why, param_hint="--record")
-    if witness is not None:
-        until_end.callback(witness.close)
-    return lambda mirror, wanted: Link(where, mirror, wanted, witness=witness)
+    recorder = tape.RecordingWriter.open(record) if record is not None else None
+    if isinstance(recorder, tape.BadRecording):
+        raise click.BadParameter(recorder.why, param_hint="--record")
+    if recorder is not None:
+        until_end.callback(recorder.close)
+    return lambda mirror, wanted: Link(where, mirror, wanted, recorder=recorder)
 
 
 def _replaying(file: Path) -> Connect:

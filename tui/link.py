@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.sockets import Frames
     from kvd.wire.admin import AdminReply, AdminRequest
     from tui.model.mirror import Mirror, Subscription
+    from tui.tape import RecordingWriter
 
 
 ANSWER_S = 2.0
@@ -83,16 +84,6 @@ class FrameLink(Protocol):
         """A screen was painted; frames come more rarely where that takes long."""
 
 
-class FrameListener(Protocol):
-    """Gets every look and its frame, and may want to see more than what is on the screen."""
-
-    def wants(self, mirror: Mirror, now_s: float) -> Subscription | None:
-        """What else is to be asked for now; None for nothing."""
-
-    def write(self, look: Look, frame: bytes, heard_s: float, mirror: Mirror) -> None:
-        """A frame has been taken by the mirror."""
-
-
 class _Lost(Exception):
     """The connection is no more; the sentence says why."""
 
@@ -100,7 +91,7 @@ class _Lost(Exception):
 class Link:
     """Brings frames of the daemon at ``endpoint`` to ``mirror``.
 
-    ``wanted`` is asked after each frame. ``witness``: a recorder. Run it on any asyncio loop.
+    ``wanted`` is asked after each frame; ``recorder`` writes what comes to a file.
     """
 
     def __init__(
@@ -110,10 +101,10 @@ class Link:
         wanted: Callable[[], Subscription],
         *,
         fps: float = 10.0,
-        witness: FrameListener | None = None,
+        recorder: RecordingWriter | None = None,
     ) -> None:
         self.fps = fps
-        self.witness = witness
+        self.recorder = recorder
         self._endpoint = endpoint
         self._mirror = mirror
         self._wanted = wanted
@@ -245,7 +236,7 @@ class Link:
         """One look and half of its frames, and the pause until the next look is due."""
         begun_s = _now_s()
         self._hurry.clear()
-        extra = self.witness.wants(self._mirror, begun_s) if self.witness is not None else None
+        extra = self.recorder.wants(self._mirror, begun_s) if self.recorder is not None else None
         wanted = extra if extra is not None else self._wanted()
         every_s = min(max(self.interval_s, EVERY_LEAST_S), EVERY_MOST_S)
         self._arrived = asyncio.Queue()
@@ -306,8 +297,8 @@ class Link:
         match reply:
             case Frame():
                 is_fit = self._mirror.take(reply, heard_s)
-                if self.witness is not None:
-                    self.witness.write(look, raw, heard_s, self._mirror)
+                if self.recorder is not None:
+                    self.recorder.write(look, raw, heard_s, self._mirror)
                 return is_fit
             case AdminFailed(_, refusal):
                 why = f"the daemon refuses to be looked at: {clean(refusal.message)}"

@@ -55,11 +55,6 @@ class ReplayLink:
         speed = "" if self.speed == 1.0 else f" x{self.speed:g}"
         return f"REPLAY{state}{speed} {self.position_s:.1f} of {self.length_s:.1f}s"
 
-    @property
-    def trouble(self) -> str:
-        """What is wrong with the recording; empty where nothing is."""
-        return self._tape.trouble
-
     def hurry(self) -> None:
         """What is wanted does not matter: there is what there is."""
 

@@ -99,7 +99,7 @@ def everything(snapshot: DaemonSnapshot) -> list[Subscription]:
 class RecordingWriter:
     """Writes what a link hears. When the file is full, or cannot be written, it stops and says so.
 
-    A ``link.FrameListener``. The file must not be there yet; only its owner may read it.
+    The file must not be there yet; only its owner may read it.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from kvd.wire.admin import Because, Mark, OtherEnd
 from kvd.wire.console import Column, Query, Row
 from tui.model import handoffs
 from tui.model.columns import NamedRow, named_row_of
-from tui.model.handoffs import HandoffStory, ends, story
+from tui.model.handoffs import HandoffStory, ends, timeline
 from tui.model.tables import TableData
 
 KINDS = {"since": "since", "ended": "since"}
@@ -98,7 +98,7 @@ def test_a_story_that_is_refused_while_it_is_open_is_said():
 
 
 def test_both_stories_are_told_in_one_order():
-    assert [(ago_s, name) for ago_s, name, _ in story(ends(told(), facts(), "d0", 100.0))] == [
+    assert [(ago_s, name) for ago_s, name, _ in timeline(ends(told(), facts(), "d0", 100.0))] == [
         (3.0, "d0"),
         (2.0, "p0"),
         (1.0, "d0"),

@@ -105,7 +105,7 @@ async def test_the_gravest_finding_is_on_top_and_enter_opens_what_it_is_about():
         assert subject.startswith("receive:")
         await stage.press("enter")
         assert (stage.app.page.NAME, stage.app.card.ref) == ("handoffs", subject)
-        assert isinstance(stage.app.card.told.answer, Because)
+        assert isinstance(stage.app.card.content.answer, Because)
         await stage.press("escape")
         assert stage.app.page.NAME == "overview"
 

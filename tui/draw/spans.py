@@ -181,6 +181,14 @@ def spread(at_left: Line, at_right: Line, width: int, fill: Styled | None = None
     return merged((*at_left, Styled(" "), ruler, Styled(" "), *at_right))
 
 
+def ruled(at_left: Line, at_right: Line, width: int) -> Line:
+    """A rule over something, with words at either end of it."""
+    rule = Styled("─", "border")
+    return spread(
+        (Styled("─ ", "border"), *at_left), (*at_right, Styled(" ─", "border")), width, rule
+    )
+
+
 def headed(title: Line, width: int) -> Line:
     """A rule over something, with its title in it."""
     parts = (Styled("─ ", "border"), *title, Styled(" "))

@@ -1,6 +1,6 @@
 """Events as a console keeps them: the last two thousand, with the gaps between them said.
 
-A log never changes: adding makes a new one that shares what it can, so that every moment that is
+A log never changes: adding makes a new one that shares what it can, so that every snapshot that is
 kept has the events as they were then for next to nothing.
 """
 

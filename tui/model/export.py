@@ -1,4 +1,4 @@
-"""A sheet as a file: CSV, JSON or text; all its rows, or only those that are tagged.
+"""A table as a file: CSV, JSON or text; all its rows, or only those that are tagged.
 
 CSV and JSON have the figures as they are, moments as ages in seconds; text has them as shown.
 """
@@ -29,7 +29,7 @@ WIDEST = 60
 
 
 def export(data: TableData, form: str, now_s: float, tagged: Collection[str] = ()) -> str:
-    """The sheet in one of ``FORMATS``; ``tagged``: keys of the only rows that are wanted."""
+    """The table in one of ``FORMATS``; ``tagged``: keys of the only rows that are wanted."""
     rows = [row for row in data.listed() if not tagged or row.key in tagged]
     match form:
         case "csv":

@@ -18,7 +18,7 @@ from tui.draw.phases import STYLES, HandoffEnd
 from tui.model import cells
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
@@ -142,6 +142,17 @@ def _dimmed(row: NamedRow, style: Style) -> Style:
     return "dim" if row.text("state") in ENDED else style
 
 
+PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
+    "state": state,
+    "peer": peer,
+    "done": done,
+    "rate": rate,
+    "eta": eta,
+    "waiting_for": waiting_for,
+}
+"""How cells look, by their columns; the bar is as long as the page has room."""
+
+
 UNNAMED = "the other end"
 OTHER_SIDE = {"decode": "prefill", "prefill": "decode"}
 
@@ -181,17 +192,15 @@ class HandoffStory(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, there=StoryAnswer(at_s, answer))
 
 
-def ends(
-    story_shown: HandoffStory, row: NamedRow, node: str, now_s: float
-) -> tuple[HandoffEnd, ...]:
+def ends(story: HandoffStory, row: NamedRow, node: str, now_s: float) -> tuple[HandoffEnd, ...]:
     """Our end, then the other one, as of ``now_s`` on the daemon's clock."""
     peer = row.text("peer").removeprefix("peer:")
-    return (_ours(story_shown, row, node, now_s), *_others(story_shown, row, peer, now_s))
+    return (_ours(story, row, node, now_s), *_others(story, row, peer, now_s))
 
 
-def _ours(story_shown: HandoffStory, row: NamedRow, node: str, now_s: float) -> HandoffEnd:
+def _ours(story: HandoffStory, row: NamedRow, node: str, now_s: float) -> HandoffEnd:
     side, state, why = row.text("side"), row.text("state"), row.text("waiting_for")
-    match story_shown.here:
+    match story.here:
         case StoryAnswer(at_s=at_s, answer=Because(marks=marks)):
             shown = seen(marks, now_s - at_s)
         case StoryAnswer(answer=Refusal(message=message)) if state not in ENDED:
@@ -220,11 +229,9 @@ def _closed(marks: tuple[Mark, ...], row: NamedRow, now_s: float) -> tuple[Mark,
     return (*marks, Mark(ago_s, f"{before} -> closed ({why})"))
 
 
-def _others(
-    story_shown: HandoffStory, row: NamedRow, peer: str, now_s: float
-) -> tuple[HandoffEnd, ...]:
+def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tuple[HandoffEnd, ...]:
     side = OTHER_SIDE.get(row.text("side"), "?")
-    match story_shown.there:
+    match story.there:
         case None:
             trouble = "asked; no answer yet" if peer else "nobody yet"
             if row.text("state") in ENDED:
@@ -261,7 +268,7 @@ def seen(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
     return tuple(Mark(mark.ago_s + by_s, mark.what) for mark in marks if mark.ago_s + by_s >= 0.0)
 
 
-def story(shown: Iterable[HandoffEnd]) -> list[tuple[float, str, str]]:
+def timeline(shown: Iterable[HandoffEnd]) -> list[tuple[float, str, str]]:
     """Everything that happened at either end, oldest first: how long ago, where, what."""
     return sorted(
         ((mark.ago_s, end.name, mark.what) for end in shown for mark in end.marks),

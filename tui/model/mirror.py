@@ -33,23 +33,46 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 V = TypeVar("V")
 
-__all__ = [
-    "LinkConnecting",
-    "LinkDown",
-    "LinkLagging",
-    "LinkLive",
-    "Mirror",
-    "Notice",
-    "Subscription",
-    "TableData",
-]
-
-MAX_SHEETS = 24
+MAX_TABLES = 24
 """Windows that are kept, the last used ones: to go back to a page is to see it at once."""
 MAX_MAPS = 4
 MAX_LOGS = 4
 MAX_NOTICES = 200
 EVERY_S = 0.1
+
+
+LATE_FRAMES = 2.0
+"""So many intervals without a frame are lag, not chance."""
+LATE_S = 0.5
+"""And never less than this: a terminal that paints twenty times a second is not that precise."""
+
+
+class LinkConnecting(msgspec.Struct, frozen=True):
+    """Nobody has answered yet; ``why`` is what is known about it."""
+
+    why: str
+
+
+class LinkLive(msgspec.Struct, frozen=True):
+    """Frames come as they are wanted; the last one came ``lag_s`` ago."""
+
+    lag_s: float
+
+
+class LinkLagging(msgspec.Struct, frozen=True):
+    """The next frame is due and has not come, ``lag_s`` after the last one."""
+
+    lag_s: float
+
+
+class LinkDown(msgspec.Struct, frozen=True):
+    """There was an answer once, and there is none any more; ``since_s`` is on our clock."""
+
+    why: str
+    since_s: float
+
+
+LinkState = LinkConnecting | LinkLive | LinkLagging | LinkDown
 
 
 class Subscription(msgspec.Struct, frozen=True):
@@ -82,7 +105,8 @@ class Mirror:
         self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
         self.frames = 0
         """Frames taken, of any daemon: a screen that has shown this one need not paint again."""
-        self._link_state: LinkState = LinkConnecting("")
+        self._trouble: LinkConnecting | LinkDown | None = LinkConnecting("")
+        """Why nothing comes; None while frames do."""
         self._heard_s = 0.0
         self._vitals: Vitals | None = None
         self._tables: dict[Query, TableData] = {}
@@ -103,19 +127,21 @@ class Mirror:
 
     def link_state(self, now_s: float, interval_s: float) -> LinkState:
         """How the link stands at ``now_s`` on our clock, where a frame is due every interval."""
-        return aged(self._link_state, self._heard_s, now_s, interval_s)
+        if self._trouble is not None:
+            return self._trouble
+        lag_s = max(0.0, now_s - self._heard_s)
+        is_late = lag_s > max(LATE_S, LATE_FRAMES * interval_s)
+        return LinkLagging(lag_s) if is_late else LinkLive(lag_s)
 
     def failed(self, why: str, now_s: float) -> None:
         """The link has no answer: it is connecting still, or down since it first said so."""
-        match self._link_state:
+        match self._trouble:
             case LinkConnecting():
-                self._link_state = LinkConnecting(why)
-            case LinkDown(_, since_s):
-                self._link_state = LinkDown(why, since_s)
-            case LinkLive() | LinkLagging():
-                self._link_state = LinkDown(why, now_s)
-            case _:
-                assert_never(self._link_state)
+                self._trouble = LinkConnecting(why)
+            case LinkDown(since_s=since_s):
+                self._trouble = LinkDown(why, since_s)
+            case None:
+                self._trouble = LinkDown(why, now_s)
 
     # ---- what to ask -------------------------------------------------------------------------
 
@@ -174,7 +200,7 @@ class Mirror:
             self._expected = None
         self._is_whole = True
         is_other = self._turn(frame.vitals, heard_s)
-        self._vitals, self._heard_s, self._link_state = frame.vitals, heard_s, LinkLive(0.0)
+        self._vitals, self._heard_s, self._trouble = frame.vitals, heard_s, None
         self.frames += 1
         if len(frame.answers) == len(look.queries):
             for query, raw in zip(look.queries, frame.answers, strict=True):
@@ -256,7 +282,7 @@ class Mirror:
                 slot = msgspec.structs.replace(query, have=0)
                 data = tables.fold(self._tables.get(slot), slot, answer)
                 if isinstance(data, TableData):
-                    _put(self._tables, slot, data, MAX_SHEETS)
+                    _put(self._tables, slot, data, MAX_TABLES)
                 else:
                     self._drop((query,), heard_s, data.why)
             case MapQuery(), PageMap():
@@ -327,57 +353,3 @@ def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:
     kept[key] = value
     while len(kept) > most:
         del kept[next(iter(kept))]
-
-
-LATE_FRAMES = 2.0
-"""So many intervals without a frame are lag, not chance."""
-LATE_S = 0.5
-"""And never less than this: a terminal that paints twenty times a second is not that precise."""
-
-
-class LinkConnecting(msgspec.Struct, frozen=True):
-    """Nobody has answered yet; ``why`` is what is known about it."""
-
-    why: str
-
-
-class LinkLive(msgspec.Struct, frozen=True):
-    """Frames come as they are wanted; the last one came ``lag_s`` ago."""
-
-    lag_s: float
-
-
-class LinkLagging(msgspec.Struct, frozen=True):
-    """The next frame is due and has not come, ``lag_s`` after the last one."""
-
-    lag_s: float
-
-
-class LinkDown(msgspec.Struct, frozen=True):
-    """There was an answer once, and there is none any more; ``since_s`` is on our clock."""
-
-    why: str
-    since_s: float
-
-
-LinkState = LinkConnecting | LinkLive | LinkLagging | LinkDown
-
-
-def aged(link_state: LinkState, heard_s: float, now_s: float, interval_s: float) -> LinkState:
-    """``standing`` at ``now_s``: a live link lags when the frame that is due has not come.
-
-    Args:
-        link_state: what the link last said.
-        heard_s: when the last frame came, on our clock.
-        now_s: on our clock.
-        interval_s: how often a frame is wanted.
-    """
-    match link_state:
-        case LinkLive() | LinkLagging():
-            lag_s = max(0.0, now_s - heard_s)
-            is_late = lag_s > max(LATE_S, LATE_FRAMES * interval_s)
-            return LinkLagging(lag_s) if is_late else LinkLive(lag_s)
-        case LinkConnecting() | LinkDown():
-            return link_state
-        case _:
-            assert_never(link_state)

@@ -119,7 +119,7 @@ class SnapshotHistory:
         return max(0.0, self.newest.heard_s - self.shown.heard_s)
 
     def add(self, snapshot: DaemonSnapshot) -> None:
-        """Keep ``moment`` as the newest; the oldest go when they are too many or too heavy."""
+        """Keep ``snapshot`` as the newest; the oldest go when they are too many or too heavy."""
         weight = weight_bytes(self._ring[-1] if self._ring else NOTHING, snapshot)
         self._ring.append(snapshot)
         self._weights.append(weight)
@@ -164,7 +164,7 @@ def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:
 
 
 def weight_bytes(before: DaemonSnapshot, snapshot: DaemonSnapshot) -> int:
-    """What ``moment`` takes beyond what it shares with ``before``, about."""
+    """What ``snapshot`` takes beyond what it shares with ``before``, about."""
     weight = MOMENT_BYTES
     for slot, data in snapshot.tables.items():
         last = before.tables.get(slot)

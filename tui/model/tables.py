@@ -1,7 +1,7 @@
 """One table and one page map as a console has them: whole, and never changed in place.
 
-A delta makes a new sheet that shares every row that stayed. What does not fit what is here is
-refused with a sentence: then the sheet is dropped and asked for whole, nothing is guessed.
+A change makes new data that shares every row that stayed. What does not fit what is here is
+refused with a sentence: then the table is dropped and asked for whole, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read(raw: msgspec.Raw) -> Answer | BadAnswer:
 
 
 def fold(before: TableData | None, slot: Query, table: Table) -> TableData | BadAnswer:
-    """The sheet after ``table``, or why that is no answer to ``slot`` on top of ``before``."""
+    """What is here after ``table``, or why that is no answer to ``slot`` on top of ``before``."""
     if table.view != slot.view:
         return BadAnswer(f"asked for {slot.view}, answered with {table.view}")
     if table.trouble:
@@ -165,7 +165,7 @@ def _checked(page_map: PageMap) -> PageMap | BadAnswer:
 
 
 def whole(data: TableData) -> Table:
-    """The sheet as the answer to a query that has nothing."""
+    """The table as the answer to a query that has nothing."""
     return Table(
         view=data.view,
         revision=data.revision,
@@ -181,9 +181,9 @@ def whole(data: TableData) -> Table:
 
 
 def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
-    """The answer to ``slot`` as far as one of ``sheets`` has its rows; at least one sheet.
+    """The answer to ``slot`` as far as one of ``data`` has its rows; at least one.
 
-    The sheet that knows most is taken: of those whose filters ``slot`` has too, the one with the
+    The one that knows most is taken: of those whose filters ``slot`` has too, the one with the
     most rows. ``total`` is what was found here; ``note`` says of how many.
     """
     wanted = set(slot.filters)
@@ -209,7 +209,7 @@ def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
 
 
 def _note(best: TableData, slot: Query) -> str:
-    """What is missing from a sheet that was made here; empty where nothing is."""
+    """What is missing from a table that was made here; empty where nothing is."""
     has_all = len(best.order) >= best.total
     if has_all or (_same_window(best.slot, slot) and _covers(best.slot, slot)):
         return ""

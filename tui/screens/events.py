@@ -314,16 +314,14 @@ class EventLogView(Canvas):
         below = len(self._entries) - 1 - self._cursor
         state = "following" if self.is_following else f"{below} newer below"
         at_left = (
-            Styled("─ ", "border"),
             Styled("events", "head"),
             cleaned(f" {self.words}" if self.words else "", "key"),
         )
         tail = (
             Styled(f"{counted(len(self._entries), 'line')} · "),
             Styled(state, "ok" if self.is_following else "warn"),
-            Styled(" ─", "border"),
         )
-        return spans.spread(at_left, tail, width, Styled("─", "border"))
+        return spans.ruled(at_left, tail, width)
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)

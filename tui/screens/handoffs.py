@@ -1,4 +1,4 @@
-"""Handoffs under way, and the life of one of them."""
+"""Handoffs under way, and the story of one of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from kvd.text import clean, compact_bytes, counted, lasting
-from kvd.wire.admin import AdminFailed, AskOtherEnd, Because, OtherEnds, Why
+from kvd.wire.admin import AskOtherEnd, Because, OtherEnds, Why
 from kvd.wire.console import Filter
+from tui.actions import answered
 from tui.draw import phases, spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import handoffs
@@ -40,7 +41,7 @@ THERE_S = 1.0
 
 
 class HandoffsPage(Page):
-    """All handoffs of this node above, the life of the one under the cursor below."""
+    """All handoffs of this node above, the story of the one under the cursor below."""
 
     NAME = "handoffs"
     FAULTS: ClassVar[Mapping[str, str]] = {"rooms": "moved>2s !state=ready"}
@@ -54,23 +55,14 @@ class HandoffsPage(Page):
     def __init__(self) -> None:
         super().__init__()
         self._rates = RowRates("done_bytes")
-        self._life: HandoffStory | None = None
+        self._story: HandoffStory | None = None
 
     @override
     def compose(self) -> ComposeResult:
-        painters = {
-            "state": handoffs.state,
-            "peer": handoffs.peer,
-            "progress": self._progress,
-            "done": handoffs.done,
-            "rate": handoffs.rate,
-            "eta": handoffs.eta,
-            "waiting_for": handoffs.waiting_for,
-        }
         yield WindowedTable(
             "rooms",
             computed=ComputedColumns(handoffs.COLUMNS, self._made, handoffs.FIRST),
-            painters=painters,
+            painters={**handoffs.PAINTERS, "progress": self._progress},
             title="handoffs",
             rules=ColumnRules(handoffs.MATTERS, handoffs.HIDDEN),
             stands_for=handoffs.STANDS_FOR,
@@ -102,16 +94,16 @@ class HandoffsPage(Page):
         super().show(snapshot)
         row = self.rooms.named_row()
         if row is None:
-            self._life = None
-        elif self._life is None or self._life.ref != row.row.key:
-            self._life = HandoffStory(row.row.key)
+            self._story = None
+        elif self._story is None or self._story.ref != row.row.key:
+            self._story = HandoffStory(row.row.key)
             self.ask_here()
             self.ask_there()
-        story_shown = self._life if self._life is not None else HandoffStory("")
+        story = self._story if self._story is not None else HandoffStory("")
         node = snapshot.vitals.node if snapshot.vitals is not None else "here"
         panel = self.query_one(StoryPanel)
         if panel.display:
-            panel.show(story_shown, row, node, snapshot.now_s)
+            panel.show(story, row, node, snapshot.now_s)
 
     @override
     def seek(self, ref: str) -> bool:
@@ -123,7 +115,7 @@ class HandoffsPage(Page):
         found = [key for key in data.order if data.cell(key, "room") == int(number)]
         return bool(found) and super().seek(found[0])
 
-    # ---- the life of one --------------------------------------------------------------------
+    # ---- the story of one --------------------------------------------------------------------
 
     def ask_here(self) -> None:
         """Ask our daemon for the story of the one that is shown."""
@@ -136,45 +128,31 @@ class HandoffsPage(Page):
             _: Worker[None] = self.run_worker(self._ask_there, group="there", exclusive=True)
 
     def _is_asking(self) -> bool:
-        """Whether the life of one is to be seen, as it is now."""
+        """Whether the story of one is to be seen, as it is now."""
         is_seen = self.display and self.query_one(StoryPanel).display
-        return is_seen and self._life is not None and not console(self).mirror.history.is_frozen
+        return is_seen and self._story is not None and not console(self).mirror.history.is_frozen
 
     async def _ask_here(self) -> None:
-        story_shown = self._life
-        kind, _, number = (
-            story_shown.ref.partition(":") if story_shown is not None else ("", "", "")
-        )
+        ref = self._story.ref if self._story is not None else ""
+        kind, _, number = ref.partition(":")
         if not number.isdecimal():
             return
-        reply = await console(self).link.ask(Why(0, kind, int(number)))
-        if self._life is None or story_shown is None or self._life.ref != story_shown.ref:
-            return
-        match reply:
-            case AdminFailed(refusal=refusal):
-                self._life = self._life.with_here(self._now_s(), refusal)
-            case Because():
-                self._life = self._life.with_here(self._now_s(), reply)
-            case _:
-                pass
+        answer = answered(await console(self).link.ask(Why(0, kind, int(number))), Because)
+        story = self._story
+        if story is not None and story.ref == ref:  # another one may be shown by now
+            self._story = story.with_here(self._now_s(), answer)
 
     async def _ask_there(self) -> None:
-        story_shown, row = self._life, self.rooms.named_row()
-        room = row.number("room") if row is not None else None
-        if story_shown is None or row is None or row.row.key != story_shown.ref or room is None:
+        ref = self._story.ref if self._story is not None else ""
+        row = self.rooms.named_row()
+        room = row.number("room") if row is not None and row.row.key == ref else None
+        if row is None or room is None or row.text("state") in handoffs.ENDED:
             return
-        if row.text("state") in handoffs.ENDED:
-            return
-        reply = await console(self).link.ask(AskOtherEnd(0, int(room)))
-        if self._life is None or self._life.ref != story_shown.ref:
-            return
-        match reply:
-            case AdminFailed(refusal=refusal):
-                self._life = self._life.with_there(self._now_s(), refusal)
-            case OtherEnds(ends=ends):
-                self._life = self._life.with_there(self._now_s(), ends)
-            case _:
-                pass
+        answer = answered(await console(self).link.ask(AskOtherEnd(0, int(room))), OtherEnds)
+        ends = answer.ends if isinstance(answer, OtherEnds) else answer
+        story = self._story
+        if story is not None and story.ref == ref:
+            self._story = story.with_there(self._now_s(), ends)
 
     def _now_s(self) -> float:
         """The daemon's clock, as of its newest frame."""
@@ -195,19 +173,18 @@ async def show_handoffs(page: Page, column: str, ref: str) -> None:
 AGO_COLUMNS = 9
 BAR_FROM_COLUMNS = 100
 """Where there is room for a second bar; the table has one already."""
-RULE = Styled("─", "border")
 
 
-def life_lines(
-    story_shown: HandoffStory, row: NamedRow, node: str, now_s: float, width: int
+def story_lines(
+    story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int
 ) -> list[Line]:
     """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
-    ends = handoffs.ends(story_shown, row, node, now_s)
+    ends = handoffs.ends(story, row, node, now_s)
     until_s = row.number("until")
     deadline_in_s = None if until_s is None else until_s - now_s
     made = [_head(row, width), *phases.draw(ends, width, deadline_in_s)]
     made += _trouble(row, width)
-    made += _figures(story_shown, row, node, now_s, width)
+    made += _figures(story, row, node, now_s, width)
     return [*made, *_story(ends, width)]
 
 
@@ -215,7 +192,6 @@ def _head(row: NamedRow, width: int) -> Line:
     state, style = handoffs.state(row)
     room = row.number("room")
     at_left = (
-        Styled("─ ", "border"),
         cleaned(row.row.key, "head"),
         Styled("" if room is None else f"  room {room:.0f}  "),
         Styled(handoffs.peer(row)[0]),
@@ -225,9 +201,7 @@ def _head(row: NamedRow, width: int) -> Line:
     words = f"{handoffs.done(row)[0]}  {handoffs.rate(row)[0]}  {handoffs.eta(row)[0]}"
     if width >= BAR_FROM_COLUMNS and row.number("progress") is not None:
         words = f"{handoffs.progress(row, 10)[0]} {words}"
-    return spans.spread(
-        at_left, (Styled(words.strip(), "dim"), Styled(" ─", "border")), width, RULE
-    )
+    return spans.ruled(at_left, (Styled(words.strip(), "dim"),), width)
 
 
 def _trouble(row: NamedRow, width: int) -> list[Line]:
@@ -238,14 +212,12 @@ def _trouble(row: NamedRow, width: int) -> list[Line]:
     return []
 
 
-def _figures(
-    story_shown: HandoffStory, row: NamedRow, node: str, now_s: float, width: int
-) -> list[Line]:
+def _figures(story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int) -> list[Line]:
     """What each end says of its bytes, ours first."""
     made = [_of_end(node, _ours(row), width)]
-    if story_shown.there is not None and isinstance(story_shown.there.answer, tuple):
-        by_s = now_s - story_shown.there.at_s
-        told = [one for one in story_shown.there.answer if not one.why_none]
+    if story.there is not None and isinstance(story.there.answer, tuple):
+        by_s = now_s - story.there.at_s
+        told = [one for one in story.there.answer if not one.why_none]
         made += [_of_end(one.peer, _told(one, by_s), width) for one in told]
     return made
 
@@ -284,7 +256,7 @@ def _prompt(tokens: float | None, cached: float | None) -> str:
 
 def _story(ends: Sequence[HandoffEnd], width: int) -> list[Line]:
     """What happened at both ends in one order, the newest first: it is what one looks for."""
-    found = handoffs.story(ends)
+    found = handoffs.timeline(ends)
     if not found:
         return []
     made = [spans.headed((Styled("story of both ends", "dim"),), width)]
@@ -304,18 +276,12 @@ def nothing_lines(width: int) -> list[Line]:
 
 
 class StoryPanel(Canvas):
-    """Shows ``life_lines``; what does not fit is the oldest of the story."""
+    """Shows ``story_lines``; what does not fit is the oldest of the story."""
 
-    def show(
-        self, story_shown: HandoffStory, row: NamedRow | None, node: str, now_s: float
-    ) -> None:
+    def show(self, story: HandoffStory, row: NamedRow | None, node: str, now_s: float) -> None:
         """Show this handoff as of ``now_s``; ``row`` None: nothing is chosen."""
         width, height = self.size.width, self.size.height
         if not width or not height:
             return
-        lines = (
-            nothing_lines(width)
-            if row is None
-            else life_lines(story_shown, row, node, now_s, width)
-        )
+        lines = nothing_lines(width) if row is None else story_lines(story, row, node, now_s, width)
         self.paint(lines[:height])

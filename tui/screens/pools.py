@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
+MOVES = {
+    "up": (-1, 0),
+    "down": (1, 0),
+    "left": (0, -1),
+    "right": (0, 1),
+    "pageup": (-SCREEN_ROWS, 0),
+    "pagedown": (SCREEN_ROWS, 0),
+}
+"""By how many rows and columns of cells."""
 ZOOM = 2.0
 NOTHING_LIT = "nothing is lit here: p on a node, g on a lease or client, L on the card of a page"
 
@@ -123,26 +132,12 @@ class PoolsPage(Page):
         return True
 
     def _move(self, action: str) -> bool:
-        shown = self.map
-        match action:
-            case "up":
-                shown.move(rows=-1)
-            case "down":
-                shown.move(rows=1)
-            case "left":
-                shown.move(columns=-1)
-            case "right":
-                shown.move(columns=1)
-            case "pageup":
-                shown.move(rows=-SCREEN_ROWS)
-            case "pagedown":
-                shown.move(rows=SCREEN_ROWS)
-            case "home":
-                shown.move_to(0)
-            case "end":
-                shown.move_to(shown.total_pages - 1)
-            case _:
-                return False
+        if action in MOVES:
+            self.map.move(*MOVES[action])
+        elif action in {"home", "end"}:
+            self.map.move_to(0 if action == "home" else self.map.total_pages - 1)
+        else:
+            return False
         return True
 
     def _holder(self) -> str:

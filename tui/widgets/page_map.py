@@ -184,7 +184,7 @@ class PageMapPanel(Canvas):
 
     def _caption(self, shown: PageMap | None, width: int) -> Line:
         name = shown.component if shown is not None else self.component
-        made = [Styled("─ ", "border"), cleaned(name or "pages", "head")]
+        made = [cleaned(name or "pages", "head")]
         words: list[Styled] = [Styled(f"lens {self.lens}", "key")]
         tail: Line = ()
         if shown is not None and shown.total_pages:
@@ -202,11 +202,9 @@ class PageMapPanel(Canvas):
             lit = f"{count} cell{'s' * (count > 1)} lit" if count else "nothing lit here"
             words.insert(1, cleaned(f"{self.mark}: {lit}", "lit"))
         for word in words:
-            if spans.width_of([*made, word]) + spans.width_of(tail) + 6 <= width:
+            if spans.width_of([*made, word]) + spans.width_of(tail) + 8 <= width:
                 made += [Styled("  "), word]
-        return spans.spread(
-            tuple(made), (*tail, Styled(" ─", "border")), width, Styled("─", "border")
-        )
+        return spans.ruled(tuple(made), tail, width)
 
     def _cursor_words(self, shown: PageMap, cursor: int | None) -> list[Styled]:
         if cursor is None:

@@ -49,7 +49,7 @@ TIGHT = 12
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """``at`` are the columns shown, by their place in the sheet; ``hidden``: how many are not."""
+    """``at`` are the columns shown, by their place in the table; ``hidden``: how many are not."""
 
     at: tuple[int, ...]
     widths: tuple[int, ...]
@@ -90,9 +90,9 @@ def natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[in
 def fit(
     columns: Sequence[Column], wishes: Sequence[int], width: int, rules: ColumnRules, shift: int = 0
 ) -> Fit:
-    """The columns that go into ``width``, in the sheet's order.
+    """The columns that go into ``width``, in the table's order.
 
-    Those of ``rules.first`` are taken before others; the rest in the sheet's order. ``shift``
+    Those of ``rules.first`` are taken before others; the rest in the table's order. ``shift``
     leaves out so many after the first one, to look at those further right.
     """
     names = [column.name for column in columns]
@@ -391,11 +391,10 @@ class WindowedTable(Canvas):
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: tuple[Styled, ...] = (Styled("─ ", "border"), cleaned(self.title, "head"))
+        title: Line = (cleaned(self.title, "head"),)
         if self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
-        tail = (cleaned(words, "dim"), Styled(" ─", "border"))
-        return spans.spread(title, tail, width, Styled("─", "border"))
+        return spans.ruled(title, (cleaned(words, "dim"),), width)
 
     def _names(self, data: TableData) -> Line:
         made = [Styled(" " * GUTTER)]
