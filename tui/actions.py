@@ -356,7 +356,7 @@ def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
 # ---- by their names ------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Action] = {
-    "page": lambda app, name: app.go(app.navigation.turn(name)),
+    "page": lambda app, name: app.go(app.navigation.to_page(name)),
     "last": lambda app, _: app.go(app.navigation.last()),
     "backward": lambda app, _: app.go(app.navigation.backward()),
     "forward": lambda app, _: app.go(app.navigation.forward()),

@@ -440,7 +440,7 @@ class KvdTui(App[None]):
 
     async def on_tabs_chosen(self, message: heads.Tabs.Chosen) -> None:
         """A page was clicked."""
-        await self.go(self.navigation.turn(message.page))
+        await self.go(self.navigation.to_page(message.page))
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""
@@ -451,7 +451,7 @@ class KvdTui(App[None]):
         self.hurry()
         self.tick()
 
-    async def on_page_wish(self, message: Page.Wish) -> None:
+    async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
         """A page would have something opened."""
         await self.open(message.ref)
 

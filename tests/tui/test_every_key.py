@@ -70,7 +70,7 @@ async def begin(stage, page) -> None:
         await stage.press("escape")
     app.mirror.history.live()
     app.clear_notifications()
-    await app.go(app.navigation.turn(page))
+    await app.go(app.navigation.to_page(page))
     if app.page.tables():
         app.page.activate(app.page.tables()[0])
         actions.filter_by(app, "")

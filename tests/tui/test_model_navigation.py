@@ -11,7 +11,7 @@ from tui.model.navigation import MAX_CRUMBS, MAX_PLACES, Navigation
 def navigation():
     """From the overview to a lease, and from there to its node."""
     made = Navigation("overview")
-    made.turn("pools")
+    made.to_page("pools")
     made.open("pools", "lease:7")
     made.open("radix", "node:9")
     return made
@@ -35,7 +35,7 @@ def test_up_closes_one_crumb_after_the_other_and_ends_on_the_page(navigation):
 
 
 def test_last_goes_to_and_fro(navigation):
-    navigation.turn("events")
+    navigation.to_page("events")
 
     navigation.last()
     assert here(navigation) == ("radix", "node:9")
@@ -57,7 +57,7 @@ def test_back_and_forth_in_time_stops_at_both_ends(navigation):
 
 def test_going_elsewhere_forgets_what_was_forward(navigation):
     navigation.backward()
-    navigation.turn("peers")
+    navigation.to_page("peers")
     navigation.forward()
 
     assert here(navigation) == ("peers", "")

@@ -199,7 +199,7 @@ class Mirror:
         if not self._due:
             self._expected = None
         self._is_whole = True
-        is_other = self._turn(frame.vitals, heard_s)
+        is_other = self._drop_if_restarted(frame.vitals, heard_s)
         self._vitals, self._heard_s, self._trouble = frame.vitals, heard_s, None
         self.frames += 1
         if len(frame.answers) == len(look.queries):
@@ -253,7 +253,7 @@ class Mirror:
             logs=dict(self._logs),
         )
 
-    def _turn(self, vitals: Vitals, heard_s: float) -> bool:
+    def _drop_if_restarted(self, vitals: Vitals, heard_s: float) -> bool:
         """Drop everything if this is another incarnation than before; whether it is."""
         before = self._vitals
         if before is None or before.incarnation == vitals.incarnation:

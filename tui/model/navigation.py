@@ -38,7 +38,7 @@ class Navigation:
         """The way from the page to what is open."""
         return (*(one.label for one in self.here.above), self.here.label)
 
-    def turn(self, page: str) -> Location:
+    def to_page(self, page: str) -> Location:
         """Go to a page: a new way begins there."""
         return self._go(Location(page))
 

@@ -221,7 +221,7 @@ class EventsPage(Page):
     def on_event_log_view_opened(self) -> None:
         """A line was clicked twice."""
         if self.chosen():
-            self.post_message(self.Wish(self.chosen()))
+            self.post_message(self.OpenRequested(self.chosen()))
 
 
 HEAD_LINES = 1

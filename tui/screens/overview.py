@@ -158,7 +158,7 @@ class OverviewPage(Page):
 
     def on_opened(self, message: Opened) -> None:
         """A line of a panel was clicked."""
-        self.post_message(self.Wish(message.ref))
+        self.post_message(self.OpenRequested(message.ref))
 
 
 SPARK_COLUMNS = 10

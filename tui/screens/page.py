@@ -40,7 +40,7 @@ class Page(Container):
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
 
-    class Wish(Message):
+    class OpenRequested(Message):
         """The page would have this opened."""
 
         def __init__(self, ref: str) -> None:

@@ -89,11 +89,11 @@ class PoolsPage(Page):
             return False
         component, _, number = rest.rpartition(":")
         if kind == "page" and number.isdecimal():
-            self._turn(component)
+            self._show_component(component)
             self.map.move_to(int(number))
             return True
         if kind == "pool":
-            self._turn(rest)
+            self._show_component(rest)
             return True
         return False
 
@@ -103,11 +103,11 @@ class PoolsPage(Page):
         self.lines.display = not self.lines.display
         return not self.lines.display
 
-    def _turn(self, component: str) -> None:
+    def _show_component(self, component: str) -> None:
         """The map of this component; the first one has no name until it is known."""
         first = next(iter(self.lines.names), "")
         self.lines.choose(component or first)
-        self.map.turn("" if component == first else component)
+        self.map.show_component("" if component == first else component)
 
     @override
     async def act(self, action: str) -> bool:
@@ -125,7 +125,7 @@ class PoolsPage(Page):
             case "light":
                 shown.light(self._holder())
             case "component":
-                self._turn(self.lines.next())
+                self._show_component(self.lines.next())
             case _:
                 return self._move(action)
         self._repaint()
@@ -153,14 +153,14 @@ class PoolsPage(Page):
 
     def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
         """A component was clicked."""
-        self._turn(message.component)
+        self._show_component(message.component)
         self._repaint()
 
     def on_page_map_panel_opened(self) -> None:
         """A page was clicked twice."""
-        self.post_message(self.Wish(self.chosen()))
+        self.post_message(self.OpenRequested(self.chosen()))
 
     def on_page_map_panel_moved(self) -> None:
         """A page was clicked: the card goes with it."""
         if self.screen.query_one(Card).ref:
-            self.post_message(self.Wish(self.chosen()))
+            self.post_message(self.OpenRequested(self.chosen()))

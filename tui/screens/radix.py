@@ -75,7 +75,7 @@ class TreeTable(WindowedTable):
         """Whether nodes can be opened here."""
         return self.view == TREE
 
-    def turn(self, view: str) -> None:
+    def show_view(self, view: str) -> None:
         """Show these nodes, from the top, in their own order."""
         self.view, self.title, self.rules = view, TITLES[view], RULES[view]
         self.sort = self.filter_text = self._key = ""
@@ -263,13 +263,13 @@ class RadixPage(Page):
         match action:
             case "only-locked" | "only-orphans" | "eviction":
                 view = LISTS[action]
-                nodes.turn(TREE if nodes.view == view else view)
+                nodes.show_view(TREE if nodes.view == view else view)
             case "expand":
                 if not nodes.close_node():
                     nodes.open_node()
             case "open-node":
                 nodes.open_node()
-                self.post_message(self.Wish(nodes.chosen()))
+                self.post_message(self.OpenRequested(nodes.chosen()))
             case "right" if nodes.is_tree:
                 if not nodes.open_node():
                     nodes.move(1)
@@ -277,7 +277,7 @@ class RadixPage(Page):
                 if not nodes.close_node():
                     nodes.to_parent()
             case "pages":
-                self.post_message(self.Wish(PAGES_OF + nodes.chosen()))
+                self.post_message(self.OpenRequested(PAGES_OF + nodes.chosen()))
             case _:
                 return await super().act(action)
         return True

@@ -298,7 +298,7 @@ class PageMapPanel(Canvas):
         """Look at something else of the same pages."""
         self.lens = LENSES[(LENSES.index(self.lens) + 1) % len(LENSES)]
 
-    def turn(self, component: str) -> None:
+    def show_component(self, component: str) -> None:
         """The map of another component, all of it."""
         if component != self.component:
             self.component, self.window, self.page = component, None, 0
