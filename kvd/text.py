@@ -6,6 +6,7 @@ Whoever prints one passes it through ``clean`` first.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from kvd.wire.snapshot import RoomState
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
+_BINARY = ("B", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+_PLAIN_COUNT = 99_999
 _BAR = (("held", "H"), ("cached", "C"), ("quarantined", "Q"))
 
 
@@ -74,6 +78,71 @@ def duration(seconds: float) -> str:
         return f"{hours}h{minutes:02}m"
     days, hours = divmod(hours, 24)
     return f"{days}d{hours:02}h"
+
+
+def age(seconds: float) -> str:
+    """Seconds so that a column of them stays calm: 0.3s, 12s, 3m05s, 2h07m, 4d03h."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0:
+        return "0.0s" if seconds > -0.05 else f"-{age(-seconds)}"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    if seconds < 59.5:
+        return f"{seconds:.0f}s"
+    return duration(max(60.0, seconds))
+
+
+def compact(value: float) -> str:
+    """A count in at most five characters up to 999 thousand millions: 812, 99999, 812k, 4.10M."""
+    if abs(value) <= _PLAIN_COUNT:
+        return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return _scaled(value, 1000, _THOUSANDS)
+
+
+def compact_bytes(value: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1, in six characters: 512B, 2.00Mi."""
+    if abs(value) < 1024:
+        return f"{value:.0f}B"
+    return _scaled(value, 1024, _BINARY)
+
+
+def bytes_per_second(value: float) -> str:
+    """Bytes a second."""
+    return f"{compact_bytes(value)}/s"
+
+
+def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+    scaled, at = float(value), 0
+    while abs(scaled) >= step - 0.5 and at < len(units) - 1:
+        scaled /= step
+        at += 1
+    digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    return f"{scaled:.{digits}f}{units[at]}"
+
+
+def thousands(count: int) -> str:
+    """A count of pages with its thousands set apart: ``1 015 808``."""
+    return f"{count:,}".replace(",", " ")
+
+
+def percent(part: float, whole: float) -> str:
+    """At most four characters; 0 % and 100 % only where it is just that."""
+    if whole <= 0:
+        return "-"
+    share = 100 * part / whole
+    if 0 < share < 1:
+        return "<1%"
+    if share > 100:
+        return ">all"
+    return f"{int(share + 1e-9)}%"
+
+
+def lasting(seconds: float) -> str:
+    """A duration, down to a hundredth of a millisecond."""
+    if seconds < 0.01:
+        return f"{1000 * seconds:.2f}ms"
+    return f"{1000 * seconds:.0f}ms" if seconds < 1 else duration(seconds)
 
 
 def room(number: int) -> str:

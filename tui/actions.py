@@ -1,94 +1,122 @@
-"""What the console itself does for an action of the table of keys; others are the page's."""
+"""What keys and commands do: both name an action, and the console has a function for each.
+
+What changes something on the node is rehearsed first: the daemon says what it would do, and it is
+done only when the operator agrees to that. Actions that are not here are those of the page.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
-from kvd.wire.admin import Audit
-from tui import orders
-from tui.screens.help import Help
+from kvd import filters
+from kvd.errors import Code, Refusal
+from kvd.filters import SyntaxFlaw
+from kvd.text import clean, counted
+from kvd.wire.admin import (
+    AbortRoom,
+    AdminFailed,
+    Audit,
+    Because,
+    Evict,
+    Fence,
+    Flush,
+    Record,
+    Recorded,
+    Rehearse,
+    Report,
+)
+from tui.model import commands, export
+from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
+from tui.widgets.dialogs import ConfirmDialog, HelpDialog, MenuDialog, OutcomeDialog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
+    from kvd.wire.admin import AdminReply
     from tui.app import KvdTui
-    from tui.widgets.linetable import LineTable
+    from tui.model.commands import NodeRequest
+    from tui.widgets.table import WindowedTable
 
-    Action: TypeAlias = Callable[[KvdTui, str], Awaitable[None]]
+    Action: TypeAlias = Callable[[KvdTui, str], Awaitable[None] | None]
 
-# ---- going somewhere -----------------------------------------------------------------------------
+T = TypeVar("T")
 
-
-async def _page(app: KvdTui, name: str) -> None:
-    await app.go(app.trail.turn(name))
-
-
-async def _last(app: KvdTui, _: str) -> None:
-    await app.go(app.trail.last())
+NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
+NOT_IN_REPLAY = "nothing can be changed from here: what is shown comes from a file"
 
 
-async def _backward(app: KvdTui, _: str) -> None:
-    await app.go(app.trail.backward())
+async def run(app: KvdTui, action: str) -> bool:
+    """Do an action with what follows its first word; whether it is one of the console's own."""
+    verb, _, rest = action.partition(" ")
+    act = ACTIONS.get(verb) or OF_COMMANDS.get(verb)
+    if act is None:
+        return False
+    waits = act(app, rest)
+    if waits is not None:
+        await waits
+    return True
 
 
-async def _forward(app: KvdTui, _: str) -> None:
-    await app.go(app.trail.forward())
+async def obey(app: KvdTui, text: str) -> None:
+    """Do what was typed after ``:``."""
+    command = commands.parse(text)
+    match command:
+        case SyntaxFlaw(what=what):
+            app.say(what, is_bad=True)
+        case str():
+            await run(app, command)
+        case _:
+            app.order(partial(carry_out, app, command))
 
 
-async def _open(app: KvdTui, _: str) -> None:
-    await app.open(app.page.chosen() or app.card.ref)
+def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
+    """What is wrong with a text of the bar; None for nothing."""
+    found = commands.parse(text) if mode == ":" else f"filter-by {text}"
+    if isinstance(found, str) and found.startswith("filter-by "):
+        wanted = filters.parse(found.removeprefix("filter-by "), app.page.filter_columns())
+        return wanted if isinstance(wanted, SyntaxFlaw) else None
+    return found if isinstance(found, SyntaxFlaw) else None
+
+
+def choices(app: KvdTui) -> commands.CommandChoices:
+    """What there is to choose from now."""
+    table = app.page.table()
+    keys = table.data.order if table is not None and table.data is not None else ()
+    return commands.CommandChoices(
+        columns=tuple(column.name for column in app.page.filter_columns()),
+        themes=tuple(app.available_themes),
+        refs=(*app.card.links, *keys),
+    )
+
+
+# ---- going somewhere, and the same in another way ------------------------------------------------
 
 
 async def _back(app: KvdTui, _: str) -> None:
     """Close what is open, one step of the way that led there; then show more of the page."""
     if app.card.ref:
-        await app.go(app.trail.up())
+        await app.go(app.navigation.up())
     elif not await app.page.act("back") and app.page.filter_text:
-        orders.filter_by(app, "")
+        filter_by(app, "")
 
 
-async def _related(app: KvdTui, _: str) -> None:
-    app.order(partial(orders.related, app))
+def _help(app: KvdTui, _: str) -> None:
+    app.push_screen(HelpDialog(app.page.NAME, app.has()))
 
 
-async def _events_of(app: KvdTui, _: str) -> None:
-    app.order(partial(orders.events_of, app))
-
-
-async def _help(app: KvdTui, _: str) -> None:
-    app.push_screen(Help(app.page.NAME, app.has()))
-
-
-async def _palette(app: KvdTui, _: str) -> None:
-    app.action_command_palette()
-
-
-async def _quit(app: KvdTui, _: str) -> None:
-    app.exit()
-
-
-# ---- the same in another way ---------------------------------------------------------------------
-
-
-async def _freeze(app: KvdTui, _: str) -> None:
-    moments = app.mirror.moments
-    if moments.is_frozen:
-        moments.live()
+def _freeze(app: KvdTui, _: str) -> None:
+    history = app.mirror.history
+    if history.is_frozen:
+        history.live()
     else:
-        moments.freeze()
+        history.freeze()
 
 
-async def _live(app: KvdTui, _: str) -> None:
-    app.mirror.moments.live()
-
-
-async def _step(app: KvdTui, count: str) -> None:
-    app.mirror.moments.step(int(count))
-
-
-async def _play(app: KvdTui, _: str) -> None:
+def _play(app: KvdTui, _: str) -> None:
     replay = app.replay
     if replay is not None and (replay.is_held or replay.at_end):
         replay.play()
@@ -96,114 +124,276 @@ async def _play(app: KvdTui, _: str) -> None:
         replay.hold()
 
 
-async def _wind(app: KvdTui, seconds: str) -> None:
-    replay = app.replay
-    if replay is not None:
-        app.mirror.moments.live()
-        replay.seek(max(0.0, min(replay.length_s, replay.position_s + float(seconds))))
+def _wind(app: KvdTui, seconds: str) -> None:
+    if app.replay is not None:
+        app.mirror.history.live()
+        app.replay.seek(app.replay.position_s + float(seconds))
 
 
-async def _speed(app: KvdTui, factor: str) -> None:
+def _speed(app: KvdTui, factor: str) -> None:
     if app.replay is not None:
         app.replay.pace(app.replay.speed * float(factor))
 
 
-async def _command(app: KvdTui, _: str) -> None:
-    app.ask(":", "")
-
-
-async def _filter(app: KvdTui, _: str) -> None:
-    app.ask("/", app.page.filter_text)
-
-
-async def _faults(app: KvdTui, _: str) -> None:
+def _faults(app: KvdTui, _: str) -> None:
     wanted = app.page.faults()
-    orders.filter_by(app, "" if app.page.filter_text == wanted else wanted)
+    filter_by(app, "" if app.page.filter_text == wanted else wanted)
 
 
-async def _card(app: KvdTui, lines: str) -> None:
-    app.card.scroll_by(int(lines))
-
-
-async def _copy(app: KvdTui, _: str) -> None:
+def _copy(app: KvdTui, _: str) -> None:
     ref = app.card.ref or app.page.chosen()
     app.copy_to_clipboard(ref)
     app.say(f"copied {ref}")
 
 
-async def _export(app: KvdTui, _: str) -> None:
-    orders.offer_export(app)
-
-
-async def _theme(app: KvdTui, name: str) -> None:
-    app.set_theme(name)
-
-
-async def _maximise(app: KvdTui, _: str) -> None:
+def _maximise(app: KvdTui, _: str) -> None:
     is_alone = app.page.maximise()
     app.card.display = bool(app.card.ref) and not is_alone
 
 
-def _of_table(act: Callable[[LineTable], None]) -> Action:
+def _wide(app: KvdTui, table: WindowedTable) -> None:
+    table.set_wide(is_wide=not table.is_wide)
+    app.place_card()
+
+
+def _of_table(act: Callable[[KvdTui, WindowedTable], None]) -> Action:
     """An action on the table that keys are about."""
 
-    async def run(app: KvdTui, _: str) -> None:
+    def on_its_table(app: KvdTui, _: str) -> None:
         table = app.page.table()
         if table is not None:
-            act(table)
+            act(app, table)
 
-    return run
+    return on_its_table
 
 
-async def _wide(app: KvdTui, _: str) -> None:
+def filter_by(app: KvdTui, text: str) -> None:
+    """Show only rows that pass; nothing: all of them."""
     table = app.page.table()
-    if table is not None:
-        table.set_wide(is_wide=not table.is_wide)
-        app.place_card()
+    if table is None:
+        app.page.filter_by(text)
+        return
+    found = filters.parse(text, table.columns)
+    if isinstance(found, SyntaxFlaw):
+        app.say(found.what, is_bad=True)
+        return
+    table.set_filters(text, found)
+
+
+def sort_by(app: KvdTui, column: str) -> None:
+    """Sort the page's table by a column, ``-column`` for the largest first."""
+    table = app.page.table()
+    if table is None:
+        return
+    names = {one.name for one in table.columns}
+    if column and names and column.removeprefix("-") not in names:
+        app.say(f"there is no column {clean(column)}: {' '.join(sorted(names))}", is_bad=True)
+        return
+    table.set_sort(column)
 
 
 # ---- what is done on the node --------------------------------------------------------------------
 
 
-async def _order(app: KvdTui, verb: str) -> None:
-    orders.start(app, verb)
+def name_of(request: NodeRequest) -> str:
+    """A verb as an operator types it."""
+    match request:
+        case Flush(mode=mode):
+            return "flush" if mode == "unlocked" else f"flush {mode}"
+        case Evict(pages=pages):
+            return f"evict {pages}"
+        case AbortRoom(room=room, reason=reason):
+            return f"abort room {room} {reason}".rstrip()
+        case Fence():
+            return "fence"
+        case Audit():
+            return "audit"
+        case Record():
+            return "record save"
+        case _:
+            assert_never(request)
 
 
-async def _audit(app: KvdTui, _: str) -> None:
-    app.order(partial(orders.carry_out, app, Audit(0)))
+def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
+    """An answer of one of the kinds that are expected; any other is a refusal to guess."""
+    if isinstance(reply, AdminFailed):
+        return reply.refusal
+    if isinstance(reply, kinds):
+        return reply
+    kind = type(reply).__name__
+    return Refusal(Code.INTERNAL, f"the daemon answered with {kind}: versions differ")
 
+
+async def carry_out(app: KvdTui, request: NodeRequest) -> None:
+    """Have the daemon do it; what changes the node only after it was rehearsed and agreed to."""
+    name = name_of(request)
+    if not isinstance(request, Audit | Record):
+        if "write" not in app.has():
+            app.say(NOT_HERE if app.replay is None else NOT_IN_REPLAY, is_bad=True)
+            return
+        would = answered(await app.link.ask(Rehearse(0, request)), Report)
+        if not await app.push_screen_wait(ConfirmDialog(name, would)):
+            app.say(f"{name}: not done")
+            return
+    done: Report | Recorded | Refusal = answered(await app.link.ask(request), Report, Recorded)
+    app.push_screen(OutcomeDialog(name, done))
+
+
+def start(app: KvdTui, verb: str) -> None:
+    """A key that changes something: asks at once, or has the operator say how much or which."""
+    match verb:
+        case "flush":
+            app.order(partial(carry_out, app, Flush(0)))
+        case "fence":
+            app.order(partial(carry_out, app, Fence(0)))
+        case "evict":
+            app.ask(":", "evict ")
+        case _:
+            app.ask(":", f"abort room {room_of(app)} ".replace("  ", " "))
+
+
+def room_of(app: KvdTui) -> str:
+    """The room of what is open, else of the row under the cursor; empty where there is none."""
+    ref = app.card.ref or app.page.chosen()
+    row, columns = app.page.row(ref)
+    names = [column.name for column in columns]
+    if row is not None and "room" in names:
+        return str(row.cells[names.index("room")])
+    links = app.card.links if app.card.ref else ()
+    found = (one.partition(":") for one in (ref, *links))
+    return next((number for kind, _, number in found if kind == "room"), "")
+
+
+def propose(app: KvdTui, action: str) -> None:
+    """Put a command that was proposed into the bar, to be looked at first; words are shown."""
+    if action and not isinstance(commands.parse(action), SyntaxFlaw):
+        app.ask(":", action)
+    else:
+        app.say(clean(action) or "nothing is proposed")
+
+
+# ---- going on from what is open ------------------------------------------------------------------
+
+
+async def related(app: KvdTui) -> None:
+    """Have the operator choose among what has to do with what is open, or under the cursor."""
+    known = await _known(app)
+    chosen = await app.push_screen_wait(MenuDialog(f"{known.ref} has to do with", links_of(known)))
+    if chosen:
+        await app.open(chosen)
+
+
+async def events_of(app: KvdTui) -> None:
+    """Show the events of what is open, or under the cursor: of a handoff those of its room."""
+    known = await _known(app)
+    room = room_of(app)
+    about = about_of((known.ref, *([f"room:{room}"] if room else []), *links_of(known)))
+    if about:
+        await app.open(EVENTS_OF + about)
+    else:
+        app.say(f"no event names {known.ref}")
+
+
+async def _known(app: KvdTui) -> CardContent:
+    """What there is to know of what is open, or under the cursor."""
+    ref = app.card.ref or app.page.chosen()
+    asked = question(ref)
+    answer = answered(await app.link.ask(asked), Because) if asked is not None else None
+    row, columns = app.page.row(ref)
+    return CardContent(
+        ref=ref,
+        answer=answer if isinstance(answer, Because) else None,
+        row=row,
+        columns=columns,
+    )
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def offer_export(app: KvdTui) -> None:
+    """Have the operator say where to: the bar, with a name that is free."""
+    table = app.page.table()
+    if table is None:
+        app.ask(":", f"export svg {_free(f'kvd-{app.page.NAME}.svg')}")
+    else:
+        app.ask(":", f"export csv {_free(f'kvd-{table.view}.csv')}")
+
+
+def _free(name: str) -> str:
+    """A name in this directory that no file has."""
+    path = Path(name)
+    for count in range(1, 1000):
+        if not path.exists():
+            break
+        path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
+    return str(path)
+
+
+def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
+    """Write the view to a new file; what was written or why not, and whether that is bad."""
+    path = Path(to).expanduser()
+    table = app.page.table()
+    if form == "svg":
+        text, what = app.export_screenshot(title="kvd"), "the screen"
+    elif table is not None and table.data is not None:
+        rows = [key for key in table.data.order if key in table.tagged]
+        text = export.export(table.data, form, app.snapshot.now_s, rows)
+        count = len(rows) or len(table.data.order)
+        what = f"{count} of {counted(table.data.total, 'row')} of {table.view}"
+    elif form == "text":
+        text, what = app.screen_text(), "the screen"
+    else:
+        return f"the page {app.page.NAME} has no table to write", True
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as exc:
+        return f"not written: {exc.strerror or exc}: {to}", True
+    return f"{what} written to {os.fspath(path)}: {len(text.encode())} bytes", False
+
+
+# ---- by their names ------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Action] = {
-    "page": _page,
-    "last": _last,
-    "backward": _backward,
-    "forward": _forward,
-    "open": _open,
+    "page": lambda app, name: app.go(app.navigation.to_page(name)),
+    "last": lambda app, _: app.go(app.navigation.last()),
+    "backward": lambda app, _: app.go(app.navigation.backward()),
+    "forward": lambda app, _: app.go(app.navigation.forward()),
+    "open": lambda app, ref: app.open(ref or app.page.chosen() or app.card.ref),
     "back": _back,
-    "related": _related,
-    "events-of": _events_of,
+    "related": lambda app, _: app.order(partial(related, app)),
+    "events-of": lambda app, _: app.order(partial(events_of, app)),
     "help": _help,
-    "palette": _palette,
-    "quit": _quit,
+    "palette": lambda app, _: app.action_command_palette(),
+    "quit": lambda app, _: app.exit(),
     "freeze": _freeze,
-    "live": _live,
-    "step": _step,
+    "live": lambda app, _: app.mirror.history.live(),
+    "step": lambda app, count: app.mirror.history.step(int(count)),
     "play": _play,
     "wind": _wind,
     "speed": _speed,
-    "command": _command,
-    "filter": _filter,
+    "command": lambda app, _: app.ask(":", ""),
+    "filter": lambda app, _: app.ask("/", app.page.filter_text),
     "faults": _faults,
-    "card": _card,
+    "card": lambda app, lines: app.card.scroll_by(int(lines)),
     "copy": _copy,
-    "export": _export,
-    "theme": _theme,
+    "export": lambda app, _: offer_export(app),
+    "theme": lambda app, name: app.set_theme(name),
     "maximise": _maximise,
-    "sort": _of_table(lambda table: table.sort_next()),
-    "reverse": _of_table(lambda table: table.reverse()),
-    "tag": _of_table(lambda table: table.tag()),
-    "wide": _wide,
-    "order": _order,
-    "audit": _audit,
+    "sort": _of_table(lambda _, table: table.sort_next()),
+    "reverse": _of_table(lambda _, table: table.reverse()),
+    "tag": _of_table(lambda _, table: table.tag()),
+    "wide": _of_table(_wide),
+    "order": start,
+    "audit": lambda app, _: app.order(partial(carry_out, app, Audit(0))),
 }
-"""By the first word of ``Key.action``; the function gets what follows it."""
+"""By the first word of what a key does; the function gets what follows it."""
+
+OF_COMMANDS: dict[str, Action] = {
+    "filter-by": filter_by,
+    "sort-by": sort_by,
+    "fps": lambda app, fps: app.set_fps(float(fps)),
+    "export-to": lambda app, form_and_path: app.say(*write(app, *form_and_path.split(" ", 1))),
+}
+"""What only a command does, as it says more than a key can."""

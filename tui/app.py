@@ -13,41 +13,91 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.binding import Binding
+from textual.command import DiscoveryHit, Hit, Provider
 from textual.containers import Horizontal
+from textual.drivers.linux_driver import LinuxDriver
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import Because
-from tui import keys, orders
-from tui.actions import ACTIONS
-from tui.keyboard import Keyboard
-from tui.model.mirror import Wanted
-from tui.model.trail import Place, Trail
-from tui.palette import Found
+from tui import actions, keys
+from tui.model.mirror import Subscription
+from tui.model.navigation import Location, Navigation
 from tui.replay import ReplayLink
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
-from tui.widgets.card import ELSEWHERE, Card, Told, question
+from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     from textual.app import ComposeResult
     from textual.binding import BindingType
+    from textual.command import Hits
     from textual.timer import Timer
     from textual.worker import Worker
 
     from tui.link import FrameLink
     from tui.model.mirror import Mirror, Notice
-    from tui.model.moments import Moment
+    from tui.model.snapshots import DaemonSnapshot
     from tui.screens.page import Page
-    from tui.widgets.linetable import LineTable
+    from tui.widgets.table import WindowedTable
+
+
+class ConsoleCommands(Provider):
+    """Everything that can be done here and now, each under the words of the help."""
+
+    def _all(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        # The palette is only ever opened by the console, whose module imports this one.
+
+        app = self.app
+        assert isinstance(app, KvdTui)
+        for key in keys.here(app.page.NAME, app.has()):
+            yield f"{key.help}  ({key.label})", partial(app.do, key.action)
+        for theme in THEMES:
+            yield f"theme {theme}", partial(app.do, f"theme {theme}")
+
+    @override
+    async def discover(self) -> Hits:
+        for text, act in self._all():
+            yield DiscoveryHit(text, act)
+
+    @override
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for text, act in self._all():
+            score = matcher.match(text)
+            if score > 0:
+                yield Hit(score, matcher.highlight(text), act)
+
+
+class Keyboard(LinuxDriver):
+    """Textual's own, except that bytes that are no UTF-8 are lost, not the console.
+
+    A terminal of another encoding sends them for an umlaut, and a paste may have anything. What
+    was read with them is not lost: the first byte of a character is refused with the key after it.
+    """
+
+    @override
+    def run_input_thread(self) -> None:
+        while not self.exit_event.is_set():
+            try:
+                super().run_input_thread()
+            except UnicodeDecodeError as exc:
+                self._take(exc.object.decode("utf-8", "ignore"))
+
+    def _take(self, text: str) -> None:
+        """What can be read of what was refused."""
+        for event in XTermParser(self._debug).feed(text):
+            self.process_message(event)
+
 
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
@@ -73,7 +123,7 @@ class Options(msgspec.Struct, frozen=True):
     """What is open at first; empty for nothing."""
 
 
-class Bench(Screen[None], inherit_bindings=False):
+class BaseScreen(Screen[None], inherit_bindings=False):
     """The screen under everything; it has all keys of the table."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -90,29 +140,29 @@ class KvdTui(App[None]):
     TITLE = "kvd"
     CSS_PATH = "kvd.tcss"
     AUTO_FOCUS = None
-    COMMANDS = {Found}  # noqa: RUF012 - Textual declares it without ClassVar
+    COMMANDS = {ConsoleCommands}  # noqa: RUF012 - Textual declares it without ClassVar
     COMMAND_PALETTE_BINDING = "f24"
     """The palette has a key of our table; Textual's own binding is out of the way."""
 
     def __init__(
         self,
         mirror: Mirror,
-        connect: Callable[[Mirror, Callable[[], Wanted]], FrameLink],
+        connect: Callable[[Mirror, Callable[[], Subscription]], FrameLink],
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # The terminal's own colours, as then none is sent at all; else Textual sends greys.
         super().__init__(Keyboard, ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.mirror = mirror
+        self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
-        self.trail = Trail(self.options.page)
+        self.navigation: Navigation = Navigation(self.options.page)
         first = self.options.page
         self._head, self._tabs, self._foot = heads.Head(), heads.Tabs(), heads.Foot()
-        self.card = Card()
+        self.card: Card = Card()
         """What is open."""
-        self.bar = CommandBar(lambda mode, text: orders.judge(self, mode, text))
-        self.page = ALL[first]()
+        self.bar = CommandBar(lambda mode, text: actions.judge(self, mode, text))
+        self.page: Page = ALL[first]()
         """The visible page."""
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
@@ -120,7 +170,7 @@ class KvdTui(App[None]):
         self._seen: tuple[object, ...] = ()
         self._noticed: Notice | None = None
         self.register_theme(HIGH_CONTRAST)
-        self._asked = Wanted()
+        self._asked = Subscription()
         self._going = asyncio.Lock()
         self._sought = ""
         """What was gone to, while its row has not come."""
@@ -131,7 +181,7 @@ class KvdTui(App[None]):
 
     @override
     def get_default_screen(self) -> Screen[None]:
-        return Bench(id="_default")
+        return BaseScreen(id="_default")
 
     @override
     def compose(self) -> ComposeResult:
@@ -172,23 +222,23 @@ class KvdTui(App[None]):
         return self.screen_stack[0]
 
     @property
-    def moment(self) -> Moment:
+    def snapshot(self) -> DaemonSnapshot:
         """The picture that is shown."""
-        return self.mirror.moments.shown
+        return self.mirror.history.shown
 
     @property
     def replay(self) -> ReplayLink | None:
         """The player, where what is shown comes from a recording."""
         return self.link if isinstance(self.link, ReplayLink) else None
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> Subscription:
         """What the visible page wants to know; the link asks before each frame.
 
         A link may ask once more while the pages are taken down: nothing else is wanted then.
         """
         if not self.is_running:
             return self._asked
-        return Wanted(self.page.queries(), self.page.events())
+        return Subscription(self.page.queries(), self.page.events())
 
     def say(self, text: str, is_bad: bool = False) -> None:  # noqa: FBT001, FBT002
         """Tell the operator in passing."""
@@ -202,11 +252,11 @@ class KvdTui(App[None]):
             return
         start_s = time.perf_counter()
         self._paint_frame()
-        moment = self.moment
-        seen = (self.mirror.frames, moment.heard_s, self.page, self.size, self.theme)
+        snapshot = self.snapshot
+        seen = (self.mirror.frames, snapshot.heard_s, self.page, self.size, self.theme)
         if seen != self._seen:
             self._seen = seen
-            self.page.show(moment)
+            self.page.show(snapshot)
             if self._sought and self.page.seek(self._sought):
                 self._sought = ""
             self.hurry()
@@ -232,19 +282,19 @@ class KvdTui(App[None]):
     def _paint_frame(self) -> None:
         """The lines around the page, and what has to be told."""
         width, now_s = self.size.width, self.clock()
-        moments = self.mirror.moments
+        history = self.mirror.history
         wanted_fps, interval_s = self.link.fps, self.link.interval_s
-        now = heads.Situation(
-            self.mirror.standing(now_s, interval_s),
-            now_s,
-            wanted_fps,
-            moments.behind_s if moments.is_frozen else None,
-            self.replay.where if self.replay is not None else "",
-            1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
+        now = heads.HeadStatus(
+            link_state=self.mirror.link_state(now_s, interval_s),
+            now_s=now_s,
+            fps=wanted_fps,
+            frozen_s=history.behind_s if history.is_frozen else None,
+            replay=self.replay.where if self.replay is not None else "",
+            slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
-        line = heads.head_line(self.moment.vitals, now, width)
+        line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
-        crumbs = self.trail.crumbs()
+        crumbs = self.navigation.crumbs()
         if self.card.ref:
             crumbs = (*crumbs[:-1], self.card.ref)
         self._tabs.paint([heads.tab_line(self.page.NAME, crumbs, width)])
@@ -271,7 +321,7 @@ class KvdTui(App[None]):
             "move": has_table or page.CAN_MOVE,
             "chosen": bool(page.chosen() or self.card.ref),
             "card": bool(self.card.ref),
-            "frozen": self.mirror.moments.is_frozen,
+            "frozen": self.mirror.history.is_frozen,
             "faults": bool(page.faults()),
         }
         return frozenset(name for name, is_so in found.items() if is_so)
@@ -285,10 +335,7 @@ class KvdTui(App[None]):
     async def do(self, action: str) -> None:
         """Do an action of the table of keys: the console's own, else the page's."""
         page, chosen, self._sought = self.page, self.page.chosen(), ""
-        verb, _, rest = action.partition(" ")
-        if verb in ACTIONS:
-            await ACTIONS[verb](self, rest)
-        else:
+        if not await actions.run(self, action):
             await page.act(action)
         if page is self.page and self.card.ref and page.chosen() not in {"", chosen}:
             self.card.open(page.chosen())
@@ -302,7 +349,7 @@ class KvdTui(App[None]):
 
     def ask(self, mode: str, text: str) -> None:
         """Have the operator type a command or a filter."""
-        self.bar.ask(mode, text, lambda: orders.context(self))
+        self.bar.ask(mode, text, lambda: actions.choices(self))
 
     def set_theme(self, name: str) -> None:
         """Paint in other colours; without a name in the next ones."""
@@ -329,14 +376,14 @@ class KvdTui(App[None]):
         """
         kind, _, rest = ref.partition(":")
         if page := ELSEWHERE.get(f"{kind}:"):
-            await self.go(self.trail.open(page, rest))
+            await self.go(self.navigation.open(page, rest))
             return
         name = self.page.NAME
         if not self.page.seek(ref):
             name = page_of(ref) or name
-        await self.go(self.trail.open(name, ref))
+        await self.go(self.navigation.open(name, ref))
 
-    async def go(self, place: Place) -> None:
+    async def go(self, place: Location) -> None:
         """Show a page and what is open on it; the page is made when it is first shown.
 
         Keys and orders may go somewhere at once: one after the other, as making a page takes time.
@@ -379,41 +426,41 @@ class KvdTui(App[None]):
         """One answer for the card; a frozen one keeps what it had."""
         card, asked = self.card, question(ref)
         answer: Because | Refusal | None = None
-        if asked is not None and not self.mirror.moments.is_frozen:
-            reply = orders.told(await self.link.ask(asked))
-            answer = reply if isinstance(reply, Because | Refusal) else None
-        if not self.is_running or card.ref != ref or card.told is None:
+        if asked is not None and not self.mirror.history.is_frozen:
+            answer = actions.answered(await self.link.ask(asked), Because)
+        if not self.is_running or card.ref != ref or card.content is None:
             return
         if answer is None:
-            answer = card.told.answer or (FROZEN if asked is not None else None)
+            answer = card.content.answer or (FROZEN if asked is not None else None)
         row, columns = self.page.row(ref)
-        card.say(Told(ref, answer, row, columns, self.moment.now_s))
+        now_s = self.snapshot.now_s
+        card.say(CardContent(ref=ref, answer=answer, row=row, columns=columns, now_s=now_s))
 
     # ---- messages of widgets ----------------------------------------------------------------
 
     async def on_tabs_chosen(self, message: heads.Tabs.Chosen) -> None:
         """A page was clicked."""
-        await self.go(self.trail.turn(message.page))
+        await self.go(self.navigation.to_page(message.page))
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""
         if message.mode == "/":
-            orders.filter_by(self, message.text)
+            actions.filter_by(self, message.text)
         elif message.text:
-            await orders.obey(self, message.text)
+            await actions.obey(self, message.text)
         self.hurry()
         self.tick()
 
-    async def on_page_wish(self, message: Page.Wish) -> None:
+    async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
         """A page would have something opened."""
         await self.open(message.ref)
 
-    async def on_line_table_opened(self, message: LineTable.Opened) -> None:
+    async def on_windowed_table_opened(self, message: WindowedTable.Opened) -> None:
         """A row was clicked twice."""
         self.page.activate(message.table)
         await self.open(self.page.chosen())
 
-    def on_line_table_moved(self, message: LineTable.Moved) -> None:
+    def on_windowed_table_moved(self, message: WindowedTable.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""
         if message.table is not self.page.table():
             self.page.activate(message.table)

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
+from kvd.filters import SyntaxFlaw
 from tui import endpoint as places
 from tui.keys import PAGES
 from tui.model.commands import parse
-from tui.model.filters import Flaw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
     from tui.app import KvdTui
     from tui.link import FrameLink
-    from tui.model.mirror import Mirror, Wanted
+    from tui.model.mirror import Mirror, Subscription
 
-    Connect: TypeAlias = Callable[[Mirror, Callable[[], Wanted]], FrameLink]
+    Connect: TypeAlias = Callable[[Mirror, Callable[[], Subscription]], FrameLink]
+    from textual.pilot import Pilot
+
 
 MIN_FPS, MAX_FPS = 0.2, 20.0
 MAX_AFTER_S = 3600.0
@@ -115,7 +119,7 @@ def main(  # noqa: PLR0913 - click passes every option by its name
     if found is None:
         raise click.BadParameter(f"{size!r} is no size; write {DEFAULT_SIZE}", param_hint="--size")
     opened = parse(f"open {ref}") if ref else None
-    if isinstance(opened, Flaw):
+    if isinstance(opened, SyntaxFlaw):
         raise click.BadParameter(opened.what, param_hint="--open")
     with contextlib.ExitStack() as until_end:
         make = _replaying(replay) if replay is not None else _linked(connect, record, until_end)
@@ -130,27 +134,26 @@ def main(  # noqa: PLR0913 - click passes every option by its name
 def _linked(connect: str | None, record: Path | None, until_end: contextlib.ExitStack) -> Connect:
     """A link to a daemon, which a recorder listens to if there is to be one."""
     where = places.read(connect or _configured())
-    if isinstance(where, places.Flaw):
+    if isinstance(where, places.BadEndpoint):
         raise click.BadParameter(where.why, param_hint="--connect")
     from tui import tape  # noqa: PLC0415
     from tui.link import Link  # noqa: PLC0415 - loads ZeroMQ
 
-    witness = tape.Recorder.open(record) if record is not None else None
-    if isinstance(witness, tape.Flaw):
-        raise click.BadParameter(witness.why, param_hint="--record")
-    if witness is not None:
-        until_end.callback(witness.close)
-    return lambda mirror, wanted: Link(where, mirror, wanted, witness=witness)
+    recorder = tape.RecordingWriter.open(record) if record is not None else None
+    if isinstance(recorder, tape.BadRecording):
+        raise click.BadParameter(recorder.why, param_hint="--record")
+    if recorder is not None:
+        until_end.callback(recorder.close)
+    return lambda mirror, wanted: Link(where, mirror, wanted, recorder=recorder)
 
 
 def _replaying(file: Path) -> Connect:
     """A player of a recording."""
     from tui.replay import ReplayLink  # noqa: PLC0415 - loads ZeroMQ
-    from tui.tape import Flaw as NoTape  # noqa: PLC0415
-    from tui.tape import Tape  # noqa: PLC0415
+    from tui.tape import BadRecording, RecordingFile  # noqa: PLC0415
 
-    tape = Tape.open(file)
-    if isinstance(tape, NoTape):
+    tape = RecordingFile.open(file)
+    if isinstance(tape, BadRecording):
         raise click.BadParameter(tape.why, param_hint="--replay")
     return lambda mirror, wanted: ReplayLink(tape, mirror)
 
@@ -168,13 +171,13 @@ def _console(
     if theme not in {*BUILTIN_THEMES, *THEMES}:
         known = " ".join(sorted({*BUILTIN_THEMES, *THEMES}))
         raise click.BadParameter(f"{theme!r} is none of {known}", param_hint="--theme")
-    return KvdTui(Mirror(), make, Options(readonly, fps, theme, screen, ref))
+    return KvdTui(
+        Mirror(), make, Options(readonly=readonly, fps=fps, theme=theme, page=screen, ref=ref)
+    )
 
 
 def _once(app: KvdTui, how: tuple[int, int, float], file: Path | None, *, is_shown: bool) -> None:
     """One frame, of this size and so late; the exit status is 1 where no daemon answered."""
-    from tui.once import take  # noqa: PLC0415 - loads Textual
-
     taken = asyncio.run(take(app, *how))
     if is_shown:
         click.echo(taken.text, nl=False)
@@ -196,3 +199,43 @@ def _configured() -> str:
         click.echo("\n".join(error.sentence for error in loaded), err=True)
         raise SystemExit(78)
     return loaded.sockets.admin
+
+
+WAIT_S = 5.0
+"""So long a daemon is waited for."""
+STEP_S = 0.02
+FRAMES = 2
+"""The second one has what the first one's columns made room for."""
+
+
+class OneFrame(msgspec.Struct, frozen=True):
+    """``text`` has the lines of the screen, ``svg`` the same as a picture.
+
+    ``is_seen``: a daemon has answered; else the screen says why none has.
+    """
+
+    text: str
+    svg: str
+    is_seen: bool
+
+
+async def take(app: KvdTui, columns: int, lines: int, after_s: float = 0.0) -> OneFrame:
+    """Run the console on a screen of this size until it has something to show, and look at it.
+
+    ``after_s``: and for so long, so that what is drawn over time has some.
+    """
+    async with app.run_test(size=(columns, lines)) as pilot:
+        await asyncio.sleep(after_s)
+        await _settle(app, pilot)
+        return OneFrame(
+            app.screen_text(), app.export_screenshot(title="kvd"), app.snapshot.vitals is not None
+        )
+
+
+async def _settle(app: KvdTui, pilot: Pilot[None]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while app.mirror.frames < FRAMES and time.monotonic() < end_s:
+        await pilot.pause(STEP_S)
+    for _ in range(FRAMES):
+        app.tick()
+        await pilot.pause()

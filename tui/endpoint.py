@@ -31,23 +31,23 @@ class Remote(msgspec.Struct, frozen=True):
     path: str
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class BadEndpoint(msgspec.Struct, frozen=True):
     """Why a text is neither, and what to write."""
 
     why: str
 
 
-def read(text: str) -> Local | Remote | Flaw:
+def read(text: str) -> Local | Remote | BadEndpoint:
     """What an endpoint names. Nothing that ssh would take for an option gets through."""
     if text.startswith("ipc://") and len(text) > len("ipc://"):
         return Local(text)
     found = _SSH.fullmatch(text)
     if found is None:
-        return Flaw(
+        return BadEndpoint(
             f"{text!r} names no daemon; write ipc:///run/kvd/admin.sock (sockets.admin of the "
             f"daemon), or ssh://[user@]host[:port][/path] for its socket on another host "
             f"(without a path: {REMOTE_SOCKET})"
         )
     path = found["path"] if found["path"] not in {None, "/"} else REMOTE_SOCKET
     host = found["host"].strip("[]")
-    return Remote(found["user"] or "", host, int(found["port"] or 0), path)
+    return Remote(user=found["user"] or "", host=host, port=int(found["port"] or 0), path=path)

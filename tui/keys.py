@@ -33,7 +33,7 @@ NEEDS = {
 """What a key may need of the console, and how the README says it."""
 
 
-class Key(msgspec.Struct, frozen=True):
+class Hotkey(msgspec.Struct, frozen=True):
     """What one key does.
 
     ``keys`` are Textual's names, the first one is shown. ``action`` is for the console, or for the
@@ -44,7 +44,7 @@ class Key(msgspec.Struct, frozen=True):
     keys: tuple[str, ...]
     action: str
     help: str
-    group: str
+    group: str = ""
     pages: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     footer: str = ""
@@ -66,97 +66,125 @@ LABELS = {
     "ctrl+down": "Ctrl+↓", "ctrl+p": "Ctrl+P", "ctrl+c": "Ctrl+C",
 }  # fmt: skip
 
-_HELD = ("radix", "pools")
 
-TABLE: tuple[Key, ...] = (
-    *(
-        Key((str(at),), f"page {page}", f"the page {page}", "pages")
-        for at, page in enumerate(PAGES, start=1)
-    ),
-    Key(("-",), "last", "the page before this one, and back", "pages"),
-    Key(("[",), "backward", "back in what you opened", "pages"),
-    Key(("]",), "forward", "forward in what you opened", "pages"),
+def _group(
+    name: str, *keys: Hotkey, pages: tuple[str, ...] = (), needs: tuple[str, ...] = ()
+) -> tuple[Hotkey, ...]:
+    """Keys under one heading of the help; each needs its own and what all of the group need."""
+    return tuple(
+        msgspec.structs.replace(
+            key, group=name, pages=key.pages or pages, needs=(*needs, *key.needs)
+        )
+        for key in keys
+    )
+
+
+TABLE: tuple[Hotkey, ...] = (
+    *_group("pages",
+        *(
+            Hotkey((str(at),), f"page {page}", f"the page {page}")
+            for at, page in enumerate(PAGES, start=1)
+        ),
+        Hotkey(("-",), "last", "the page before this one, and back"),
+        Hotkey(("[",), "backward", "back in what you opened"),
+        Hotkey(("]",), "forward", "forward in what you opened")),
     # what a page of its own does; before the others, as these come first on their page
-    Key(("l",), "lens", "the next lens of the page map", "pools", ("pools",), footer="lens"),
-    Key(("+", "="), "zoom-in", "fewer pages a cell", "pools", ("pools",), footer="zoom"),
-    Key(("_",), "zoom-out", "more pages a cell", "pools", ("pools",)),
-    Key(("L",), "light", "light up all pages of its holder, then of the next one", "pools",
-        ("pools",), ("card",), footer="light"),
-    Key(("n",), "next-lit", "the next page that is lit up", "pools", ("pools",)),
-    Key(("c",), "component", "the next component", "pools", ("pools",)),
-    Key(("enter",), "open-node", "open it: what is below it, and who holds it", "radix",
-        ("radix",), ("chosen",)),
-    Key(("l",), "only-locked", "only what is locked", "radix", ("radix",), footer="locked"),
-    Key(("o",), "only-orphans", "only locks nobody answers for", "radix", ("radix",)),
-    Key(("v",), "eviction", "in the order of eviction", "radix", ("radix",), footer="eviction"),
-    Key(("x",), "expand", "open or close the node", "radix", ("radix",), footer="expand"),
-    Key(("p",), "pages", "its pages on the page map", "radix", ("radix",), ("chosen",)),
-    Key(("f",), "follow", "follow the newest, or stay", "events", ("events",), footer="follow"),
-    Key(("c",), "correlate", "only events about the same; again: about the next that it names",
-        "events", ("events",), footer="same"),
-    Key(("x",), "propose", "put the proposed command in the bar", "inspect",
-        ("inspect", "overview"), ("chosen",), footer="do"),
-    Key(("a",), "audit", "check every invariant now", "inspect", ("inspect",), footer="audit"),
-    Key(("h",), "handoffs", "its handoffs", "peers", ("peers", "clients"), ("chosen",),
-        footer="handoffs"),
+    *_group("pools",
+        Hotkey(("l",), "lens", "the next lens of the page map", footer="lens"),
+        Hotkey(("+", "="), "zoom-in", "fewer pages a cell", footer="zoom"),
+        Hotkey(("_",), "zoom-out", "more pages a cell"),
+        Hotkey(("L",), "light", "light up all pages of its holder, then of the next one",
+            needs=("card",), footer="light"),
+        Hotkey(("n",), "next-lit", "the next page that is lit up"),
+        Hotkey(("c",), "component", "the next component"),
+        pages=("pools",)),
+    *_group("radix",
+        Hotkey(("enter",), "open-node", "open it: what is below it, and who holds it",
+            needs=("chosen",)),
+        Hotkey(("l",), "only-locked", "only what is locked", footer="locked"),
+        Hotkey(("o",), "only-orphans", "only locks nobody answers for"),
+        Hotkey(("v",), "eviction", "in the order of eviction", footer="eviction"),
+        Hotkey(("x",), "expand", "open or close the node", footer="expand"),
+        Hotkey(("p",), "pages", "its pages on the page map", needs=("chosen",)),
+        pages=("radix",)),
+    *_group("events",
+        Hotkey(("f",), "follow", "follow the newest, or stay", footer="follow"),
+        Hotkey(("c",), "correlate",
+            "only events about the same; again: about the next that it names", footer="same"),
+        pages=("events",)),
+    *_group("inspect",
+        Hotkey(("x",), "propose", "put the proposed command in the bar",
+            pages=("inspect", "overview"), needs=("chosen",), footer="do"),
+        Hotkey(("a",), "audit", "check every invariant now", footer="audit"),
+        pages=("inspect",)),
+    *_group("peers",
+        Hotkey(("h",), "handoffs", "its handoffs", footer="handoffs"),
+        pages=("peers", "clients"), needs=("chosen",)),
     # freezing, and the time that has passed
-    Key(("left",), "step -1", "one picture back", "time", needs=("frozen",), footer="back"),
-    Key(("right", "."), "step 1", "one picture on", "time", needs=("frozen",), footer="on"),
-    Key(("end",), "live", "go on live", "time", needs=("frozen",), footer="live"),
-    Key(("P",), "play", "hold the recording, or play on", "time", needs=("replay",),
-        footer="play"),
-    Key(("<",), "wind -10", "10 s back in the recording", "time", needs=("replay",)),
-    Key((">",), "wind 10", "10 s on in the recording", "time", needs=("replay",)),
-    Key(("{",), "speed 0.5", "play half as fast", "time", needs=("replay",)),
-    Key(("}",), "speed 2", "play twice as fast", "time", needs=("replay",)),
-    Key(("space",), "freeze", "freeze, or go on live; it goes on collecting", "time",
-        footer="freeze"),
+    *_group("time",
+        Hotkey(("left",), "step -1", "one picture back", footer="back"),
+        Hotkey(("right", "."), "step 1", "one picture on", footer="on"),
+        Hotkey(("end",), "live", "go on live", footer="live"),
+        needs=("frozen",)),
+    *_group("time",
+        Hotkey(("P",), "play", "hold the recording, or play on", footer="play"),
+        Hotkey(("<",), "wind -10", "10 s back in the recording"),
+        Hotkey((">",), "wind 10", "10 s on in the recording"),
+        Hotkey(("{",), "speed 0.5", "play half as fast"),
+        Hotkey(("}",), "speed 2", "play twice as fast"),
+        needs=("replay",)),
+    *_group("time",
+        Hotkey(("space",), "freeze", "freeze, or go on live; it goes on collecting",
+            footer="freeze")),
     # moving and opening
-    Key(("up", "k"), "up", "one row up", "move", needs=("move",)),
-    Key(("down", "j"), "down", "one row down", "move", needs=("move",)),
-    Key(("left",), "left", "to the left: columns, pages, closes a node", "move", needs=("move",)),
-    Key(("right",), "right", "to the right: columns, pages, opens a node", "move",
+    *_group("move",
+        Hotkey(("up", "k"), "up", "one row up"),
+        Hotkey(("down", "j"), "down", "one row down"),
+        Hotkey(("left",), "left", "to the left: columns, pages, closes a node"),
+        Hotkey(("right",), "right", "to the right: columns, pages, opens a node"),
+        Hotkey(("pageup",), "pageup", "one screen up"),
+        Hotkey(("pagedown",), "pagedown", "one screen down"),
+        Hotkey(("home",), "home", "to the first row"),
+        Hotkey(("end",), "end", "to the last row"),
         needs=("move",)),
-    Key(("pageup",), "pageup", "one screen up", "move", needs=("move",)),
-    Key(("pagedown",), "pagedown", "one screen down", "move", needs=("move",)),
-    Key(("home",), "home", "to the first row", "move", needs=("move",)),
-    Key(("end",), "end", "to the last row", "move", needs=("move",)),
-    Key(("tab",), "panel", "to the next table of the page", "move", needs=("tables",)),
-    Key(("enter",), "open", "open it: who holds it, why, since when", "open", needs=("chosen",),
-        footer="open"),
-    Key(("escape",), "back", "close, or back along the way you came", "open"),
-    Key(("g",), "related", "go to what has to do with it", "open", needs=("chosen",),
-        footer="related"),
-    Key(("i",), "events-of", "what happened to it: its events, of a handoff from both ends", "open",
-        needs=("chosen",), footer="events"),
-    Key(("ctrl+up",), "card -3", "the card up", "open", needs=("card",)),
-    Key(("ctrl+down",), "card 3", "the card down", "open", needs=("card",)),
-    Key(("y",), "copy", "copy what it is called", "open", needs=("chosen",)),
+    *_group("move", Hotkey(("tab",), "panel", "to the next table of the page", needs=("tables",))),
+    *_group("open",
+        Hotkey(("enter",), "open", "open it: who holds it, why, since when", needs=("chosen",),
+            footer="open"),
+        Hotkey(("escape",), "back", "close, or back along the way you came"),
+        Hotkey(("g",), "related", "go to what has to do with it", needs=("chosen",),
+            footer="related"),
+        Hotkey(("i",), "events-of", "what happened to it: its events, of a handoff from both ends",
+            needs=("chosen",), footer="events"),
+        Hotkey(("ctrl+up",), "card -3", "the card up", needs=("card",)),
+        Hotkey(("ctrl+down",), "card 3", "the card down", needs=("card",)),
+        Hotkey(("y",), "copy", "copy what it is called", needs=("chosen",))),
     # what the page shows
-    Key(("/",), "filter", "filter: state:held owner:eng* age>5s !lingering words", "view",
-        needs=("filter",), footer="filter"),
-    Key((":",), "command", "a command", "view", footer="command"),
-    Key(("s",), "sort", "sort by the next column", "view", needs=("table",), footer="sort"),
-    Key(("S",), "reverse", "sort the other way round", "view", needs=("table",)),
-    Key(("w",), "wide", "all columns, no card beside them", "view", needs=("table",)),
-    Key(("z",), "faults", "only what is wrong", "view", needs=("faults",), footer="faults"),
-    Key(("t",), "tag", "tag the row, so that export takes only tagged ones", "view",
-        needs=("chosen", "table")),
-    Key(("m",), "maximise", "only this panel, and back", "view"),
-    Key(("e",), "export", "write this view to a file: csv, json, text, svg", "view"),
-    Key(("T",), "theme", "the next theme", "view"),
-    # what changes something
-    Key(("A",), "order abort", "abort the handoff's room", "change", ("handoffs",),
-        ("write", "chosen"), "abort"),
-    Key(("E",), "order evict", "evict pages", "change", _HELD, ("write",), "evict"),
-    Key(("F",), "order flush", "drop every unlocked cached page", "change", _HELD,
-        ("write",), "flush"),
-    Key(("X",), "order fence", "restart the transfer process", "change", ("handoffs", "peers"),
-        ("write",), "fence"),
-    # the console
-    Key(("?",), "help", "these keys", "console", footer="help"),
-    Key(("ctrl+p",), "palette", "find a key, a page or a theme by its words", "console"),
-    Key(("q", "ctrl+c"), "quit", "quit", "console", footer="quit"),
+    *_group("view",
+        Hotkey(("/",), "filter", "filter: state:held owner:eng* age>5s !lingering words",
+            needs=("filter",), footer="filter"),
+        Hotkey((":",), "command", "a command", footer="command"),
+        Hotkey(("s",), "sort", "sort by the next column", needs=("table",), footer="sort"),
+        Hotkey(("S",), "reverse", "sort the other way round", needs=("table",)),
+        Hotkey(("w",), "wide", "all columns, no card beside them", needs=("table",)),
+        Hotkey(("z",), "faults", "only what is wrong", needs=("faults",), footer="faults"),
+        Hotkey(("t",), "tag", "tag the row, so that export takes only tagged ones",
+            needs=("chosen", "table")),
+        Hotkey(("m",), "maximise", "only this panel, and back"),
+        Hotkey(("e",), "export", "write this view to a file: csv, json, text, svg"),
+        Hotkey(("T",), "theme", "the next theme")),
+    *_group("change",
+        Hotkey(("A",), "order abort", "abort the handoff's room", pages=("handoffs",),
+            needs=("chosen",), footer="abort"),
+        Hotkey(("E",), "order evict", "evict pages", footer="evict"),
+        Hotkey(("F",), "order flush", "drop every unlocked cached page", footer="flush"),
+        Hotkey(("X",), "order fence", "restart the transfer process", pages=("handoffs", "peers"),
+            footer="fence"),
+        pages=("radix", "pools"), needs=("write",)),
+    *_group("console",
+        Hotkey(("?",), "help", "these keys", footer="help"),
+        Hotkey(("ctrl+p",), "palette", "find a key, a page or a theme by its words"),
+        Hotkey(("q", "ctrl+c"), "quit", "quit", footer="quit")),
 )  # fmt: skip
 
 
@@ -165,13 +193,13 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for key in TABLE for name in key.keys))
 
 
-def meaning(name: str, page: str, has: Collection[str]) -> Key | None:
+def meaning(name: str, page: str, has: Collection[str]) -> Hotkey | None:
     """What a key does here and now; None for nothing."""
     return next((key for key in TABLE if name in key.keys and key.means(page, has)), None)
 
 
 @functools.lru_cache(maxsize=64)
-def here(page: str, has: frozenset[str]) -> tuple[Key, ...]:
+def here(page: str, has: frozenset[str]) -> tuple[Hotkey, ...]:
     """The keys that mean something here and now, those of the page first.
 
     Asked with every frame, and seldom something new.

@@ -20,21 +20,24 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvd.errors import Code, Refusal
-from kvd.sockets import nobody_listens
+from kvd.sockets import LoopSocket, nobody_listens, open_dealer
 from kvd.text import clean
 from kvd.wire.admin import AdminFailed, Frame, Look
-from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
+from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, MAX_REPLY_BYTES
 from tui import endpoint as places
-from tui.line import Line
 from tui.tunnel import Tunnel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from kvd.sockets import Frames
     from kvd.wire.admin import AdminReply, AdminRequest
-    from tui.model.mirror import Mirror, Wanted
+    from tui.model.mirror import Mirror, Subscription
+    from tui.tape import RecordingWriter
+
 
 ANSWER_S = 2.0
 """Silence of a connected daemon that is a state of its own."""
@@ -81,16 +84,6 @@ class FrameLink(Protocol):
         """A screen was painted; frames come more rarely where that takes long."""
 
 
-class Witness(Protocol):
-    """Gets every look and its frame, and may want to see more than what is on the screen."""
-
-    def wants(self, mirror: Mirror, now_s: float) -> Wanted | None:
-        """What else is to be asked for now; None for nothing."""
-
-    def write(self, look: Look, frame: bytes, heard_s: float, mirror: Mirror) -> None:
-        """A frame has been taken by the mirror."""
-
-
 class _Lost(Exception):
     """The connection is no more; the sentence says why."""
 
@@ -98,26 +91,26 @@ class _Lost(Exception):
 class Link:
     """Brings frames of the daemon at ``endpoint`` to ``mirror``.
 
-    ``wanted`` is asked after each frame. ``witness``: a recorder. Run it on any asyncio loop.
+    ``wanted`` is asked after each frame; ``recorder`` writes what comes to a file.
     """
 
     def __init__(
         self,
         endpoint: places.Local | places.Remote,
         mirror: Mirror,
-        wanted: Callable[[], Wanted],
+        wanted: Callable[[], Subscription],
         *,
         fps: float = 10.0,
-        witness: Witness | None = None,
+        recorder: RecordingWriter | None = None,
     ) -> None:
         self.fps = fps
-        self.witness = witness
+        self.recorder = recorder
         self._endpoint = endpoint
         self._mirror = mirror
         self._wanted = wanted
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._line: Line | None = None
+        self._line: AdminConnection | None = None
         self._look_call = 0
         self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
         """Frames of that look; those of an earlier one are dropped."""
@@ -224,7 +217,7 @@ class Link:
         why = nobody_listens(endpoint) if tunnel is None else ""
         if why:
             raise _Lost(why)
-        line = Line(context, endpoint, self._hear)
+        line = AdminConnection(context, endpoint, self._hear)
         try:
             await _connected(line, tunnel)
             self._line = line
@@ -239,11 +232,11 @@ class Link:
                     answer.exception()
             self._pending.clear()
 
-    async def _look(self, line: Line) -> None:
+    async def _look(self, line: AdminConnection) -> None:
         """One look and half of its frames, and the pause until the next look is due."""
         begun_s = _now_s()
         self._hurry.clear()
-        extra = self.witness.wants(self._mirror, begun_s) if self.witness is not None else None
+        extra = self.recorder.wants(self._mirror, begun_s) if self.recorder is not None else None
         wanted = extra if extra is not None else self._wanted()
         every_s = min(max(self.interval_s, EVERY_LEAST_S), EVERY_MOST_S)
         self._arrived = asyncio.Queue()
@@ -268,12 +261,12 @@ class Link:
         if extra is None and left_s > 0 and not self._hurry.is_set():
             await self._rest(line, left_s)
 
-    def _is_over(self, look: Look, wanted: Wanted) -> bool:
+    def _is_over(self, look: Look, wanted: Subscription) -> bool:
         """Whether something else is wanted by now, or not as often."""
         pace = self.interval_s / look.every_s
         return self._wanted() != wanted or not PACE[0] < pace < PACE[1]
 
-    async def _next(self, line: Line, every_s: float) -> bytes | None:
+    async def _next(self, line: AdminConnection, every_s: float) -> bytes | None:
         """The next frame, however late; that it is late is told. None: somebody is in a hurry.
 
         Raises ``_Lost``.
@@ -304,8 +297,8 @@ class Link:
         match reply:
             case Frame():
                 is_fit = self._mirror.take(reply, heard_s)
-                if self.witness is not None:
-                    self.witness.write(look, raw, heard_s, self._mirror)
+                if self.recorder is not None:
+                    self.recorder.write(look, raw, heard_s, self._mirror)
                 return is_fit
             case AdminFailed(_, refusal):
                 why = f"the daemon refuses to be looked at: {clean(refusal.message)}"
@@ -317,7 +310,7 @@ class Link:
         self._trip_s = max(self._trip_s, ANSWER_S / WIRE_SHARE)
         return False
 
-    async def _rest(self, line: Line, rest_s: float) -> None:
+    async def _rest(self, line: AdminConnection, rest_s: float) -> None:
         """Wait for the next look to be due, or for somebody in a hurry, or for the end."""
         hurry = asyncio.ensure_future(self._hurry.wait())
         try:
@@ -360,7 +353,7 @@ def _pause_s(endpoint: places.Local | places.Remote, failures: int) -> float:
     return pauses[min(failures, len(pauses) - 1)]
 
 
-async def _connected(line: Line, tunnel: Tunnel | None) -> None:
+async def _connected(line: AdminConnection, tunnel: Tunnel | None) -> None:
     """Wait for the line to be there. Raises ``_Lost``."""
     limit_s = CONNECT_S if tunnel is None else CONNECT_BY_SSH_S
     waits = (line.up, line.lost) if tunnel is None else (line.up, line.lost, tunnel.ended)
@@ -383,3 +376,59 @@ def _now_s() -> float:
 
 def _failed(why: str) -> AdminFailed:
     return AdminFailed(0, Refusal(Code.UNREACHABLE, why, side="client"))
+
+
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class AdminConnection:
+    """Connects at once; ``on_frame`` gets every message. Close it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_frame: Callable[[bytes], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.up: asyncio.Future[None] = loop.create_future()
+        """Done when the other end's socket is there; whether anybody reads it is not known."""
+        self.lost: asyncio.Future[None] = loop.create_future()
+        """Done when the connection has ended."""
+        self._on_frame = on_frame
+        self._dealer = open_dealer(context, max_frame_bytes=MAX_REPLY_BYTES)
+        self._monitor = LoopSocket(
+            self._dealer.get_monitor_socket(_WATCHED), self._watch, loop=loop
+        )
+        self._socket = LoopSocket(self._dealer, self._hear, loop=loop)
+        self._dealer.connect(endpoint)
+
+    def send(self, frame: bytes) -> None:
+        """Hand a request over; it is lost with the line."""
+        self._socket.send([frame])
+
+    def close(self) -> None:
+        """Hang up; repeatable."""
+        self.up.cancel()
+        self.lost.cancel()
+        if not self._dealer.closed:
+            self._dealer.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _hear(self, frames: Frames) -> None:
+        self._on_frame(frames[-1])
+
+    def _watch(self, frames: Frames) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event != zmq.EVENT_CONNECTED:
+            if not self.lost.done():
+                self.lost.set_result(None)
+        elif not self.up.done():
+            self.up.set_result(None)

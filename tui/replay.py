@@ -17,7 +17,7 @@ from tui.tape import SHOT
 if TYPE_CHECKING:
     from kvd.wire.admin import AdminReply, AdminRequest
     from tui.model.mirror import Mirror
-    from tui.tape import Record, Tape
+    from tui.tape import RecordedFrame, RecordingFile
 
 SLOWEST, FASTEST = 0.1, 100.0
 
@@ -25,7 +25,7 @@ SLOWEST, FASTEST = 0.1, 100.0
 class ReplayLink:
     """A ``link.FrameLink`` that plays ``tape``; closes it when it ends."""
 
-    def __init__(self, tape: Tape, mirror: Mirror, *, speed: float = 1.0) -> None:
+    def __init__(self, tape: RecordingFile, mirror: Mirror, *, speed: float = 1.0) -> None:
         self.fps = 10.0
         self.speed = speed
         self.is_held = False
@@ -36,7 +36,7 @@ class ReplayLink:
         self._mirror = mirror
         self._wanted_s: float | None = 0.0
         self._changed = asyncio.Event()
-        self._next: Record | None = None
+        self._next: RecordedFrame | None = None
 
     @property
     def length_s(self) -> float:
@@ -54,11 +54,6 @@ class ReplayLink:
         state = " HELD" if self.is_held else " END" if self.at_end else ""
         speed = "" if self.speed == 1.0 else f" x{self.speed:g}"
         return f"REPLAY{state}{speed} {self.position_s:.1f} of {self.length_s:.1f}s"
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong with the recording; empty where nothing is."""
-        return self._tape.trouble
 
     def hurry(self) -> None:
         """What is wanted does not matter: there is what there is."""
@@ -111,7 +106,7 @@ class ReplayLink:
         finally:
             self._tape.close()
 
-    async def _is_due(self, record: Record) -> bool:
+    async def _is_due(self, record: RecordedFrame) -> bool:
         """Wait for the moment of a frame; whether it has come before anything else was wanted."""
         gap_s = record.heard_s - self._tape.head.heard_s - self.position_s
         try:
@@ -135,14 +130,14 @@ class ReplayLink:
         self._next = record
         self.at_end = record is None
 
-    def _following(self) -> Record | None:
+    def _following(self) -> RecordedFrame | None:
         """The next frame that brings something: keys repeat what is here."""
         record = self._tape.next()
         while record is not None and record.kind != SHOT:
             record = self._tape.next()
         return record
 
-    def _show(self, record: Record, now_s: float) -> None:
+    def _show(self, record: RecordedFrame, now_s: float) -> None:
         self._mirror.expect(record.shot.look)
         self._mirror.take(record.shot.frame, now_s)
         self.position_s = max(0.0, record.heard_s - self._tape.head.heard_s)

@@ -2,7 +2,7 @@ r"""What a console saw, as a file: every look and its frame, and when it was hea
 
     kvd-tui tape 1\n        the first line, so that ``head -1`` tells what it is
     kind, heard_s, length   13 bytes, little endian: u8, f64, u32
-    payload                 MessagePack: ``Head`` first, then ``Shot``
+    payload                 MessagePack: ``RecordingHead`` first, then ``LookAndFrame``
 
 Frames are changes to what was there. So every ``KEY_S`` all that the console has is written as if
 it had just come (kind ``KEY``, then ``MORE`` until all is told): a player begins there. A file that
@@ -23,14 +23,14 @@ import msgspec
 
 from kvd.wire.admin import Frame, Look
 from kvd.wire.console import MAX_ROWS, EventQuery, MapQuery, Query
-from tui.model.mirror import Wanted
+from tui.model.mirror import Subscription
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from tui.model.mirror import Mirror
-    from tui.model.moments import Moment
+    from tui.model.snapshots import DaemonSnapshot
 
 VERSION = 1
 TITLE = b"kvd-tui tape "
@@ -53,7 +53,7 @@ HEAD, SHOT, KEY, MORE = range(4)
 KINDS = (HEAD, SHOT, KEY, MORE)
 
 
-class Head(msgspec.Struct, frozen=True):
+class RecordingHead(msgspec.Struct, frozen=True):
     """Of what and when. ``wall_s`` is Unix time, ``heard_s`` our clock then."""
 
     node: str
@@ -63,7 +63,7 @@ class Head(msgspec.Struct, frozen=True):
     heard_s: float
 
 
-class Shot(msgspec.Struct, frozen=True, array_like=True):
+class LookAndFrame(msgspec.Struct, frozen=True, array_like=True):
     """What was asked and what came."""
 
     look: Look
@@ -71,21 +71,21 @@ class Shot(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODE = msgspec.msgpack.Encoder().encode
-_SHOTS = msgspec.msgpack.Decoder(Shot)
-_HEADS = msgspec.msgpack.Decoder(Head)
+_SHOTS = msgspec.msgpack.Decoder(LookAndFrame)
+_HEADS = msgspec.msgpack.Decoder(RecordingHead)
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class BadRecording(msgspec.Struct, frozen=True):
     """Why a file cannot be written or played, in a sentence."""
 
     why: str
 
 
-def everything(moment: Moment) -> list[Wanted]:
+def everything(snapshot: DaemonSnapshot) -> list[Subscription]:
     """What shows every page: all tables, and the map of each component by state."""
     tables = [Query(name, limit=MAX_ROWS) for name in TABLES]
-    made = [Wanted(tuple(tables[at : at + AT_ONCE])) for at in range(0, len(tables), AT_ONCE)]
-    pools = moment.sheet(Query("pools", limit=MAX_ROWS))
+    made = [Subscription(tuple(tables[at : at + AT_ONCE])) for at in range(0, len(tables), AT_ONCE)]
+    pools = snapshot.table(Query("pools", limit=MAX_ROWS))
     maps: list[MapQuery] = []
     for key in pools.order if pools is not None else ():
         assert pools is not None
@@ -93,13 +93,13 @@ def everything(moment: Moment) -> list[Wanted]:
         if isinstance(component, str) and isinstance(total, int) and 0 < total < 2**40:
             each = max(1, -(-total // MAP_CELLS))
             maps.append(MapQuery(component, "state", pages_each=each, cells=MAP_CELLS))
-    return [*made, Wanted(tuple(maps[:AT_ONCE]), EventQuery(0, limit=MAX_ROWS))]
+    return [*made, Subscription(tuple(maps[:AT_ONCE]), EventQuery(0, limit=MAX_ROWS))]
 
 
-class Recorder:
+class RecordingWriter:
     """Writes what a link hears. When the file is full, or cannot be written, it stops and says so.
 
-    A ``link.Witness``. The file must not be there yet; only its owner may read it.
+    The file must not be there yet; only its owner may read it.
     """
 
     def __init__(
@@ -114,26 +114,26 @@ class Recorder:
         self._file = file
         self._max_bytes = max_bytes
         self._wall_clock = wall_clock
-        self._due: list[Wanted] = []
+        self._due: list[Subscription] = []
         self._asked_s = self._key_s = -math.inf
         self._flushed_s = -math.inf
 
     @classmethod
-    def open(cls, path: Path, *, max_bytes: int = MAX_TAPE_BYTES) -> Recorder | Flaw:
+    def open(cls, path: Path, *, max_bytes: int = MAX_TAPE_BYTES) -> RecordingWriter | BadRecording:
         """Begin a file; why there can be none."""
         try:
             path.touch(mode=0o600, exist_ok=False)
             return cls(path.open("wb"), max_bytes=max_bytes)
         except OSError as exc:
-            return Flaw(f"nothing can be recorded to {path}: {exc.strerror}")
+            return BadRecording(f"nothing can be recorded to {path}: {exc.strerror}")
 
-    def wants(self, mirror: Mirror, now_s: float) -> Wanted | None:
+    def wants(self, mirror: Mirror, now_s: float) -> Subscription | None:
         """Once a second, one look after the other, all that any page may show."""
         if not self.is_running:
             return None
         if not self._due and now_s - self._asked_s >= EVERYTHING_S and mirror.vitals is not None:
             self._asked_s = now_s
-            self._due = everything(mirror.moment())
+            self._due = everything(mirror.snapshot())
         return self._due.pop(0) if self._due else None
 
     def write(self, look: Look, frame: bytes, heard_s: float, mirror: Mirror) -> None:
@@ -162,7 +162,7 @@ class Recorder:
         if heard_s - self._key_s >= KEY_S:
             self._key_s = heard_s
             for at, (asked, told) in enumerate(mirror.whole()):
-                self._put(MORE if at else KEY, heard_s, _ENCODE(Shot(asked, told)))
+                self._put(MORE if at else KEY, heard_s, _ENCODE(LookAndFrame(asked, told)))
         if heard_s - self._flushed_s >= 1.0:
             self._flushed_s = heard_s
             self._file.flush()
@@ -174,28 +174,34 @@ class Recorder:
         self._file.write(payload)
         self.written_bytes += _RECORD.size + len(payload)
 
-    def _head(self, heard_s: float, mirror: Mirror) -> Head:
+    def _head(self, heard_s: float, mirror: Mirror) -> RecordingHead:
         seen = mirror.vitals
         assert seen is not None  # written after the mirror took a frame
-        return Head(seen.node, seen.incarnation, seen.version, self._wall_clock(), heard_s)
+        return RecordingHead(
+            node=seen.node,
+            incarnation=seen.incarnation,
+            version=seen.version,
+            wall_s=self._wall_clock(),
+            heard_s=heard_s,
+        )
 
     def _stop(self, mirror: Mirror, heard_s: float, why: str) -> None:
         self.close()
         mirror.note(heard_s, "tape", f"the recording has ended: {why}")
 
 
-class Record(msgspec.Struct, frozen=True):
+class RecordedFrame(msgspec.Struct, frozen=True):
     """One frame of a file. ``kind`` is ``SHOT``, ``KEY`` or ``MORE``."""
 
     kind: int
     heard_s: float
-    shot: Shot
+    shot: LookAndFrame
 
 
-class Tape:
+class RecordingFile:
     """A file to be played. ``trouble`` says what is wrong with its end; empty where nothing is."""
 
-    def __init__(self, file: IO[bytes], head: Head, first: int) -> None:
+    def __init__(self, file: IO[bytes], head: RecordingHead, first: int) -> None:
         self.head = head
         self.trouble = ""
         self.end_s = head.heard_s
@@ -206,38 +212,40 @@ class Tape:
         file.seek(first)
 
     @classmethod
-    def open(cls, path: Path) -> Tape | Flaw:
+    def open(cls, path: Path) -> RecordingFile | BadRecording:
         """Find the keys of a file; why it cannot be played. Never raises."""
         try:
             file = path.open("rb")
         except OSError as exc:
-            return Flaw(f"{path} cannot be read: {exc.strerror}")
+            return BadRecording(f"{path} cannot be read: {exc.strerror}")
         try:
             made = cls._read(file, path)
         except OSError as exc:
-            made = Flaw(f"{path} cannot be read: {exc.strerror}")
-        if isinstance(made, Flaw):
+            made = BadRecording(f"{path} cannot be read: {exc.strerror}")
+        if isinstance(made, BadRecording):
             file.close()
         return made
 
     @classmethod
-    def _read(cls, file: IO[bytes], path: Path) -> Tape | Flaw:
+    def _read(cls, file: IO[bytes], path: Path) -> RecordingFile | BadRecording:
         title = file.readline(64)
         if not title.startswith(TITLE):
-            return Flaw(f"{path} was not written by kvd-tui --record")
+            return BadRecording(f"{path} was not written by kvd-tui --record")
         version = title[len(TITLE) :].strip()
         if version != str(VERSION).encode():
             told = version.decode("ascii", errors="replace")
-            return Flaw(f"{path} is a tape of version {told}, and this kvd-tui plays {VERSION}")
+            return BadRecording(
+                f"{path} is a tape of version {told}, and this kvd-tui plays {VERSION}"
+            )
         found = _record(file)
         try:
             head = _HEADS.decode(found[2]) if found is not None and found[0] == HEAD else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             head = None
         if head is None or not math.isfinite(head.heard_s):
-            return Flaw(f"{path} does not say what it is a tape of")
+            return BadRecording(f"{path} does not say what it is a tape of")
         made = cls(file, head, file.tell())
-        return made if made._keys else Flaw(f"{path} has no whole frame")
+        return made if made._keys else BadRecording(f"{path} has no whole frame")
 
     @property
     def length_s(self) -> float:
@@ -249,7 +257,7 @@ class Tape:
         before = [place for at_s, place in self._keys if at_s <= heard_s]
         self._file.seek(before[-1] if before else self._keys[0][1])
 
-    def next(self) -> Record | None:
+    def next(self) -> RecordedFrame | None:
         """The next frame that can be read; None at the end. Never raises."""
         while self._file.tell() < self._end:
             found = _record(self._file)
@@ -257,7 +265,7 @@ class Tape:
                 break
             kind, heard_s, payload = found
             try:
-                return Record(kind, heard_s, _SHOTS.decode(payload))
+                return RecordedFrame(kind, heard_s, _SHOTS.decode(payload))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self.trouble = f"the frame at {heard_s - self.head.heard_s:.1f} s cannot be read"
         return None

@@ -44,35 +44,14 @@ THEMES = (
 """In the order in which the key goes through them."""
 
 _DARK_RAMP = (
-    "#1E3A5F",
-    "#1F5A7A",
-    "#1F7A8C",
-    "#2E9E8F",
-    "#5DBB63",
-    "#B5C334",
-    "#F0A030",
-    "#F2545B",
-)
+    "#1E3A5F", "#1F5A7A", "#1F7A8C", "#2E9E8F", "#5DBB63", "#B5C334", "#F0A030", "#F2545B",
+)  # fmt: skip
 _LIGHT_RAMP = (
-    "#C9DDF0",
-    "#9CC4DE",
-    "#6FAFC8",
-    "#4C9FA5",
-    "#5A9E4B",
-    "#A89A1E",
-    "#D07A12",
-    "#C4262E",
-)
+    "#C9DDF0", "#9CC4DE", "#6FAFC8", "#4C9FA5", "#5A9E4B", "#A89A1E", "#D07A12", "#C4262E",
+)  # fmt: skip
 _DARK_HUES = (
-    "#5DA9E9",
-    "#F4A259",
-    "#8CB369",
-    "#E56399",
-    "#B58DF1",
-    "#4ECDC4",
-    "#F2D24B",
-    "#C08457",
-)
+    "#5DA9E9", "#F4A259", "#8CB369", "#E56399", "#B58DF1", "#4ECDC4", "#F2D24B", "#C08457",
+)  # fmt: skip
 _LIGHT_HUES = (
     "#1F6FB2", "#B85C00", "#3F7A1F", "#B01F66", "#6A3FC0", "#0B7F78", "#8A6D00", "#7A4A20",
 )  # fmt: skip

@@ -97,10 +97,10 @@ class Tunnel:
     def why(self) -> str:
         """The reason that ssh gave last, and with what it ended."""
         nothing = f"{self.target.path} there has hung up, and ssh does not say why"
-        said = self._child.lines[-1] if self._child.lines else nothing
+        cleaned = self._child.lines[-1] if self._child.lines else nothing
         code = self._transport.get_returncode() if self._transport is not None else None
         ended = f" (ssh ended with {code})" if code is not None else ""
-        return f"{self.target.host}: {said}{ended}"
+        return f"{self.target.host}: {cleaned}{ended}"
 
     def forget(self) -> None:
         """What ssh said until now is not the reason for what comes."""

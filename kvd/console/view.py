@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from kvd.filters import WORD_KINDS, cell_passes, rank, texts_of
 from kvd.wire.console import Cell, Column, Filter, Query, TableRow
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from kvd.console.scene import Scene
 
 T = TypeVar("T")
-
-MOMENTS = frozenset({"since", "until"})
-WORDS = frozenset({"text", "state", "ref", "holders"})
 
 OBJECTS = 128
 """Objects that are filtered or ranked in one step."""
@@ -149,7 +147,7 @@ class View(Generic[T]):
                 some = [one for one in some if holds(one)]
             passing += some
             if get is not None:
-                ranks += [_rank(get(scene, one)) for one in some]
+                ranks += [rank(get(scene, one)) for one in some]
             yield
         return passing, ranks if get is not None else None
 
@@ -162,16 +160,16 @@ class View(Generic[T]):
     def _test(self, scene: Scene, condition: Filter) -> Callable[[T], bool]:
         field = self._by_name[condition.column]
         get, kind = field.get, field.column.kind
-        return lambda one: _holds(condition, get(scene, one), kind, scene.now_s)
+        return lambda one: cell_passes(condition, get(scene, one), kind, scene.now_s)
 
     def _test_any(self, scene: Scene, conditions: Sequence[Filter]) -> Callable[[T], bool]:
         """Some text of the object has each of what is wanted, and none what is not."""
         wanted = [(str(one.value).casefold(), not one.test.endswith("-not")) for one in conditions]
-        getters = [field.get for field in self.fields if field.column.kind in WORDS]
+        getters = [field.get for field in self.fields if field.column.kind in WORD_KINDS]
 
         def holds(one: T) -> bool:
             cells = [get(scene, one) for get in getters]
-            texts = [text for cell in cells if cell for text in _texts(cell)]
+            texts = [text for cell in cells if cell for text in texts_of(cell)]
             return all(
                 any(word in text for text in texts) is is_wanted for word, is_wanted in wanted
             )
@@ -195,58 +193,3 @@ def _in_order(ranks: Sequence[Rank], *, is_falling: bool) -> list[int]:
     if len(places) < len(ranks):
         places += [place for place, rank in enumerate(ranks) if rank is None]
     return places
-
-
-def _rank(cell: Cell) -> Rank:
-    if isinstance(cell, str):
-        return cell.casefold()
-    return float(len(cell)) if isinstance(cell, tuple) else cell
-
-
-def _holds(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
-    value = condition.value
-    match condition.test:
-        case "has":
-            return _has(cell, value)
-        case "has-not":
-            return not _has(cell, value)
-        case "is":
-            return _is(cell, value)
-        case "is-not":
-            return not _is(cell, value)
-        case "over" | "under" as side if isinstance(value, int | float):
-            figure = _figure(cell, kind, now_s)
-            return figure is not None and (figure > value if side == "over" else figure < value)
-        case _:
-            return False
-
-
-def _figure(cell: Cell, kind: str, now_s: float) -> float | None:
-    """A number; of a moment how long ago it was, or how long it is from now."""
-    if isinstance(cell, tuple):
-        return float(len(cell))
-    if cell is None or isinstance(cell, str):
-        return None
-    if kind in MOMENTS:
-        return now_s - cell if kind == "since" else cell - now_s
-    return float(cell)
-
-
-def _has(cell: Cell, value: str | float) -> bool:
-    wanted = str(value).casefold()
-    return any(wanted in text for text in _texts(cell))
-
-
-def _texts(cell: Cell) -> list[str]:
-    """What can be looked for in it."""
-    if isinstance(cell, tuple):
-        return [text for one in cell for text in (one.who.casefold(), one.ref, one.state)]
-    return [] if cell is None else [str(cell).casefold()]
-
-
-def _is(cell: Cell, value: str | float) -> bool:
-    if isinstance(cell, str) or isinstance(value, str):
-        return str(cell if cell is not None else "").casefold() == str(value).casefold()
-    if isinstance(cell, tuple):
-        return len(cell) == value
-    return cell == value

@@ -21,7 +21,7 @@ NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
     *("kvd.console", "kvd.families", "kvd.journal", "kvd.zmtp"),
 }
-WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text"}
+WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text", "kvd.filters"}
 
 MAY_IMPORT = {
     "kvd.types": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "kvd.curve": BOTTOM,
     "kvd.zmtp": BOTTOM | {"kvd.zmtp"},
     "kvd.text": WIRE,
+    "kvd.filters": WIRE,
     "kvd.trace": BOTTOM,
     "kvd.wire": WIRE,
     "kvd.core": CORE,
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "kvd.transfer": MIDDLE | {"kvd.device", "kvd.transfer"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
-    "kvd.console": CORE | {"kvd.console"},
+    "kvd.console": CORE | {"kvd.filters", "kvd.console"},
     "kvd.journal": CORE | {"kvd.journal"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
     "kvd.__main__": {"kvd.cli"},
     "kvd": set(),
-    "tui": ENGINE_SIDE | {"kvd.text", "tui"},
+    "tui": ENGINE_SIDE | {"kvd.text", "kvd.filters", "tui"},
 }
 """What each package may import of the project."""
 

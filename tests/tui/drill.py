@@ -83,7 +83,7 @@ async def operator(
 ) -> AsyncIterator[Operator]:
     """Somebody before this daemon, for as long as the block lasts."""
     where = places.read(daemon.admin)
-    assert not isinstance(where, places.Flaw)
+    assert not isinstance(where, places.BadEndpoint)
     app = KvdTui(Mirror(), lambda one, wanted: Link(where, one, wanted), Options(page=page))
     async with app.run_test(size=SIZE) as pilot:
         person = Operator(app, pilot, told)

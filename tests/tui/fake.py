@@ -23,7 +23,7 @@ from tests.tui.town import SITUATIONS, Resident, Town
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tui.model.mirror import Mirror, Wanted
+    from tui.model.mirror import Mirror, Subscription
 
 BEAT_S = 0.1
 BEATS_OF_A_LOOK = 5
@@ -62,7 +62,7 @@ class FakeLink:
         """Why there is no daemon to be reached; empty while there is one."""
         self._calls = 0
         self._mirror: Mirror | None = None
-        self._wanted: Callable[[], Wanted] | None = None
+        self._wanted: Callable[[], Subscription] | None = None
         self._hurry = asyncio.Event()
         self._desk = self._new_desk()
         self.pass_time(self.town.watched_s)
@@ -73,7 +73,7 @@ class FakeLink:
 
     # ---- the console's side ------------------------------------------------------------------
 
-    def connect(self, mirror: Mirror, wanted: Callable[[], Wanted]) -> FakeLink:
+    def connect(self, mirror: Mirror, wanted: Callable[[], Subscription]) -> FakeLink:
         """Whom the frames are for, and who says what they shall have."""
         self._mirror, self._wanted = mirror, wanted
         return self

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvd.wire.admin import AdminReply, AdminRequest
     from tests.tui.town import Resident
-    from tui.model.mirror import Wanted
+    from tui.model.mirror import Subscription
 
 SIZE = (132, 40)
 BEAT_S = 0.1
@@ -130,7 +130,7 @@ class PipeLink:
         self._node = node
         self._hurry = asyncio.Event()
 
-    def connect(self, mirror: Mirror, wanted: Callable[[], Wanted]) -> PipeLink:
+    def connect(self, mirror: Mirror, wanted: Callable[[], Subscription]) -> PipeLink:
         """Whom the frames are for, and who says what they shall have."""
         self._mirror, self._wanted = mirror, wanted
         return self

@@ -14,11 +14,11 @@ from kvd.wire.admin import AdminFailed, Evict, Look, Report
 from kvd.wire.console import EventQuery
 from tests.tui.frames import LEASES, frame, lease, table
 from tui.link import Link
-from tui.model.mirror import Down, Live, Mirror, Wanted
+from tui.model.mirror import LinkDown, LinkLive, Mirror, Subscription
 
 LIMIT_S = 15.0
 ROOT = Path(__file__).parents[2]
-WANTED = Wanted((LEASES,), EventQuery(0))
+WANTED = Subscription((LEASES,), EventQuery(0))
 
 
 class Watched(Mirror):
@@ -38,7 +38,7 @@ class Watched(Mirror):
         self._news.set()
 
     def now(self):
-        return self.standing(asyncio.get_running_loop().time(), 60.0)
+        return self.link_state(asyncio.get_running_loop().time(), 60.0)
 
     async def until(self, is_it):
         async with asyncio.timeout(LIMIT_S):
@@ -48,10 +48,10 @@ class Watched(Mirror):
         return self.now()
 
     async def live(self):
-        return await self.until(lambda one: isinstance(one, Live))
+        return await self.until(lambda one: isinstance(one, LinkLive))
 
     async def down(self, words):
-        return await self.until(lambda one: isinstance(one, Down) and words in one.why)
+        return await self.until(lambda one: isinstance(one, LinkDown) and words in one.why)
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,8 @@ import pytest
 
 from tui import screens
 from tui.screens.page import Page
-from tui.widgets.linetable import LineTable
+from tui.screens.radix import TreeTable
+from tui.widgets.table import WindowedTable
 
 
 def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> type[Page]:
@@ -21,7 +22,11 @@ def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> t
 
         def compose(self):
             for view in views:
-                yield LineTable(view, sort="since" if view == "leases" else "")
+                yield (
+                    TreeTable()
+                    if view == "tree"
+                    else WindowedTable(view, sort="since" if view == "leases" else "")
+                )
 
     return Plain
 

@@ -16,12 +16,11 @@ from tests.tui.fake import FakeLink
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.actions import ACTIONS
-from tui.app import KvdTui, Options
+from tui.app import ConsoleCommands, KvdTui, Options
 from tui.keys import TABLE
-from tui.model.mirror import Mirror, Wanted
-from tui.palette import Found
+from tui.model.mirror import Mirror, Subscription
 from tui.replay import ReplayLink
-from tui.tape import Recorder, Tape
+from tui.tape import RecordingFile, RecordingWriter
 
 SIZE = (120, 30)
 
@@ -365,7 +364,7 @@ async def test_the_question_mark_shows_the_keys_of_this_page_and_escape_closes_t
 
 async def test_the_palette_finds_a_key_by_its_words():
     async with shown() as (app, _, pilot):
-        found = Found(app.screen)
+        found = ConsoleCommands(app.screen)
         hits = {hit.text: hit async for hit in found.search("page peers")}
         await hits["the page peers  (5)"].command()
         await settle(app, pilot)
@@ -445,12 +444,12 @@ async def test_capital_a_names_the_room_of_the_row():
     async with shown(page="handoffs") as (app, feed, pilot):
         table = app.page.table()
         columns = (*table.columns, msgspec.structs.replace(table.columns[2], name="room"))
-        sheet = table.sheet
+        data = table.data
         rows = {
             key: msgspec.structs.replace(one, cells=(*one.cells, 12))
-            for key, one in sheet.rows.items()
+            for key, one in data.rows.items()
         }
-        table._sheet = msgspec.structs.replace(sheet, columns=columns, rows=rows)
+        table.data = msgspec.structs.replace(data, columns=columns, rows=rows)
         await press(app, pilot, "A")
         assert lines_of(app)[-2].startswith(":abort room 12")
         assert not feed.requests
@@ -478,7 +477,7 @@ async def test_an_audit_is_only_looked_at():
 
 def replaying(path):
     """A console that plays a recording of two seconds of a node."""
-    tape = Tape.open(path)
+    tape = RecordingFile.open(path)
     return KvdTui(Mirror(), lambda mirror, _: ReplayLink(tape, mirror), Options(page="clients"))
 
 
@@ -486,9 +485,9 @@ def replaying(path):
 def recording(tmp_path):
     """Two seconds of a node, a frame each tenth of a second."""
     path = tmp_path / "incident.tape"
-    recorder = Recorder.open(path)
+    recorder = RecordingWriter.open(path)
     mirror, link = Mirror(), FakeLink("normal")
-    wanted = Wanted((Query("clients", limit=40), Query("leases", sort="since", limit=40)))
+    wanted = Subscription((Query("clients", limit=40), Query("leases", sort="since", limit=40)))
     for call in range(1, 21):
         look = mirror.look(call, wanted)
         raw = ADMIN_REPLIES.encode(link.look(look))

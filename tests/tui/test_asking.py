@@ -9,8 +9,8 @@ from kvd.wire.admin import Because, Mark, Report
 from tests.tui.golden import text_of
 from tests.tui.staged import staged
 from tui.draw.spans import text_of as words_of
-from tui.widgets.card import Told, card_lines
-from tui.widgets.confirm import report_lines
+from tui.widgets.card import CardContent, card_lines
+from tui.widgets.dialogs import report_lines
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_a_card_says_a_moment_of_a_story_once():
         ("prompt 100 tokens", "3.0 s ago: queued"),
         marks=(Mark(3.0, "queued"),),
     )
-    lines = [words_of(line).strip() for line in card_lines(Told("receive:7", because), 40)]
+    lines = [words_of(line).strip() for line in card_lines(CardContent("receive:7", because), 40)]
     assert "prompt 100 tokens" in lines
     assert [line for line in lines if "queued" in line] == ["-3.00s queued"]

@@ -90,7 +90,7 @@ def test_help_loads_no_textual():
 
 
 def test_one_frame_of_nobody_says_so_and_ends_with_1(endpoint, monkeypatch):
-    monkeypatch.setattr("tui.once.WAIT_S", 0.2)
+    monkeypatch.setattr("tui.cli.WAIT_S", 0.2)
     done = CliRunner().invoke(main, ["--connect", endpoint, "--once", "--size", "90x24"])
     assert done.exit_code == 1
     lines = done.output.splitlines()

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.wire.console import Level, PageMap, Sources
 from tui.draw.bars import (
-    Part,
+    BarPart,
     PoolPages,
     allotted,
     histogram,
@@ -19,13 +19,13 @@ from tui.draw.bars import (
     sources,
     stacked,
 )
-from tui.draw.spans import Span, text_of, width_of
+from tui.draw.spans import Styled, text_of, width_of
 
 PARTS = (
-    Part("H", "held", 50, "held"),
-    Part("c", "cached", 49, "cached"),
-    Part("Q", "quarantined", 1, "quarantined"),
-    Part(".", "free", 0, "free"),
+    BarPart("H", "held", 50, "held"),
+    BarPart("c", "cached", 49, "cached"),
+    BarPart("Q", "quarantined", 1, "quarantined"),
+    BarPart(".", "free", 0, "free"),
 )
 
 
@@ -54,16 +54,16 @@ def test_all_columns_are_given_away_whatever_the_sizes():
 
 def test_every_part_of_a_stack_begins_with_its_letter():
     assert stacked(PARTS, 20) == (
-        Span("H", "label", "held"),
-        Span("█" * 9, "held"),
-        Span("c", "label", "cached"),
-        Span("█" * 8, "cached"),
-        Span("Q", "label", "quarantined"),
+        Styled("H", "label", "held"),
+        Styled("█" * 9, "held"),
+        Styled("c", "label", "cached"),
+        Styled("█" * 8, "cached"),
+        Styled("Q", "label", "quarantined"),
     )
 
 
 def test_a_stack_of_nothing_is_blank():
-    assert stacked(PARTS[3:], 6) == (Span(" " * 6),)
+    assert stacked(PARTS[3:], 6) == (Styled(" " * 6),)
 
 
 def test_locked_pages_are_cached_ones_that_cannot_go():

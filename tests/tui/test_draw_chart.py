@@ -6,15 +6,16 @@ import time
 
 import pytest
 
-from tui.draw.chart import Series, area, bar, chart, percent, spark
-from tui.draw.spans import Span, line, text_of, width_of
+from kvd.text import percent
+from tui.draw.chart import Series, area, bar, chart, spark
+from tui.draw.spans import Styled, line, text_of, width_of
 
 
-def said(value: float) -> str:
+def cleaned(value: float) -> str:
     return f"{value:g} B/s"
 
 
-def texts(lines: list[tuple[Span, ...]]) -> list[str]:
+def texts(lines: list[tuple[Styled, ...]]) -> list[str]:
     return [text_of(one) for one in lines]
 
 
@@ -42,35 +43,35 @@ def test_the_style_of_an_area_says_how_near_the_top_it_is():
 
 
 def test_a_chart_says_the_newest_and_the_largest_value_that_it_shows():
-    made = chart(Series("RX", (99, 0, 4, 2), said), 34, 3)[0]
+    made = chart(Series("RX", (99, 0, 4, 2), cleaned), 34, 3)[0]
     assert text_of(made) == "RX 2 B/s ────────────── max 99 B/s"
 
 
 def test_a_value_that_has_left_the_chart_is_no_longer_its_largest():
-    head, *body = chart(Series("RX", (99, *[1] * 60), said), 30, 3)
+    head, *body = chart(Series("RX", (99, *[1] * 60), cleaned), 30, 3)
     assert text_of(head) == "RX 1 B/s ─────────── max 1 B/s"
     assert texts(body) == ["⣿" * 30] * 2
 
 
 def test_an_interval_that_nobody_knows_is_told_from_none():
-    head, *body = chart(Series("RX", (None, None), said), 24, 2)
+    head, *body = chart(Series("RX", (None, None), cleaned), 24, 2)
     assert text_of(head) == "RX        no figures yet"
     assert body == [line("⠀" * 24, "dim")]
-    assert text_of(chart(Series("RX", (3, None), said), 24, 2)[0]) == "RX - ───────── max 3 B/s"
+    assert text_of(chart(Series("RX", (3, None), cleaned), 24, 2)[0]) == "RX - ───────── max 3 B/s"
 
 
 def test_a_chart_never_mixes_letters_and_braille_in_one_span():
-    for span in sum(chart(Series("RX", range(50), said), 30, 6), ()):
+    for span in sum(chart(Series("RX", range(50), cleaned), 30, 6), ()):
         kinds = {0x2800 <= ord(char) <= 0x28FF for char in span.text}
         assert len(kinds) == 1
 
 
 def test_the_name_of_a_chart_cannot_steer_the_terminal():
-    assert "\x1b" not in text_of(chart(Series("\x1b[m", [1], said), 30, 2)[0])
+    assert "\x1b" not in text_of(chart(Series("\x1b[m", [1], cleaned), 30, 2)[0])
 
 
 def test_a_sparkline_has_a_step_for_each_value_and_a_dot_for_none():
-    assert spark([None, 0, 0.01, 3, 5, 7], 7) == Span(" ·▁▂▄▆█", "graph-high")
+    assert spark([None, 0, 0.01, 3, 5, 7], 7) == Styled(" ·▁▂▄▆█", "graph-high")
     assert spark([1, 2], 0).text == ""
     assert [spark([5, newest], 2).style for newest in (0, 2.4, 2.5, 3.9, 4)] == [
         "graph-low",
@@ -111,7 +112,7 @@ def test_a_share_in_percent_is_the_exact_one_rounded_down():
 
 def test_a_wide_chart_costs_less_than_two_milliseconds():
     """In processor time, the best of a few: a busy machine only ever adds."""
-    series = Series("RX", [abs(at % 37 - 18) for at in range(400)], said)
+    series = Series("RX", [abs(at % 37 - 18) for at in range(400)], cleaned)
     best_s = min(_cost_s(series) for _ in range(20))
     assert best_s < 0.002
 

@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 from kvd.wire.console import Level, PageMap
-from tui.draw.pages import (
+from tui.draw.page_map import (
     Grid,
-    Window,
+    MapWindow,
     cell_of,
     draw,
     legend,
-    next_of,
     pages_of,
     placed,
     styles,
@@ -23,7 +22,7 @@ from tui.draw.pages import (
     whole,
     zoomed,
 )
-from tui.draw.spans import Line, Span, text_of, width_of
+from tui.draw.spans import Line, Styled, text_of, width_of
 
 LEVELS = (
     Level(".", "free", 40_000),
@@ -46,21 +45,27 @@ def texts(lines: list[Line]) -> list[str]:
 
 def test_a_character_is_two_cells_one_over_the_other():
     shown = page_map(bytes([0, 1, 2, 3]))
-    assert draw(shown, Grid(2, 1)) == [(Span("▀", "free", "held"), Span("▀", "cached", "nobody"))]
+    assert draw(shown, Grid(2, 1)) == [
+        (Styled("▀", "free", "held"), Styled("▀", "cached", "nobody"))
+    ]
 
 
 def test_a_wide_run_of_one_level_begins_with_its_letter():
     row = bytes([1] * 4 + [2] * 3)
     assert draw(page_map(row + row), Grid(7, 1)) == [
-        (Span("c", "label", "cached"), Span("▀▀▀", "cached", "cached"), Span("▀▀▀", "held", "held"))
+        (
+            Styled("c", "label", "cached"),
+            Styled("▀▀▀", "cached", "cached"),
+            Styled("▀▀▀", "held", "held"),
+        )
     ]
 
 
 def test_without_colour_a_character_is_the_letter_of_one_cell():
     shown = page_map(bytes([0, 0, 1, 2, 3, 3]))
     assert draw(shown, Grid(3, 2, "letters")) == [
-        (Span("..", "free"), Span("c", "cached")),
-        (Span("H", "held"), Span("!!", "nobody")),
+        (Styled("..", "free"), Styled("c", "cached")),
+        (Styled("H", "held"), Styled("!!", "nobody")),
     ]
 
 
@@ -72,14 +77,16 @@ def test_a_map_fills_its_grid_however_many_cells_came(shape):
 
 
 def test_behind_the_last_page_there_is_nothing():
-    assert draw(page_map(bytes([2])), Grid(3, 1)) == [(Span("▀", "held"), Span("  "))]
-    assert draw(page_map(bytes([2])), Grid(3, 1, "letters")) == [(Span("H", "held"), Span("  "))]
+    assert draw(page_map(bytes([2])), Grid(3, 1)) == [(Styled("▀", "held"), Styled("  "))]
+    assert draw(page_map(bytes([2])), Grid(3, 1, "letters")) == [
+        (Styled("H", "held"), Styled("  "))
+    ]
 
 
 def test_lit_cells_show_without_colour_and_which_half_is_lit():
     shown = page_map(bytes([0, 1, 2, 0, 1, 2]), lit=(0, 4, 2, 5))
     assert draw(shown, Grid(3, 1)) == [
-        (Span("▔", "lit", "free"), Span("▁", "lit", "cached"), Span("■", "lit", "held"))
+        (Styled("▔", "lit", "free"), Styled("▁", "lit", "cached"), Styled("■", "lit", "held"))
     ]
     assert texts(draw(shown, Grid(3, 2, "letters"))) == ["■c■", ".■■"]
 
@@ -125,7 +132,7 @@ def test_the_legend_has_letter_name_and_pages_of_every_level():
         ". free 40 000  c cached 1 015 808 ",
         "H held 7  ! nobody 0              ",
     ]
-    assert made[0][0] == Span(".", "label", "free")
+    assert made[0][0] == Styled(".", "label", "free")
 
 
 def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
@@ -174,8 +181,8 @@ def test_a_character_and_its_cell_find_each_other(shape):
         for column in range(7):
             cell = grid.cell_at(row, column)
             assert cell is not None
-            assert grid.place_of(cell) == (row, column)
-    assert {grid.place_of(cell)[0] for cell in range(grid.cells)} == {0, 1, 2}
+            assert (cell // grid.width // grid.each, cell % grid.width) == (row, column)
+    assert {cell // grid.width // grid.each for cell in range(grid.cells)} == {0, 1, 2}
 
 
 def test_outside_of_the_map_there_is_no_cell():
@@ -207,22 +214,15 @@ def test_arrows_move_by_a_cell_and_stay_inside():
     assert grid.moved(3, columns=9, cells=0) == 0
 
 
-def test_the_next_cell_of_a_level_is_found_in_both_directions():
-    shown = page_map(bytes([2, 0, 0, 2, 3]))
-    assert next_of(shown, 0, {2}) == 3
-    assert next_of(shown, 3, {2}, step=-1) == 0
-    assert next_of(shown, 3, {2}) is None
-
-
 def test_all_pages_fit_into_the_cells_that_there_are():
-    assert whole(1_015_808, 16_384) == Window(0, 62)
-    assert whole(10, 16_384) == Window(0, 1)
+    assert whole(1_015_808, 16_384) == MapWindow(0, 62)
+    assert whole(10, 16_384) == MapWindow(0, 1)
 
 
 def test_zooming_keeps_the_page_in_its_cell_and_ends_at_a_page_a_cell():
     window = whole(100_000, 1000)
     closer = zoomed(window, 50_050, 100_000, cells=1000, times=4)
-    assert closer == Window(37_550, 25)
+    assert closer == MapWindow(37_550, 25)
     assert (50_050 - closer.first_page) // closer.pages_each == 50_050 // window.pages_each
     for _ in range(9):
         closer = zoomed(closer, 50_050, 100_000, cells=1000, times=4)
@@ -231,21 +231,21 @@ def test_zooming_keeps_the_page_in_its_cell_and_ends_at_a_page_a_cell():
 
 
 def test_zooming_out_ends_at_all_pages():
-    window = Window(40, 1)
+    window = MapWindow(40, 1)
     for _ in range(9):
         window = zoomed(window, 44, 100_000, cells=1000, times=0.5)
     assert window == whole(100_000, 1000)
 
 
 def test_every_step_of_the_zoom_changes_something():
-    two = Window(0, 2)
+    two = MapWindow(0, 2)
     assert zoomed(two, 0, 100_000, cells=1000, times=1.1).pages_each == 1
     assert zoomed(two, 0, 100_000, cells=1000, times=0.9).pages_each == 3
 
 
 def test_a_window_does_not_look_past_the_last_page():
-    assert placed(99_999, 10, 100_000, 1000) == Window(90_000, 10)
-    assert placed(-5, 10, 100_000, 1000) == Window(0, 10)
+    assert placed(99_999, 10, 100_000, 1000) == MapWindow(90_000, 10)
+    assert placed(-5, 10, 100_000, 1000) == MapWindow(0, 10)
 
 
 # ---- the price -------------------------------------------------------------------------------

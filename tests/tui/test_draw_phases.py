@@ -6,13 +6,15 @@ import math
 
 import pytest
 
+from kvd.text import lasting
 from kvd.wire import client
 from kvd.wire.admin import Mark
 from tests.core.world import World, tokens
-from tui.draw.phases import MAX_MARKS, End, Phase, aged, draw, lasting, phases, silence
+from tui.draw.phases import MAX_MARKS, HandoffEnd, HandoffPhase, draw, phases, silence
 from tui.draw.spans import text_of, width_of
+from tui.model.handoffs import seen
 
-HERE = End(
+HERE = HandoffEnd(
     "here",
     "decode",
     "receiving",
@@ -23,13 +25,13 @@ HERE = End(
     ),
     "bytes",
 )
-THERE = End(
+THERE = HandoffEnd(
     "prefill-0",
     "prefill",
     "streaming",
     (Mark(8.6, "opened by session 4"), Mark(8.405, "await-offer -> streaming (offered)")),
 )
-OVER = End(
+OVER = HandoffEnd(
     "here",
     "decode",
     "closed",
@@ -41,15 +43,15 @@ OVER = End(
 )
 
 
-def texts(ends: list[End], width: int, deadline_in_s: float | None = None) -> list[str]:
+def texts(ends: list[HandoffEnd], width: int, deadline_in_s: float | None = None) -> list[str]:
     return [text_of(one) for one in draw(ends, width, deadline_in_s)]
 
 
 def test_a_phase_lasts_from_one_transition_to_the_next_and_the_last_runs():
     assert phases(HERE) == (
-        Phase("queued", 8.41, 8.409, "asked for by session 1", False),
-        Phase("offered", 8.409, 8.3, "admitted", False),
-        Phase("receiving", 8.3, 0.0, "accepted: all of it", True),
+        HandoffPhase("queued", 8.41, 8.409, "asked for by session 1", False),
+        HandoffPhase("offered", 8.409, 8.3, "admitted", False),
+        HandoffPhase("receiving", 8.3, 0.0, "accepted: all of it", True),
     )
 
 
@@ -60,7 +62,7 @@ def test_a_handoff_that_is_over_has_no_phase_that_runs():
 
 def test_a_handoff_without_any_transition_is_in_its_state_since_its_first_mark():
     one = HERE._replace(marks=HERE.marks[:1], state="queued")
-    assert phases(one) == (Phase("queued", 8.41, 0.0, "asked for by session 1", True),)
+    assert phases(one) == (HandoffPhase("queued", 8.41, 0.0, "asked for by session 1", True),)
     assert phases(one._replace(marks=())) == ()
 
 
@@ -70,7 +72,7 @@ def test_a_transition_into_the_same_state_begins_no_phase():
 
 
 def test_a_running_phase_grows_between_two_answers():
-    older = HERE._replace(marks=aged(HERE.marks, 1.5))
+    older = HERE._replace(marks=seen(HERE.marks, 1.5))
     assert phases(older)[-1].lasted_s == pytest.approx(9.8)
     assert phases(older)[0].lasted_s == pytest.approx(phases(HERE)[0].lasted_s)
 
@@ -122,7 +124,7 @@ def test_where_there_is_no_room_for_a_chart_the_words_have_to_do():
 
 
 def test_an_end_that_cannot_be_asked_says_why():
-    mute = End("prefill-1", "prefill", "", (), trouble="no answer within 1 s\x1b")
+    mute = HandoffEnd("prefill-1", "prefill", "", (), trouble="no answer within 1 s\x1b")
     assert texts([mute], 44) == ["prefill-1: no answer within 1 s\\x1b         "]
 
 
@@ -158,11 +160,11 @@ def test_the_longest_silence_is_named_with_what_came_before_it():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "cleaned"),
     [(0.00004, "0.04ms"), (0.0099, "9.90ms"), (0.01, "10ms"), (0.999, "999ms"), (61, "1m01s")],
 )
-def test_durations_are_told_down_to_a_hundredth_of_a_millisecond(seconds, said):
-    assert lasting(seconds) == said
+def test_durations_are_told_down_to_a_hundredth_of_a_millisecond(seconds, cleaned):
+    assert lasting(seconds) == cleaned
 
 
 def test_the_story_that_the_core_tells_is_read():
@@ -172,7 +174,7 @@ def test_the_story_that_the_core_tells_is_read():
     world.d.call(client.Receive, prompt, room=7, source=("p",))
     [part] = world.d.node.decoder.parts.values()
     world.pass_time(0.5)
-    end = End("d", "decode", part.state.value, part.story.marks(world.now_s))
+    end = HandoffEnd("d", "decode", part.state.value, part.story.marks(world.now_s))
 
     [phase] = phases(end)
     assert (phase.state, round(phase.lasted_s, 6), phase.runs) == ("offered", 0.5, True)

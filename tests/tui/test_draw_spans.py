@@ -6,9 +6,9 @@ import pytest
 
 from tui.draw.spans import (
     STYLES,
-    Block,
-    Span,
-    beside,
+    Styled,
+    TextBlock,
+    cleaned,
     columns,
     cut,
     fit,
@@ -17,7 +17,7 @@ from tui.draw.spans import (
     line,
     merged,
     right,
-    said,
+    side_by_side,
     spread,
     text_of,
     width_of,
@@ -29,7 +29,7 @@ WIDE = "漢字"
 
 
 def test_a_daemons_text_cannot_steer_the_terminal():
-    assert said("\x1b[2Jq\u202e") == Span("\\x1b[2Jq\\u202e", "plain")
+    assert cleaned("\x1b[2Jq\u202e") == Styled("\\x1b[2Jq\\u202e", "plain")
 
 
 @pytest.mark.parametrize(
@@ -54,48 +54,53 @@ def test_text_stands_at_the_left_and_figures_at_the_right():
 
 
 def test_a_line_that_fits_is_padded_in_the_style_asked_for():
-    assert fit((Span("ab", "bad"),), 4, "dim") == (Span("ab", "bad"), Span("  ", "dim"))
+    assert fit((Styled("ab", "bad"),), 4, "dim") == (Styled("ab", "bad"), Styled("  ", "dim"))
 
 
 def test_a_line_that_just_fits_is_left_as_it_is():
-    assert fit((Span("ab", "bad"), Span("cd"), Span("")), 4) == (Span("ab", "bad"), Span("cd"))
+    assert fit((Styled("ab", "bad"), Styled("cd"), Styled("")), 4) == (
+        Styled("ab", "bad"),
+        Styled("cd"),
+    )
 
 
 def test_a_line_that_is_too_long_ends_in_an_ellipsis():
-    assert fit((Span("ab", "bad"), Span("cdef")), 4) == (Span("ab", "bad"), Span("c…"))
-    assert fit((Span("abcd", "bad"), Span("ef")), 4) == (Span("abc…", "bad"),)
+    assert fit((Styled("ab", "bad"), Styled("cdef")), 4) == (Styled("ab", "bad"), Styled("c…"))
+    assert fit((Styled("abcd", "bad"), Styled("ef")), 4) == (Styled("abc…", "bad"),)
 
 
 @pytest.mark.parametrize("width", range(12))
 def test_a_line_takes_exactly_its_columns_at_any_width(width):
-    assert width_of(fit((Span("a" + WIDE, "ok"), Span(WIDE + "b")), width)) == width
+    assert width_of(fit((Styled("a" + WIDE, "ok"), Styled(WIDE + "b")), width)) == width
 
 
 def test_equal_neighbours_become_one_span():
-    spans = (Span("a"), Span(""), Span("b"), Span("c", "bad"), Span("d", "bad", "free"))
-    assert merged(spans) == (Span("ab"), Span("c", "bad"), Span("d", "bad", "free"))
+    spans = (Styled("a"), Styled(""), Styled("b"), Styled("c", "bad"), Styled("d", "bad", "free"))
+    assert merged(spans) == (Styled("ab"), Styled("c", "bad"), Styled("d", "bad", "free"))
 
 
 def test_blocks_stand_side_by_side_and_the_shorter_ends_in_blanks():
-    made = beside([Block([line("one"), line("two")], 5), Block([line("x", "bad")], 2)], gap=2)
+    made = side_by_side(
+        [TextBlock([line("one"), line("two")], 5), TextBlock([line("x", "bad")], 2)], gap=2
+    )
 
     assert made == [
-        (Span("one    "), Span("x", "bad"), Span(" ")),
-        (Span("two" + " " * 6),),
+        (Styled("one    "), Styled("x", "bad"), Styled(" ")),
+        (Styled("two" + " " * 6),),
     ]
 
 
 def test_no_blocks_are_no_lines():
-    assert beside([]) == []
+    assert side_by_side([]) == []
 
 
 def test_what_stands_at_the_right_stays_when_there_is_no_room():
     ends = (line("a long name"), line("max 9"))
     assert text_of(spread(*ends, 20)) == "a long name    max 9"
-    assert text_of(spread(*ends, 22, Span("─"))) == "a long name ──── max 9"
-    assert text_of(spread(*ends, 19, Span("─"))) == "a long name ─ max 9"
-    assert text_of(spread(*ends, 18, Span("─"))) == "a long name  max 9"
-    assert text_of(spread(*ends, 17, Span("─"))) == "a long name max 9"
+    assert text_of(spread(*ends, 22, Styled("─"))) == "a long name ──── max 9"
+    assert text_of(spread(*ends, 19, Styled("─"))) == "a long name ─ max 9"
+    assert text_of(spread(*ends, 18, Styled("─"))) == "a long name  max 9"
+    assert text_of(spread(*ends, 17, Styled("─"))) == "a long name max 9"
     assert text_of(spread(*ends, 12)) == "a lon… max 9"
     assert text_of(spread(*ends, 5)) == "max 9"
     assert text_of(spread(*ends, 4)) == "max…"
@@ -113,8 +118,8 @@ def test_things_are_wrapped_where_the_next_one_does_not_fit():
     made = wrapped([line("one"), line("two", "bad"), line("three")], 9)
 
     assert made == [
-        (Span("one  "), Span("two", "bad"), Span(" ")),
-        (Span("three    "),),
+        (Styled("one  "), Styled("two", "bad"), Styled(" ")),
+        (Styled("three    "),),
     ]
     assert [text_of(one) for one in wrapped([line("one"), line("two")], 8)] == ["one  two"]
     assert wrapped([], 9) == []
@@ -125,5 +130,5 @@ def test_a_thing_too_wide_for_any_line_is_cut():
 
 
 def test_a_title_stands_in_a_rule_as_wide_as_there_is_room():
-    assert text_of(headed((Span("peer"),), 12)) == "─ peer ─────"
-    assert text_of(headed((Span("a long name"),), 8)) == "─ a lon…"
+    assert text_of(headed((Styled("peer"),), 12)) == "─ peer ─────"
+    assert text_of(headed((Styled("a long name"),), 8)) == "─ a lon…"

@@ -79,7 +79,7 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             await person.turns("radix")
             await person.presses("o")
             await person.reads("lock on radix", r"orphans \d+<", r"\d+ locks, \d+ holders")
-            assert node in person.app.page.table().sheet.order
+            assert node in person.app.page.table().data.order
 
 
 # ---- a dead engine -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tui.endpoint import REMOTE_SOCKET, Flaw, Local, Remote, read
+from tui.endpoint import REMOTE_SOCKET, BadEndpoint, Local, Remote, read
 from tui.tunnel import arguments
 
 
@@ -35,7 +35,7 @@ def test_an_endpoint_is_here_or_behind_ssh(text, place):
 def test_what_is_neither_is_a_flaw_that_says_what_to_write(text):
     flaw = read(text)
 
-    assert isinstance(flaw, Flaw)
+    assert isinstance(flaw, BadEndpoint)
     assert "write ipc:///run/kvd/admin.sock" in flaw.why
 
 

@@ -12,7 +12,7 @@ from tests.tui.golden import text_of
 from tests.tui.opened import opened
 from tests.tui.staged import staged
 from tests.tui.test_app_keys import recording, replaying  # noqa: F401 - a fixture
-from tui import orders
+from tui import actions
 from tui.keys import PAGES, TABLE, meaning
 
 SMALL = (80, 20)
@@ -52,10 +52,10 @@ def seen(app) -> tuple[object, ...]:
         text_of(app),
         [type(screen) for screen in app.screen_stack],
         app.wanted(),
-        app.trail.crumbs(),
+        app.navigation.crumbs(),
         app.theme,
         app.clipboard,
-        id(app.moment) if app.mirror.moments.is_frozen else 0,
+        id(app.snapshot) if app.mirror.history.is_frozen else 0,
         [note.message for note in app._notifications],
         app.is_running and not app._exit,
     )
@@ -68,12 +68,12 @@ async def begin(stage, page) -> None:
         await app.pop_screen()
     if app.bar.display:
         await stage.press("escape")
-    app.mirror.moments.live()
+    app.mirror.history.live()
     app.clear_notifications()
-    await app.go(app.trail.turn(page))
+    await app.go(app.navigation.to_page(page))
     if app.page.tables():
         app.page.activate(app.page.tables()[0])
-        orders.filter_by(app, "")
+        actions.filter_by(app, "")
     await stage.press("home")
 
 

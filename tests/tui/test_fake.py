@@ -19,10 +19,10 @@ from kvd.wire import admin
 from kvd.wire.console import EventQuery, Filter, MapQuery, PageMap, Query, Table
 from tests.tui.fake import FakeLink
 from tests.tui.town import SITUATIONS
-from tui.draw.pages import STATES, styles
-from tui.model.mirror import Down, Live, Mirror, Wanted
+from tui.draw.page_map import STATES, styles
+from tui.model.mirror import LinkDown, LinkLive, Mirror, Subscription
 
-WANTED = Wanted((Query("clients", limit=20),), EventQuery(0, 50))
+WANTED = Subscription((Query("clients", limit=20),), EventQuery(0, 50))
 
 
 def filled(link: FakeLink) -> Mirror:
@@ -112,7 +112,7 @@ def test_a_handoff_that_is_stuck_has_had_no_byte_for_long():
 
 
 def test_a_dead_engine_still_holds_what_it_held():
-    table = filled(FakeLink("dead-client")).moment().sheets[WANTED.queries[0]]
+    table = filled(FakeLink("dead-client")).snapshot().tables[WANTED.queries[0]]
     state = [one.name for one in table.columns].index("state")
     assert [table.rows[key].cells[state] for key in sorted(table.rows)] == [
         "alive",
@@ -145,9 +145,9 @@ def test_verbs_are_carried_out():
 
 
 def test_why_is_answered_by_the_core():
-    said = FakeLink("normal").answer(admin.Why(5, "page", 0))
-    assert isinstance(said, admin.Because)
-    assert said.sentence == "page 0 is the null page: never handed out, never freed"
+    cleaned = FakeLink("normal").answer(admin.Why(5, "page", 0))
+    assert isinstance(cleaned, admin.Because)
+    assert cleaned.sentence == "page 0 is the null page: never handed out, never freed"
 
 
 def test_events_are_those_of_the_node():
@@ -170,12 +170,12 @@ def test_a_link_that_is_down_says_why_and_comes_back():
     link.pass_time(2.0)
     link.frame()
     since_s = link.clock()
-    assert mirror.standing(since_s, 0.1) == Down("nobody answers", since_s)
+    assert mirror.link_state(since_s, 0.1) == LinkDown("nobody answers", since_s)
     refusal = Refusal(Code.UNREACHABLE, "nobody answers")
     assert link.answer(admin.Flush(1)) == admin.AdminFailed(1, refusal)
     link.down = ""
     link.frame()
-    assert mirror.standing(link.clock(), 0.1) == Live(0.0)
+    assert mirror.link_state(link.clock(), 0.1) == LinkLive(0.0)
 
 
 def test_a_daemon_that_restarts_is_another_incarnation_with_nothing():

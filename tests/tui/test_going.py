@@ -6,7 +6,7 @@ from kvd.wire.admin import AskOtherEnd
 from tests.tui.golden import text_of
 from tests.tui.opened import brought, opened
 from tests.tui.staged import MIDDLE, staged
-from tui.widgets.life import LifePanel
+from tui.screens.handoffs import StoryPanel
 
 
 async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
@@ -15,9 +15,9 @@ async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
         await brought(app, link, pilot)
         await app.open("receive:10")
         await brought(app, link, pilot)
-        life = "".join(span.text for span in app.page.query_one(LifePanel).lines[0])
+        story_shown = "".join(span.text for span in app.page.query_one(StoryPanel).lines[0])
         assert app.page.chosen() == app.card.ref == "receive:10"
-        assert life.startswith("─ receive:10  room 10 ")
+        assert story_shown.startswith("─ receive:10  room 10 ")
 
 
 async def test_a_key_that_moves_the_cursor_ends_the_search_for_a_row():
@@ -58,7 +58,7 @@ async def test_g_answers_for_what_is_open_when_no_row_is_under_the_cursor():
 
 async def test_i_shows_what_happened_to_a_handoff_from_both_ends():
     async with staged("handoffs", "stuck") as stage:
-        room = stage.app.page.table().facts().number("room")
+        room = stage.app.page.table().named_row().number("room")
         await stage.press("i")
         await stage.frame()
         assert (stage.app.page.NAME, stage.app.card.ref) == ("events", f"room:{room:.0f}")

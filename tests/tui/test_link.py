@@ -17,7 +17,7 @@ from tests.tui.links import LIMIT_S, WANTED, Watched, answer, processes, running
 from tui import link as link_module
 from tui.endpoint import Local
 from tui.link import Link
-from tui.model.mirror import Connecting, Mirror
+from tui.model.mirror import LinkConnecting, Mirror
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def test_frames_come_to_the_mirror(daemon, endpoint):
     async with running(endpoint, mirror):
         await mirror.live()
 
-    assert mirror.moment().sheet(LEASES).order == ("lease:1", "lease:2")
+    assert mirror.snapshot().table(LEASES).order == ("lease:1", "lease:2")
     assert daemon.asked[0] == Look(0, (LEASES,), EventQuery(0), link_module.FRAMES, 0.05)
 
 
@@ -101,7 +101,7 @@ async def test_questions_and_verbs_are_answered_between_frames(daemon, endpoint)
 async def test_a_question_to_nobody_fails_at_once(endpoint):
     mirror = Watched()
     async with running(endpoint, mirror) as link:
-        await mirror.until(lambda one: one != Connecting(""))
+        await mirror.until(lambda one: one != LinkConnecting(""))
         answer = await link.ask(Flush(0))
 
     assert answer.refusal.message == "no daemon is connected, so nobody was asked"
@@ -110,8 +110,8 @@ async def test_a_question_to_nobody_fails_at_once(endpoint):
 async def test_a_daemon_that_is_not_there_is_waited_for(endpoint, path, process):
     mirror = Watched()
     async with running(endpoint, mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-        assert standing == Connecting(f"there is no socket at {path}")
+        standing = await mirror.until(lambda one: one != LinkConnecting(""))
+        assert standing == LinkConnecting(f"there is no socket at {path}")
 
         process()
         await mirror.live()
@@ -185,8 +185,8 @@ async def test_a_daemon_that_knows_no_looks_is_down_with_its_own_words(daemon, e
     )
     mirror = Watched()
     async with running(endpoint, mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
+        standing = await mirror.until(lambda one: one != LinkConnecting(""))
 
-    assert standing == Connecting(
+    assert standing == LinkConnecting(
         "the daemon refuses to be looked at: no message of this socket: Invalid value 'look'"
     )

@@ -7,10 +7,11 @@ import random
 
 import pytest
 
+from kvd.text import age, compact, compact_bytes
 from kvd.wire.console import Holder
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.draw.spans import columns
-from tui.model.cells import FIGURES, Shown, age, compact, is_figure, show, size, text_of
+from tui.model.cells import FIGURES, CellText, is_figure, show, text_of
 
 NOW_S = 1000.0
 KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version"})
@@ -49,7 +50,7 @@ KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version
     ],
 )
 def test_a_cell_is_shown_by_its_kind(cell, kind, text, style):
-    assert show(cell, kind, NOW_S, 40) == Shown(text, style)
+    assert show(cell, kind, NOW_S, 40) == CellText(text, style)
 
 
 def test_holders_are_told_by_name_and_age_and_the_gone_ones_stand_out():
@@ -58,8 +59,10 @@ def test_holders_are_told_by_name_and_age_and_the_gone_ones_stand_out():
         Holder("engine-2", NOW_S - 31, "lease:2", "gone"),
     )
 
-    assert show(holders, "holders", NOW_S, 60) == Shown("engine-1 2.1s, !engine-2 gone 31s", "bad")
-    assert show((), "holders", NOW_S, 60) == Shown("", "plain")
+    assert show(holders, "holders", NOW_S, 60) == CellText(
+        "engine-1 2.1s, !engine-2 gone 31s", "bad"
+    )
+    assert show((), "holders", NOW_S, 60) == CellText("", "plain")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_counts_in_short(value, text):
     ("value", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1.00Ki"), (2**64, "16.0Ei")]
 )
 def test_sizes_in_short(value, text):
-    assert size(value) == text
+    assert compact_bytes(value) == text
 
 
 @pytest.mark.parametrize(

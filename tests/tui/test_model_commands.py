@@ -4,55 +4,41 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
-from tui.model.commands import (
-    RULES,
-    Ask,
-    Context,
-    Export,
-    FilterBy,
-    Open,
-    Quit,
-    SetFps,
-    SetTheme,
-    Show,
-    SortBy,
-    complete,
-    parse,
-)
-from tui.model.filters import Flaw
+from tui.model.commands import RULES, CommandChoices, complete, parse
 
 
 @pytest.mark.parametrize(
     ("text", "command"),
     [
-        (":pools", Show("pools")),
-        ("  pools ", Show("pools")),
-        (":po", Show("pools")),
-        (":lease 7", Open("lease:7")),
-        (":page 17", Open("page:17")),
-        (":page swa:17", Open("page:swa:17")),
-        (":node 9", Open("node:9")),
-        (":room 12", Open("room:12")),
-        (":peer prefill-0", Open("peer:prefill-0")),
-        (":peers", Show("peers")),
-        (":client 3", Open("client:3")),
-        (":open receive:3", Open("receive:3")),
-        (":filter state:held age>5s", FilterBy("state:held age>5s")),
-        (":filter", FilterBy("")),
-        (":sort -age", SortBy("-age")),
-        (":set fps 4", SetFps(4.0)),
-        (":theme nord", SetTheme("nord")),
-        (":export csv out put.csv", Export("csv", "out put.csv")),
-        (":flush", Ask(Flush(0, "unlocked"))),
-        (":flush strict", Ask(Flush(0, "strict"))),
-        (":evict 100", Ask(Evict(0, 100))),
-        (":abort room 12", Ask(AbortRoom(0, 12, "an operator asked for it"))),
-        (":abort room 12 it is stuck", Ask(AbortRoom(0, 12, "it is stuck"))),
-        (":fence", Ask(Fence(0))),
-        (":audit", Ask(Audit(0))),
-        (":record save", Ask(Record(0))),
-        (":q", Quit()),
+        (":pools", "page pools"),
+        ("  pools ", "page pools"),
+        (":po", "page pools"),
+        (":lease 7", "open lease:7"),
+        (":page 17", "open page:17"),
+        (":page swa:17", "open page:swa:17"),
+        (":node 9", "open node:9"),
+        (":room 12", "open room:12"),
+        (":peer prefill-0", "open peer:prefill-0"),
+        (":peers", "page peers"),
+        (":client 3", "open client:3"),
+        (":open receive:3", "open receive:3"),
+        (":filter state:held age>5s", "filter-by state:held age>5s"),
+        (":filter", "filter-by "),
+        (":sort -age", "sort-by -age"),
+        (":set fps 4", "fps 4"),
+        (":theme nord", "theme nord"),
+        (":export csv out put.csv", "export-to csv out put.csv"),
+        (":flush", Flush(0, "unlocked")),
+        (":flush strict", Flush(0, "strict")),
+        (":evict 100", Evict(0, 100)),
+        (":abort room 12", AbortRoom(0, 12, "an operator asked for it")),
+        (":abort room 12 it is stuck", AbortRoom(0, 12, "it is stuck")),
+        (":fence", Fence(0)),
+        (":audit", Audit(0)),
+        (":record save", Record(0)),
+        (":q", "quit"),
     ],
 )
 def test_a_line_is_a_command(text, command):
@@ -62,39 +48,42 @@ def test_a_line_is_a_command(text, command):
 @pytest.mark.parametrize(
     ("text", "flaw"),
     [
-        (":", Flaw("expected a command; ? lists them", 1)),
-        (":explode", Flaw("there is no command 'explode'; ? lists them", 1)),
-        (":pe", Flaw("'pe' may be peers, peer", 1)),
-        (":lease", Flaw("expected the number of a lease", 6)),
-        (":lease seven", Flaw("expected the number of a lease, not 'seven'", 7)),
+        (":", SyntaxFlaw("expected a command; ? lists them", 1)),
+        (":explode", SyntaxFlaw("there is no command 'explode'; ? lists them", 1)),
+        (":pe", SyntaxFlaw("'pe' may be peers, peer", 1)),
+        (":lease", SyntaxFlaw("expected the number of a lease", 6)),
+        (":lease seven", SyntaxFlaw("expected the number of a lease, not 'seven'", 7)),
         (
             ":page swa:x",
-            Flaw("expected a page: 17, or swa:17 for one of another component, not 'x'", 6),
+            SyntaxFlaw("expected a page: 17, or swa:17 for one of another component, not 'x'", 6),
         ),
         (
             ":node 99999999999999999999",
-            Flaw("expected the number of a node, not '99999999999999999999'", 6),
+            SyntaxFlaw("expected the number of a node, not '99999999999999999999'", 6),
         ),
-        (":evict 0", Flaw("expected at least 1 page", 7)),
-        (":evict -3", Flaw("expected how many pages, not '-3'", 7)),
-        (":abort 12", Flaw("expected room and its number: abort room 12", 7)),
-        (":abort room x", Flaw("expected the number of a room: abort room 12, not 'x'", 12)),
-        (":flush all", Flaw("expected nothing, or strict, not 'all'", 7)),
-        (":fence now", Flaw("expected nothing more, not 'now'", 7)),
-        (":set fps 400", Flaw("fps is from 0.2 to 20", 9)),
-        (":set fps ²", Flaw("expected frames per second: set fps 4", 9)),
-        (":set colour 4", Flaw("expected fps and a number: set fps 4", 5)),
-        (":export pdf x", Flaw("expected one of csv, json, text, svg, and a file", 8)),
-        (":export csv", Flaw("expected a file: export csv FILE", 11)),
-        (":sort a b", Flaw("expected one column, with a - for the largest first", 7)),
-        (":open lease", Flaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 6)),
+        (":evict 0", SyntaxFlaw("expected at least 1 page", 7)),
+        (":evict -3", SyntaxFlaw("expected how many pages, not '-3'", 7)),
+        (":abort 12", SyntaxFlaw("expected room and its number: abort room 12", 7)),
+        (":abort room x", SyntaxFlaw("expected the number of a room: abort room 12, not 'x'", 12)),
+        (":flush all", SyntaxFlaw("expected nothing, or strict, not 'all'", 7)),
+        (":fence now", SyntaxFlaw("expected nothing more, not 'now'", 7)),
+        (":set fps 400", SyntaxFlaw("fps is from 0.2 to 20", 9)),
+        (":set fps ²", SyntaxFlaw("expected frames per second: set fps 4", 9)),
+        (":set colour 4", SyntaxFlaw("expected fps and a number: set fps 4", 5)),
+        (":export pdf x", SyntaxFlaw("expected one of csv, json, text, svg, and a file", 8)),
+        (":export csv", SyntaxFlaw("expected a file: export csv FILE", 11)),
+        (":sort a b", SyntaxFlaw("expected one column, with a - for the largest first", 7)),
+        (
+            ":open lease",
+            SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 6),
+        ),
     ],
 )
 def test_a_flaw_says_what_is_expected_and_where(text, flaw):
     assert parse(text) == flaw
 
 
-CONTEXT = Context(("id", "state"), ("dark", "light"), ("lease:7", "lease:71", "room:12"))
+CONTEXT = CommandChoices(("id", "state"), ("dark", "light"), ("lease:7", "lease:71", "room:12"))
 
 
 @pytest.mark.parametrize(

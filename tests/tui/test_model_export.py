@@ -11,7 +11,7 @@ import pytest
 from kvd.wire.console import Column, Holder, Query, TableRow
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.model.export import export
-from tui.model.sheets import Sheet
+from tui.model.tables import TableData
 
 COLUMNS = (
     Column("id", "ref"),
@@ -25,7 +25,7 @@ NOW_S = 100.0
 
 
 @pytest.fixture
-def sheet():
+def data():
     rows = (
         TableRow("lease:1", ("lease:1", HOSTILE, 2048, 97.5, None, ())),
         TableRow(
@@ -36,7 +36,7 @@ def sheet():
             ),
         ),
     )
-    return Sheet(
+    return TableData(
         slot=Query("leases"),
         columns=COLUMNS,
         order=tuple(row.key for row in rows),
@@ -48,8 +48,8 @@ def sheet():
     )
 
 
-def test_csv_has_figures_as_they_are_and_ages(sheet):
-    lines = list(csv.reader(io.StringIO(export(sheet, "csv", NOW_S))))
+def test_csv_has_figures_as_they_are_and_ages(data):
+    lines = list(csv.reader(io.StringIO(export(data, "csv", NOW_S))))
 
     assert lines == [
         ["key", "id", "owner", "held", "since_age_s", "deadline_in_s", "holders"],
@@ -58,8 +58,8 @@ def test_csv_has_figures_as_they_are_and_ages(sheet):
     ]
 
 
-def test_json_has_holders_as_objects(sheet):
-    made = msgspec.json.decode(export(sheet, "json", NOW_S))
+def test_json_has_holders_as_objects(data):
+    made = msgspec.json.decode(export(data, "json", NOW_S))
 
     assert (made["view"], made["total"], made["of"]) == ("leases", 5, 9)
     assert made["rows"][0]["owner"] == HOSTILE
@@ -68,8 +68,8 @@ def test_json_has_holders_as_objects(sheet):
     ]
 
 
-def test_text_is_what_a_wide_screen_shows(sheet):
-    assert export(sheet, "text", NOW_S) == (
+def test_text_is_what_a_wide_screen_shows(data):
+    assert export(data, "text", NOW_S) == (
         "id       owner                         held  since  deadline  holders\n"
         f"lease:1  {HARMLESS}  2.00Ki   2.5s         -\n"
         'lease:2  =cmd|"x"                       10B    10s       30s  !engine-2 gone 31s\n'
@@ -77,19 +77,16 @@ def test_text_is_what_a_wide_screen_shows(sheet):
     )
 
 
-def test_only_tagged_rows_are_written_where_there_are_any(sheet):
-    made = export(sheet, "csv", NOW_S, tagged={"lease:2"})
+def test_only_tagged_rows_are_written_where_there_are_any(data):
+    made = export(data, "csv", NOW_S, tagged={"lease:2"})
 
     assert [line.partition(",")[0] for line in made.splitlines()] == ["key", "lease:2"]
 
 
-def test_a_figure_that_is_no_number_is_nothing_in_json(sheet):
-    broken = msgspec.structs.replace(
-        sheet,
-        rows={
-            **sheet.rows,
-            "lease:1": TableRow("lease:1", ("a", "b", float("nan"), 0.0, None, ())),
-        },
+def test_a_figure_that_is_no_number_is_nothing_in_json(data):
+    wrap_words = msgspec.structs.replace(
+        data,
+        rows={**data.rows, "lease:1": TableRow("lease:1", ("a", "b", float("nan"), 0.0, None, ()))},
     )
 
-    assert msgspec.json.decode(export(broken, "json", NOW_S))["rows"][0]["held"] is None
+    assert msgspec.json.decode(export(wrap_words, "json", NOW_S))["rows"][0]["held"] is None

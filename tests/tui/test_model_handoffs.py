@@ -7,10 +7,10 @@ import math
 import pytest
 
 from kvd.wire.console import Column, Query, TableRow
-from tui.model import cells, engines, handoffs, neighbours
-from tui.model.dress import Facts, Wardrobe, facts_of
+from tui.model import cells, clients, handoffs, peers
+from tui.model.columns import ComputedColumns, NamedRow, named_row_of
 from tui.model.rates import RowRates
-from tui.model.sheets import Sheet
+from tui.model.tables import TableData
 
 KINDS = {
     **dict.fromkeys(("state", "side", "peer", "waiting_for", "name", "pids", "layout"), "text"),
@@ -19,29 +19,29 @@ KINDS = {
 }
 
 
-def sheet(at_s: float = 100.0, key: str = "receive:4", **cells_by_name) -> Sheet:
+def data(at_s: float = 100.0, key: str = "receive:4", **cells_by_name) -> TableData:
     columns = tuple(Column(name, KINDS[name]) for name in cells_by_name)
     row = TableRow(key, tuple(cells_by_name.values()))
-    return Sheet(Query("rooms"), columns, (key,), {key: row}, 1, 1, at_s, 1)
+    return TableData(Query("rooms"), columns, (key,), {key: row}, 1, 1, at_s, 1)
 
 
-def facts(**cells_by_name) -> Facts:
-    found = facts_of(sheet(**cells_by_name), "receive:4")
+def facts(**cells_by_name) -> NamedRow:
+    found = named_row_of(data(**cells_by_name), "receive:4")
     assert found is not None
     return found
 
 
-def moving(at_s: float, done_bytes: int, state: str = "receiving") -> Sheet:
-    return sheet(at_s, state=state, done_bytes=done_bytes, total_bytes=4000)
+def moving(at_s: float, done_bytes: int, state: str = "receiving") -> TableData:
+    return data(at_s, state=state, done_bytes=done_bytes, total_bytes=4000)
 
 
-def dressed(*sheets: Sheet) -> Facts:
+def dressed(*tables: TableData) -> NamedRow:
     rates = RowRates("done_bytes")
-    wardrobe = Wardrobe(handoffs.COLUMNS, lambda row: handoffs.made(row, rates))
-    for one in sheets:
+    computed = ComputedColumns(handoffs.COLUMNS, lambda row: handoffs.made(row, rates))
+    for one in tables:
         rates.take(one)
-        last = wardrobe.dress(one)
-    found = facts_of(last, "receive:4")
+        last = computed.extend(one)
+    found = named_row_of(last, "receive:4")
     assert found is not None
     return found
 
@@ -80,7 +80,7 @@ def test_one_that_has_ended_has_no_rate_and_is_dim():
     ],
 )
 def test_a_bar_is_as_long_as_the_share_whatever_the_daemon_says(done, total, bar):
-    row = dressed(sheet(state="receiving", done_bytes=done, total_bytes=total))
+    row = dressed(data(state="receiving", done_bytes=done, total_bytes=total))
     assert handoffs.progress(row, 4)[0] == bar
 
 
@@ -97,11 +97,13 @@ def test_the_arrow_says_where_the_bytes_go():
 
 
 def test_what_went_between_us_and_a_peer_is_told_both_ways():
-    traffic = neighbours.Traffic()
+    traffic = peers.PeerTraffic()
     for second, (got, gave) in enumerate([(0, 0), (4096, 0), (8192, 1024)]):
         columns = (Column("in_bytes", "bytes"), Column("out_bytes", "bytes"))
         row = TableRow("peer:p", (got, gave))
-        one = Sheet(Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1)
+        one = TableData(
+            Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1
+        )
         traffic.incoming.take(one)
         traffic.outgoing.take(one)
     incoming, outgoing = traffic.ways("peer:p", 102.0, 4, 1.0)
@@ -114,12 +116,12 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
     [("same", ("same", "ok")), ("pages of 32 tokens\x1b", (r"pages of 32 tokens\x1b", "warn"))],
 )
 def test_a_layout_unlike_ours_is_said_in_words(words, look):
-    assert neighbours.layout(facts(layout=words)) == look
+    assert peers.layout(facts(layout=words)) == look
 
 
 def test_pages_of_a_client_that_lives_come_back_by_stopping_it():
     row = facts(name="eng", state="alive", pids="7 8", leases=2, held=10, oldest=90.0)
-    assert engines.advice(row, 100.0) == (
+    assert clients.advice(row, 100.0) == (
         "eng holds 10 pages by 2 leases, the oldest for 10s. kvd never takes pages from a living "
         "process: stop pid 7 8, and its leases are released within 1 s"
     )
@@ -127,5 +129,5 @@ def test_pages_of_a_client_that_lives_come_back_by_stopping_it():
 
 def test_a_client_that_is_gone_or_holds_nothing_needs_no_stopping():
     gone = facts(name="eng", state="gone", pids="7", leases=2, held=10, oldest=90.0)
-    assert "a process that inherited its connection keeps it open" in engines.advice(gone, 1)
-    assert engines.advice(facts(name="eng", state="alive", leases=0), 1) == "eng holds nothing"
+    assert "a process that inherited its connection keeps it open" in clients.advice(gone, 1)
+    assert clients.advice(facts(name="eng", state="alive", leases=0), 1) == "eng holds nothing"

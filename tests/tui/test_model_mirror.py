@@ -11,9 +11,17 @@ from kvd.wire.admin import Look
 from kvd.wire.console import EventQuery, MapQuery, Query, TableRow
 from kvd.wire.events import Evicted
 from tests.tui.frames import LEASES, changes, frame, lease, page_map, table, vitals
-from tui.model.log import Gap
-from tui.model.mirror import Connecting, Down, Lagging, Live, Mirror, Notice, Wanted
-from tui.model.sheets import read, whole
+from tui.model.event_log import EventGap
+from tui.model.mirror import (
+    LinkConnecting,
+    LinkDown,
+    LinkLagging,
+    LinkLive,
+    Mirror,
+    Notice,
+    Subscription,
+)
+from tui.model.tables import read, whole
 
 MAP = MapQuery("kv", "state", cells=2, pages_each=4)
 EVENTS = EventQuery(0, limit=3)
@@ -24,7 +32,7 @@ class Talk:
 
     def __init__(self, *queries, events=None):
         self.mirror = Mirror()
-        self.wanted = Wanted(queries, events)
+        self.wanted = Subscription(queries, events)
         self.call = 0
 
     def turn(self, *answers, heard_s=0.0, **fields):
@@ -33,8 +41,8 @@ class Talk:
         self.mirror.take(frame(self.call, *answers, **fields), heard_s)
         return look
 
-    def sheet(self):
-        return self.mirror.moment().sheets.get(LEASES)
+    def data(self):
+        return self.mirror.snapshot().tables.get(LEASES)
 
     def notices(self):
         return [(one.kind, one.text) for one in self.mirror.notices]
@@ -55,11 +63,11 @@ def test_a_table_is_asked_for_whole_first_and_by_its_revision_then(talk):
 
 def test_a_change_makes_a_new_sheet_that_shares_the_rows_that_stayed(talk):
     talk.turn(table(lease(1), lease(2), revision=1))
-    before = talk.sheet()
+    before = talk.data()
 
     talk.turn(changes(lease(2, held=9), since=1, revision=2))
 
-    after = talk.sheet()
+    after = talk.data()
     assert [row.cells[3] for row in after.listed()] == [4, 9]
     assert [row.cells[3] for row in before.listed()] == [4, 4]
     assert after.rows["lease:1"] is before.rows["lease:1"]
@@ -71,8 +79,8 @@ def test_rows_that_are_no_longer_in_the_order_are_gone(talk):
 
     talk.turn(changes(lease(3), since=1, revision=2, order=("lease:3", "lease:1")))
 
-    assert [row.key for row in talk.sheet().listed()] == ["lease:3", "lease:1"]
-    assert set(talk.sheet().rows) == {"lease:1", "lease:3"}
+    assert [row.key for row in talk.data().listed()] == ["lease:3", "lease:1"]
+    assert set(talk.data().rows) == {"lease:1", "lease:3"}
 
 
 @pytest.mark.parametrize(
@@ -96,16 +104,16 @@ def test_a_change_that_does_not_fit_drops_the_table_and_asks_for_it_whole(talk, 
 
     talk.turn(answer)
 
-    assert talk.sheet() is None
+    assert talk.data() is None
     assert talk.notices() == [("misfit", f"dropped, and asked for again: {why}")]
     assert talk.turn(table(lease(1), revision=5)).queries == (LEASES,)
-    assert talk.sheet().order == ("lease:1",)
+    assert talk.data().order == ("lease:1",)
 
 
 def test_an_answer_that_cannot_be_read_is_a_notice(talk):
     talk.turn(msgspec.Raw(b"\xc1"))
 
-    assert talk.sheet() is None
+    assert talk.data() is None
     [(kind, text)] = talk.notices()
     assert kind == "misfit"
     assert text.startswith("dropped, and asked for again: an answer cannot be read: ")
@@ -117,7 +125,7 @@ def test_a_frame_of_another_call_changes_nothing(talk):
 
     talk.mirror.take(frame(1, table(revision=9), head=vitals(200.0)), 5.0)
 
-    assert talk.sheet().order == ("lease:1",)
+    assert talk.data().order == ("lease:1",)
     assert talk.mirror.vitals == vitals()
     assert talk.mirror.notices[-1] == Notice(
         5.0, "misfit", "a frame of call 1 came, the one of 2 is due"
@@ -129,7 +137,7 @@ def test_an_answer_too_few_drops_what_was_asked_for(talk):
 
     talk.turn()
 
-    assert talk.sheet() is None
+    assert talk.data() is None
     assert talk.notices() == [("misfit", "dropped, and asked for again: 1 queries, 0 answers")]
 
 
@@ -140,7 +148,7 @@ def test_a_restarted_daemon_makes_everything_the_past(talk):
 
     talk.turn(changes(since=7, revision=7), head=again)
 
-    assert talk.sheet() is None
+    assert talk.data() is None
     assert talk.notices() == [
         (
             "restart",
@@ -149,7 +157,7 @@ def test_a_restarted_daemon_makes_everything_the_past(talk):
         )
     ]
     assert talk.turn(table(lease(4)), head=again).queries == (LEASES,)
-    assert talk.sheet().order == ("lease:4",)
+    assert talk.data().order == ("lease:4",)
 
 
 def test_a_table_that_there_is_not_keeps_its_trouble_and_is_asked_for_whole(talk):
@@ -157,10 +165,10 @@ def test_a_table_that_there_is_not_keeps_its_trouble_and_is_asked_for_whole(talk
 
     talk.turn(table(revision=0, columns=(), trouble="there is no table 'leases'"))
 
-    assert talk.sheet().trouble == "there is no table 'leases'"
-    assert talk.sheet().order == ("lease:1",)
+    assert talk.data().trouble == "there is no table 'leases'"
+    assert talk.data().order == ("lease:1",)
     assert talk.turn(table(lease(2), revision=3)).queries == (LEASES,)
-    assert talk.sheet().trouble == ""
+    assert talk.data().trouble == ""
 
 
 def test_a_map_keeps_its_cells_while_nothing_changes():
@@ -170,7 +178,7 @@ def test_a_map_keeps_its_cells_while_nothing_changes():
     look = talk.turn(page_map(None, revision=3, lit=(1,)))
 
     assert look.queries == (msgspec.structs.replace(MAP, have=3),)
-    assert talk.mirror.moment().page_map(MAP) == page_map(b"\x00\x01", revision=3, lit=(1,))
+    assert talk.mirror.snapshot().page_map(MAP) == page_map(b"\x00\x01", revision=3, lit=(1,))
 
 
 def test_a_map_without_cells_on_top_of_another_is_dropped():
@@ -179,7 +187,7 @@ def test_a_map_without_cells_on_top_of_another_is_dropped():
 
     talk.turn(page_map(None, revision=4))
 
-    assert talk.mirror.moment().page_map(MAP) is None
+    assert talk.mirror.snapshot().page_map(MAP) is None
     assert talk.turn(page_map()).queries == (MAP,)
 
 
@@ -192,7 +200,7 @@ def test_a_map_that_cannot_be_drawn_is_dropped(wrong):
 
     talk.turn(wrong)
 
-    assert talk.mirror.moment().page_map(MAP) is None
+    assert talk.mirror.snapshot().page_map(MAP) is None
     assert [one.kind for one in talk.mirror.notices] == ["misfit"]
 
 
@@ -209,7 +217,7 @@ def test_an_empty_mirror_that_is_told_everything_is_this_one():
         other.expect(look)
         other.take(made, 0.0)
 
-    assert other.moment() == talk.mirror.moment()
+    assert other.snapshot() == talk.mirror.snapshot()
     assert other.queries(talk.wanted.queries) == talk.mirror.queries(talk.wanted.queries)
     assert list(other.notices) == []
 
@@ -220,7 +228,7 @@ def test_a_mirror_that_is_rewound_knows_nothing_and_says_nothing(talk):
     talk.mirror.rewind()
 
     assert talk.mirror.whole() == []
-    assert len(talk.mirror.moments) == 0
+    assert len(talk.mirror.history) == 0
     assert talk.turn(table(), head=vitals(incarnation="b" * 32)).queries == (LEASES,)
     assert talk.notices() == []
 
@@ -241,10 +249,10 @@ def test_at_most_eight_queries_are_asked():
 def test_windows_that_were_not_used_for_long_are_forgotten():
     mirror = Mirror()
     for first in range(40):
-        mirror.look(first, Wanted((Query("leases", first=first, limit=10),)))
+        mirror.look(first, Subscription((Query("leases", first=first, limit=10),)))
         mirror.take(frame(first, table(lease(first))), 0.0)
 
-    assert [slot.first for slot in mirror.moment().sheets] == list(range(16, 40))
+    assert [slot.first for slot in mirror.snapshot().tables] == list(range(16, 40))
 
 
 def event(seq):
@@ -258,7 +266,7 @@ def test_events_before_the_first_ask_are_no_loss_and_later_ones_are_a_gap():
     look = talk.turn(events=[event(9)], lost=2, skipped=1, upto=9)
 
     assert look.events == EventQuery(5, limit=3)
-    assert talk.mirror.moment().log(EVENTS).items() == [event(5), Gap(9, 2, 1), event(9)]
+    assert talk.mirror.snapshot().log(EVENTS).items() == [event(5), EventGap(9, 2, 1), event(9)]
     assert talk.notices() == [
         ("lost", "2 events had left the daemon's ring"),
         ("skipped", "1 event did not fit a frame"),
@@ -281,26 +289,26 @@ def test_events_begin_again_with_a_restarted_daemon():
     look = talk.turn(events=[event(1), event(2)], upto=2, head=again)
 
     assert look.events.after == 0
-    assert talk.mirror.moment().log(EVENTS).items() == [event(1), event(2)]
+    assert talk.mirror.snapshot().log(EVENTS).items() == [event(1), event(2)]
 
 
 def test_the_link_is_live_lags_and_is_down_since_it_first_was():
     talk = Talk(LEASES)
     mirror = talk.mirror
-    assert mirror.standing(0.0, 0.1) == Connecting("")
+    assert mirror.link_state(0.0, 0.1) == LinkConnecting("")
     mirror.failed("there is no socket at /x", 1.0)
-    assert mirror.standing(1.0, 0.1) == Connecting("there is no socket at /x")
+    assert mirror.link_state(1.0, 0.1) == LinkConnecting("there is no socket at /x")
 
     talk.turn(table(), heard_s=10.0)
-    assert mirror.standing(10.25, 0.1) == Live(0.25)
-    assert mirror.standing(11.0, 0.1) == Lagging(1.0)
-    assert mirror.standing(11.0, 1.0) == Live(1.0)
+    assert mirror.link_state(10.25, 0.1) == LinkLive(0.25)
+    assert mirror.link_state(11.0, 0.1) == LinkLagging(1.0)
+    assert mirror.link_state(11.0, 1.0) == LinkLive(1.0)
 
     mirror.failed("no answer", 12.0)
     mirror.failed("nobody listens", 13.0)
-    assert mirror.standing(20.0, 0.1) == Down("nobody listens", 12.0)
+    assert mirror.link_state(20.0, 0.1) == LinkDown("nobody listens", 12.0)
     talk.turn(table(), heard_s=21.0)
-    assert mirror.standing(21.0, 0.1) == Live(0.0)
+    assert mirror.link_state(21.0, 0.1) == LinkLive(0.0)
 
 
 def test_any_sequence_of_windows_and_changes_gives_what_a_whole_table_would():
@@ -330,7 +338,7 @@ def test_any_sequence_of_windows_and_changes_gives_what_a_whole_table_would():
         else:
             answer = all_of_it
         talk.turn(answer)
-        assert whole(talk.sheet()) == all_of_it, f"seed {seed}"
+        assert whole(talk.data()) == all_of_it, f"seed {seed}"
 
 
 def test_bytes_that_are_no_answer_never_raise():
@@ -339,11 +347,11 @@ def test_bytes_that_are_no_answer_never_raise():
     good = bytearray(msgspec.msgpack.encode(table(lease(1), lease(2))))
     mirror = Mirror()
     for call in range(1500):
-        broken = bytearray(good)
+        wrap_words = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
-            broken[rng.randrange(len(broken))] = rng.randrange(256)
-        mirror.look(call, Wanted((LEASES,)))
-        mirror.take(frame(call, msgspec.Raw(bytes(broken))), 0.0)
-        sheet = mirror.moment().sheets.get(LEASES)
-        assert sheet is None or len(sheet.listed()) == len(sheet.order), f"seed {seed}"
-        read(msgspec.Raw(bytes(broken)))
+            wrap_words[rng.randrange(len(wrap_words))] = rng.randrange(256)
+        mirror.look(call, Subscription((LEASES,)))
+        mirror.take(frame(call, msgspec.Raw(bytes(wrap_words))), 0.0)
+        data = mirror.snapshot().tables.get(LEASES)
+        assert data is None or len(data.listed()) == len(data.order), f"seed {seed}"
+        read(msgspec.Raw(bytes(wrap_words)))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
-from tui.model.engines import COLUMNS
+from tui.model.clients import COLUMNS
 
 HOSTILE = "[red]x\x1b[31m"
 ESCAPED = r"[red]x\x1b[31m"
@@ -14,8 +14,8 @@ ESCAPED = r"[red]x\x1b[31m"
 
 def leases_of(stage: Stage) -> set[str]:
     """Whose the leases are that are shown."""
-    sheet = stage.app.page.leases.sheet
-    return {sheet.cell(key, "client") for key in sheet.order}
+    data = stage.app.page.leases.data
+    return {data.cell(key, "client") for key in data.order}
 
 
 async def test_a_client_has_a_letter_and_a_word_for_whether_it_lives():
@@ -32,7 +32,7 @@ async def test_calls_are_told_per_second():
         for _ in range(4):
             await stage.pass_time(1.0)
         table = stage.app.page.table()
-        assert table.sheet.cell("client:1", "calls_s") == pytest.approx(100, abs=2)
+        assert table.data.cell("client:1", "calls_s") == pytest.approx(100, abs=2)
 
 
 async def test_below_are_the_leases_of_the_client_under_the_cursor():
@@ -61,7 +61,7 @@ async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they
         assert stage.app.page.chosen().startswith("lease:")
         await stage.press("/", *"room=1", "enter")
         assert leases_of(stage) == {"client:1"}
-        assert stage.app.page.leases.sheet.total == 1
+        assert stage.app.page.leases.data.total == 1
 
 
 async def test_a_lease_that_is_gone_to_is_shown_until_another_client_is_chosen():
@@ -78,15 +78,15 @@ async def test_a_lease_that_is_gone_to_is_shown_until_another_client_is_chosen()
 async def test_z_leaves_clients_whose_processes_are_gone():
     async with staged("clients", "dead-client") as stage:
         await stage.press("z")
-        assert list(stage.app.page.table().sheet.order) == ["client:2"]
+        assert list(stage.app.page.table().data.order) == ["client:2"]
 
 
 async def test_h_shows_its_handoffs():
     async with staged("clients") as stage:
         await stage.press("down", "h")
         assert stage.app.page.NAME == "handoffs"
-        assert [stage.app.page.table().sheet.cell(key, "client") for key in
-                stage.app.page.table().sheet.order] == ["client:1", "client:1"]  # fmt: skip
+        assert [stage.app.page.table().data.cell(key, "client") for key in
+                stage.app.page.table().data.order] == ["client:1", "client:1"]  # fmt: skip
 
 
 async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
@@ -98,7 +98,7 @@ async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
             seen.add(table.sort.removeprefix("-"))
         await stage.frame()
         assert not seen & {column.name for column in COLUMNS}
-        assert table.sheet.trouble == ""
+        assert table.data.trouble == ""
 
 
 async def test_a_hostile_name_is_written_out_wherever_it_stands():
@@ -116,9 +116,9 @@ async def test_of_ten_thousand_leases_only_those_on_the_screen_are_asked_for():
     async with staged("clients", "overloaded") as stage:
         await stage.press("down", "tab", "end")
         table = stage.app.page.leases
-        assert table.sheet.total > 1000
-        assert len(table.sheet.rows) < 60
-        assert table.chosen() == table.sheet.order[-1]
+        assert table.data.total > 1000
+        assert len(table.data.rows) < 60
+        assert table.chosen() == table.data.order[-1]
         same_text(stage.app, "clients-overloaded")
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvd.wire.admin import AbortRoom, AskOtherEnd
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
-from tui.model.log import Gap
+from tui.model.event_log import EventGap
 
 HOSTILE = "[red]x\x1b[31m\u202e"
 ESCAPED = r"[red]x\x1b[31m\u202e"
@@ -197,7 +197,9 @@ async def test_while_hidden_the_log_is_not_asked_for_and_what_was_missed_is_a_li
         happen(stage, 300)
         await stage.press("6")
         assert stage.app.page.events() == before
-        gaps = [one.item for one in stage.app.page.log_lines.entries if isinstance(one.item, Gap)]
+        gaps = [
+            one.item for one in stage.app.page.log_lines.entries if isinstance(one.item, EventGap)
+        ]
         assert [gap.skipped > 0 for gap in gaps] == [True]
         assert "more than a frame takes" not in stage.text
         await stage.press("home", *["pagedown"] * 3)

@@ -10,14 +10,14 @@ from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
 from tui.model.handoffs import COLUMNS
-from tui.widgets.life import LifePanel
+from tui.screens.handoffs import StoryPanel
 
 HOSTILE = "[red]x\x1b[31m"
 ESCAPED = r"[red]x\x1b[31m"
 
 
 def life_of(stage: Stage) -> list[str]:
-    lines = stage.app.page.query_one(LifePanel).lines
+    lines = stage.app.page.query_one(StoryPanel).lines
     return ["".join(span.text for span in line).rstrip() for line in lines]
 
 
@@ -129,10 +129,10 @@ async def test_z_leaves_those_without_a_byte_for_long():
     async with staged("handoffs", "stuck") as stage:
         await stage.press("z")
         assert "handoffs /moved>2s" in stage.text
-        assert stage.app.page.table().sheet.total == 1
+        assert stage.app.page.table().data.total == 1
     async with staged("handoffs") as stage:
         await stage.press("z")
-        assert stage.app.page.table().sheet.total == 0
+        assert stage.app.page.table().data.total == 0
 
 
 async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
@@ -145,7 +145,7 @@ async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
         await stage.frame()
         assert seen == {"", *(column.name for column in table.source.columns)}
         assert not seen & {column.name for column in COLUMNS}
-        assert table.sheet.trouble == ""
+        assert table.data.trouble == ""
 
 
 async def test_a_column_that_is_made_here_sorts_by_what_it_is_made_of():

@@ -9,7 +9,7 @@ from kvd.core.audit.audit import EVERY_S
 from kvd.wire.admin import Audit, Rehearse
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
-from tui.widgets.ledger import Detail, Ledger
+from tui.screens.inspect import Detail, Ledger
 
 HOSTILE = "[red]x\x1b[31m\u202e"
 ESCAPED = r"[red]x\x1b[31m\u202e"
@@ -84,7 +84,7 @@ async def test_a_checks_every_invariant_now_and_shows_what_came_of_it():
 async def test_x_puts_the_proposed_command_into_the_bar_and_enter_does_it():
     async with staged("inspect", "leak") as stage:
         await stage.press("down", "x")
-        subject = stage.app.page.findings.facts().text("subject")
+        subject = stage.app.page.findings.named_row().text("subject")
         assert f":open {subject}" in stage.text
         assert stage.app.page.NAME == "inspect"
         await stage.press("enter")
@@ -93,7 +93,7 @@ async def test_x_puts_the_proposed_command_into_the_bar_and_enter_does_it():
 
 async def test_what_changes_something_is_rehearsed_and_asked_as_always(monkeypatch):
     async with staged("inspect", "leak") as stage:
-        facts = stage.app.page.findings.facts()
+        facts = stage.app.page.findings.named_row()
         monkeypatch.setattr(type(facts), "text", lambda _, name: "fence" * (name == "action"))
         await stage.press("x", "enter")
         assert any(isinstance(one, Rehearse) for one in stage.asked)
@@ -102,7 +102,7 @@ async def test_what_changes_something_is_rehearsed_and_asked_as_always(monkeypat
 
 async def test_words_that_are_no_command_are_shown():
     async with staged("inspect", "dead-client") as stage:
-        action = stage.app.page.findings.facts().text("action")
+        action = stage.app.page.findings.named_row().text("action")
         await stage.press("x")
         assert action.split(":")[0] in stage.text
         assert not stage.app.bar.display
@@ -138,7 +138,7 @@ async def test_the_queue_has_at_least_two_rows_however_much_is_wrong():
 async def test_z_leaves_out_what_is_not_grave():
     async with staged("inspect") as stage:
         await stage.pass_time(2.5)
-        assert stage.app.page.findings.sheet.total > 0
+        assert stage.app.page.findings.data.total > 0
         await stage.press("z")
         assert "findings /!severity:low" in stage.text
 

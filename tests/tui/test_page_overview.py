@@ -12,8 +12,8 @@ from tests.tui.feed import vitals
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
-from tui.model.rates import Rates
-from tui.widgets.overviewpanels import Figures, LastEvents, PoolBars, SourceBar
+from tui.model.rates import NodeRates
+from tui.screens.overview import Figures, LastEvents, PoolBars, SourceBar
 
 HOSTILE = "[red]x\x1b[31m\u202e"
 ESCAPED = r"[red]x\x1b[31m\u202e"
@@ -78,7 +78,7 @@ async def test_evictions_have_their_rate():
 
 
 def test_sources_are_of_the_last_minute_else_of_all_that_was():
-    rates, panel = Rates(), SourceBar()
+    rates, panel = NodeRates(), SourceBar()
     before = Sources(1000, 0, 0, 0, 0, 0, 0)
     rates.take(vitals(100.0, sources=before))
     rates.take(vitals(110.0, sources=before))
@@ -105,7 +105,7 @@ async def test_the_gravest_finding_is_on_top_and_enter_opens_what_it_is_about():
         assert subject.startswith("receive:")
         await stage.press("enter")
         assert (stage.app.page.NAME, stage.app.card.ref) == ("handoffs", subject)
-        assert isinstance(stage.app.card.told.answer, Because)
+        assert isinstance(stage.app.card.content.answer, Because)
         await stage.press("escape")
         assert stage.app.page.NAME == "overview"
 
@@ -119,7 +119,7 @@ async def test_x_puts_what_is_proposed_into_the_bar():
 async def test_z_leaves_out_what_is_not_grave():
     async with staged("overview") as stage:
         await stage.pass_time(2.5)
-        assert stage.app.page.findings.sheet.total > 0
+        assert stage.app.page.findings.data.total > 0
         await stage.press("z")
         assert stage.app.page.findings.asks().filters[0].value == "low"
 
@@ -207,5 +207,5 @@ async def test_down_and_frozen_look_as_they_are_kept():
 async def test_the_evidence_of_a_finding_has_the_room_of_what_x_proposes():
     async with staged("overview", "stuck", SMALL) as stage:
         [line] = [line for line in stage.text.splitlines() if "stuck-handoff" in line][:1]
-        evidence = stage.app.page.findings.facts().text("evidence")
+        evidence = stage.app.page.findings.named_row().text("evidence")
         assert evidence[:30] in line

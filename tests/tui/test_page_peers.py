@@ -8,8 +8,8 @@ from kvd.wire.admin import Fence, Rehearse
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
-from tui.model.neighbours import COLUMNS
-from tui.widgets.peerpanel import UNKNOWN, PeerPanel
+from tui.model.peers import COLUMNS
+from tui.screens.peers import UNKNOWN, PeerPanel
 
 
 def panel_of(stage: Stage) -> str:
@@ -61,9 +61,9 @@ async def test_what_one_daemon_cannot_know_is_not_drawn_and_said_to_be_unknown()
 async def test_z_leaves_peers_that_are_not_up():
     async with staged("peers", "silent-peer") as stage:
         await stage.press("z")
-        assert list(stage.app.page.table().sheet.order) == ["peer:prefill1"]
+        assert list(stage.app.page.table().data.order) == ["peer:prefill1"]
         await stage.press("z")
-        assert stage.app.page.table().sheet.total == 2
+        assert stage.app.page.table().data.total == 2
 
 
 async def test_h_shows_its_handoffs_and_minus_comes_back():
@@ -85,7 +85,7 @@ async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
             seen.add(table.sort.removeprefix("-"))
         await stage.frame()
         assert not seen & {column.name for column in COLUMNS}
-        assert table.sheet.trouble == ""
+        assert table.data.trouble == ""
 
 
 async def test_capital_x_shows_what_a_fence_would_do():

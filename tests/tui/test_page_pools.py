@@ -8,8 +8,8 @@ from kvd.wire.admin import Because, Why
 from kvd.wire.console import MapQuery
 from tests.tui.feed import lines_of, settle
 from tests.tui.memory import HOSTILE, SHOWN, memory
-from tui.draw.pages import Grid
-from tui.widgets.pagemap import LENSES
+from tui.draw.page_map import Grid
+from tui.widgets.page_map import LENSES
 
 NARROW, WIDE, HUGE = (80, 24), (132, 40), (200, 60)
 CAPTION = "─ kv  lens "

@@ -35,7 +35,7 @@ async def test_nodes_are_opened_and_closed_where_they_stand():
         assert app.page.table().asks().opened == ()
         await bring(app, feed, pilot, "x")
         assert app.page.table().asks().opened == (1,)
-        assert list(app.page.nodes.sheet.order) == ["node:1", "node:2", "node:3"]
+        assert list(app.page.nodes.data.order) == ["node:1", "node:2", "node:3"]
         assert line_with(app, f"▼ {SHOWN}")
         assert line_with(app, "    ▶ 10 11 12 …")
         assert line_with(app, "      20 21")

@@ -17,13 +17,13 @@ from kvd.wire.codec import ADMIN_REPLIES
 from kvd.wire.console import EventQuery, MapQuery, Query, TableRow
 from kvd.wire.events import Evicted
 from tests.tui.frames import COLUMNS, LEASES, changes, frame, lease, page_map, table, vitals
-from tui.model.mirror import Mirror, Wanted
+from tui.model.mirror import Mirror, Subscription
 from tui.replay import ReplayLink
-from tui.tape import KEY_S, TABLES, Flaw, Recorder, Tape, everything
+from tui.tape import KEY_S, TABLES, BadRecording, RecordingFile, RecordingWriter, everything
 
 LIMIT_S = 15.0
 MAP = MapQuery("kv", "state", cells=2, pages_each=4)
-WANTED = Wanted((LEASES, MAP), EventQuery(0))
+WANTED = Subscription((LEASES, MAP), EventQuery(0))
 
 
 class Session:
@@ -59,7 +59,7 @@ class Session:
         )
         self.mirror.take(made, heard_s)
         self.recorder.write(look, ADMIN_REPLIES.encode(made), heard_s, self.mirror)
-        self.seen[round(heard_s - 1000.1, 1)] = plain(self.mirror.moment())
+        self.seen[round(heard_s - 1000.1, 1)] = plain(self.mirror.snapshot())
 
 
 class Told(Mirror):
@@ -77,9 +77,9 @@ class Told(Mirror):
         return is_fit
 
 
-def plain(moment):
+def plain(snapshot):
     """What a moment shows, without when it was heard here."""
-    return msgspec.structs.replace(moment, heard_s=0.0)
+    return msgspec.structs.replace(snapshot, heard_s=0.0)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def path(tmp_path):
 @pytest.fixture
 def session(path):
     """Forty seconds of one."""
-    recorder = Recorder.open(path)
+    recorder = RecordingWriter.open(path)
     made = Session(recorder)
     made.run(40)
     recorder.close()
@@ -101,7 +101,7 @@ def session(path):
 async def playing(path, mirror=None, **options):
     """A link that plays, and its mirror; it must end when it is told to."""
     mirror = mirror if mirror is not None else Mirror()
-    link = ReplayLink(Tape.open(path), mirror, **options)
+    link = ReplayLink(RecordingFile.open(path), mirror, **options)
     task = asyncio.ensure_future(link.run())
     await settle()
     try:
@@ -126,7 +126,7 @@ async def test_any_place_shows_what_was_seen_there(path, session):
             link.seek(position_s)
             await settle()
 
-            assert plain(mirror.moment()) == session.seen[position_s], position_s
+            assert plain(mirror.snapshot()) == session.seen[position_s], position_s
             assert list(mirror.notices) == []
 
 
@@ -140,7 +140,7 @@ async def test_a_recording_goes_at_its_own_pace_and_ends_at_its_end(path, sessio
 
         assert took_s >= 0.38
         assert link.at_end
-        assert plain(mirror.moment()) == session.seen[39.9]
+        assert plain(mirror.snapshot()) == session.seen[39.9]
         assert link.position_s == pytest.approx(39.9)
         link.play()
         await settle()
@@ -166,11 +166,11 @@ async def test_places_beyond_both_ends_are_the_ends(path, session):
         link.hold()
         link.seek(1e9)
         await settle()
-        assert plain(mirror.moment()) == session.seen[39.9]
+        assert plain(mirror.snapshot()) == session.seen[39.9]
 
         link.seek(-1.0)
         await settle()
-        assert plain(mirror.moment()) == session.seen[0.0]
+        assert plain(mirror.snapshot()) == session.seen[0.0]
 
 
 async def test_a_recording_answers_no_questions(path, session):
@@ -181,7 +181,7 @@ async def test_a_recording_answers_no_questions(path, session):
 
 
 def test_a_recording_says_of_what_it_is_and_is_for_its_owner_only(path, session):
-    tape = Tape.open(path)
+    tape = RecordingFile.open(path)
 
     assert (tape.head.node, tape.head.incarnation) == ("decode-0", "a" * 32)
     assert tape.length_s == pytest.approx(39.9)
@@ -192,7 +192,7 @@ def test_a_recording_says_of_what_it_is_and_is_for_its_owner_only(path, session)
 
 
 def test_a_file_that_breaks_off_anywhere_is_played_up_to_there(path, tmp_path):
-    recorder = Recorder.open(path)
+    recorder = RecordingWriter.open(path)
     session = Session(recorder)
     session.run(0.6)
     recorder.close()
@@ -202,8 +202,8 @@ def test_a_file_that_breaks_off_anywhere_is_played_up_to_there(path, tmp_path):
 
     for size in range(0, len(whole), 11):
         cut.write_bytes(whole[:size])
-        tape = Tape.open(cut)
-        if isinstance(tape, Flaw):
+        tape = RecordingFile.open(cut)
+        if isinstance(tape, BadRecording):
             played.add(0)
             assert str(cut) in tape.why
             continue
@@ -232,23 +232,29 @@ def test_a_file_that_breaks_off_anywhere_is_played_up_to_there(path, tmp_path):
 def test_a_file_that_is_no_tape_is_told_in_a_sentence(path, content, why):
     path.write_bytes(content)
 
-    assert Tape.open(path) == Flaw(f"{path} {why}")
+    assert RecordingFile.open(path) == BadRecording(f"{path} {why}")
 
 
 def test_a_file_that_is_not_there_is_told_in_a_sentence(path, tmp_path):
-    assert Tape.open(path) == Flaw(f"{path} cannot be read: No such file or directory")
-    assert Tape.open(tmp_path) == Flaw(f"{tmp_path} cannot be read: Is a directory")
+    assert RecordingFile.open(path) == BadRecording(
+        f"{path} cannot be read: No such file or directory"
+    )
+    assert RecordingFile.open(tmp_path) == BadRecording(
+        f"{tmp_path} cannot be read: Is a directory"
+    )
 
 
 def test_a_recording_never_writes_over_a_file(path):
     path.write_text("mine")
 
-    assert Recorder.open(path) == Flaw(f"nothing can be recorded to {path}: File exists")
+    assert RecordingWriter.open(path) == BadRecording(
+        f"nothing can be recorded to {path}: File exists"
+    )
     assert path.read_text() == "mine"
 
 
 def test_a_full_recording_ends_with_a_notice_and_can_be_played(path):
-    recorder = Recorder.open(path, max_bytes=50_000)
+    recorder = RecordingWriter.open(path, max_bytes=50_000)
     session = Session(recorder)
     session.run(60)
 
@@ -256,13 +262,13 @@ def test_a_full_recording_ends_with_a_notice_and_can_be_played(path):
     assert [(one.kind, one.text) for one in session.mirror.notices] == [
         ("tape", "the recording has ended: it has 0 MiB, and gets no more")
     ]
-    tape = Tape.open(path)
+    tape = RecordingFile.open(path)
     assert tape.trouble == ""
     tape.close()
 
 
 def test_a_full_disk_ends_the_recording_with_a_notice():
-    recorder = Recorder(Path("/dev/full").open("wb"))  # noqa: SIM115 - the recorder closes it
+    recorder = RecordingWriter(Path("/dev/full").open("wb"))  # noqa: SIM115 - the recorder closes it
     session = Session(recorder)
 
     session.run(2)
@@ -274,7 +280,7 @@ def test_a_full_disk_ends_the_recording_with_a_notice():
 
 
 def test_playing_a_long_recording_takes_no_more_memory_than_a_frame(path):
-    recorder = Recorder.open(path)
+    recorder = RecordingWriter.open(path)
     session = Session(recorder)
     session.run(200, size=200)
     recorder.close()
@@ -282,7 +288,7 @@ def test_playing_a_long_recording_takes_no_more_memory_than_a_frame(path):
     assert size_bytes > 700_000
 
     tracemalloc.start()
-    tape = Tape.open(path)
+    tape = RecordingFile.open(path)
     while tape.next() is not None:
         pass
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -294,7 +300,7 @@ def test_playing_a_long_recording_takes_no_more_memory_than_a_frame(path):
 
 def test_all_tables_and_maps_are_asked_for_once_a_second(path):
     """A replay can then show pages that nobody looked at."""
-    recorder = Recorder.open(path)
+    recorder = RecordingWriter.open(path)
     session = Session(recorder)
     assert recorder.wants(session.mirror, 0.0) is None
     session.turn(2)
@@ -319,10 +325,10 @@ def test_the_maps_of_all_components_are_asked_for_in_some_thousand_cells():
         TableRow("pool:kv", ("pool:kv", "kv", 1_000_000)),
         TableRow("pool:x", ("pool:x", "x", None)),
     )
-    mirror.look(1, Wanted((Query("pools"),)))
+    mirror.look(1, Subscription((Query("pools"),)))
     mirror.take(frame(1, table(*rows, columns=columns, view="pools")), 0.0)
 
-    wanted = everything(mirror.moment())[-1]
+    wanted = everything(mirror.snapshot())[-1]
 
     assert wanted.queries == (MapQuery("kv", "state", pages_each=245, cells=4096),)
 
@@ -330,7 +336,7 @@ def test_the_maps_of_all_components_are_asked_for_in_some_thousand_cells():
 def test_a_key_is_written_every_quarter_minute(path, session):
     assert KEY_S == 15.0
     kinds = []
-    tape = Tape.open(path)
+    tape = RecordingFile.open(path)
     while (record := tape.next()) is not None:
         kinds.append(record.kind)
     tape.close()

@@ -68,8 +68,8 @@ def test_console_lives_on_a_real_terminal_and_leaves_it_as_it_was(pair, load, ca
         status = terminal.end()
 
         with capsys.disabled():
-            said = {page: round(seconds, 2) for page, seconds in took.items()}
-            print(f"\nfirst frame after {first_s:.2f} s, pages after {said}")  # noqa: T201
+            cleaned = {page: round(seconds, 2) for page, seconds in took.items()}
+            print(f"\nfirst frame after {first_s:.2f} s, pages after {cleaned}")  # noqa: T201
         assert status == 0
         assert terminal.grid.modes == {CURSOR, WRAPPING}
         assert terminal.modes_of_line() == terminal.at_first

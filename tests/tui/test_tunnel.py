@@ -17,7 +17,7 @@ from tests.cli.admin_peer import Daemon
 from tests.tui.links import Watched, answer, processes, running
 from tui import link as link_module
 from tui.endpoint import Local, Remote
-from tui.model.mirror import Connecting
+from tui.model.mirror import LinkConnecting
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ async def test_what_ssh_says_is_the_reason(ssh, monkeypatch):
     monkeypatch.setenv("KVD_TEST_SSH_SAYS", "op@node-7: Permission denied (publickey).")
     mirror = Watched()
     async with running(Remote("op", "node-7", 0, "/run/kvd/admin.sock"), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
+        link_state = await mirror.until(lambda one: one != LinkConnecting(""))
 
-    assert standing == Connecting(
+    assert link_state == LinkConnecting(
         "node-7: op@node-7: Permission denied (publickey). (ssh ended with 1)"
     )
 
@@ -136,8 +136,8 @@ async def test_a_socket_that_is_not_there_behind_ssh_is_told_by_ssh(path, ssh, e
     """And when the daemon comes, the same ssh leads to it."""
     mirror = Watched()
     async with running(Remote("", "node-7", 0, str(path)), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
-        assert standing == Connecting(
+        link_state = await mirror.until(lambda one: one != LinkConnecting(""))
+        assert link_state == LinkConnecting(
             "node-7: channel 1: open failed: connect failed: No such file or directory"
         )
         process()
@@ -150,9 +150,9 @@ async def test_a_host_without_ssh_is_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     mirror = Watched()
     async with running(Remote("", "node-7", 0, "/x"), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
+        link_state = await mirror.until(lambda one: one != LinkConnecting(""))
 
-    assert standing == Connecting("node-7: ssh cannot be run: No such file or directory")
+    assert link_state == LinkConnecting("node-7: ssh cannot be run: No such file or directory")
 
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
@@ -204,6 +204,6 @@ async def test_a_real_ssh_server_leads_to_the_daemon(sshd, daemon, path):
 async def test_a_real_ssh_server_without_the_socket_is_told_as_it_tells(sshd, path):
     mirror = Watched()
     async with running(Remote("", "node-7", 0, str(path)), mirror):
-        standing = await mirror.until(lambda one: one != Connecting(""))
+        link_state = await mirror.until(lambda one: one != LinkConnecting(""))
 
-    assert "open failed" in standing.why
+    assert "open failed" in link_state.why

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean
-from tui.draw.chart import bar, percent
-from tui.draw.pages import letter_of, styles, thousands
-from tui.draw.spans import Line, Span, Style, fit, left, line, merged, right, wrapped
+from kvd.text import clean, percent, thousands
+from tui.draw.chart import bar
+from tui.draw.page_map import letter_of, styles
+from tui.draw.spans import Line, Style, Styled, fit, left, line, merged, right, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ MOST_NAME_COLUMNS = 24
 LEAST_BAR_COLUMNS = 8
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """So many of a whole; ``letter`` is one column wide."""
 
     letter: str
@@ -41,43 +41,43 @@ class PoolPages(NamedTuple):
     locked: int = 0
 
 
-def pool(pages: PoolPages) -> tuple[Part, ...]:
+def pool(pages: PoolPages) -> tuple[BarPart, ...]:
     """A pool's pages, the free ones last."""
     locked = min(pages.locked, pages.cached)
     return (
-        Part("H", "held", pages.held, "held"),
-        Part("L", "locked", locked, "locked"),
-        Part("c", "cached", pages.cached - locked, "cached"),
-        Part("Q", "quarantined", pages.quarantined, "quarantined"),
-        Part(".", "free", pages.free, "free"),
+        BarPart("H", "held", pages.held, "held"),
+        BarPart("L", "locked", locked, "locked"),
+        BarPart("c", "cached", pages.cached - locked, "cached"),
+        BarPart("Q", "quarantined", pages.quarantined, "quarantined"),
+        BarPart(".", "free", pages.free, "free"),
     )
 
 
-def sources(tokens: Sources) -> tuple[Part, ...]:
+def sources(tokens: Sources) -> tuple[BarPart, ...]:
     """Where tokens came from; what had to be computed is one part."""
     missed = sum(part.size for part in misses(tokens))
     return (
-        Part("c", "cached", tokens.cached, "cached"),
-        Part("p", "from a peer", tokens.received, "arriving"),
-        Part("s", "saved", tokens.restored, "saved"),
-        Part("x", "computed", missed, "bad"),
+        BarPart("c", "cached", tokens.cached, "cached"),
+        BarPart("p", "from a peer", tokens.received, "arriving"),
+        BarPart("s", "saved", tokens.restored, "saved"),
+        BarPart("x", "computed", missed, "bad"),
     )
 
 
-def misses(tokens: Sources) -> tuple[Part, ...]:
+def misses(tokens: Sources) -> tuple[BarPart, ...]:
     """Why tokens had to be computed."""
     return (
-        Part("n", "never seen", tokens.new, "dim"),
-        Part("e", "evicted", tokens.evicted, "warn"),
-        Part("l", "lost on its way", tokens.lost, "bad"),
-        Part("u", "fills no page", tokens.unaligned, "hue-0"),
+        BarPart("n", "never seen", tokens.new, "dim"),
+        BarPart("e", "evicted", tokens.evicted, "warn"),
+        BarPart("l", "lost on its way", tokens.lost, "bad"),
+        BarPart("u", "fills no page", tokens.unaligned, "hue-0"),
     )
 
 
-def levels(shown: PageMap) -> tuple[Part, ...]:
+def levels(shown: PageMap) -> tuple[BarPart, ...]:
     """The levels of a page map: of the lens ``owner``, whose the pages are."""
     return tuple(
-        Part(letter_of(level), level.name, level.pages, style)
+        BarPart(letter_of(level), level.name, level.pages, style)
         for level, style in zip(shown.levels, styles(shown), strict=True)
     )
 
@@ -106,24 +106,24 @@ def allotted(counts: Sequence[int], width: int) -> list[int]:
     return given
 
 
-def stacked(parts: Sequence[Part], width: int) -> Line:
+def stacked(parts: Sequence[BarPart], width: int) -> Line:
     """All parts in one bar: each begins with its letter; a whole of nothing is blank."""
-    spans: list[Span] = []
+    spans: list[Styled] = []
     for part, columns in zip(parts, allotted([p.size for p in parts], width), strict=True):
         if columns:
-            spans.append(Span(part.letter, "label", part.style))
+            spans.append(Styled(part.letter, "label", part.style))
             fill = "░" if part.style == "free" else "█"
-            spans.append(Span(fill * (columns - 1), part.style))
+            spans.append(Styled(fill * (columns - 1), part.style))
     return fit(spans, width)
 
 
-def key(parts: Sequence[Part], width: int) -> list[Line]:
+def key(parts: Sequence[BarPart], width: int) -> list[Line]:
     """Letter, name, count and share of every part, on as few lines as that takes."""
     total = sum(part.size for part in parts)
     items: list[Line] = [
         (
-            Span(part.letter, "label", part.style),
-            Span(
+            Styled(part.letter, "label", part.style),
+            Styled(
                 f" {clean(part.name)} {thousands(part.size)} {percent(part.size, total)}",
                 "plain" if part.size else "dim",
             ),
@@ -133,7 +133,7 @@ def key(parts: Sequence[Part], width: int) -> list[Line]:
     return wrapped(items, width)
 
 
-def histogram(parts: Sequence[Part], width: int, height: int) -> list[Line]:
+def histogram(parts: Sequence[BarPart], width: int, height: int) -> list[Line]:
     """A line for each part, the largest first: letter, name, bar with its share, count.
 
     Where there is not room for all, the last line says what the others have.
@@ -143,21 +143,21 @@ def histogram(parts: Sequence[Part], width: int, height: int) -> list[Line]:
     if len(found) > height > 0:
         others = found[height - 1 :]
         rest = sum(part.size for part in others)
-        found = [*found[: height - 1], Part("+", f"{len(others)} others", rest, "dim")]
+        found = [*found[: height - 1], BarPart("+", f"{len(others)} others", rest, "dim")]
     name_columns = min(max((len(clean(p.name)) for p in found), default=0), MOST_NAME_COLUMNS)
     room = width - 2 - name_columns - 1 - FIGURE_COLUMNS
     return [_counted(part, total, name_columns, room, width) for part in found[: max(height, 0)]]
 
 
-def _counted(part: Part, total: int, name_columns: int, room: int, width: int) -> Line:
+def _counted(part: BarPart, total: int, name_columns: int, room: int, width: int) -> Line:
     head = (
-        Span(part.letter, "label", part.style),
-        Span(" " + left(clean(part.name), name_columns)),
+        Styled(part.letter, "label", part.style),
+        Styled(" " + left(clean(part.name), name_columns)),
     )
-    figure = Span(right(thousands(part.size), FIGURE_COLUMNS))
+    figure = Styled(right(thousands(part.size), FIGURE_COLUMNS))
     share = (
         bar(part.size, total, room, part.style)
         if room >= LEAST_BAR_COLUMNS
         else line(percent(part.size, total))
     )
-    return fit(merged((*head, Span(" "), *share, figure)), width)
+    return fit(merged((*head, Styled(" "), *share, figure)), width)

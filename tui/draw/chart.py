@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tui.draw.spans import Line, Span, Style, fit, line, said, spread
+from kvd.text import percent
+from tui.draw.spans import Line, Style, Styled, cleaned, fit, line, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +31,6 @@ _CLIPS = [
 
 STEPS = "▁▂▃▄▅▆▇█"
 EIGHTHS = "▏▎▍▌▋▊▉█"
-
-ROUNDING = 1e-9
-"""29 of 100 are 29 %, whatever a division makes of it."""
 
 MID_SHARE, HIGH_SHARE = 0.5, 0.8
 """Above these shares of its top a chart changes its style."""
@@ -58,13 +56,13 @@ def chart(series: Series, width: int, height: int) -> list[Line]:
     shown = _last(series.values, 2 * width)
     known = [value for value in shown if value is not None]
     if not known:
-        head = spread((said(series.title, "head"),), line("no figures yet", "dim"), width)
+        head = spread((cleaned(series.title, "head"),), line("no figures yet", "dim"), width)
         return [head, *_blank(width, height - 1)]
     newest = shown[-1]
     peak = max(known)
     now = "-" if newest is None else series.show(newest)
-    at_left = (said(series.title, "head"), Span(f" {now}"))
-    head = spread(at_left, line(f"max {series.show(peak)}", "dim"), width, Span("─", "border"))
+    at_left = (cleaned(series.title, "head"), Styled(f" {now}"))
+    head = spread(at_left, line(f"max {series.show(peak)}", "dim"), width, Styled("─", "border"))
     top = peak if series.top is None else series.top
     return [head, *area(shown, width, height - 1, top)]
 
@@ -85,11 +83,11 @@ def area(values: Sequence[Value], width: int, height: int, top: float) -> list[L
     for row in reversed(range(height)):
         inside = dots.translate(_CLIPS[row])
         pairs = zip(inside[::2], inside[1::2], strict=True)
-        lines.append((Span("".join([_BRAILLE[a][b] for a, b in pairs]), _load(row, height)),))
+        lines.append((Styled("".join([_BRAILLE[a][b] for a, b in pairs]), _load(row, height)),))
     return lines
 
 
-def spark(values: Sequence[Value], width: int, top: float | None = None) -> Span:
+def spark(values: Sequence[Value], width: int, top: float | None = None) -> Styled:
     """The last values as steps, one column each; a dot where nobody knows."""
     shown = _last(values, width)
     peak = max([value for value in shown if value is not None], default=0.0)
@@ -97,7 +95,7 @@ def spark(values: Sequence[Value], width: int, top: float | None = None) -> Span
     steps = "".join([_step(value, highest) for value in shown])
     newest = shown[-1] if shown else None
     share = newest / highest if newest is not None and highest > 0 else 0.0
-    return Span(steps.rjust(max(width, 0)), _load_of(share))
+    return Styled(steps.rjust(max(width, 0)), _load_of(share))
 
 
 def bar(part: float, whole: float, width: int, style: Style | None = None) -> Line:
@@ -116,23 +114,11 @@ def bar(part: float, whole: float, width: int, style: Style | None = None) -> Li
     full, rest = divmod(eighths, 8)
     filled = "█" * full + (EIGHTHS[rest - 1] if rest else "")
     spans = (
-        Span(filled, style or _load_of(share)),
-        Span("░" * (room - len(filled)), "dim"),
-        Span(said_share),
+        Styled(filled, style or _load_of(share)),
+        Styled("░" * (room - len(filled)), "dim"),
+        Styled(said_share),
     )
     return fit(spans, width)
-
-
-def percent(part: float, whole: float) -> str:
-    """At most four characters; 0 % and 100 % only where it is just that."""
-    if whole <= 0:
-        return "-"
-    share = 100 * part / whole
-    if 0 < share < 1:
-        return "<1%"
-    if share > 100:
-        return ">all"
-    return f"{int(share + ROUNDING)}%"
 
 
 def _blank(width: int, height: int) -> list[Line]:

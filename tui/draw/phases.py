@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean, duration
+from kvd.text import clean, lasting
 from tui.draw.spans import (
     EMPTY,
     Line,
-    Span,
     Style,
+    Styled,
     cut,
     fit,
     left,
@@ -26,7 +26,7 @@ from tui.draw.spans import (
 from tui.draw.spans import columns as columns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvd.wire.admin import Mark
 
@@ -58,7 +58,7 @@ ARROW = " -> "
 OPEN_END = ">"
 
 
-class End(NamedTuple):
+class HandoffEnd(NamedTuple):
     """What one daemon knows of a handoff.
 
     ``marks``: oldest first; a transition is ``before -> after (why)``.
@@ -73,7 +73,7 @@ class End(NamedTuple):
     trouble: str = ""
 
 
-class Phase(NamedTuple):
+class HandoffPhase(NamedTuple):
     """A state and when the handoff was in it; ``until_ago_s`` is 0 for the one it is in."""
 
     state: str
@@ -88,11 +88,11 @@ class Phase(NamedTuple):
         return max(0.0, self.began_ago_s - self.until_ago_s)
 
 
-def phases(end: End) -> tuple[Phase, ...]:
+def phases(end: HandoffEnd) -> tuple[HandoffPhase, ...]:
     """The phases of one end, oldest first; marks that are no transition stand in a phase."""
     marks = sound(end.marks)
     moves = [(mark.ago_s, *_move(mark.what)) for mark in marks if ARROW in mark.what]
-    found: list[Phase] = []
+    found: list[HandoffPhase] = []
     first_ago_s = marks[0].ago_s if marks else 0.0
     starts = [(ago_s, after, why) for ago_s, before, after, why in moves if before != after]
     if moves and first_ago_s > moves[0][0]:
@@ -104,7 +104,7 @@ def phases(end: End) -> tuple[Phase, ...]:
         if is_last and state in OVER:
             break
         until_ago_s = 0.0 if is_last else starts[at + 1][0]
-        found.append(Phase(state, ago_s, until_ago_s, why, is_last))
+        found.append(HandoffPhase(state, ago_s, until_ago_s, why, is_last))
     return tuple(found)
 
 
@@ -114,12 +114,7 @@ def sound(marks: Sequence[Mark]) -> list[Mark]:
     return sorted(known, key=lambda mark: -mark.ago_s)
 
 
-def aged(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
-    """The same marks, seen ``by_s`` later: a running phase grows between two answers."""
-    return tuple(type(mark)(mark.ago_s + by_s, mark.what) for mark in marks)
-
-
-def draw(ends: Sequence[End], width: int, deadline_in_s: float | None = None) -> list[Line]:
+def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = None) -> list[Line]:
     """The chart, a line for each end; then its phases in words, and the longest silence."""
     known = [end for end in ends if not end.trouble]
     lines: list[Line] = []
@@ -138,7 +133,7 @@ def draw(ends: Sequence[End], width: int, deadline_in_s: float | None = None) ->
     return lines
 
 
-def silence(ends: Sequence[End]) -> str:
+def silence(ends: Sequence[HandoffEnd]) -> str:
     """The longest time in which neither end did anything, in words; empty if nothing ever did."""
     marks = sorted(
         ((mark.ago_s, end.name, mark.what) for end in ends for mark in sound(end.marks)),
@@ -151,15 +146,8 @@ def silence(ends: Sequence[End]) -> str:
     gaps = [mark[0] - later for mark, later in zip(marks, laters, strict=True)]
     at = max(range(len(gaps)), key=gaps.__getitem__)
     _, name, what = marks[at]
-    said = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
-    return f"{said}; it lasts" if at + 1 == len(marks) and not is_over else said
-
-
-def lasting(seconds: float) -> str:
-    """A duration, down to a hundredth of a millisecond."""
-    if seconds < 0.01:
-        return f"{1000 * seconds:.2f}ms"
-    return f"{1000 * seconds:.0f}ms" if seconds < 1 else duration(seconds)
+    cleaned = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
+    return f"{cleaned}; it lasts" if at + 1 == len(marks) and not is_over else cleaned
 
 
 def _move(what: str) -> tuple[str, str, str]:
@@ -172,7 +160,7 @@ def _move(what: str) -> tuple[str, str, str]:
 class _Axis:
     """From how long ago to columns: every stretch between two marks of any end has some."""
 
-    def __init__(self, ends: Sequence[End], width: int) -> None:
+    def __init__(self, ends: Sequence[HandoffEnd], width: int) -> None:
         found = {phase.began_ago_s for end in ends for phase in phases(end)}
         found |= {phase.until_ago_s for end in ends for phase in phases(end)}
         self.edges = sorted(found, reverse=True)
@@ -192,19 +180,19 @@ class _Axis:
         return self._columns[ago_s]
 
 
-def _row(end: End, axis: _Axis) -> list[Span]:
+def _row(end: HandoffEnd, axis: _Axis) -> list[Styled]:
     """One end's phases, each with its name at its beginning where there is room."""
-    spans: list[Span] = []
+    spans: list[Styled] = []
     at = 0
     for phase in phases(end):
         start, stop = axis.column(phase.began_ago_s), axis.column(phase.until_ago_s)
-        spans.append(Span(" " * (start - at)))
-        spans.append(Span(_bar(phase, stop - start), "label", STYLES.get(phase.state, "dim")))
+        spans.append(Styled(" " * (start - at)))
+        spans.append(Styled(_bar(phase, stop - start), "label", STYLES.get(phase.state, "dim")))
         at = stop
-    return [*spans, Span(" " * (axis.width - at))]
+    return [*spans, Styled(" " * (axis.width - at))]
 
 
-def _bar(phase: Phase, columns: int) -> str:
+def _bar(phase: HandoffPhase, columns: int) -> str:
     """``│receiving 8.4s──>`` in so many columns."""
     if columns <= 0:
         return ""
@@ -224,7 +212,7 @@ def _scale(axis: _Axis, deadline_in_s: float | None, width: int) -> Line:
     begin = f"{lasting(axis.edges[0])} ago"
     scale = spread(line(begin, "dim"), line(end, "dim"), axis.width)
     at_left = EMPTY if deadline_in_s is None else _deadline(deadline_in_s)
-    return fit((*fit(at_left, NAME_COLUMNS - 1), Span(" "), *scale), width)
+    return fit((*fit(at_left, NAME_COLUMNS - 1), Styled(" "), *scale), width)
 
 
 def _deadline(deadline_in_s: float) -> Line:
@@ -233,15 +221,15 @@ def _deadline(deadline_in_s: float) -> Line:
     return line(f"deadline in {lasting(deadline_in_s)}", "dim")
 
 
-def _name(end: End) -> Span:
-    return Span(left(f"{cut(clean(end.name), 14)} {clean(end.side)}", NAME_COLUMNS), "head")
+def _name(end: HandoffEnd) -> Styled:
+    return Styled(left(f"{cut(clean(end.name), 14)} {clean(end.side)}", NAME_COLUMNS), "head")
 
 
-def _words(end: End, width: int) -> list[Line]:
+def _words(end: HandoffEnd, width: int) -> list[Line]:
     """An end's phases with their durations; what it waits for; or why nothing is known of it."""
-    name = Span(f"{clean(end.name)}: ", "head")
+    name = Styled(f"{clean(end.name)}: ", "head")
     if end.trouble:
-        return [fit((name, Span(clean(end.trouble), "warn")), width)]
+        return [fit((name, Styled(clean(end.trouble), "warn")), width)]
     items: list[Line] = []
     for phase in phases(end):
         figure = f"{clean(phase.state)} {lasting(phase.lasted_s)}"
@@ -250,9 +238,9 @@ def _words(end: End, width: int) -> list[Line]:
         items.append(line(clean(end.state)))
     room = width - width_of((name,))
     lines = [
-        fit((name if at == 0 else Span(" " * (width - room)), *one), width)
+        fit((name if at == 0 else Styled(" " * (width - room)), *one), width)
         for at, one in enumerate(wrapped(items, room))
     ]
     if end.waiting_for:
-        lines.append(fit((Span("  waits for ", "dim"), Span(clean(end.waiting_for))), width))
+        lines.append(fit((Styled("  waits for ", "dim"), Styled(clean(end.waiting_for))), width))
     return lines

@@ -1,7 +1,7 @@
 """Spans and lines, and how to cut, pad and join them by the columns that a terminal gives them.
 
 Strings that came from a daemon enter through ``said``: names are chosen by others, and may hold
-what would steer a terminal. ``Span`` itself is for text of our own.
+what would steer a terminal. ``Styled`` itself is for text of our own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CUT = "…"
 """Stands where text went on."""
 
 
-class Span(NamedTuple):
+class Styled(NamedTuple):
     """Text in one style. ``under``: the style whose colour is the background; empty for none.
 
     The style ``label`` is for letters on such a ground, readable on any of them.
@@ -52,20 +52,20 @@ class Span(NamedTuple):
     under: Style | Literal[""] = ""
 
 
-Line = tuple[Span, ...]
+Line = tuple[Styled, ...]
 """What stands on one row of a terminal, from the left."""
 
 EMPTY: Line = ()
 
 
-def said(text: str, style: Style = "plain") -> Span:
+def cleaned(text: str, style: Style = "plain") -> Styled:
     """Text that a daemon sent, with everything that could steer a terminal written out."""
-    return Span(clean(text), style)
+    return Styled(clean(text), style)
 
 
 def line(text: str, style: Style = "plain") -> Line:
     """A line of one span, of text of our own."""
-    return (Span(text, style),)
+    return (Styled(text, style),)
 
 
 def columns(text: str) -> int:
@@ -73,12 +73,12 @@ def columns(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-def width_of(one: Iterable[Span]) -> int:
+def width_of(one: Iterable[Styled]) -> int:
     """Columns of a line."""
     return sum(columns(span.text) for span in one)
 
 
-def text_of(one: Iterable[Span]) -> str:
+def text_of(one: Iterable[Styled]) -> str:
     """A line without its styles."""
     return "".join(span.text for span in one)
 
@@ -108,13 +108,13 @@ def right(text: str, width: int) -> str:
     return " " * (width - columns(short)) + short
 
 
-def fit(one: Iterable[Span], width: int, style: Style = "plain") -> Line:
+def fit(one: Iterable[Styled], width: int, style: Style = "plain") -> Line:
     """A line in exactly ``width`` columns: cut with an ellipsis, or padded in ``style``."""
     parts = list(one)
     room = width - width_of(parts)
     if room >= 0:
-        return merged((*parts, Span(" " * room, style)))
-    made: list[Span] = []
+        return merged((*parts, Styled(" " * room, style)))
+    made: list[Styled] = []
     room = width
     for span in parts:
         need = columns(span.text)
@@ -127,44 +127,44 @@ def fit(one: Iterable[Span], width: int, style: Style = "plain") -> Line:
     return merged(made)
 
 
-def merged(spans: Iterable[Span]) -> Line:
+def merged(spans: Iterable[Styled]) -> Line:
     """The same line with equal neighbours made one, and without empty spans."""
-    made: list[Span] = []
+    made: list[Styled] = []
     text, look = "", None
     for more, style, under in spans:
         if (style, under) == look:
             text += more
         elif more:
             if look is not None:
-                made.append(Span(text, *look))
+                made.append(Styled(text, *look))
             text, look = more, (style, under)
     if look is not None:
-        made.append(Span(text, *look))
+        made.append(Styled(text, *look))
     return tuple(made)
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """Lines that take ``width`` columns side by side with others."""
 
     lines: Sequence[Line]
     width: int
 
 
-def beside(blocks: Sequence[Block], gap: int = 1) -> list[Line]:
+def side_by_side(blocks: Sequence[TextBlock], gap: int = 1) -> list[Line]:
     """Blocks next to each other, ``gap`` columns between them; the shorter ones end in blanks."""
     made: list[Line] = []
     for row in range(max((len(block.lines) for block in blocks), default=0)):
-        parts: list[Span] = []
+        parts: list[Styled] = []
         for at, block in enumerate(blocks):
             if at:
-                parts.append(Span(" " * gap))
+                parts.append(Styled(" " * gap))
             own = block.lines[row] if row < len(block.lines) else EMPTY
             parts += fit(own, block.width)
         made.append(merged(parts))
     return made
 
 
-def spread(at_left: Line, at_right: Line, width: int, fill: Span | None = None) -> Line:
+def spread(at_left: Line, at_right: Line, width: int, fill: Styled | None = None) -> Line:
     """One line with something at either end; the left one is cut where there is no room.
 
     ``fill`` has one character, which stands between them, a blank at either side of it.
@@ -174,27 +174,35 @@ def spread(at_left: Line, at_right: Line, width: int, fill: Span | None = None) 
         return fit(at_right, width)
     free = room - width_of(at_left)
     if free < 1:
-        return merged((*fit(at_left, room - 1), Span(" "), *at_right))
+        return merged((*fit(at_left, room - 1), Styled(" "), *at_right))
     if fill is None or free < 3:
-        return merged((*at_left, Span(" " * free), *at_right))
+        return merged((*at_left, Styled(" " * free), *at_right))
     ruler = fill._replace(text=fill.text * (free - 2))
-    return merged((*at_left, Span(" "), ruler, Span(" "), *at_right))
+    return merged((*at_left, Styled(" "), ruler, Styled(" "), *at_right))
+
+
+def ruled(at_left: Line, at_right: Line, width: int) -> Line:
+    """A rule over something, with words at either end of it."""
+    rule = Styled("─", "border")
+    return spread(
+        (Styled("─ ", "border"), *at_left), (*at_right, Styled(" ─", "border")), width, rule
+    )
 
 
 def headed(title: Line, width: int) -> Line:
     """A rule over something, with its title in it."""
-    parts = (Span("─ ", "border"), *title, Span(" "))
-    return fit((*parts, Span("─" * max(0, width - width_of(parts)), "border")), width)
+    parts = (Styled("─ ", "border"), *title, Styled(" "))
+    return fit((*parts, Styled("─" * max(0, width - width_of(parts)), "border")), width)
 
 
 def wrapped(items: Iterable[Line], width: int, gap: int = 2) -> list[Line]:
     """Things next to each other, ``gap`` columns apart, on as few lines as that takes."""
-    lines: list[list[Span]] = []
+    lines: list[list[Styled]] = []
     room = 0
     for item in items:
         need = width_of(item)
         if lines and gap + need <= room:
-            lines[-1].append(Span(" " * gap))
+            lines[-1].append(Styled(" " * gap))
             room -= gap
         else:
             lines.append([])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvd.text import clean, duration
+from kvd.text import age, clean, compact, compact_bytes
 from tui.draw.spans import columns, cut
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell, Holder
     from tui.draw.spans import Style
+    from tui.model.columns import NamedRow
 
 NOTHING: Final = "-"
 """Where the question makes no sense for the row."""
@@ -27,10 +28,6 @@ FIGURES: Final = frozenset(
 
 SOON_S: Final = 1.0
 """A deadline this close is worth a look."""
-
-_PLAIN_MOST: Final = 99_999
-_THOUSANDS: Final = ("", "k", "M", "G", "T", "P", "E")
-_BINARY: Final = ("B", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
 _STATES: Final[dict[str, Style]] = {
     **dict.fromkeys(
@@ -55,7 +52,7 @@ _STATES: Final[dict[str, Style]] = {
 }
 
 
-class Shown(NamedTuple):
+class CellText(NamedTuple):
     """What stands in a cell. Not padded; ``is_figure`` says at which end it belongs."""
 
     text: str
@@ -67,20 +64,20 @@ def is_figure(kind: str) -> bool:
     return kind in FIGURES
 
 
-def show(cell: Cell, kind: str, now_s: float, width: int) -> Shown:
+def show(cell: Cell, kind: str, now_s: float, width: int) -> CellText:
     """The cell in at most ``width`` columns, at ``now_s`` on the daemon's clock. Never raises."""
     if cell is None:
-        return Shown(cut(NOTHING, width), "dim")
+        return CellText(cut(NOTHING, width), "dim")
     if isinstance(cell, tuple):
         return _holders(cell, now_s, width)
     if isinstance(cell, str):
-        return Shown(cut(clean(cell), width), _style_of_text(cell, kind))
+        return CellText(cut(clean(cell), width), _style_of_text(cell, kind))
     if not math.isfinite(cell):
-        return Shown(cut(NO_NUMBER, width), "warn")
+        return CellText(cut(NO_NUMBER, width), "warn")
     text = figure(cell, kind, now_s)
     if columns(text) > width and kind in {"count", "pages", "depth"}:
         text = compact(cell)
-    return Shown(cut(text, width), _style_of_figure(cell, kind, now_s))
+    return CellText(cut(text, width), _style_of_figure(cell, kind, now_s))
 
 
 def text_of(cell: Cell, kind: str, now_s: float) -> str:
@@ -99,42 +96,6 @@ def figure(value: float, kind: str, now_s: float) -> str:
             return _FORMATS.get(kind, _plain)(value)
 
 
-def age(seconds: float) -> str:
-    """Seconds so that a column of them stays calm: 0.3s, 12s, 3m05s, 2h07m, 4d03h."""
-    if not math.isfinite(seconds):
-        return NO_NUMBER
-    if seconds < 0:
-        return "0.0s" if seconds > -0.05 else f"-{age(-seconds)}"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    if seconds < 59.5:
-        return f"{seconds:.0f}s"
-    return duration(max(60.0, seconds))
-
-
-def compact(value: float) -> str:
-    """A count in at most five characters up to 999 thousand millions: 812, 99999, 812k, 4.10M."""
-    if abs(value) <= _PLAIN_MOST:
-        return str(value) if isinstance(value, int) else f"{value:.3g}"
-    return _scaled(value, 1000, _THOUSANDS)
-
-
-def size(value: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, in six characters: 512B, 2.00Mi."""
-    if abs(value) < 1024:
-        return f"{value:.0f}B"
-    return _scaled(value, 1024, _BINARY)
-
-
-def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
-    scaled, at = float(value), 0
-    while abs(scaled) >= step - 0.5 and at < len(units) - 1:
-        scaled /= step
-        at += 1
-    digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-    return f"{scaled:.{digits}f}{units[at]}"
-
-
 def _plain(value: float) -> str:
     if isinstance(value, int) or value == int(value):
         return str(int(value))
@@ -151,7 +112,7 @@ def _milliseconds(value: float) -> str:
 
 _FORMATS: Final = {
     "tokens": compact,
-    "bytes": size,
+    "bytes": compact_bytes,
     "share": _share,
     "ms": _milliseconds,
     "seconds": age,
@@ -175,7 +136,7 @@ def _style_of_figure(value: float, kind: str, now_s: float) -> Style:
     return "bad" if left_s < 0 else "warn" if left_s < SOON_S else "plain"
 
 
-def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> Shown:
+def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     """As many as fit, then how many more there are: ``engine-1 2.1s, !engine-2 gone 31s, +3``."""
     told = [holder(one, now_s) for one in holders]
     style: Style = "bad" if any(one.state == "gone" for one in holders) else "plain"
@@ -183,13 +144,28 @@ def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> Shown:
         rest = [f"+{len(told) - count}"] if count < len(told) else []
         text = ", ".join((*told[:count], *rest))
         if columns(text) <= width:
-            return Shown(text, style)
+            return CellText(text, style)
     rest_text = f" +{len(told) - 1}" if len(told) > 1 else ""
     short = cut(told[0], width - len(rest_text)) if told else ""
-    return Shown(cut(short + rest_text, width), style)
+    return CellText(cut(short + rest_text, width), style)
 
 
 def holder(one: Holder, now_s: float) -> str:
     """One holder: ``engine-1 2.1s``, or ``!engine-2 gone 31s`` where something is wrong with it."""
     mark, state = ("!", f" {clean(one.state)}") if one.state else ("", "")
     return f"{mark}{clean(one.who)}{state} {age(now_s - one.since_s)}"
+
+
+SEVERITY_LETTERS: dict[str, tuple[str, Style]] = {
+    "high": ("!", "bad"),
+    "medium": ("▲", "warn"),
+    "low": ("·", "dim"),
+}
+"""How grave, for eyes without colours."""
+
+
+def severity(row: NamedRow) -> tuple[str, Style]:
+    """How grave it is: a letter, a colour and the word."""
+    word = row.text("severity")
+    letter, style = SEVERITY_LETTERS.get(word, ("?", "warn"))
+    return f"{letter} {clean(word)}", style

@@ -1,7 +1,7 @@
 """The grammar of the command bar, as a table: from it come parsing, completion and help.
 
-``parse`` makes a typed command, or says what is expected and where. What changes something on the
-node is ``Ask``, whose request is the wire's own, with call 0: whoever sends it numbers it. A word
+``parse`` makes the name of an action, the same as keys have, or says what is expected and where.
+What the daemon is to do is the wire's own request, with call 0: whoever sends it numbers it. A word
 may be cut short where only one begins so: ``:ev 100``.
 """
 
@@ -11,74 +11,25 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from kvd.wire.bounds import INT64, MAX_REASON
+from tui.keys import PAGES
 from tui.model.export import FORMATS
-from tui.model.filters import Flaw
 
-PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "inspect", "clients", "help")
 MOST_FPS = 20.0
 LEAST_FPS = 0.2
 REASON = "an operator asked for it"
 
 
-class Show(msgspec.Struct, frozen=True):
-    """Go to a page."""
+NodeRequest = Flush | Evict | AbortRoom | Fence | Audit | Record
+"""A verb for the daemon."""
 
-    page: str
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Open one thing: ``lease:7``, ``page:swa:17``, ``peer:prefill-0``."""
-
-    ref: str
+Command = str | NodeRequest
+"""An action of the console, by its name and with what it is about; or a verb for the daemon."""
 
 
-class FilterBy(msgspec.Struct, frozen=True):
-    """Filter the page; an empty text shows everything again."""
-
-    text: str
-
-
-class SortBy(msgspec.Struct, frozen=True):
-    """Sort the page: a column, ``-column`` for the largest first, empty for its own order."""
-
-    column: str
-
-
-class SetFps(msgspec.Struct, frozen=True):
-    """Paint so often."""
-
-    fps: float
-
-
-class SetTheme(msgspec.Struct, frozen=True):
-    """Paint in these colours; empty: the next ones."""
-
-    name: str
-
-
-class Export(msgspec.Struct, frozen=True):
-    """Write the table of the page to a file, in one of the formats; ``svg`` is the screen."""
-
-    form: str
-    path: str
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """A verb for the daemon."""
-
-    request: Flush | Evict | AbortRoom | Fence | Audit | Record
-
-
-class Quit(msgspec.Struct, frozen=True):
-    """Leave."""
-
-
-Command = Show | Open | FilterBy | SortBy | SetFps | SetTheme | Export | Ask | Quit
-
-
-class Context(msgspec.Struct, frozen=True):
+class CommandChoices(msgspec.Struct, frozen=True):
     """What there is to choose from now: columns of the page, themes, refs on the screen."""
 
     columns: tuple[str, ...] = ()
@@ -86,229 +37,225 @@ class Context(msgspec.Struct, frozen=True):
     refs: tuple[str, ...] = ()
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """One word of the grammar. ``needs``: ``write`` where it changes something on the node.
+class CommandRule(msgspec.Struct, frozen=True):
+    """One word of the grammar, which ``usage`` begins with.
 
-    ``make`` gets the text after the word; a Flaw's ``at`` counts from there. ``choices`` are what
-    may follow.
+    ``make`` gets the text after the word; a flaw counts from there. ``choices`` are what may
+    follow. ``needs``: ``write`` where it changes something on the node.
     """
 
-    word: str
     usage: str
     help: str
-    make: Callable[[str], Command | Flaw]
-    choices: Callable[[Context], Iterable[str]] | None = None
+    make: Callable[[str], Command | SyntaxFlaw]
+    choices: Callable[[CommandChoices], Iterable[str]] | None = None
     needs: str = ""
 
+    @property
+    def word(self) -> str:
+        """What it is called by."""
+        return self.usage.partition(" ")[0]
 
-def parse(text: str) -> Command | Flaw:
+
+def parse(text: str) -> Command | SyntaxFlaw:
     """The command of a line, with or without its ``:``. A page's name alone shows the page."""
     start = len(text) - len(text.lstrip(": "))
     word, _, rest = text[start:].partition(" ")
     if not word:
-        return Flaw("expected a command; ? lists them", start)
+        return SyntaxFlaw("expected a command; ? lists them", start)
     rule = _rule(word)
-    if isinstance(rule, Flaw):
-        return Flaw(rule.what, start)
+    if isinstance(rule, SyntaxFlaw):
+        return SyntaxFlaw(rule.what, start)
     after = len(text) - len(rest.lstrip()) if rest.strip() else len(text.rstrip())
     made = rule.make(rest.strip())
-    return Flaw(made.what, after + made.at) if isinstance(made, Flaw) else made
+    return SyntaxFlaw(made.what, after + made.at) if isinstance(made, SyntaxFlaw) else made
 
 
-def complete(text: str, context: Context) -> list[str]:
+def complete(text: str, choices: CommandChoices) -> list[str]:
     """Lines that ``text`` may become, each whole, in the order of the table; at most 50."""
     line = text.lstrip(": ")
     word, blank, rest = line.partition(" ")
     if not blank:
         return [rule.word for rule in RULES if rule.word.startswith(word)]
     rule = _rule(word)
-    if isinstance(rule, Flaw) or rule.choices is None:
+    if isinstance(rule, SyntaxFlaw) or rule.choices is None:
         return []
     begun = rest.lstrip()
-    found = [one for one in rule.choices(context) if one.startswith(begun) and one != begun]
+    found = [one for one in rule.choices(choices) if one.startswith(begun) and one != begun]
     return [f"{rule.word} {one}" for one in dict.fromkeys(found)][:50]
 
 
-def _rule(word: str) -> Rule | Flaw:
+def _rule(word: str) -> CommandRule | SyntaxFlaw:
     exact = [rule for rule in RULES if rule.word == word]
     alike = exact or [rule for rule in RULES if rule.word.startswith(word)]
     if len(alike) == 1:
         return alike[0]
     if alike:
-        return Flaw(f"{word!r} may be {', '.join(rule.word for rule in alike)}", 0)
-    return Flaw(f"there is no command {word!r}; ? lists them", 0)
+        return SyntaxFlaw(f"{word!r} may be {', '.join(rule.word for rule in alike)}", 0)
+    return SyntaxFlaw(f"there is no command {word!r}; ? lists them", 0)
 
 
 # ---- what follows a word -------------------------------------------------------------------------
 
 
-def _nothing(command: Command) -> Callable[[str], Command | Flaw]:
-    return lambda rest: Flaw(f"expected nothing more, not {rest!r}", 0) if rest else command
+def _nothing(command: Command) -> Callable[[str], Command | SyntaxFlaw]:
+    return lambda rest: SyntaxFlaw(f"expected nothing more, not {rest!r}", 0) if rest else command
 
 
-def _whole(text: str, what: str) -> int | Flaw:
+def _whole(text: str, what: str) -> int | SyntaxFlaw:
     """A number from 0 on that the wire can carry."""
     if not text.isascii() or not text.isdigit() or int(text[:20]) > INT64:
         told = f", not {text!r}" if text else ""
-        return Flaw(f"expected {what}{told}", 0)
+        return SyntaxFlaw(f"expected {what}{told}", 0)
     return int(text)
 
 
-def _numbered(kind: str) -> Callable[[str], Command | Flaw]:
-    def make(rest: str) -> Command | Flaw:
+def _numbered(kind: str) -> Callable[[str], Command | SyntaxFlaw]:
+    def make(rest: str) -> Command | SyntaxFlaw:
         number = _whole(rest, f"the number of a {kind}")
-        return number if isinstance(number, Flaw) else Open(f"{kind}:{number}")
+        return number if isinstance(number, SyntaxFlaw) else f"open {kind}:{number}"
 
     return make
 
 
-def _page(rest: str) -> Command | Flaw:
+def _page(rest: str) -> Command | SyntaxFlaw:
     component, _, text = rest.rpartition(":")
     number = _whole(text, "a page: 17, or swa:17 for one of another component")
-    if isinstance(number, Flaw):
+    if isinstance(number, SyntaxFlaw):
         return number
-    return Open(f"page:{component}:{number}" if component else f"page:{number}")
+    return f"open page:{component}:{number}" if component else f"open page:{number}"
 
 
-def _peer(rest: str) -> Command | Flaw:
-    return Open(f"peer:{rest}") if rest else Flaw("expected the name of a peer", 0)
+def _peer(rest: str) -> Command | SyntaxFlaw:
+    return f"open peer:{rest}" if rest else SyntaxFlaw("expected the name of a peer", 0)
 
 
-def _ref(rest: str) -> Command | Flaw:
+def _ref(rest: str) -> Command | SyntaxFlaw:
     kind, colon, name = rest.partition(":")
     if not (kind and colon and name) or " " in kind:
-        return Flaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
-    return Open(rest)
+        return SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
+    return f"open {rest}"
 
 
-def _filter(rest: str) -> Command | Flaw:
-    return FilterBy(rest)
-
-
-def _sort(rest: str) -> Command | Flaw:
+def _sort(rest: str) -> Command | SyntaxFlaw:
     if " " in rest:
-        return Flaw("expected one column, with a - for the largest first", rest.index(" "))
-    return SortBy(rest)
+        return SyntaxFlaw("expected one column, with a - for the largest first", rest.index(" "))
+    return f"sort-by {rest}"
 
 
-def _set(rest: str) -> Command | Flaw:
+def _set(rest: str) -> Command | SyntaxFlaw:
     name, _, value = rest.partition(" ")
     if name != "fps":
-        return Flaw("expected fps and a number: set fps 4", 0)
+        return SyntaxFlaw("expected fps and a number: set fps 4", 0)
     number = value.strip()
     if not number.replace(".", "", 1).isdigit() or not number.isascii():
-        return Flaw("expected frames per second: set fps 4", len(rest) - len(number))
+        return SyntaxFlaw("expected frames per second: set fps 4", len(rest) - len(number))
     if not LEAST_FPS <= float(number) <= MOST_FPS:
-        return Flaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
-    return SetFps(float(number))
+        return SyntaxFlaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
+    return f"fps {number}"
 
 
-def _theme(rest: str) -> Command | Flaw:
-    return SetTheme(rest)
-
-
-def _export(rest: str) -> Command | Flaw:
+def _export(rest: str) -> Command | SyntaxFlaw:
     form, _, path = rest.partition(" ")
     if form not in (*FORMATS, "svg"):
-        return Flaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
+        return SyntaxFlaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
     if not path.strip():
-        return Flaw(f"expected a file: export {form} FILE", len(rest))
-    return Export(form, path.strip())
+        return SyntaxFlaw(f"expected a file: export {form} FILE", len(rest))
+    return f"export-to {form} {path.strip()}"
 
 
-def _flush(rest: str) -> Command | Flaw:
+def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
-        return Flaw(f"expected nothing, or strict, not {rest!r}", 0)
-    return Ask(Flush(0, rest or "unlocked"))
+        return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
+    return Flush(0, rest or "unlocked")
 
 
-def _evict(rest: str) -> Command | Flaw:
+def _evict(rest: str) -> Command | SyntaxFlaw:
     pages = _whole(rest, "how many pages")
     if pages == 0:
-        return Flaw("expected at least 1 page", 0)
-    return pages if isinstance(pages, Flaw) else Ask(Evict(0, pages))
+        return SyntaxFlaw("expected at least 1 page", 0)
+    return pages if isinstance(pages, SyntaxFlaw) else Evict(0, pages)
 
 
-def _abort(rest: str) -> Command | Flaw:
+def _abort(rest: str) -> Command | SyntaxFlaw:
     word, _, more = rest.partition(" ")
     if word != "room":
-        return Flaw("expected room and its number: abort room 12", 0)
+        return SyntaxFlaw("expected room and its number: abort room 12", 0)
     text, _, reason = more.strip().partition(" ")
     room = _whole(text, "the number of a room: abort room 12")
-    if isinstance(room, Flaw):
-        return Flaw(room.what, len(rest) - len(more.strip()))
+    if isinstance(room, SyntaxFlaw):
+        return SyntaxFlaw(room.what, len(rest) - len(more.strip()))
     if len(reason) > MAX_REASON:
-        return Flaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
-    return Ask(AbortRoom(0, room, reason.strip() or REASON))
+        return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
+    return AbortRoom(0, room, reason.strip() or REASON)
 
 
-def _record(rest: str) -> Command | Flaw:
+def _record(rest: str) -> Command | SyntaxFlaw:
     if rest != "save":
-        return Flaw("expected save: what the daemon's flight recorder has goes to a file there", 0)
-    return Ask(Record(0))
+        return SyntaxFlaw(
+            "expected save: what the daemon's flight recorder has goes to a file there", 0
+        )
+    return Record(0)
 
 
-def _refs(kind: str) -> Callable[[Context], Iterable[str]]:
+def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
     """What follows ``lease`` is what follows ``lease:`` of the refs on the screen."""
     head = f"{kind}:"
-    return lambda context: [one[len(head) :] for one in context.refs if one.startswith(head)]
+    return lambda choices: [one[len(head) :] for one in choices.refs if one.startswith(head)]
 
 
-RULES: tuple[Rule, ...] = (
-    *(Rule(page, page, f"show the page {page}", _nothing(Show(page))) for page in PAGES),
+RULES: tuple[CommandRule, ...] = (
+    *(CommandRule(page, f"show the page {page}", _nothing(f"page {page}")) for page in PAGES),
+    CommandRule("help", "show the page help", _nothing("help")),
     *(
-        Rule(kind, f"{kind} N", f"open a {kind}", _numbered(kind), _refs(kind))
+        CommandRule(f"{kind} N", f"open a {kind}", _numbered(kind), choices=_refs(kind))
         for kind in ("lease", "node", "room", "client")
     ),
-    Rule("page", "page [COMPONENT:]N", "open a page", _page, _refs("page")),
-    Rule("peer", "peer NAME", "open a peer", _peer, _refs("peer")),
-    Rule("open", "open REF", "open it: lease:7, receive:3", _ref, lambda context: context.refs),
-    Rule(
-        "filter",
+    CommandRule("page [COMPONENT:]N", "open a page", _page, choices=_refs("page")),
+    CommandRule("peer NAME", "open a peer", _peer, choices=_refs("peer")),
+    CommandRule("open REF", "open it: lease:7, receive:3", _ref, choices=lambda now: now.refs),
+    CommandRule(
         "filter [TEXT]",
         "show only rows like this; nothing: all",
-        _filter,
-        lambda context: [f"{name}:" for name in context.columns],
+        lambda text: f"filter-by {text}",
+        choices=lambda now: [f"{name}:" for name in now.columns],
     ),
-    Rule(
-        "sort",
+    CommandRule(
         "sort [-]COLUMN",
         "sort by a column; -: the largest first",
         _sort,
-        lambda context: [*context.columns, *(f"-{name}" for name in context.columns)],
+        choices=lambda now: [*now.columns, *(f"-{name}" for name in now.columns)],
     ),
-    Rule("set", "set fps N", "paint N times a second", _set, lambda _: ("fps",)),
-    Rule("theme", "theme [NAME]", "other colours", _theme, lambda context: context.themes),
-    Rule(
-        "export",
+    CommandRule("set fps N", "paint N times a second", _set, choices=lambda _: ("fps",)),
+    CommandRule(
+        "theme [NAME]",
+        "other colours",
+        lambda name: f"theme {name}",
+        choices=lambda now: now.themes,
+    ),
+    CommandRule(
         "export csv|json|text|svg FILE",
         "write this view to a file",
         _export,
-        lambda _: (*FORMATS, "svg"),
+        choices=lambda _: (*FORMATS, "svg"),
     ),
-    Rule(
-        "flush",
+    CommandRule(
         "flush [strict]",
         "drop every unlocked cached page; strict: nothing if any is locked",
         _flush,
-        lambda _: ("strict",),
-        "write",
+        choices=lambda _: ("strict",),
+        needs="write",
     ),
-    Rule("evict", "evict N", "evict at least N pages", _evict, None, "write"),
-    Rule(
-        "abort",
+    CommandRule("evict N", "evict at least N pages", _evict, needs="write"),
+    CommandRule(
         "abort room N [REASON]",
         "give up every part of a room here",
         _abort,
-        lambda context: [
-            "room",
-            *(one.replace(":", " ", 1) for one in context.refs if one.startswith("room:")),
-        ],
-        "write",
+        choices=lambda now: ["room", *(f"room {number}" for number in _refs("room")(now))],
+        needs="write",
     ),
-    Rule("fence", "fence", "restart the transfer process", _nothing(Ask(Fence(0))), None, "write"),
-    Rule("audit", "audit", "check every invariant now", _nothing(Ask(Audit(0)))),
-    Rule("record", "record save", "save the flight recorder", _record, lambda _: ("save",)),
-    Rule("q", "q", "quit", _nothing(Quit())),
-    Rule("quit", "quit", "quit", _nothing(Quit())),
+    CommandRule("fence", "restart the transfer process", _nothing(Fence(0)), needs="write"),
+    CommandRule("audit", "check every invariant now", _nothing(Audit(0))),
+    CommandRule("record save", "save the flight recorder", _record, choices=lambda _: ("save",)),
+    CommandRule("q", "quit", _nothing("quit")),
+    CommandRule("quit", "quit", _nothing("quit")),
 )

@@ -1,4 +1,4 @@
-"""A sheet as a file: CSV, JSON or text; all its rows, or only those that are tagged.
+"""A table as a file: CSV, JSON or text; all its rows, or only those that are tagged.
 
 CSV and JSON have the figures as they are, moments as ages in seconds; text has them as shown.
 """
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvd.wire.console import Cell, TableRow
-    from tui.model.sheets import Sheet
+    from tui.model.tables import TableData
 
 FORMATS = ("csv", "json", "text")
 WIDEST = 60
 """Columns of one cell of the text."""
 
 
-def export(sheet: Sheet, form: str, now_s: float, tagged: Collection[str] = ()) -> str:
-    """The sheet in one of ``FORMATS``; ``tagged``: keys of the only rows that are wanted."""
-    rows = [row for row in sheet.listed() if not tagged or row.key in tagged]
+def export(data: TableData, form: str, now_s: float, tagged: Collection[str] = ()) -> str:
+    """The table in one of ``FORMATS``; ``tagged``: keys of the only rows that are wanted."""
+    rows = [row for row in data.listed() if not tagged or row.key in tagged]
     match form:
         case "csv":
-            return _csv(sheet, rows, now_s)
+            return _csv(data, rows, now_s)
         case "json":
-            return _json(sheet, rows, now_s)
+            return _json(data, rows, now_s)
         case _:
-            return _text(sheet, rows, now_s)
+            return _text(data, rows, now_s)
 
 
-def _csv(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
+def _csv(data: TableData, rows: list[TableRow], now_s: float) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["key", *(_heading(one.name, one.kind) for one in sheet.columns)])
+    writer.writerow(["key", *(_heading(one.name, one.kind) for one in data.columns)])
     for row in rows:
-        cells = zip(row.cells, sheet.columns, strict=True)
+        cells = zip(row.cells, data.columns, strict=True)
         values = [_plain(cell, one.kind, now_s) for cell, one in cells]
         writer.writerow([_harmless(row.key), *map(_harmless, values)])
     return out.getvalue()
@@ -59,18 +59,18 @@ def _harmless(value: str | float | None) -> str | float | None:
     return f"'{text}" if text[:1] in {"=", "+", "-", "@"} else text
 
 
-def _json(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
+def _json(data: TableData, rows: list[TableRow], now_s: float) -> str:
     made = {
-        "view": sheet.view,
-        "at_s": sheet.at_s,
-        "total": sheet.total,
-        "of": sheet.of,
+        "view": data.view,
+        "at_s": data.at_s,
+        "total": data.total,
+        "of": data.of,
         "rows": [
             {
                 "key": row.key,
                 **{
                     _heading(one.name, one.kind): _nested(cell, one.kind, now_s)
-                    for cell, one in zip(row.cells, sheet.columns, strict=True)
+                    for cell, one in zip(row.cells, data.columns, strict=True)
                 },
             }
             for row in rows
@@ -79,21 +79,21 @@ def _json(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
     return msgspec.json.format(msgspec.json.encode(made), indent=2).decode() + "\n"
 
 
-def _text(sheet: Sheet, rows: list[TableRow], now_s: float) -> str:
-    heads = [clean(one.name) for one in sheet.columns]
+def _text(data: TableData, rows: list[TableRow], now_s: float) -> str:
+    heads = [clean(one.name) for one in data.columns]
     lines = [
-        [text_of(cell, one.kind, now_s) for cell, one in zip(row.cells, sheet.columns, strict=True)]
+        [text_of(cell, one.kind, now_s) for cell, one in zip(row.cells, data.columns, strict=True)]
         for row in rows
     ]
     widths = [min(WIDEST, max(map(width_of, column))) for column in zip(heads, *lines, strict=True)]
-    sides = [right if is_figure(one.kind) else left for one in sheet.columns]
+    sides = [right if is_figure(one.kind) else left for one in data.columns]
     made = [
         "  ".join(
             side(text, width) for side, text, width in zip(sides, line, widths, strict=True)
         ).rstrip()
         for line in (heads, *lines)
     ]
-    left_out = sheet.total - len(rows)
+    left_out = data.total - len(rows)
     if left_out > 0:
         made.append(f"{left_out} more rows are not here")
     return "\n".join(made) + "\n"

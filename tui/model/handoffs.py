@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean
+import msgspec
+
+from kvd.errors import Refusal
+from kvd.text import bytes_per_second, clean, compact_bytes, lasting
+from kvd.wire.admin import Because, Mark, OtherEnd
 from kvd.wire.console import Column
 from tui.draw.chart import EIGHTHS
-from tui.draw.phases import STYLES, lasting
+from tui.draw.phases import STYLES, HandoffEnd
 from tui.model import cells
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
-    from tui.model.dress import Facts
+    from tui.model.columns import NamedRow
     from tui.model.rates import RowRates
+
 
 COLUMNS = (
     Column("progress", "share", "bytes that are there, of all"),
@@ -59,18 +66,15 @@ LETTERS = {
 ENDED = {"delivered", "failed"}
 ARROWS = {"decode": "←", "prefill": "→"}
 """Where the bytes go: to us, or from us."""
-SLOW_S = 2.0
-"""So long without a byte is worth a look, while bytes are to come."""
-MOVING = {"receiving", "streaming", "flushing", "verifying", "offered", "draining"}
 
 
-def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
+def made(row: NamedRow, rates: RowRates) -> tuple[Cell, ...]:
     """The cells of ``COLUMNS``."""
     done, total = row.number("done_bytes"), row.number("total_bytes")
     if done is None:
         return None, None, None, None
     share = max(0.0, min(1.0, done / total)) if total else None
-    words = f"{cells.size(done)}/{cells.size(total)}" if total else cells.size(done)
+    words = f"{compact_bytes(done)}/{compact_bytes(total)}" if total else compact_bytes(done)
     if row.text("state") in ENDED:
         return share, words, None, None
     rate = rates.rate(row.row.key, row.at_s)
@@ -78,20 +82,20 @@ def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
     return share, words, rate, eta_s
 
 
-def state(row: Facts) -> tuple[str, Style]:
+def state(row: NamedRow) -> tuple[str, Style]:
     """A letter, the word, and the style of the phase."""
     word = row.text("state")
     style: Style = {"delivered": "ok", "failed": "bad"}.get(word) or STYLES.get(word, "dim")  # type: ignore[assignment]
     return f"{LETTERS.get(word, '?')} {clean(word)}", style
 
 
-def peer(row: Facts) -> tuple[str, Style]:
+def peer(row: NamedRow) -> tuple[str, Style]:
     """Where it comes from or goes to."""
     name = clean(row.text("peer").removeprefix("peer:"))
     return f"{ARROWS.get(row.text('side'), '?')} {name or 'nobody yet'}", _dimmed(row, "plain")
 
 
-def progress(row: Facts, columns: int) -> tuple[str, Style]:
+def progress(row: NamedRow, columns: int) -> tuple[str, Style]:
     """A bar of so many columns with its share."""
     share = row.number("progress")
     if share is None:
@@ -108,31 +112,165 @@ def bar_columns(width: int) -> int:
     return max(6, min(32, (width - 60) // 6 + 5))
 
 
-def done(row: Facts) -> tuple[str, Style]:
+def done(row: NamedRow) -> tuple[str, Style]:
     """``30.6Mi/70.0Mi``."""
     return row.text("done") or cells.NOTHING, _dimmed(row, "plain")
 
 
-def rate(row: Facts) -> tuple[str, Style]:
+def rate(row: NamedRow) -> tuple[str, Style]:
     """Bytes per second; 0 stands out where bytes are due."""
     found = row.number("rate")
     if found is None:
         return cells.NOTHING, "dim"
     if found > 0:
-        return f"{cells.size(found)}/s", "plain"
+        return bytes_per_second(found), "plain"
     return "0B/s", "warn" if row.text("state") in {"receiving", "streaming", "flushing"} else "dim"
 
 
-def eta(row: Facts) -> tuple[str, Style]:
+def eta(row: NamedRow) -> tuple[str, Style]:
     """``~36ms``."""
     left_s = row.number("eta")
     return (cells.NOTHING, "dim") if left_s is None else (f"~{lasting(left_s)}", "plain")
 
 
-def waiting_for(row: Facts) -> tuple[str, Style]:
+def waiting_for(row: NamedRow) -> tuple[str, Style]:
     """What would take it further; of one that failed, why."""
     return clean(row.text("waiting_for")), "bad" if row.text("state") == "failed" else "plain"
 
 
-def _dimmed(row: Facts, style: Style) -> Style:
+def _dimmed(row: NamedRow, style: Style) -> Style:
     return "dim" if row.text("state") in ENDED else style
+
+
+PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
+    "state": state,
+    "peer": peer,
+    "done": done,
+    "rate": rate,
+    "eta": eta,
+    "waiting_for": waiting_for,
+}
+"""How cells look, by their columns; the bar is as long as the page has room."""
+
+
+UNNAMED = "the other end"
+OTHER_SIDE = {"decode": "prefill", "prefill": "decode"}
+
+
+class StoryAnswer(msgspec.Struct, frozen=True):
+    """An answer of the daemon, and its clock when it came."""
+
+    at_s: float
+    answer: Because | Refusal | tuple[OtherEnd, ...]
+
+
+class HandoffStory(msgspec.Struct, frozen=True):
+    """A handoff that is looked at. ``here`` and ``there`` are None until they were asked for."""
+
+    ref: str
+    here: StoryAnswer | None = None
+    there: StoryAnswer | None = None
+
+    def with_here(self, at_s: float, answer: Because | Refusal) -> HandoffStory:
+        """With what the daemon says now. One that has ended is forgotten: its story stays."""
+        kept = self.here
+        if isinstance(answer, Refusal) and kept is not None and isinstance(kept.answer, Because):
+            return self
+        return msgspec.structs.replace(self, here=StoryAnswer(at_s, answer))
+
+    def with_there(self, at_s: float, answer: tuple[OtherEnd, ...] | Refusal) -> HandoffStory:
+        """With what the other daemon says now; of all ends of the room those of this part.
+
+        Where there is no answer, what it said before stays: the head says how old that is.
+        """
+        kept = self.there.answer if self.there is not None else ()
+        was_told = isinstance(kept, tuple) and any(not one.why_none for one in kept)
+        if isinstance(answer, Refusal) and was_told:
+            return self
+        if isinstance(answer, tuple):
+            answer = tuple(one for one in answer if one.ours == self.ref)
+        return msgspec.structs.replace(self, there=StoryAnswer(at_s, answer))
+
+
+def ends(story: HandoffStory, row: NamedRow, node: str, now_s: float) -> tuple[HandoffEnd, ...]:
+    """Our end, then the other one, as of ``now_s`` on the daemon's clock."""
+    peer = row.text("peer").removeprefix("peer:")
+    return (_ours(story, row, node, now_s), *_others(story, row, peer, now_s))
+
+
+def _ours(story: HandoffStory, row: NamedRow, node: str, now_s: float) -> HandoffEnd:
+    side, state, why = row.text("side"), row.text("state"), row.text("waiting_for")
+    match story.here:
+        case StoryAnswer(at_s=at_s, answer=Because(marks=marks)):
+            shown = seen(marks, now_s - at_s)
+        case StoryAnswer(answer=Refusal(message=message)) if state not in ENDED:
+            return HandoffEnd(node, side, state, (), why, message)
+        case _:
+            shown = _began(row, now_s)
+    if state in ENDED:
+        return HandoffEnd(node, side, "closed", _closed(shown, row, now_s))
+    return HandoffEnd(node, side, state, shown, why)
+
+
+def _began(row: NamedRow, now_s: float) -> tuple[Mark, ...]:
+    """What the row alone tells."""
+    since_s = row.number("since")
+    return (Mark(max(0.0, now_s - since_s), "began"),) if since_s is not None else ()
+
+
+def _closed(marks: tuple[Mark, ...], row: NamedRow, now_s: float) -> tuple[Mark, ...]:
+    """The end itself, which came after the last story was asked for."""
+    ended_s = row.number("ended")
+    if ended_s is None or not marks or marks[-1].what.partition(" (")[0].endswith("-> closed"):
+        return marks
+    before = marks[-1].what.partition("-> ")[2].partition(" (")[0] or "open"
+    ago_s = min(max(0.0, now_s - ended_s), marks[-1].ago_s)
+    why = row.text("waiting_for") or row.text("state")
+    return (*marks, Mark(ago_s, f"{before} -> closed ({why})"))
+
+
+def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tuple[HandoffEnd, ...]:
+    side = OTHER_SIDE.get(row.text("side"), "?")
+    match story.there:
+        case None:
+            trouble = "asked; no answer yet" if peer else "nobody yet"
+            if row.text("state") in ENDED:
+                trouble = "not asked: it has ended"
+            return (HandoffEnd(peer or UNNAMED, side, "", (), "", trouble),)
+        case StoryAnswer(answer=Refusal(message=message)):
+            return (HandoffEnd(peer or UNNAMED, side, "", (), "", message),)
+        case StoryAnswer(at_s=at_s, answer=tuple() as found):
+            if not found:
+                return (
+                    HandoffEnd(
+                        peer or UNNAMED,
+                        side,
+                        "",
+                        (),
+                        "",
+                        "this daemon tells of no other end",
+                    ),
+                )
+            return tuple(_other(one, now_s - at_s) for one in found)
+        case _:
+            return ()
+
+
+def _other(one: OtherEnd, by_s: float) -> HandoffEnd:
+    marks = seen(one.marks, by_s)
+    return HandoffEnd(
+        one.peer or UNNAMED, one.side, one.state, marks, one.waiting_for, one.why_none
+    )
+
+
+def seen(marks: Iterable[Mark], by_s: float) -> tuple[Mark, ...]:
+    """The marks ``by_s`` later; earlier where negative, without those that were yet to come."""
+    return tuple(Mark(mark.ago_s + by_s, mark.what) for mark in marks if mark.ago_s + by_s >= 0.0)
+
+
+def timeline(shown: Iterable[HandoffEnd]) -> list[tuple[float, str, str]]:
+    """Everything that happened at either end, oldest first: how long ago, where, what."""
+    return sorted(
+        ((mark.ago_s, end.name, mark.what) for end in shown for mark in end.marks),
+        key=lambda one: -one[0],
+    )

@@ -4,7 +4,7 @@ Nothing is guessed. A change to a table that is not here, an answer that cannot 
 that nobody waits for: the table is dropped and asked for whole, and a notice says so. A daemon that
 has restarted makes everything that was here the past: it is dropped too.
 
-Who shows a page says what it wants (``Wanted``); the mirror fills in what it has.
+Who shows a page says what it wants (``Subscription``); the mirror fills in what it has.
 """
 
 from __future__ import annotations
@@ -16,34 +16,24 @@ import msgspec
 
 from kvd.text import counted
 from kvd.wire.admin import Frame, Look
-from kvd.wire.console import (
-    MAX_QUERIES,
-    EventQuery,
-    MapQuery,
-    PageMap,
-    Query,
-    Table,
-    Vitals,
-)
-from tui.model import sheets
-from tui.model.log import Gap, Log, log_slot
-from tui.model.moments import Moment, Moments
-from tui.model.rates import Rates
-from tui.model.sheets import Answer, Misfit, Sheet, Slot, slot_of
-from tui.model.standing import Connecting, Down, Lagging, Live, Standing, aged
+from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, PageMap, Query, Table, Vitals
+from tui.model import tables
+from tui.model.event_log import EventGap, Log, log_slot
+from tui.model.rates import NodeRates
+from tui.model.snapshots import DaemonSnapshot, SnapshotHistory
+from tui.model.tables import Answer, BadAnswer, Slot, TableData, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvd.wire.events import Event
-    from tui.model.log import Item
+    from tui.model.event_log import Item
+
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-__all__ = ["Connecting", "Down", "Lagging", "Live", "Mirror", "Notice", "Sheet", "Wanted"]
-
-MAX_SHEETS = 24
+MAX_TABLES = 24
 """Windows that are kept, the last used ones: to go back to a page is to see it at once."""
 MAX_MAPS = 4
 MAX_LOGS = 4
@@ -51,7 +41,41 @@ MAX_NOTICES = 200
 EVERY_S = 0.1
 
 
-class Wanted(msgspec.Struct, frozen=True):
+LATE_FRAMES = 2.0
+"""So many intervals without a frame are lag, not chance."""
+LATE_S = 0.5
+"""And never less than this: a terminal that paints twenty times a second is not that precise."""
+
+
+class LinkConnecting(msgspec.Struct, frozen=True):
+    """Nobody has answered yet; ``why`` is what is known about it."""
+
+    why: str
+
+
+class LinkLive(msgspec.Struct, frozen=True):
+    """Frames come as they are wanted; the last one came ``lag_s`` ago."""
+
+    lag_s: float
+
+
+class LinkLagging(msgspec.Struct, frozen=True):
+    """The next frame is due and has not come, ``lag_s`` after the last one."""
+
+    lag_s: float
+
+
+class LinkDown(msgspec.Struct, frozen=True):
+    """There was an answer once, and there is none any more; ``since_s`` is on our clock."""
+
+    why: str
+    since_s: float
+
+
+LinkState = LinkConnecting | LinkLive | LinkLagging | LinkDown
+
+
+class Subscription(msgspec.Struct, frozen=True):
     """What is to be asked for: at most ``MAX_QUERIES`` queries, whose ``have`` does not matter."""
 
     queries: tuple[Slot, ...] = ()
@@ -73,16 +97,19 @@ class Notice(msgspec.Struct, frozen=True):
 class Mirror:
     """What a console has of one daemon."""
 
-    def __init__(self, moments: Moments | None = None, rates: Rates | None = None) -> None:
-        self.moments = moments if moments is not None else Moments()
-        self.rates = rates if rates is not None else Rates()
+    def __init__(
+        self, history: SnapshotHistory | None = None, rates: NodeRates | None = None
+    ) -> None:
+        self.history = history if history is not None else SnapshotHistory()
+        self.rates = rates if rates is not None else NodeRates()
         self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
         self.frames = 0
         """Frames taken, of any daemon: a screen that has shown this one need not paint again."""
-        self._standing: Standing = Connecting("")
+        self._trouble: LinkConnecting | LinkDown | None = LinkConnecting("")
+        """Why nothing comes; None while frames do."""
         self._heard_s = 0.0
         self._vitals: Vitals | None = None
-        self._sheets: dict[Query, Sheet] = {}
+        self._tables: dict[Query, TableData] = {}
         self._maps: dict[MapQuery, PageMap] = {}
         self._logs: dict[EventQuery, Log] = {}
         self._expected: Look | None = None
@@ -98,21 +125,23 @@ class Mirror:
 
     # ---- how the link stands -----------------------------------------------------------------
 
-    def standing(self, now_s: float, interval_s: float) -> Standing:
+    def link_state(self, now_s: float, interval_s: float) -> LinkState:
         """How the link stands at ``now_s`` on our clock, where a frame is due every interval."""
-        return aged(self._standing, self._heard_s, now_s, interval_s)
+        if self._trouble is not None:
+            return self._trouble
+        lag_s = max(0.0, now_s - self._heard_s)
+        is_late = lag_s > max(LATE_S, LATE_FRAMES * interval_s)
+        return LinkLagging(lag_s) if is_late else LinkLive(lag_s)
 
     def failed(self, why: str, now_s: float) -> None:
         """The link has no answer: it is connecting still, or down since it first said so."""
-        match self._standing:
-            case Connecting():
-                self._standing = Connecting(why)
-            case Down(_, since_s):
-                self._standing = Down(why, since_s)
-            case Live() | Lagging():
-                self._standing = Down(why, now_s)
-            case _:
-                assert_never(self._standing)
+        match self._trouble:
+            case LinkConnecting():
+                self._trouble = LinkConnecting(why)
+            case LinkDown(since_s=since_s):
+                self._trouble = LinkDown(why, since_s)
+            case None:
+                self._trouble = LinkDown(why, now_s)
 
     # ---- what to ask -------------------------------------------------------------------------
 
@@ -121,13 +150,21 @@ class Mirror:
         slots = list(dict.fromkeys(slot_of(one) for one in wanted))[:MAX_QUERIES]
         return tuple(msgspec.structs.replace(one, have=self._have(one)) for one in slots)
 
-    def look(self, call: int, wanted: Wanted, frames: int = 1, every_s: float = EVERY_S) -> Look:
+    def look(
+        self, call: int, wanted: Subscription, frames: int = 1, every_s: float = EVERY_S
+    ) -> Look:
         """The next thing to send; ``take`` then waits for so many frames of that call."""
         events = None
         if wanted.events is not None:
             log = self._logs.get(log_slot(wanted.events), Log())
             events = msgspec.structs.replace(wanted.events, after=log.last_seq)
-        look = Look(call, self.queries(wanted.queries), events, frames, every_s)
+        look = Look(
+            call=call,
+            queries=self.queries(wanted.queries),
+            events=events,
+            frames=frames,
+            every_s=every_s,
+        )
         self.expect(look)
         return look
 
@@ -138,7 +175,7 @@ class Mirror:
     def _have(self, slot: Slot) -> int:
         match slot:
             case Query():
-                return self._sheets[slot].revision if slot in self._sheets else 0
+                return self._tables[slot].revision if slot in self._tables else 0
             case MapQuery():
                 return self._maps[slot].revision if slot in self._maps else 0
             case _:
@@ -162,19 +199,19 @@ class Mirror:
         if not self._due:
             self._expected = None
         self._is_whole = True
-        is_other = self._turn(frame.vitals, heard_s)
-        self._vitals, self._heard_s, self._standing = frame.vitals, heard_s, Live(0.0)
+        is_other = self._drop_if_restarted(frame.vitals, heard_s)
+        self._vitals, self._heard_s, self._trouble = frame.vitals, heard_s, None
         self.frames += 1
         if len(frame.answers) == len(look.queries):
             for query, raw in zip(look.queries, frame.answers, strict=True):
-                self._fold(query, sheets.read(raw), heard_s, is_other=is_other)
+                self._fold(query, tables.read(raw), heard_s, is_other=is_other)
         else:
             counts = f"{len(look.queries)} queries, {len(frame.answers)} answers"
             self._drop(look.queries, heard_s, counts)
         if look.events is not None and not is_other:
             self._hear(look.events, frame, heard_s)
         self.rates.take(frame.vitals)
-        self.moments.add(self.moment())
+        self.history.add(self.snapshot())
         return self._is_whole and not is_other
 
     def note(self, heard_s: float, kind: str, text: str) -> None:
@@ -184,21 +221,21 @@ class Mirror:
     def rewind(self) -> None:
         """Know nothing again, silently: what comes next is of another time of the same daemon."""
         self._vitals = None
-        self._sheets.clear()
+        self._tables.clear()
         self._maps.clear()
         self._logs.clear()
         self.notices.clear()
         self.rates.forget()
-        self.moments.forget()
+        self.history.forget()
 
     def whole(self) -> list[tuple[Look, Frame]]:
         """All that is here, as looks of somebody who has nothing and the frames for them.
 
-        Taken one after the other by an empty mirror they make this one.
+        OneFrame one after the other by an empty mirror they make this one.
         """
         if self._vitals is None:
             return []
-        pairs = [(slot, sheets.whole(sheet)) for slot, sheet in self._sheets.items()]
+        pairs = [(slot, tables.whole(data)) for slot, data in self._tables.items()]
         answers: list[tuple[Slot, Answer]] = [*pairs, *self._maps.items()]
         parts = [
             answers[at : at + MAX_QUERIES] for at in range(0, max(1, len(answers)), MAX_QUERIES)
@@ -206,18 +243,22 @@ class Mirror:
         made = [_told(self._vitals, part) for part in parts]
         return [*made, *(_told(self._vitals, [], slot, log) for slot, log in self._logs.items())]
 
-    def moment(self) -> Moment:
+    def snapshot(self) -> DaemonSnapshot:
         """The picture as of the last frame."""
-        return Moment(
-            self._heard_s, self._vitals, dict(self._sheets), dict(self._maps), dict(self._logs)
+        return DaemonSnapshot(
+            heard_s=self._heard_s,
+            vitals=self._vitals,
+            tables=dict(self._tables),
+            maps=dict(self._maps),
+            logs=dict(self._logs),
         )
 
-    def _turn(self, vitals: Vitals, heard_s: float) -> bool:
+    def _drop_if_restarted(self, vitals: Vitals, heard_s: float) -> bool:
         """Drop everything if this is another incarnation than before; whether it is."""
         before = self._vitals
         if before is None or before.incarnation == vitals.incarnation:
             return False
-        self._sheets.clear()
+        self._tables.clear()
         self._maps.clear()
         self._logs.clear()
         self.rates.forget()
@@ -231,7 +272,7 @@ class Mirror:
         return True
 
     def _fold(
-        self, query: Slot, answer: Table | PageMap | Misfit, heard_s: float, *, is_other: bool
+        self, query: Slot, answer: Table | PageMap | BadAnswer, heard_s: float, *, is_other: bool
     ) -> None:
         """Take one answer. Of another incarnation only whole ones: its revisions are not ours."""
         match query, answer:
@@ -239,21 +280,21 @@ class Mirror:
                 if is_other and answer.since:
                     return
                 slot = msgspec.structs.replace(query, have=0)
-                sheet = sheets.fold(self._sheets.get(slot), slot, answer)
-                if isinstance(sheet, Sheet):
-                    _put(self._sheets, slot, sheet, MAX_SHEETS)
+                data = tables.fold(self._tables.get(slot), slot, answer)
+                if isinstance(data, TableData):
+                    _put(self._tables, slot, data, MAX_TABLES)
                 else:
-                    self._drop((query,), heard_s, sheet.why)
+                    self._drop((query,), heard_s, data.why)
             case MapQuery(), PageMap():
                 if is_other and answer.cells is None:
                     return
                 map_slot = msgspec.structs.replace(query, have=0)
-                page_map = sheets.fold_map(self._maps.get(map_slot), map_slot, answer)
+                page_map = tables.fold_map(self._maps.get(map_slot), map_slot, answer)
                 if isinstance(page_map, PageMap):
                     _put(self._maps, map_slot, page_map, MAX_MAPS)
                 else:
                     self._drop((query,), heard_s, page_map.why)
-            case _, Misfit():
+            case _, BadAnswer():
                 self._drop((query,), heard_s, answer.why)
             case _:
                 self._drop((query,), heard_s, "a table came for a map, or a map for a table")
@@ -263,7 +304,7 @@ class Mirror:
         for query in queries:
             match slot_of(query):
                 case Query() as slot:
-                    self._sheets.pop(slot, None)
+                    self._tables.pop(slot, None)
                 case MapQuery() as map_slot:
                     self._maps.pop(map_slot, None)
         self.note(heard_s, "misfit", f"dropped, and asked for again: {why}")
@@ -275,7 +316,7 @@ class Mirror:
         fresh: list[Event] = [one for one in frame.events if one.seq > log.last_seq]
         items: list[Item] = list(fresh)
         if log.last_seq and (frame.lost or frame.skipped):
-            items.insert(0, Gap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
+            items.insert(0, EventGap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
             if frame.lost:
                 self.note(
                     heard_s, "lost", f"{counted(frame.lost, 'event')} had left the daemon's ring"
@@ -295,12 +336,15 @@ def _told(
     log: Log | None = None,
 ) -> tuple[Look, Frame]:
     """A look without any ``have``, and its frame."""
-    events = [] if log is None else [one for one in log.items() if not isinstance(one, Gap)]
+    events = [] if log is None else [one for one in log.items() if not isinstance(one, EventGap)]
     encode = msgspec.msgpack.Encoder().encode
     look = Look(0, tuple(query for query, _ in answers), slot)
     raws = tuple(msgspec.Raw(encode(answer)) for _, answer in answers)
     upto = log.last_seq if log is not None else 0
-    return look, Frame(0, vitals, raws, tuple(events), 0, 0, upto)
+    frame = Frame(
+        call=0, vitals=vitals, answers=raws, events=tuple(events), lost=0, skipped=0, upto=upto
+    )
+    return look, frame
 
 
 def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:

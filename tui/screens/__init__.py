@@ -1,4 +1,10 @@
-"""The pages, by the names of ``tui.keys.PAGES``."""
+"""The pages, by the names of ``tui.keys.PAGES``, each with the panels that only it has.
+
+Read first: ``page`` (what a page is: what it wants, how it shows it, what its keys do), then any
+one, ``peers`` is the shortest. A page holds no data: it gets a snapshot of all that is known.
+
+What must not live here: what data means (``tui.model``) and how it is drawn (``tui.draw``).
+"""
 
 from __future__ import annotations
 

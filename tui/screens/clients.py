@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
 from typing_extensions import override
 
-from kvd.wire.console import Filter
+from kvd.wire.console import MAX_FILTERS, Filter
 from tui.draw import spans
-from tui.model import engines
-from tui.model.dress import Wardrobe
+from tui.model import clients
+from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
 from tui.widgets.canvas import Canvas
-from tui.widgets.dressed import DressedTable
-from tui.widgets.fitting import Rules
-from tui.widgets.owned import OwnedLeases
-from tui.widgets.popup import broken
+from tui.widgets.dialogs import wrap_words
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
 
-    from kvd.wire.console import Cell
+    from kvd.wire.console import Cell, Query
     from tui.draw.spans import Line
-    from tui.model.dress import Facts
-    from tui.model.moments import Moment
+    from tui.model.columns import NamedRow
+    from tui.model.snapshots import DaemonSnapshot
+
 
 MOST_ADVICE_LINES = 3
 
@@ -35,7 +35,7 @@ MOST_ADVICE_LINES = 3
 class ClientsPage(Page):
     """Clients above; below what can be done about the one under the cursor, and its leases.
 
-    Nothing here takes pages away: kvd never does that to a process that lives.
+    Nothing here takes pages away: kvd never does that to a process that handoffs.
     """
 
     NAME = "clients"
@@ -50,49 +50,49 @@ class ClientsPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rates = RowRates("calls", engines.RATE_OVER_S)
+        self._rates = RowRates("calls", clients.RATE_OVER_S)
         self._owner = ""
         self._pinned = ""
         """A lease that was gone to from elsewhere, until the cursor moves to another client."""
 
     @override
     def compose(self) -> ComposeResult:
-        yield DressedTable(
+        yield WindowedTable(
             "clients",
-            Wardrobe(engines.COLUMNS, self._made, engines.FIRST),
-            {"state": engines.state, "calls_s": engines.calls},
+            computed=ComputedColumns(clients.COLUMNS, self._made, clients.FIRST),
+            painters={"state": clients.state, "calls_s": clients.calls},
             sort="name",
-            rules=Rules(engines.MATTERS),
-            stands_for=engines.STANDS_FOR,
+            rules=ColumnRules(clients.MATTERS),
+            stands_for=clients.STANDS_FOR,
             rates=(self._rates,),
         )
         yield Canvas(id="advice")
-        yield OwnedLeases("leases", rules=Rules(engines.LEASES, engines.LEASES_HIDDEN))
+        yield OwnedLeases("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
 
     @property
-    def clients(self) -> DressedTable:
+    def clients(self) -> WindowedTable:
         """Who is attached."""
-        return self.query_one("#table-clients", DressedTable)
+        return self.query_one("#table-clients", WindowedTable)
 
     @property
     def leases(self) -> OwnedLeases:
         """What the one under the cursor holds."""
         return self.query_one("#table-leases", OwnedLeases)
 
-    def _made(self, row: Facts) -> tuple[Cell, ...]:
-        return engines.made(row, self._rates)
+    def _made(self, row: NamedRow) -> tuple[Cell, ...]:
+        return clients.made(row, self._rates)
 
     @override
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         if self.clients.display:
-            self.clients.show(moment)
-            self.shorten(self.clients)
+            self.clients.show(snapshot)
+            self.fit_height(self.clients)
         self._follow()
         if self.leases.display:
-            self.leases.show(moment)
+            self.leases.show(snapshot)
         advice = self.query_one("#advice", Canvas)
         if advice.display and advice.size.width:
-            advice.paint(self._advice(moment.now_s, advice.size.width))
+            advice.paint(self._advice(snapshot.now_s, advice.size.width))
 
     def _follow(self) -> None:
         """Show the leases of the client under the cursor."""
@@ -110,17 +110,19 @@ class ClientsPage(Page):
             self.leases.restrict((), "leases")
 
     def _owned_by(self) -> str:
-        row = self.clients.facts()
+        row = self.clients.named_row()
         name = row.text("name") if row is not None else ""
         return f"{name} ({self._owner})" if name else self._owner
 
     def _advice(self, now_s: float, width: int) -> list[Line]:
-        row = self.clients.facts()
+        row = self.clients.named_row()
         if row is None:
             return []
-        words = broken(engines.advice(row, now_s), width - 4)
+        words = wrap_words(clients.advice(row, now_s), width - 4)
         style: spans.Style = "plain" if row.text("state") == "alive" else "warn"
-        return [(spans.Span("  "), spans.said(part, style)) for part in words[:MOST_ADVICE_LINES]]
+        return [
+            (spans.Styled("  "), spans.cleaned(part, style)) for part in words[:MOST_ADVICE_LINES]
+        ]
 
     @override
     async def act(self, action: str) -> bool:
@@ -141,3 +143,22 @@ class ClientsPage(Page):
         self._follow()
         self.activate(self.leases)
         return True
+
+
+class OwnedLeases(WindowedTable):
+    """``restrict`` says whose; the filter of the operator comes on top."""
+
+    _only: tuple[Filter, ...] = ()
+
+    @override
+    def asks(self) -> Query:
+        asked = super().asks()
+        return msgspec.structs.replace(asked, filters=(*self._only, *asked.filters)[:MAX_FILTERS])
+
+    def restrict(self, only: tuple[Filter, ...], title: str) -> None:
+        """Show only these, from the top."""
+        self.title = title
+        if only != self._only:
+            self._only = only
+            self._first = self._cursor = 0
+            self._is_following = False

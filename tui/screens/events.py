@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.message import Message
 from typing_extensions import override
 
+from kvd import filters
+from kvd.filters import SyntaxFlaw
+from kvd.text import age, counted
 from kvd.wire.admin import AskOtherEnd, OtherEnds
 from kvd.wire.console import MAX_EVENTS, EventQuery
-from tui.model import filters, happenings, logbook
-from tui.model.filters import Flaw
-from tui.model.log import Gap
-from tui.model.logbook import Logbook
+from tui.draw import spans
+from tui.draw.spans import Line, Styled, cleaned
+from tui.model import event_log, event_words
+from tui.model.event_log import EventGap, LogEntries
 from tui.screens.page import STEPS, Page
+from tui.widgets.canvas import Canvas, console
 from tui.widgets.card import WITH_EVENTS
-from tui.widgets.loglines import LogLines
-from tui.widgets.reach import console
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from textual import events
     from textual.app import ComposeResult
     from textual.worker import Worker
 
     from kvd.wire.console import Column, TableRow
     from kvd.wire.events import Event
-    from tui.model.logbook import Entry
-    from tui.model.moments import Moment
+    from tui.model.event_log import Entry
+    from tui.model.snapshots import DaemonSnapshot
+
 
 THERE_S = 1.0
 """How often the daemon at the other end of a room is asked, through ours."""
@@ -51,14 +56,14 @@ class EventsPage(Page):
         """What all lines are about; empty for everything."""
         self._text = ""
         self._kinds: tuple[str, ...] = ()
-        self._book = Logbook()
+        self._book = LogEntries()
         self._told: list[Entry] = []
-        self._moment: Moment | None = None
+        self._snapshot: DaemonSnapshot | None = None
         self._record: tuple[TableRow, tuple[Column, ...]] | None = None
 
     @override
     def compose(self) -> ComposeResult:
-        yield LogLines()
+        yield EventLogView()
 
     @override
     def on_mount(self) -> None:
@@ -66,33 +71,33 @@ class EventsPage(Page):
         self.set_interval(THERE_S, self.ask_there)
 
     @property
-    def log_lines(self) -> LogLines:
+    def log_lines(self) -> EventLogView:
         """The log."""
-        return self.query_one(LogLines)
+        return self.query_one(EventLogView)
 
     # ---- what is shown ----------------------------------------------------------------------
 
     @override
     def events(self) -> EventQuery:
-        return EventQuery(0, MAX_EVENTS, self._kinds, self.about)
+        return EventQuery(after=0, limit=MAX_EVENTS, kinds=self._kinds, about=self.about)
 
     @override
-    def show(self, moment: Moment) -> None:
-        self._moment = moment
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        self._snapshot = snapshot
         mirror = console(self).mirror
-        now_s = moment.now_s
+        now_s = snapshot.now_s
         more = [one for one in self._told if one.at_s <= now_s]
         if not self.about:
-            more = logbook.restarts_of(mirror.notices, moment.heard_s, moment.vitals)
+            more = event_log.restarts_of(mirror.notices, snapshot.heard_s, snapshot.vitals)
         lines = self.log_lines
         about = f"about {self.about}" if self.about else ""
         text = f"/{self._text}" if self._text else ""
         lines.words = " ".join(part for part in (about, text) if part)
-        lines.show(self._book.entries(moment.log(self.events()), now_s, more), now_s)
+        lines.show(self._book.entries(snapshot.log(self.events()), now_s, more), now_s)
 
     def _reshow(self) -> None:
-        if self._moment is not None:
-            self.show(self._moment)
+        if self._snapshot is not None:
+            self.show(self._snapshot)
 
     @override
     def chosen(self) -> str:
@@ -104,20 +109,20 @@ class EventsPage(Page):
         """The record of an event that is here; of the last one also when it no longer is."""
         event = self._event(ref)
         if event is not None:
-            self._record = happenings.record_of(event)
+            self._record = event_words.record_of(event)
         if self._record is None or self._record[0].key != ref:
             return None, ()
         return self._record
 
     def _event(self, ref: str) -> Event | None:
         kind, _, number = ref.partition(":")
-        if kind != "event" or self._moment is None or not number.isdecimal():
+        if kind != "event" or self._snapshot is None or not number.isdecimal():
             return None
         wanted = int(number)
-        for log in self._moment.logs.values():
+        for log in self._snapshot.logs.values():
             for chunk in reversed(log.chunks):
                 for one in chunk:
-                    if not isinstance(one, Gap) and one.seq == wanted:
+                    if not isinstance(one, EventGap) and one.seq == wanted:
                         return one
         return None
 
@@ -138,15 +143,15 @@ class EventsPage(Page):
 
     @override
     def filter_columns(self) -> tuple[Column, ...]:
-        return happenings.COLUMNS
+        return event_words.COLUMNS
 
     @override
     def filter_by(self, text: str) -> None:
-        found = filters.parse(text, happenings.COLUMNS)
-        if isinstance(found, Flaw):
+        found = filters.parse(text, event_words.COLUMNS)
+        if isinstance(found, SyntaxFlaw):
             return
         self._text, self._book.filters = text, found
-        self._kinds = happenings.kinds_for(found)
+        self._kinds = event_words.kinds_for(found)
         self._reshow()
 
     def _correlate(self) -> None:
@@ -154,8 +159,8 @@ class EventsPage(Page):
         entry = self.log_lines.entry
         item = entry.item if entry is not None else None
         refs: tuple[str, ...] = ()
-        if not isinstance(item, logbook.Told | logbook.Restart | Gap | None):
-            refs = happenings.refs_of(item)
+        if not isinstance(item, event_log.ToldByPeer | event_log.Restart | EventGap | None):
+            refs = event_words.refs_of(item)
         if self.about in refs:
             at = refs.index(self.about) + 1
             self._narrow(refs[at] if at < len(refs) else "")
@@ -175,7 +180,7 @@ class EventsPage(Page):
 
     def ask_there(self) -> None:
         """Have our daemon ask the one at the other end, while a room is shown as it is now."""
-        is_live = not console(self).mirror.moments.is_frozen
+        is_live = not console(self).mirror.history.is_frozen
         if self.display and is_live and self.about.startswith("room:"):
             _: Worker[None] = self.run_worker(self._ask_there, group="there", exclusive=True)
 
@@ -183,8 +188,8 @@ class EventsPage(Page):
         app, about = console(self), self.about
         reply = await app.link.ask(AskOtherEnd(0, int(about.partition(":")[2])))
         if about == self.about and isinstance(reply, OtherEnds):
-            at_s = app.mirror.moments.newest.now_s
-            self._told = logbook.marks_of(reply.ends, at_s)
+            at_s = app.mirror.history.newest.now_s
+            self._told = event_log.marks_of(reply.ends, at_s)
             self._reshow()
 
     # ---- keys -------------------------------------------------------------------------------
@@ -213,7 +218,167 @@ class EventsPage(Page):
                 return False
         return True
 
-    def on_log_lines_opened(self) -> None:
+    def on_event_log_view_opened(self) -> None:
         """A line was clicked twice."""
         if self.chosen():
-            self.post_message(self.Wish(self.chosen()))
+            self.post_message(self.OpenRequested(self.chosen()))
+
+
+HEAD_LINES = 1
+AGE_COLUMNS = 7
+CLOCK_COLUMNS = 11
+KIND_COLUMNS = 17
+MAX_WORDS = 512
+"""Lines that are kept in words: more than any terminal shows."""
+
+
+class EventLogView(Canvas):
+    """``show`` gets all lines there are; only those on the screen are put into words."""
+
+    class Opened(Message):
+        """A line was clicked twice."""
+
+    def __init__(self) -> None:
+        super().__init__(id="log")
+        self.is_following = True
+        """Whether the cursor stays on the newest line."""
+        self.words = ""
+        """What the head says of where the lines come from."""
+        self._entries: Sequence[Entry] = ()
+        self._now_s = 0.0
+        self._first = 0
+        self._cursor = 0
+        self._key = ""
+        self._sought = ""
+        self._known: dict[str, tuple[Entry, event_log.EventLine]] = {}
+
+    @property
+    def page_rows(self) -> int:
+        """Lines that there is room for."""
+        return max(1, self.size.height - HEAD_LINES)
+
+    @property
+    def entry(self) -> Entry | None:
+        """What is under the cursor."""
+        return self._entries[self._cursor] if self._cursor < len(self._entries) else None
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """All lines."""
+        return self._entries
+
+    # ---- showing ----------------------------------------------------------------------------
+
+    def show(self, entries: Sequence[Entry], now_s: float) -> None:
+        """Show these; the cursor stays on its line, or on the newest one."""
+        self._entries, self._now_s = entries, now_s
+        self._place()
+        self.redraw()
+
+    def _place(self) -> None:
+        wanted = self._sought or ("" if self.is_following else self._key)
+        at = self._index(wanted) if wanted else None
+        last = max(0, len(self._entries) - 1)
+        if self._sought and at is not None:
+            self._sought, self.is_following = "", False
+        if at is not None:
+            self._first += at - self._cursor
+            self._cursor = at
+        elif self.is_following:
+            self._cursor = last
+        self._settle()
+
+    def _index(self, key: str) -> int | None:
+        return next((at for at, one in enumerate(self._entries) if one.key == key), None)
+
+    def _settle(self) -> None:
+        """Keep the cursor on a line and the window around it."""
+        total, rows = len(self._entries), self.page_rows
+        self._cursor = max(0, min(self._cursor, total - 1))
+        self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
+        self._first = max(0, min(self._first, total - rows))
+        self._key = self.entry.key if self.entry is not None else ""
+
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        self._settle()
+        shown = self._entries[self._first : self._first + self.page_rows]
+        lines = [self._head(width)]
+        for at, entry in enumerate(shown, start=self._first):
+            lines.append(self._line(entry, width, is_chosen=at == self._cursor))
+        if not shown:
+            lines.append(spans.line("  nothing has happened that is asked for here", "dim"))
+        return lines
+
+    def _head(self, width: int) -> Line:
+        below = len(self._entries) - 1 - self._cursor
+        state = "following" if self.is_following else f"{below} newer below"
+        at_left = (
+            Styled("events", "head"),
+            cleaned(f" {self.words}" if self.words else "", "key"),
+        )
+        tail = (
+            Styled(f"{counted(len(self._entries), 'line')} · "),
+            Styled(state, "ok" if self.is_following else "warn"),
+        )
+        return spans.ruled(at_left, tail, width)
+
+    def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
+        told = self._told(entry)
+        ago = age(self._now_s - entry.at_s)
+        when = f"{spans.right(ago, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
+        made = (
+            Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
+            Styled(when, "dim"),
+            Styled(f" {told.letter} {spans.left(told.kind, KIND_COLUMNS)} ", told.style),
+            Styled(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
+        )
+        line = spans.fit(made, width)
+        return tuple(one._replace(under="cursor") for one in line) if is_chosen else line
+
+    def _told(self, entry: Entry) -> event_log.EventLine:
+        known = self._known.get(entry.key)
+        if known is None or known[0] is not entry:
+            if len(self._known) >= MAX_WORDS:
+                self._known.clear()
+            known = self._known[entry.key] = (entry, event_log.line_of(entry))
+        return known[1]
+
+    # ---- moving -----------------------------------------------------------------------------
+
+    def move(self, rows: int) -> None:
+        """Move the cursor; up from the newest it stays there, onto the newest it follows again."""
+        self._cursor += rows
+        self._settle()
+        self.is_following = rows > 0 and self._cursor >= len(self._entries) - 1
+        self.redraw()
+
+    def follow(self, *, is_wanted: bool) -> None:
+        """Stay on the newest line from now on, or on this one."""
+        self.is_following = is_wanted
+        self._sought = ""
+        self._place()
+        self.redraw()
+
+    def seek(self, key: str) -> bool:
+        """Put the cursor on this line, now or once it is here; whether it is."""
+        self._sought = key
+        self._place()
+        self.redraw()
+        return not self._sought
+
+    # ---- the mouse --------------------------------------------------------------------------
+
+    def on_click(self, event: events.Click) -> None:
+        """A line is chosen, and opened by the second click."""
+        at = self._first + event.y - HEAD_LINES
+        if event.y >= HEAD_LINES and at < len(self._entries):
+            self.move(at - self._cursor)
+            self.is_following = False
+            self.redraw()
+            if event.chain == 2:
+                self.post_message(self.Opened())
+
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)

@@ -1,4 +1,4 @@
-"""Handoffs under way, and the life of one of them."""
+"""Handoffs under way, and the story of one of them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from kvd.wire.admin import AdminFailed, AskOtherEnd, Because, OtherEnds, Why
+from kvd.text import clean, compact_bytes, counted, lasting
+from kvd.wire.admin import AskOtherEnd, Because, OtherEnds, Why
 from kvd.wire.console import Filter
+from tui.actions import answered
+from tui.draw import phases, spans
+from tui.draw.spans import Line, Styled, cleaned
 from tui.model import handoffs
-from tui.model.dress import Wardrobe
-from tui.model.lives import Life
+from tui.model.columns import ComputedColumns
+from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
 from tui.screens.page import Page
-from tui.widgets.dressed import DressedTable
-from tui.widgets.fitting import Rules
-from tui.widgets.life import LifePanel
-from tui.widgets.reach import console
+from tui.widgets.canvas import Canvas, console
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
     from textual.worker import Worker
 
+    from kvd.wire.admin import OtherEnd
     from kvd.wire.console import Cell
+    from tui.draw.phases import HandoffEnd
     from tui.draw.spans import Style
-    from tui.model.dress import Facts
-    from tui.model.moments import Moment
+    from tui.model.columns import NamedRow
+    from tui.model.snapshots import DaemonSnapshot
+
 
 HERE_S = 0.5
 """How often our daemon is asked for the story of the one under the cursor."""
@@ -36,7 +41,7 @@ THERE_S = 1.0
 
 
 class HandoffsPage(Page):
-    """All handoffs of this node above, the life of the one under the cursor below."""
+    """All handoffs of this node above, the story of the one under the cursor below."""
 
     NAME = "handoffs"
     FAULTS: ClassVar[Mapping[str, str]] = {"rooms": "moved>2s !state=ready"}
@@ -44,35 +49,26 @@ class HandoffsPage(Page):
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
-    HandoffsPage > LifePanel { height: 52%; min-height: 6; max-height: 24; }
+    HandoffsPage > StoryPanel { height: 52%; min-height: 6; max-height: 24; }
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._rates = RowRates("done_bytes")
-        self._life: Life | None = None
+        self._story: HandoffStory | None = None
 
     @override
     def compose(self) -> ComposeResult:
-        painters = {
-            "state": handoffs.state,
-            "peer": handoffs.peer,
-            "progress": self._progress,
-            "done": handoffs.done,
-            "rate": handoffs.rate,
-            "eta": handoffs.eta,
-            "waiting_for": handoffs.waiting_for,
-        }
-        yield DressedTable(
+        yield WindowedTable(
             "rooms",
-            Wardrobe(handoffs.COLUMNS, self._made, handoffs.FIRST),
-            painters,
+            computed=ComputedColumns(handoffs.COLUMNS, self._made, handoffs.FIRST),
+            painters={**handoffs.PAINTERS, "progress": self._progress},
             title="handoffs",
-            rules=Rules(handoffs.MATTERS, handoffs.HIDDEN),
+            rules=ColumnRules(handoffs.MATTERS, handoffs.HIDDEN),
             stands_for=handoffs.STANDS_FOR,
             rates=(self._rates,),
         )
-        yield LifePanel(id="life")
+        yield StoryPanel(id="life")
 
     @override
     def on_mount(self) -> None:
@@ -83,43 +79,43 @@ class HandoffsPage(Page):
     # ---- the table --------------------------------------------------------------------------
 
     @property
-    def rooms(self) -> DressedTable:
+    def rooms(self) -> WindowedTable:
         """The handoffs."""
-        return self.query_one("#table-rooms", DressedTable)
+        return self.query_one("#table-rooms", WindowedTable)
 
-    def _made(self, row: Facts) -> tuple[Cell, ...]:
+    def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return handoffs.made(row, self._rates)
 
-    def _progress(self, row: Facts) -> tuple[str, Style]:
+    def _progress(self, row: NamedRow) -> tuple[str, Style]:
         return handoffs.progress(row, handoffs.bar_columns(self.size.width))
 
     @override
-    def show(self, moment: Moment) -> None:
-        super().show(moment)
-        row = self.rooms.facts()
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        super().show(snapshot)
+        row = self.rooms.named_row()
         if row is None:
-            self._life = None
-        elif self._life is None or self._life.ref != row.row.key:
-            self._life = Life(row.row.key)
+            self._story = None
+        elif self._story is None or self._story.ref != row.row.key:
+            self._story = HandoffStory(row.row.key)
             self.ask_here()
             self.ask_there()
-        life = self._life if self._life is not None else Life("")
-        node = moment.vitals.node if moment.vitals is not None else "here"
-        panel = self.query_one(LifePanel)
+        story = self._story if self._story is not None else HandoffStory("")
+        node = snapshot.vitals.node if snapshot.vitals is not None else "here"
+        panel = self.query_one(StoryPanel)
         if panel.display:
-            panel.show(life, row, node, moment.now_s)
+            panel.show(story, row, node, snapshot.now_s)
 
     @override
     def seek(self, ref: str) -> bool:
         """Of a room: the first part of it."""
         kind, _, number = ref.partition(":")
-        sheet = self.rooms.sheet
-        if kind != "room" or sheet is None or not number.isdecimal():
+        data = self.rooms.data
+        if kind != "room" or data is None or not number.isdecimal():
             return super().seek(ref)
-        found = [key for key in sheet.order if sheet.cell(key, "room") == int(number)]
+        found = [key for key in data.order if data.cell(key, "room") == int(number)]
         return bool(found) and super().seek(found[0])
 
-    # ---- the life of one --------------------------------------------------------------------
+    # ---- the story of one --------------------------------------------------------------------
 
     def ask_here(self) -> None:
         """Ask our daemon for the story of the one that is shown."""
@@ -132,47 +128,35 @@ class HandoffsPage(Page):
             _: Worker[None] = self.run_worker(self._ask_there, group="there", exclusive=True)
 
     def _is_asking(self) -> bool:
-        """Whether the life of one is to be seen, as it is now."""
-        is_seen = self.display and self.query_one(LifePanel).display
-        return is_seen and self._life is not None and not console(self).mirror.moments.is_frozen
+        """Whether the story of one is to be seen, as it is now."""
+        is_seen = self.display and self.query_one(StoryPanel).display
+        return is_seen and self._story is not None and not console(self).mirror.history.is_frozen
 
     async def _ask_here(self) -> None:
-        life = self._life
-        kind, _, number = life.ref.partition(":") if life is not None else ("", "", "")
+        ref = self._story.ref if self._story is not None else ""
+        kind, _, number = ref.partition(":")
         if not number.isdecimal():
             return
-        reply = await console(self).link.ask(Why(0, kind, int(number)))
-        if self._life is None or life is None or self._life.ref != life.ref:
-            return
-        match reply:
-            case AdminFailed(refusal=refusal):
-                self._life = self._life.with_here(self._now_s(), refusal)
-            case Because():
-                self._life = self._life.with_here(self._now_s(), reply)
-            case _:
-                pass
+        answer = answered(await console(self).link.ask(Why(0, kind, int(number))), Because)
+        story = self._story
+        if story is not None and story.ref == ref:  # another one may be shown by now
+            self._story = story.with_here(self._now_s(), answer)
 
     async def _ask_there(self) -> None:
-        life, row = self._life, self.rooms.facts()
-        room = row.number("room") if row is not None else None
-        if life is None or row is None or row.row.key != life.ref or room is None:
+        ref = self._story.ref if self._story is not None else ""
+        row = self.rooms.named_row()
+        room = row.number("room") if row is not None and row.row.key == ref else None
+        if row is None or room is None or row.text("state") in handoffs.ENDED:
             return
-        if row.text("state") in handoffs.ENDED:
-            return
-        reply = await console(self).link.ask(AskOtherEnd(0, int(room)))
-        if self._life is None or self._life.ref != life.ref:
-            return
-        match reply:
-            case AdminFailed(refusal=refusal):
-                self._life = self._life.with_there(self._now_s(), refusal)
-            case OtherEnds(ends=ends):
-                self._life = self._life.with_there(self._now_s(), ends)
-            case _:
-                pass
+        answer = answered(await console(self).link.ask(AskOtherEnd(0, int(room))), OtherEnds)
+        ends = answer.ends if isinstance(answer, OtherEnds) else answer
+        story = self._story
+        if story is not None and story.ref == ref:
+            self._story = story.with_there(self._now_s(), ends)
 
     def _now_s(self) -> float:
         """The daemon's clock, as of its newest frame."""
-        return console(self).mirror.moments.newest.now_s
+        return console(self).mirror.history.newest.now_s
 
 
 async def show_handoffs(page: Page, column: str, ref: str) -> None:
@@ -184,3 +168,120 @@ async def show_handoffs(page: Page, column: str, ref: str) -> None:
     table = app.page.table()
     if table is not None:
         table.set_filters(f'{column}="{ref}"', (Filter(column, "is", ref),))
+
+
+AGO_COLUMNS = 9
+BAR_FROM_COLUMNS = 100
+"""Where there is room for a second bar; the table has one already."""
+
+
+def story_lines(
+    story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int
+) -> list[Line]:
+    """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
+    ends = handoffs.ends(story, row, node, now_s)
+    until_s = row.number("until")
+    deadline_in_s = None if until_s is None else until_s - now_s
+    made = [_head(row, width), *phases.draw(ends, width, deadline_in_s)]
+    made += _trouble(row, width)
+    made += _figures(story, row, node, now_s, width)
+    return [*made, *_story(ends, width)]
+
+
+def _head(row: NamedRow, width: int) -> Line:
+    state, style = handoffs.state(row)
+    room = row.number("room")
+    at_left = (
+        cleaned(row.row.key, "head"),
+        Styled("" if room is None else f"  room {room:.0f}  "),
+        Styled(handoffs.peer(row)[0]),
+        Styled("  "),
+        Styled(state, style),
+    )
+    words = f"{handoffs.done(row)[0]}  {handoffs.rate(row)[0]}  {handoffs.eta(row)[0]}"
+    if width >= BAR_FROM_COLUMNS and row.number("progress") is not None:
+        words = f"{handoffs.progress(row, 10)[0]} {words}"
+    return spans.ruled(at_left, (Styled(words.strip(), "dim"),), width)
+
+
+def _trouble(row: NamedRow, width: int) -> list[Line]:
+    """Why it failed."""
+    if row.text("state") == "failed":
+        why = row.text("waiting_for") or "nobody said why"
+        return [spans.fit((Styled("failed: ", "bad"), cleaned(why, "bad")), width)]
+    return []
+
+
+def _figures(story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int) -> list[Line]:
+    """What each end says of its bytes, ours first."""
+    made = [_of_end(node, _ours(row), width)]
+    if story.there is not None and isinstance(story.there.answer, tuple):
+        by_s = now_s - story.there.at_s
+        told = [one for one in story.there.answer if not one.why_none]
+        made += [_of_end(one.peer, _told(one, by_s), width) for one in told]
+    return made
+
+
+def _of_end(name: str, words: list[str], width: int) -> Line:
+    text = ", ".join(word for word in words if word)
+    return spans.fit((cleaned(f"{name}: ", "head"), Styled(text)), width)
+
+
+def _ours(row: NamedRow) -> list[str]:
+    """The figures of our own end, as they are now."""
+    posts, pages, of = row.number("posts"), row.number("done_pages"), row.number("total_pages")
+    return [
+        f"{handoffs.done(row)[0]} {'here' if row.text('side') == 'decode' else 'sent'}",
+        f"{pages:.0f} of {of:.0f} pages posted" if pages is not None and of is not None else "",
+        f"{counted(posts, 'post')} under way" if posts is not None else "",
+        _prompt(row.number("prompt_tokens"), row.number("decode_prefix_len")),
+    ]
+
+
+def _told(one: OtherEnd, by_s: float) -> list[str]:
+    """The figures of the other end, and how far away it is; its deadline is by its own clock."""
+    deadline_in_s = one.deadline_in_s - by_s
+    return [
+        f"{compact_bytes(one.moved_bytes)}/{compact_bytes(one.total_bytes)} there",
+        f"{counted(one.outstanding_posts, 'post')} under way" if one.side == "prefill" else "",
+        _prompt(one.prompt_tokens, one.decode_prefix_len),
+        f"its deadline in {lasting(deadline_in_s)}" if one.deadline_in_s else "",
+        f"round trip {lasting(one.round_trip_s)}",
+    ]
+
+
+def _prompt(tokens: float | None, cached: float | None) -> str:
+    return "" if tokens is None else f"prompt {tokens:.0f} tokens, {cached or 0:.0f} cached before"
+
+
+def _story(ends: Sequence[HandoffEnd], width: int) -> list[Line]:
+    """What happened at both ends in one order, the newest first: it is what one looks for."""
+    found = handoffs.timeline(ends)
+    if not found:
+        return []
+    made = [spans.headed((Styled("story of both ends", "dim"),), width)]
+    names = min(24, max(spans.columns(clean(name)) for _, name, _ in found))
+    for ago_s, name, what in reversed(found):
+        ago = spans.right(f"-{lasting(max(0.0, ago_s))}", AGO_COLUMNS)
+        who = spans.left(clean(name), names)
+        before = Styled(f"{ago}  {who}  ", "dim")
+        made.append(spans.fit((before, cleaned(what)), width))
+    return made
+
+
+def nothing_lines(width: int) -> list[Line]:
+    """Where no handoff is chosen."""
+    head = spans.headed((Styled("life of a handoff", "head"),), width)
+    return [head, (Styled("  no handoff is under way", "dim"),)]
+
+
+class StoryPanel(Canvas):
+    """Shows ``story_lines``; what does not fit is the oldest of the story."""
+
+    def show(self, story: HandoffStory, row: NamedRow | None, node: str, now_s: float) -> None:
+        """Show this handoff as of ``now_s``; ``row`` None: nothing is chosen."""
+        width, height = self.size.width, self.size.height
+        if not width or not height:
+            return
+        lines = nothing_lines(width) if row is None else story_lines(story, row, node, now_s, width)
+        self.paint(lines[:height])

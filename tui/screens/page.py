@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.containers import Container
 from textual.message import Message
 
-from tui.widgets.linetable import HEAD_LINES, LineTable
+from tui.widgets.table import HEAD_LINES, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from textual.widget import Widget
 
     from kvd.wire.console import Column, EventQuery, TableRow
-    from tui.model.moments import Moment
-    from tui.model.sheets import Slot
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import Slot
 
 STEPS: Mapping[str, int] = {"up": -1, "down": 1}
 
@@ -40,7 +40,7 @@ class Page(Container):
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
 
-    class Wish(Message):
+    class OpenRequested(Message):
         """The page would have this opened."""
 
         def __init__(self, ref: str) -> None:
@@ -54,16 +54,16 @@ class Page(Container):
         self._hidden: list[Widget] = []
         self._heights: dict[str, str] = {}
 
-    def tables(self) -> list[LineTable]:
+    def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
-        return [table for table in self.query(LineTable) if table.display]
+        return [table for table in self.query(WindowedTable) if table.display]
 
-    def table(self) -> LineTable | None:
+    def table(self) -> WindowedTable | None:
         """The table that keys are about: moving, sorting, filtering, tagging; None for none."""
         tables = self.tables()
         return next((table for table in tables if table.is_active), None)
 
-    def activate(self, table: LineTable) -> None:
+    def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
         for one in self.tables():
             one.is_active = one is table
@@ -88,10 +88,10 @@ class Page(Container):
         """The events that are wanted while this page is visible; None for none."""
         return None
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         """Repaint what differs from what is there; called by the clock of the console only."""
         for table in self.tables():
-            table.show(moment)
+            table.show(snapshot)
 
     def chosen(self) -> str:
         """What is under the cursor: ``lease:7``; empty for nothing."""
@@ -109,8 +109,8 @@ class Page(Container):
     def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         """What the page has in its rows about this, and their columns."""
         for table in self.tables():
-            if table.sheet is not None and ref in table.sheet.rows:
-                return table.sheet.rows[ref], table.columns
+            if table.data is not None and ref in table.data.rows:
+                return table.data.rows[ref], table.columns
         return None, ()
 
     @property
@@ -143,24 +143,24 @@ class Page(Container):
         while kept is not None and kept is not self:
             parent = kept.parent
             assert isinstance(parent, Container)
-            beside = [one for one in parent.children if one is not kept and one.display]
-            for one in beside:
+            side_by_side = [one for one in parent.children if one is not kept and one.display]
+            for one in side_by_side:
                 one.display = False
-            self._hidden += beside
+            self._hidden += side_by_side
             kept = parent
         return True
 
-    def shorten(self, table: LineTable) -> None:
+    def fit_height(self, table: WindowedTable) -> None:
         """Give a table above others the lines that its rows need, at most two fifths of them all.
 
         For tables whose rows are few and stay: others would jump.
         """
-        rows = table.sheet.total if table.sheet is not None else 0
+        rows = table.data.total if table.data is not None else 0
         lines = max(HEAD_LINES + 2, min(HEAD_LINES + 1 + rows, self.size.height * 2 // 5))
         if self.size.height:
-            self.give(table, lines)
+            self.set_height(table, lines)
 
-    def give(self, widget: Widget, lines: int) -> None:
+    def set_height(self, widget: Widget, lines: int) -> None:
         """Make a panel so many lines high; what is left when others are hidden has all of them."""
         height = "1fr" if self._hidden and widget.display else str(lines)
         name = widget.id or ""

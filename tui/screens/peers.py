@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from kvd.text import clean
-from tui.model import neighbours
-from tui.model.dress import Wardrobe
+from kvd.text import age, bytes_per_second, clean, compact_bytes, counted
+from tui.draw import chart, spans
+from tui.draw.chart import Series
+from tui.draw.spans import Line, Styled, TextBlock, cleaned
+from tui.model import cells, peers
+from tui.model.columns import ComputedColumns
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
-from tui.widgets.dressed import DressedTable
-from tui.widgets.fitting import Rules
-from tui.widgets.peerpanel import PeerPanel
+from tui.widgets.canvas import Canvas
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from kvd.wire.console import Cell
-    from tui.model.dress import Facts
-    from tui.model.moments import Moment
+    from tui.draw.spans import Style
+    from tui.model.columns import NamedRow
+    from tui.model.peers import ByteFlow, PeerTraffic
+    from tui.model.snapshots import DaemonSnapshot
 
 
 class PeersPage(Page):
@@ -42,50 +46,40 @@ class PeersPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._traffic = neighbours.Traffic()
+        self._traffic = peers.PeerTraffic()
         self._path = ""
 
     @override
     def compose(self) -> ComposeResult:
-        painters = {
-            "state": neighbours.state,
-            "in": neighbours.bytes_in,
-            "in_trace": neighbours.trace_in,
-            "out": neighbours.bytes_out,
-            "out_trace": neighbours.trace_out,
-            "layout": neighbours.layout,
-            "failed": neighbours.failed,
-            "trouble": neighbours.trouble,
-        }
-        yield DressedTable(
+        yield WindowedTable(
             "peers",
-            Wardrobe(neighbours.COLUMNS, self._made, neighbours.FIRST),
-            painters,
+            computed=ComputedColumns(peers.COLUMNS, self._made, peers.FIRST),
+            painters=peers.PAINTERS,
             title="peers",
-            rules=Rules(neighbours.MATTERS, neighbours.HIDDEN),
-            stands_for=neighbours.STANDS_FOR,
+            rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
+            stands_for=peers.STANDS_FOR,
             rates=(self._traffic.incoming, self._traffic.outgoing),
         )
         yield PeerPanel(id="peer")
 
     @property
-    def peers(self) -> DressedTable:
+    def peers(self) -> WindowedTable:
         """The matrix."""
-        return self.query_one("#table-peers", DressedTable)
+        return self.query_one("#table-peers", WindowedTable)
 
-    def _made(self, row: Facts) -> tuple[Cell, ...]:
+    def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return self._traffic.made(row, self._path)
 
     @override
-    def show(self, moment: Moment) -> None:
-        if moment.vitals is not None:
-            self._path = moment.vitals.transport
-            self.peers.title = f"{clean(moment.vitals.node)} <-> peers"
-        super().show(moment)
-        self.shorten(self.peers)
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        if snapshot.vitals is not None:
+            self._path = snapshot.vitals.transport
+            self.peers.title = f"{clean(snapshot.vitals.node)} <-> peers"
+        super().show(snapshot)
+        self.fit_height(self.peers)
         panel = self.query_one(PeerPanel)
         if panel.display:
-            panel.show(self.peers.facts(), self._traffic, moment.now_s)
+            panel.show(self.peers.named_row(), self._traffic, snapshot.now_s)
 
     @override
     async def act(self, action: str) -> bool:
@@ -93,3 +87,102 @@ class PeersPage(Page):
             return await super().act(action)
         await show_handoffs(self, "peer", self.peers.chosen())
         return True
+
+
+STEP_S = 0.5
+"""Of a dot of the charts; a column has two."""
+LEAST_CHART_LINES = 3
+UNKNOWN = "what goes between two other nodes, this daemon does not know: ask one of them"
+
+
+def panel_lines(
+    row: NamedRow, traffic: PeerTraffic, now_s: float, width: int, height: int
+) -> list[Line]:
+    """Its head, the charts where there is room for them, and the words."""
+    words = word_lines(row, now_s, width)
+    room = min(12, height - 1 - len(words))
+    made = [_head(row, width)]
+    if room >= LEAST_CHART_LINES:
+        each = (width - 2) // 2
+        ways = traffic.ways(row.row.key, row.at_s, 2 * each, STEP_S)
+        charts = [
+            TextBlock(_chart(title, way, each, room), each)
+            for title, way in zip(("from it", "to it"), ways, strict=True)
+        ]
+        made += spans.side_by_side(charts, 2)
+    return [*made, *words]
+
+
+def _chart(title: str, way: ByteFlow, width: int, height: int) -> list[Line]:
+    return chart.chart(Series(title, way.lately, bytes_per_second), width, height)
+
+
+def _head(row: NamedRow, width: int) -> Line:
+    state, style = peers.state(row)
+    means = peers.MEANS.get(row.text("state"), "")
+    title = (
+        cleaned(row.text("name"), "head"),
+        Styled(f"  {state}", style),
+        Styled(f": {means}" if means else ""),
+    )
+    return spans.headed(title, width)
+
+
+def word_lines(row: NamedRow, now_s: float, width: int) -> list[Line]:
+    """What it is, whether pages can go, and what went; two to a line where there is room."""
+    heard_s, rtt_ms = row.number("heard"), row.number("rtt")
+    receives, sends = row.number("receives") or 0, row.number("sends") or 0
+    posts, credits_ = row.number("posts"), row.number("credits")
+    posts_words = "" if posts is None else f", {counted(posts, 'post')} under way"
+    if credits_ is not None:
+        posts_words += f" of {credits_:.0f}"
+    facts: list[tuple[str, str, Style]] = [
+        ("heard", "never" if heard_s is None else f"{age(now_s - heard_s)} ago", "plain"),
+        ("round trip", "-" if rtt_ms is None else cells.figure(rtt_ms, "ms", 0.0), "plain"),
+        ("layout", *peers.layout(row)),
+        ("agent", clean(row.text("agent")), _agent_style(row)),
+        ("open", f"{receives:.0f} from it, {sends:.0f} to it{posts_words}", "plain"),
+        ("ended", _ended(row), "plain"),
+        ("path", clean(row.text("path")) or "-", "plain"),
+        ("address", clean(row.text("address")), "plain"),
+        ("incarnation", clean(row.text("incarnation")) or "-", "plain"),
+        ("generation", _count(row.number("generation")), "plain"),
+    ]
+    if row.text("trouble"):
+        facts.insert(0, ("trouble", *peers.trouble(row)))
+    items = [(Styled(f"{name} ", "dim"), Styled(text, style)) for name, text, style in facts]
+    made = spans.wrapped(items, width, 3)
+    return [*made, spans.fit((Styled(UNKNOWN, "dim"),), width)]
+
+
+def _ended(row: NamedRow) -> str:
+    delivered, failed = row.number("delivered") or 0, row.number("failed") or 0
+    got, gave = row.number("in_bytes") or 0, row.number("out_bytes") or 0
+    return (
+        f"{delivered:.0f} delivered, {failed:.0f} failed; "
+        f"{compact_bytes(got)} from it, {compact_bytes(gave)} to it"
+    )
+
+
+def _agent_style(row: NamedRow) -> Style:
+    word = row.text("agent").partition(":")[0]
+    return {"loaded": "ok", "failed": "bad"}.get(word, "plain")  # type: ignore[return-value]
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+class PeerPanel(Canvas):
+    """Shows ``panel_lines``."""
+
+    def show(self, row: NamedRow | None, traffic: PeerTraffic, now_s: float) -> None:
+        """Show this peer as of ``now_s``; None: nothing is chosen."""
+        width, height = self.size.width, self.size.height
+        if not width or not height:
+            return
+        if row is None:
+            head = spans.headed((Styled("a peer", "head"),), width)
+            self.paint([head, (Styled("  no peer is known", "dim"),)])
+            return
+        self.paint(panel_lines(row, traffic, now_s, width, height)[:height])

@@ -8,18 +8,27 @@ from typing_extensions import override
 
 from tui.screens.page import Page
 from tui.widgets.card import WITH_PAGES, Card
-from tui.widgets.pagemap import PageMapPanel
-from tui.widgets.poollines import ASKS, PoolLines
+from tui.widgets.page_map import PageMapPanel
+from tui.widgets.pools import POOLS_QUERY, PoolTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from kvd.wire.console import Column, TableRow
-    from tui.model.moments import Moment
-    from tui.model.sheets import Slot
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import Slot
 
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
+MOVES = {
+    "up": (-1, 0),
+    "down": (1, 0),
+    "left": (0, -1),
+    "right": (0, 1),
+    "pageup": (-SCREEN_ROWS, 0),
+    "pagedown": (SCREEN_ROWS, 0),
+}
+"""By how many rows and columns of cells."""
 ZOOM = 2.0
 NOTHING_LIT = "nothing is lit here: p on a node, g on a lease or client, L on the card of a page"
 
@@ -36,13 +45,13 @@ class PoolsPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        yield PoolLines()
+        yield PoolTable()
         yield PageMapPanel()
 
     @property
-    def lines(self) -> PoolLines:
+    def lines(self) -> PoolTable:
         """The components."""
-        return self.query_one(PoolLines)
+        return self.query_one(PoolTable)
 
     @property
     def map(self) -> PageMapPanel:
@@ -51,14 +60,14 @@ class PoolsPage(Page):
 
     @override
     def queries(self) -> tuple[Slot, ...]:
-        return (ASKS, *self.map.asks())
+        return (POOLS_QUERY, *self.map.asks())
 
     @override
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         lines, shown = self.lines, self.map
-        lines.show(moment)
+        lines.show(snapshot)
         shown.first_component = next(iter(lines.names), "")
-        shown.show(moment)
+        shown.show(snapshot)
 
     @override
     def chosen(self) -> str:
@@ -66,10 +75,10 @@ class PoolsPage(Page):
 
     @override
     def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
-        sheet = self.lines.sheet
-        if sheet is None or ref not in sheet.rows:
+        data = self.lines.data
+        if data is None or ref not in data.rows:
             return None, ()
-        return sheet.rows[ref], sheet.columns
+        return data.rows[ref], data.columns
 
     @override
     def seek(self, ref: str) -> bool:
@@ -80,11 +89,11 @@ class PoolsPage(Page):
             return False
         component, _, number = rest.rpartition(":")
         if kind == "page" and number.isdecimal():
-            self._turn(component)
+            self._show_component(component)
             self.map.move_to(int(number))
             return True
         if kind == "pool":
-            self._turn(rest)
+            self._show_component(rest)
             return True
         return False
 
@@ -94,11 +103,11 @@ class PoolsPage(Page):
         self.lines.display = not self.lines.display
         return not self.lines.display
 
-    def _turn(self, component: str) -> None:
+    def _show_component(self, component: str) -> None:
         """The map of this component; the first one has no name until it is known."""
         first = next(iter(self.lines.names), "")
         self.lines.choose(component or first)
-        self.map.turn("" if component == first else component)
+        self.map.show_component("" if component == first else component)
 
     @override
     async def act(self, action: str) -> bool:
@@ -116,33 +125,19 @@ class PoolsPage(Page):
             case "light":
                 shown.light(self._holder())
             case "component":
-                self._turn(self.lines.next())
+                self._show_component(self.lines.next())
             case _:
                 return self._move(action)
         self._repaint()
         return True
 
     def _move(self, action: str) -> bool:
-        shown = self.map
-        match action:
-            case "up":
-                shown.move(rows=-1)
-            case "down":
-                shown.move(rows=1)
-            case "left":
-                shown.move(columns=-1)
-            case "right":
-                shown.move(columns=1)
-            case "pageup":
-                shown.move(rows=-SCREEN_ROWS)
-            case "pagedown":
-                shown.move(rows=SCREEN_ROWS)
-            case "home":
-                shown.move_to(0)
-            case "end":
-                shown.move_to(shown.total_pages - 1)
-            case _:
-                return False
+        if action in MOVES:
+            self.map.move(*MOVES[action])
+        elif action in {"home", "end"}:
+            self.map.move_to(0 if action == "home" else self.map.total_pages - 1)
+        else:
+            return False
         return True
 
     def _holder(self) -> str:
@@ -156,16 +151,16 @@ class PoolsPage(Page):
         self.lines.redraw()
         self.map.redraw()
 
-    def on_pool_lines_chosen(self, message: PoolLines.Chosen) -> None:
+    def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
         """A component was clicked."""
-        self._turn(message.component)
+        self._show_component(message.component)
         self._repaint()
 
     def on_page_map_panel_opened(self) -> None:
         """A page was clicked twice."""
-        self.post_message(self.Wish(self.chosen()))
+        self.post_message(self.OpenRequested(self.chosen()))
 
     def on_page_map_panel_moved(self) -> None:
         """A page was clicked: the card goes with it."""
         if self.screen.query_one(Card).ref:
-            self.post_message(self.Wish(self.chosen()))
+            self.post_message(self.OpenRequested(self.chosen()))

@@ -4,23 +4,202 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from typing_extensions import override
 
 from kvd.text import clean, counted
-from kvd.wire.console import Filter, Query
+from kvd.wire.console import MAX_OPENED, Filter, Query
 from tui.draw import spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas
+from tui.widgets.canvas import Canvas, why_missing
 from tui.widgets.card import PAGES_OF
-from tui.widgets.reach import missing
-from tui.widgets.treetable import TREE, TreeTable
+from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from tui.model.moments import Moment
-    from tui.model.sheets import Slot
+    from kvd.wire.console import Cell, TableRow
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import Slot, TableData
+
+
+TREE = "tree"
+TITLES = {
+    TREE: "prefix tree",
+    "locked": "locked nodes",
+    "orphans": "locks nobody answers for",
+    "eviction": "in the order of eviction",
+}
+"""Views of nodes, and how they are headed."""
+RULES = {
+    TREE: ColumnRules(
+        first=("name", "pages", "below_pages", "lock_ref", "holders", "last_use", "hits", "tokens"),
+        never=("children",),
+        narrow=("name", "holders"),
+    ),
+    "locked": ColumnRules(
+        first=("name", "lock_ref", "holders", "pages", "namespace", "last_use", "tokens"),
+        narrow=("name", "holders", "namespace"),
+    ),
+    "orphans": ColumnRules(
+        first=("why", "name", "lock_ref", "holders", "pages", "namespace"),
+        narrow=("name", "holders", "namespace"),
+    ),
+    "eviction": ColumnRules(
+        first=("rank", "name", "pages", "skipped", "why", "last_use", "hits", "namespace"),
+        narrow=("name", "namespace"),
+    ),
+}
+WITHOUT_BESIDE = {
+    view: msgspec.structs.replace(rules, never=(*rules.never, "beside"))
+    for view, rules in RULES.items()
+}
+"""Where no node has anything of other components: nobody misses the column."""
+MAX_NAMED = 8192
+"""Nodes of which the parent is remembered: more than anybody scrolls past."""
+CLOSED, OPENED, LEAF = "▶", "▼", " "
+
+
+class TreeTable(WindowedTable):
+    """One of the views of nodes; in the tree the daemon shows what is below opened ones."""
+
+    def __init__(self) -> None:
+        super().__init__(TREE, title=TITLES[TREE], rules=RULES[TREE])
+        self._above: dict[str, str] = {}
+        """By the key of a node, as they were seen in the tree; empty for the uppermost."""
+        self._named: dict[str, str] = {}
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether nodes can be opened here."""
+        return self.view == TREE
+
+    def show_view(self, view: str) -> None:
+        """Show these nodes, from the top, in their own order."""
+        self.view, self.title, self.rules = view, TITLES[view], RULES[view]
+        self.sort = self.filter_text = self._key = ""
+        self.filters, self.data, self._known, self._shift = (), None, {}, 0
+        self.move_to_start()
+
+    @override
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        before = self.data
+        super().show(snapshot)
+        data = self.data
+        if data is None or data is before:
+            return
+        if self.is_tree:
+            self._learn(data)
+        at = data.index("beside")
+        if at >= 0 and not any(row.cells[at] for row in data.rows.values()):
+            self.rules = WITHOUT_BESIDE[self.view]
+        else:
+            self.rules = RULES[self.view]
+
+    # ---- opening ----------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int | None:
+        """The node under the cursor; None where there is none."""
+        return _number(self.chosen())
+
+    def is_open(self, key: str) -> bool:
+        """Whether what is below this node is shown."""
+        return _number(key) in self.opened
+
+    def open_node(self) -> bool:
+        """Show what is below the node under the cursor; whether it was closed, and a parent."""
+        number, row = self.number, self.row()
+        is_closed = number is not None and number not in self.opened
+        if number is None or row is None or not is_closed or not self.is_parent(row):
+            return False
+        self._set_opened((*self.opened[-MAX_OPENED + 1 :], number))
+        return True
+
+    def close_node(self) -> bool:
+        """Show nothing below the node under the cursor any more; whether it was open."""
+        if self.number not in self.opened:
+            return False
+        self._set_opened(tuple(one for one in self.opened if one != self.number))
+        return True
+
+    def _set_opened(self, opened: tuple[int, ...]) -> None:
+        self.opened, self._known = opened, {}
+        self.redraw()
+
+    def to_parent(self) -> None:
+        """The cursor to the node above, as far as that is in the window."""
+        parent = self._above.get(self.chosen(), "")
+        if parent:
+            self.seek(parent)
+
+    def is_parent(self, row: TableRow) -> bool:
+        """Whether anything is below it; where that is not known yet, it may be."""
+        children = self._of(row, "children")
+        if isinstance(children, int):
+            return children > 0
+        below, own = self._of(row, "below_pages"), self._of(row, "pages")
+        if not isinstance(below, int) or not isinstance(own, int):
+            return True
+        return below > own
+
+    # ---- the way to a node ------------------------------------------------------------------
+
+    def path(self) -> tuple[str, ...]:
+        """The names from the root to the node under the cursor, as far as they were seen."""
+        row = self.row()
+        if not self.is_tree and row is not None:
+            above = [self._of(row, "namespace"), self._before(row), self._of(row, "name")]
+            return tuple(str(one) for one in above if one)
+        made: list[str] = []
+        key = self.chosen()
+        while key in self._named and len(made) < MAX_OPENED:
+            made.append(self._named[key])
+            key = self._above.get(key, "")
+        return tuple(reversed(made))
+
+    def _before(self, row: TableRow) -> str:
+        """What of a prompt is above a node of a list."""
+        start = self._of(row, "start")
+        return f"{start} tokens" if isinstance(start, int) and start else ""
+
+    def _learn(self, data: TableData) -> None:
+        """Remember the parents of what is shown: of a long tree only a part is ever here."""
+        depth_at, name_at = data.index("depth"), data.index("name")
+        if depth_at < 0 or name_at < 0:
+            return
+        if len(self._named) > MAX_NAMED:
+            self._named.clear()
+            self._above.clear()
+        above: dict[int, str] = {}
+        for row in data.listed():
+            depth = row.cells[depth_at]
+            depth = int(depth) if isinstance(depth, int | float) else 0
+            self._named[row.key] = str(row.cells[name_at])
+            if depth == 0 or depth - 1 in above:
+                self._above[row.key] = above.get(depth - 1, "")
+            above[depth] = row.key
+
+    # ---- lines ------------------------------------------------------------------------------
+
+    def _of(self, row: TableRow, name: str) -> Cell:
+        at = self.data.index(name) if self.data is not None else -1
+        return row.cells[at] if at >= 0 else None
+
+    @override
+    def indented(self, row: TableRow, text: str) -> str:
+        if not self.is_tree:
+            return text
+        depth = self._of(row, "depth")
+        mark = OPENED if self.is_open(row.key) else CLOSED if self.is_parent(row) else LEAF
+        return f"{'  ' * int(depth) if isinstance(depth, int | float) else ''}{mark} {text}"
+
+
+def _number(key: str) -> int | None:
+    kind, _, number = key.partition(":")
+    return int(number) if kind == "node" and number.isdecimal() else None
+
 
 LISTS = {"only-locked": "locked", "only-orphans": "orphans", "eviction": "eviction"}
 """Actions that show a list of nodes, and by the same key the tree again."""
@@ -67,13 +246,13 @@ class RadixPage(Page):
         return self.size.height >= TALL_LINES and self.nodes.view != NEXT.view
 
     @override
-    def show(self, moment: Moment) -> None:
-        super().show(moment)
-        self.query_one("#radix-tabs", Canvas).paint([self._tabs(moment)])
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        super().show(snapshot)
+        self.query_one("#radix-tabs", Canvas).paint([self._tabs(snapshot)])
         path = self.query_one("#radix-path", Canvas)
         lines = [self._path()]
         if self._shows_next:
-            lines.append(self._next(moment))
+            lines.append(self._next(snapshot))
         if path.styles.height is None or path.styles.height.value != len(lines):
             path.styles.height = len(lines)
         path.paint(lines)
@@ -84,13 +263,13 @@ class RadixPage(Page):
         match action:
             case "only-locked" | "only-orphans" | "eviction":
                 view = LISTS[action]
-                nodes.turn(TREE if nodes.view == view else view)
+                nodes.show_view(TREE if nodes.view == view else view)
             case "expand":
                 if not nodes.close_node():
                     nodes.open_node()
             case "open-node":
                 nodes.open_node()
-                self.post_message(self.Wish(nodes.chosen()))
+                self.post_message(self.OpenRequested(nodes.chosen()))
             case "right" if nodes.is_tree:
                 if not nodes.open_node():
                     nodes.move(1)
@@ -98,59 +277,59 @@ class RadixPage(Page):
                 if not nodes.close_node():
                     nodes.to_parent()
             case "pages":
-                self.post_message(self.Wish(PAGES_OF + nodes.chosen()))
+                self.post_message(self.OpenRequested(PAGES_OF + nodes.chosen()))
             case _:
                 return await super().act(action)
         return True
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _tabs(self, moment: Moment) -> Line:
+    def _tabs(self, snapshot: DaemonSnapshot) -> Line:
         """The lists by their keys with how many nodes each has, the one that is shown marked."""
-        made: list[Span] = []
+        made: list[Styled] = []
         for view, key, name in TABS:
             is_shown = view == self.nodes.view
-            count = self._count(moment, view)
+            count = self._count(snapshot, view)
             style: spans.Style = "selected" if is_shown else "plain"
             if view == "orphans" and count not in {"", " 0"}:
                 style = "bad"
             marks = (">", "<") if is_shown else (" ", " ")
             made += [
-                Span(marks[0], "key"),
-                Span(f"{key} ", "key") if view != TREE else Span(""),
-                said(f"{name}{count}", style),
-                Span(f"{marks[1]} ", "key"),
+                Styled(marks[0], "key"),
+                Styled(f"{key} ", "key") if view != TREE else Styled(""),
+                cleaned(f"{name}{count}", style),
+                Styled(f"{marks[1]} ", "key"),
             ]
         return spans.fit(spans.merged(made), self.size.width)
 
-    def _count(self, moment: Moment, view: str) -> str:
-        sheet = self.nodes.sheet if view == self.nodes.view else None
-        if sheet is None and view in COUNTED:
-            sheet = moment.sheet(COUNTED[view])
-        return f" {sheet.of}" if sheet is not None and not sheet.trouble else ""
+    def _count(self, snapshot: DaemonSnapshot, view: str) -> str:
+        data = self.nodes.data if view == self.nodes.view else None
+        if data is None and view in COUNTED:
+            data = snapshot.table(COUNTED[view])
+        return f" {data.of}" if data is not None and not data.trouble else ""
 
     def _path(self) -> Line:
         """The way from the root to the node under the cursor; its end matters most."""
         words = " / ".join(self.nodes.path())
-        text = spans.text_of([said(words or "-")])
+        text = spans.text_of([cleaned(words or "-")])
         room = max(1, self.size.width - 6)
         while spans.columns(text) > room:
             text = "…" + text[2:] if text.startswith("…") else "…" + text[1:]
-        return spans.fit((Span("path  ", "dim"), Span(text)), self.size.width)
+        return spans.fit((Styled("path  ", "dim"), Styled(text)), self.size.width)
 
-    def _next(self, moment: Moment) -> Line:
+    def _next(self, snapshot: DaemonSnapshot) -> Line:
         """What would be evicted first."""
-        made: list[Span] = [Span("next  ", "dim")]
-        sheet = moment.sheet(NEXT)
-        if sheet is None or sheet.trouble:
-            why = sheet.trouble if sheet is not None else missing(self)
-            return spans.fit((*made, said(why, "dim")), self.size.width)
-        if not sheet.order:
-            made.append(Span("nothing can be evicted", "dim"))
-        for rank, key in enumerate(sheet.order[: NEXT.limit], start=1):
-            count = sheet.cell(key, "pages")
+        made: list[Styled] = [Styled("next  ", "dim")]
+        data = snapshot.table(NEXT)
+        if data is None or data.trouble:
+            why = data.trouble if data is not None else why_missing(self)
+            return spans.fit((*made, cleaned(why, "dim")), self.size.width)
+        if not data.order:
+            made.append(Styled("nothing can be evicted", "dim"))
+        for rank, key in enumerate(data.order[: NEXT.limit], start=1):
+            count = data.cell(key, "pages")
             pages = f" {counted(count, 'page')}" if isinstance(count, int) else ""
-            name = spans.cut(clean(str(sheet.cell(key, "name"))), NEXT_COLUMNS)
-            made += [Span(f"#{rank} ", "key"), said(f"{key} "), Span(name)]
-            made += [Span(pages, "dim"), Span("   ")]
+            name = spans.cut(clean(str(data.cell(key, "name"))), NEXT_COLUMNS)
+            made += [Styled(f"#{rank} ", "key"), cleaned(f"{key} "), Styled(name)]
+            made += [Styled(pages, "dim"), Styled("   ")]
         return spans.fit(made, self.size.width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,9 +16,13 @@ from tui.themes import Palette
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from textual import events
     from textual.app import App
 
+    from tui.app import KvdTui
     from tui.draw.spans import Line
+
+WHEEL_LINES = 3
 
 
 def palette_of(app: App[None]) -> Palette:
@@ -66,6 +70,33 @@ class Canvas(Widget, can_focus=False):
         if changed:
             self.refresh(*_regions(changed, self.size.width))
 
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        """All lines at this size; of a widget that has no more to say those that are there."""
+        del width, height
+        return self._lines
+
+    def redraw(self) -> None:
+        """Make the lines anew, and have those painted that differ from what is there."""
+        if self.is_attached and self.size.width:
+            self.paint(self.make_lines(*self.size))
+
+    def on_resize(self) -> None:
+        """Other lines, or longer ones, have room now."""
+        self.redraw()
+
+    def wheel(self, lines: int) -> None:
+        """What the mouse wheel does: so many lines further."""
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Three lines further down."""
+        event.stop()
+        self.wheel(WHEEL_LINES)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Three lines further up."""
+        event.stop()
+        self.wheel(-WHEEL_LINES)
+
     @property
     def lines(self) -> Sequence[Line]:
         """What is shown."""
@@ -106,5 +137,19 @@ def _regions(rows: Sequence[int], width: int) -> list[Region]:
         if made and made[-1].bottom == row:
             made[-1] = made[-1].grow((0, 0, 1, 0))
         else:
-            made.append(Region(0, row, width, 1))
+            made.append(Region(x=0, y=row, width=width, height=1))
     return made
+
+
+def console(widget: Widget) -> KvdTui:
+    """The app: pages and their widgets live in no other."""
+    return cast("KvdTui", widget.app)
+
+
+def why_missing(widget: Widget) -> str:
+    """Why what is asked for is not here: a recording has only what was looked at in it."""
+    from tui.app import KvdTui  # noqa: PLC0415 - the console imports its widgets
+
+    if isinstance(widget.app, KvdTui) and widget.app.replay is not None:
+        return "not in this recording so far; it has what was looked at"
+    return "asked for; not here yet"

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.cells import cell_len
+from typing_extensions import override
 
 from kvd.errors import Refusal
 from kvd.text import clean, duration
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, TableRow
 from tui.draw import spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.widgets.canvas import Canvas
-from tui.widgets.popup import broken
+from tui.widgets.dialogs import wrap_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from textual import events
 
 ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"})
 """Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
@@ -45,7 +45,7 @@ def question(ref: str) -> Why | None:
     return Why(0, kind, int(number), component=component)
 
 
-class Told(msgspec.Struct, frozen=True):
+class CardContent(msgspec.Struct, frozen=True):
     """What is known of what is open; ``heard_s`` on our clock, when the answer came."""
 
     ref: str
@@ -55,32 +55,27 @@ class Told(msgspec.Struct, frozen=True):
     now_s: float = 0.0
 
 
-def card_lines(told: Told, width: int) -> list[Line]:
+def card_lines(content: CardContent, width: int) -> list[Line]:
     """The whole card: its answer, then what its row says."""
     made: list[Line] = [
-        spans.spread(
-            (Span("─ ", "border"), said(told.ref, "head")),
-            (Span("Esc", "key"), Span(" ─", "border")),
-            width,
-            Span("─", "border"),
-        )
+        spans.ruled((cleaned(content.ref, "head"),), (Styled("Esc", "key"),), width)
     ]
-    match told.answer:
+    match content.answer:
         case Because() as because:
             made += _because(because, width)
         case Refusal() as refusal:
             made += _wrapped(refusal.message, width, "warn")
-        case None if question(told.ref) is not None:
+        case None if question(content.ref) is not None:
             made.append(spans.line("asking", "dim"))
-    if told.row is not None:
-        made += [*_heading("row", width), *_facts(told, width)]
+    if content.row is not None:
+        made += [*_heading("row", width), *_facts(content, width)]
     return made
 
 
 def _because(because: Because, width: int) -> list[Line]:
     made = list(_wrapped(because.sentence, width, "selected"))
-    told = tuple(mark.what for mark in because.marks)
-    facts = [fact for fact in because.facts if not told or not fact.endswith(told)]
+    marked = tuple(mark.what for mark in because.marks)
+    facts = [fact for fact in because.facts if not marked or not fact.endswith(marked)]
     if facts:
         made += [*_heading("facts", width)]
         for fact in facts:
@@ -96,54 +91,54 @@ def _because(because: Because, width: int) -> list[Line]:
 
 
 def _heading(text: str, width: int) -> list[Line]:
-    return [(), spans.spread((Span(text, "dim"),), (), width, None)]
+    return [(), spans.spread((Styled(text, "dim"),), (), width, None)]
 
 
-def _facts(told: Told, width: int) -> list[Line]:
+def _facts(content: CardContent, width: int) -> list[Line]:
     """Each cell of the row by its column's name."""
-    assert told.row is not None
-    names = [column.name for column in told.columns]
+    assert content.row is not None
+    names = [column.name for column in content.columns]
     pad = min(max((cell_len(name) for name in names), default=0), width // 2)
     made: list[Line] = []
-    for column, cell in zip(told.columns, told.row.cells, strict=True):
+    for column, cell in zip(content.columns, content.row.cells, strict=True):
         if column.kind == "depth" or cell is None or cell == "":
             continue
-        text, style = cells.show(cell, column.kind, told.now_s, 400)
-        name = Span(spans.left(clean(column.name), pad) + "  ", "dim")
-        first, *rest = broken(text, max(8, width - pad - 2)) or [""]
-        made.append((name, Span(first, style)))
-        made += [(Span(" " * (pad + 2)), Span(more, style)) for more in rest]
+        text, style = cells.show(cell, column.kind, content.now_s, 400)
+        name = Styled(spans.left(clean(column.name), pad) + "  ", "dim")
+        first, *rest = wrap_words(text, max(8, width - pad - 2)) or [""]
+        made.append((name, Styled(first, style)))
+        made += [(Styled(" " * (pad + 2)), Styled(more, style)) for more in rest]
     return made
 
 
 def _hanging(first: str, text: str, width: int) -> list[Line]:
     """``first`` in a column of its own, the text beside it."""
     pad = 9
-    parts = broken(clean(text), max(8, width - pad)) or [""]
+    parts = wrap_words(clean(text), max(8, width - pad)) or [""]
     return [
-        (Span(spans.right(first, pad - 1) + " ", "dim"), Span(parts[0])),
-        *((Span(" " * pad), Span(part)) for part in parts[1:]),
+        (Styled(spans.right(first, pad - 1) + " ", "dim"), Styled(parts[0])),
+        *((Styled(" " * pad), Styled(part)) for part in parts[1:]),
     ]
 
 
 def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
-    return [(Span(part, style),) for part in broken(clean(text), width)]
+    return [(Styled(part, style),) for part in wrap_words(clean(text), width)]
 
 
-def links_of(told: Told) -> tuple[str, ...]:
+def links_of(content: CardContent) -> tuple[str, ...]:
     """What there is to go to: what the answer names, then what the row does, then its pages."""
-    found = list(told.answer.links) if isinstance(told.answer, Because) else []
-    if told.row is not None:
-        for column, cell in zip(told.columns, told.row.cells, strict=True):
+    found = list(content.answer.links) if isinstance(content.answer, Because) else []
+    if content.row is not None:
+        for column, cell in zip(content.columns, content.row.cells, strict=True):
             if isinstance(cell, tuple):
                 found += [holder.ref for holder in cell]
             elif column.kind == "ref" and isinstance(cell, str):
                 found.append(cell)
-    if told.ref.partition(":")[0] in WITH_PAGES:
-        found.append(PAGES_OF + told.ref)
-    if about := about_of((told.ref, *found)):
+    if content.ref.partition(":")[0] in WITH_PAGES:
+        found.append(PAGES_OF + content.ref)
+    if about := about_of((content.ref, *found)):
         found.append(EVENTS_OF + about)
-    return tuple(dict.fromkeys(ref for ref in found if ref and ref != told.ref))
+    return tuple(dict.fromkeys(ref for ref in found if ref and ref != content.ref))
 
 
 def about_of(refs: Iterable[str]) -> str:
@@ -160,34 +155,34 @@ class Card(Canvas):
 
     def __init__(self) -> None:
         super().__init__(id="card")
-        self.told: Told | None = None
+        self.content: CardContent | None = None
         self._top = 0
 
     @property
     def ref(self) -> str:
         """What is open; empty for nothing."""
-        return self.told.ref if self.told is not None else ""
+        return self.content.ref if self.content is not None else ""
 
     @property
     def links(self) -> Sequence[str]:
         """What the answer names, then what the row does: to go to."""
-        return links_of(self.told) if self.told is not None else ()
+        return links_of(self.content) if self.content is not None else ()
 
     def open(self, ref: str) -> None:
         """Show this from now on."""
         if ref != self.ref:
             self._top = 0
-            self.say(Told(ref))
+            self.say(CardContent(ref))
         self.display = True
 
     def close(self) -> None:
         """Show nothing."""
-        self.told = None
+        self.content = None
         self.display = False
 
-    def say(self, told: Told) -> None:
+    def say(self, content: CardContent) -> None:
         """Show what is known now."""
-        self.told = told
+        self.content = content
         self.redraw()
 
     def scroll_by(self, lines: int) -> None:
@@ -195,24 +190,14 @@ class Card(Canvas):
         self._top = max(0, self._top + lines)
         self.redraw()
 
-    def redraw(self) -> None:
-        """Make the lines anew, for the present size."""
-        if self.told is None or not self.size.width:
-            return
-        lines = card_lines(self.told, self.size.width)
-        self._top = max(0, min(self._top, len(lines) - self.size.height))
-        self.paint([lines[0], *lines[1 + self._top :]])
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        if self.content is None:
+            return ()
+        lines = card_lines(self.content, width)
+        self._top = max(0, min(self._top, len(lines) - height))
+        return [lines[0], *lines[1 + self._top :]]
 
-    def on_resize(self) -> None:
-        """Break the lines for the new width."""
-        self.redraw()
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three lines down."""
-        event.stop()
-        self.scroll_by(3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three lines up."""
-        event.stop()
-        self.scroll_by(-3)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.scroll_by(lines)

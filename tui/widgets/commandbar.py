@@ -12,7 +12,7 @@ from textual.widgets import Input
 from typing_extensions import override
 
 from tui.draw import spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.model import commands
 from tui.widgets.canvas import Canvas
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
-    from tui.model.filters import Flaw
+    from kvd.filters import SyntaxFlaw
 
 MAX_HISTORY = 50
 
 
-class Typed(Input):
+class CommandInput(Input):
     """An input whose Tab completes and whose arrows go through what was typed before."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -64,10 +64,10 @@ class CommandBar(Container):
             self.mode = mode
             self.text = text
 
-    def __init__(self, judge: Callable[[str, str], Flaw | None]) -> None:
+    def __init__(self, judge: Callable[[str, str], SyntaxFlaw | None]) -> None:
         super().__init__(id="bar")
         self._judge = judge
-        self._choose_from: Callable[[], commands.Context] = commands.Context
+        self._choose_from: Callable[[], commands.CommandChoices] = commands.CommandChoices
         self.mode = ":"
         self._past: dict[str, deque[str]] = {mode: deque(maxlen=MAX_HISTORY) for mode in (":", "/")}
         self._at = 0
@@ -75,16 +75,16 @@ class CommandBar(Container):
     @override
     def compose(self) -> ComposeResult:
         yield Canvas()
-        yield Typed(compact=True, select_on_focus=False)
+        yield CommandInput(compact=True, select_on_focus=False)
 
     @property
     def typed(self) -> Input:
         """Where the text is."""
-        return self.query_one(Typed)
+        return self.query_one(CommandInput)
 
-    def ask(self, mode: str, text: str, context: Callable[[], commands.Context]) -> None:
-        """Have the operator type; ``context`` says what there is to choose from."""
-        self.mode, self._choose_from, self._at = mode, context, 0
+    def ask(self, mode: str, text: str, choices: Callable[[], commands.CommandChoices]) -> None:
+        """Have the operator type; ``choices`` says what there is to choose from."""
+        self.mode, self._choose_from, self._at = mode, choices, 0
         self.app.clear_notifications()
         self.display = True
         self.typed.value = mode + text
@@ -111,9 +111,9 @@ class CommandBar(Container):
         flaw = self._judge(self.mode, self.text) if self.text else None
         if flaw is not None and not found:
             return said_at(flaw, self.size.width)
-        line = [Span("Tab ", "key")] if found else []
+        line = [Styled("Tab ", "key")] if found else []
         for choice in found:
-            line += [said(choice.rpartition(" ")[2] or choice), Span("  ")]
+            line += [cleaned(choice.rpartition(" ")[2] or choice), Styled("  ")]
         return spans.fit(line, self.size.width)
 
     def _choices(self) -> list[str]:
@@ -178,9 +178,9 @@ class CommandBar(Container):
         self.post_message(self.Entered(mode, text))
 
 
-def said_at(flaw: Flaw, width: int) -> Line:
+def said_at(flaw: SyntaxFlaw, width: int) -> Line:
     """The flaw, with a mark over the character where it is."""
     at = flaw.at + 1
     if at + 2 + spans.columns(flaw.what) <= width:
-        return (Span(" " * at), Span("v ", "bad"), said(flaw.what, "bad"))
-    return spans.fit((said(flaw.what, "bad"), Span(f" (at {flaw.at + 1})", "dim")), width)
+        return (Styled(" " * at), Styled("v ", "bad"), cleaned(flaw.what, "bad"))
+    return spans.fit((cleaned(flaw.what, "bad"), Styled(f" (at {flaw.at + 1})", "dim")), width)

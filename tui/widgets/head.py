@@ -10,9 +10,9 @@ from textual.message import Message
 
 from kvd.text import duration
 from tui.draw import spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.keys import PAGES
-from tui.model.standing import Connecting, Down, Lagging, Live, Standing
+from tui.model.mirror import LinkConnecting, LinkDown, LinkLagging, LinkLive, LinkState
 from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from kvd.wire.console import Vitals
     from tui.draw.spans import Style
-    from tui.keys import Key
+    from tui.keys import Hotkey
 
 
-class Situation(msgspec.Struct, frozen=True):
+class HeadStatus(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
     ``now_s`` is on our clock. ``replay``: how far a recording is, where frames come from one.
@@ -33,7 +33,7 @@ class Situation(msgspec.Struct, frozen=True):
     keep up with ``fps``; else 0.
     """
 
-    standing: Standing
+    link_state: LinkState
     now_s: float
     fps: float
     frozen_s: float | None = None
@@ -53,44 +53,44 @@ LAG_S = 0.05
 """A loop that is later than this is worth a colour."""
 
 
-def head_line(vitals: Vitals | None, now: Situation, width: int) -> Line:
+def head_line(vitals: Vitals | None, now: HeadStatus, width: int) -> Line:
     """How the daemon is and how old that is; what matters least goes first where room is short."""
     at_right = _picture(now)
     parts = _parts(vitals, now) if vitals is not None else []
     while parts and _width(parts) + spans.width_of(at_right) + 2 > width:
         parts.pop()
-    at_left = [Span(" ")]
+    at_left = [Styled(" ")]
     for part in parts:
-        at_left += [part, Span("  ")]
-    return spans.spread(spans.merged(at_left), (*at_right, Span(" ")), width)
+        at_left += [part, Styled("  ")]
+    return spans.spread(spans.merged(at_left), (*at_right, Styled(" ")), width)
 
 
-def _width(parts: Sequence[Span]) -> int:
+def _width(parts: Sequence[Styled]) -> int:
     return sum(spans.columns(part.text) + 2 for part in parts)
 
 
-def _parts(vitals: Vitals, now: Situation) -> list[Span]:
+def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
     """What is said, the most important first."""
     word, style = HEALTH.get(vitals.worst, ("LOOK", "warn"))
-    if isinstance(now.standing, Down):
+    if isinstance(now.link_state, LinkDown):
         word, style = "LOST", "bad"
     made = [
-        Span(word, style),
-        said(vitals.node, "head"),
-        said(vitals.state, "ok" if vitals.state == "serving" else "warn"),
+        Styled(word, style),
+        cleaned(vitals.node, "head"),
+        cleaned(vitals.state, "ok" if vitals.state == "serving" else "warn"),
     ]
     if vitals.findings:
-        made.append(Span(f"findings {vitals.findings}", style))
+        made.append(Styled(f"findings {vitals.findings}", style))
     if vitals.waiting:
-        made.append(Span(f"waiting {vitals.waiting}", "warn"))
+        made.append(Styled(f"waiting {vitals.waiting}", "warn"))
     made += [
-        Span(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
-        Span(f"clients {vitals.clients}"),
-        Span(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
-        Span(f"up {duration(max(0.0, vitals.at_s - vitals.started_s))}", "dim"),
-        said(f"gen {vitals.generation}", "dim"),
-        said(f"kvd {vitals.version}", "dim"),
-        said(vitals.unit, "dim"),
+        Styled(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
+        Styled(f"clients {vitals.clients}"),
+        Styled(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
+        Styled(f"up {duration(max(0.0, vitals.at_s - vitals.started_s))}", "dim"),
+        cleaned(f"gen {vitals.generation}", "dim"),
+        cleaned(f"kvd {vitals.version}", "dim"),
+        cleaned(vitals.unit, "dim"),
     ]
     return [part for part in made if part.text]
 
@@ -99,31 +99,31 @@ def _peers_style(vitals: Vitals) -> Style:
     return "warn" if vitals.peers_up < vitals.peers else "plain"
 
 
-def _picture(now: Situation) -> Line:
+def _picture(now: HeadStatus) -> Line:
     """How old what one sees is, and why."""
-    match now.standing:
-        case Down(why, since_s):
+    match now.link_state:
+        case LinkDown(why, since_s):
             ago = duration(max(0.0, now.now_s - since_s))
             text = f"NOT REACHABLE {ago}: {why}"
-            link: Line = (said(text, "bad"),)
-        case Connecting(why):
-            link = (said(f"CONNECTING {why}".rstrip(), "warn"),)
-        case Lagging(lag_s):
-            link = (Span(f"LAGGING {duration(lag_s)}", "warn"),)
-        case Live():
+            link: Line = (cleaned(text, "bad"),)
+        case LinkConnecting(why):
+            link = (cleaned(f"CONNECTING {why}".rstrip(), "warn"),)
+        case LinkLagging(lag_s):
+            link = (Styled(f"LAGGING {duration(lag_s)}", "warn"),)
+        case LinkLive():
             link = ()
         case _:
-            assert_never(now.standing)
+            assert_never(now.link_state)
     if now.frozen_s is not None:
-        return spans.merged((Span(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
+        return spans.merged((Styled(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
     if link:
         return link
     if now.replay:
-        return (said(now.replay, "warn"),)
+        return (cleaned(now.replay, "warn"),)
     rate = f"{now.fps:g}/s"
     if now.slowed_to:
-        return (Span(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
-    return (Span(f"LIVE {rate}", "ok"),)
+        return (Styled(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
+    return (Styled(f"LIVE {rate}", "ok"),)
 
 
 class Head(Canvas):
@@ -132,25 +132,25 @@ class Head(Canvas):
     DEFAULT_CSS = "Head { height: 1; }"
 
 
-def tab_line(page: str, trail: Sequence[str], width: int) -> Line:
+def tab_line(page: str, navigation: Sequence[str], width: int) -> Line:
     """The pages by number, the visible one marked; then the way that was taken, if it fits."""
     made = []
     for at, name in enumerate(PAGES, start=1):
         mark = (">", "<") if name == page else (" ", " ")
         style: Style = "selected" if name == page else "plain"
-        made += [Span(f"{mark[0]}{at}", "key"), Span(f"{name}{mark[1]}", style)]
+        made += [Styled(f"{mark[0]}{at}", "key"), Styled(f"{name}{mark[1]}", style)]
     if spans.width_of(made) > width:
         made = [
-            Span(
+            Styled(
                 f">{at} {name}" if name == page else f" {at} {name[:4]}",
                 "selected" if name == page else "plain",
             )
             for at, name in enumerate(PAGES, start=1)
         ]
-    way = " > ".join(trail[-4:])
+    way = " > ".join(navigation[-4:])
     room = width - spans.width_of(made) - 3
     if way and room > 8:
-        made += [Span("  "), said(way if len(way) <= room else f"…{way[1 - room :]}", "dim")]
+        made += [Styled("  "), cleaned(way if len(way) <= room else f"…{way[1 - room :]}", "dim")]
     return spans.fit(made, width)
 
 
@@ -179,11 +179,11 @@ class Tabs(Canvas):
 
 
 @functools.lru_cache(maxsize=64)
-def foot_line(keys: tuple[Key, ...], width: int) -> Line:
+def foot_line(keys: tuple[Hotkey, ...], width: int) -> Line:
     """The keys that mean something now, as many as fit; the last one says where the others are."""
     last = [key for key in keys if key.action in {"help", "quit"}]
     first = [key for key in keys if key.footer and key not in last]
-    made: list[Span] = [Span(" ")]
+    made: list[Styled] = [Styled(" ")]
     room = width - 1 - sum(_foot_width(key) for key in last)
     for key in first:
         room -= _foot_width(key)
@@ -195,11 +195,11 @@ def foot_line(keys: tuple[Key, ...], width: int) -> Line:
     return spans.fit(made, width)
 
 
-def _foot(key: Key) -> list[Span]:
-    return [Span(key.label.split(" ")[0], "key"), Span(f" {key.footer}  ")]
+def _foot(key: Hotkey) -> list[Styled]:
+    return [Styled(key.label.split(" ")[0], "key"), Styled(f" {key.footer}  ")]
 
 
-def _foot_width(key: Key) -> int:
+def _foot_width(key: Hotkey) -> int:
     return sum(spans.columns(part.text) for part in _foot(key))
 
 

@@ -7,13 +7,13 @@ from typing import get_args
 import msgspec
 import pytest
 
+from kvd import filters
 from kvd.wire.admin import Mark, OtherEnd
 from kvd.wire.console import EventQuery, Filter
 from kvd.wire.events import Event, Evicted, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
 from tests.tui.feed import vitals
-from tui.model import filters, happenings, logbook
-from tui.model.log import CHUNK_ITEMS, MAX_ITEMS, Gap, Log, only
-from tui.model.logbook import Logbook
+from tui.model import event_log, event_words
+from tui.model.event_log import CHUNK_ITEMS, MAX_ITEMS, EventGap, Log, LogEntries, only
 from tui.model.mirror import Notice
 
 HOSTILE = "[red]x\x1b[31m\u202e"
@@ -50,44 +50,44 @@ def ended(outcome: str) -> HandoffEnded:
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__struct_config__.tag)
 def test_every_kind_has_words_that_cannot_steer_a_terminal(kind):
     event = made(kind)
-    words = happenings.words(event)
+    words = event_words.words(event)
     assert words
     assert words.isprintable()
     assert "\x1b" not in words
-    row, columns = happenings.record_of(event)
+    row, columns = event_words.record_of(event)
     assert len(row.cells) == len(columns)
-    assert happenings.level_of(event) in happenings.levels_of(happenings.tag_of(event))
+    assert event_words.level_of(event) in event_words.levels_of(event_words.tag_of(event))
 
 
 def test_what_is_nothing_is_not_said():
     opened = LeaseOpened(1, 1.0, 7, 2, "prefill", 0, 0, 4)
-    assert happenings.words(opened) == "lease 7 of client 2 (prefill): 4 pages held"
+    assert event_words.words(opened) == "lease 7 of client 2 (prefill): 4 pages held"
     full = msgspec.structs.replace(
         opened, room=3, prefix_tokens=16, prompt_tokens=64, missed_tokens=48, why_missed="evicted"
     )
-    assert happenings.words(full) == (
+    assert event_words.words(full) == (
         "lease 7 of client 2 (prefill) room 3: 4 pages held, prompt 64 tokens, 16 cached, "
         "48 missed: evicted"
     )
 
 
 def test_units_are_those_that_names_say():
-    assert happenings.words(ended("delivered")) == (
+    assert event_words.words(ended("delivered")) == (
         "room 12 prefill one: delivered, 2.00Ki moved in 0.50s"
     )
 
 
 def test_a_handoff_that_did_not_arrive_is_trouble():
-    assert happenings.level_of(ended("delivered")) == "notice"
-    assert happenings.level_of(ended("failed")) == "trouble"
+    assert event_words.level_of(ended("delivered")) == "notice"
+    assert event_words.level_of(ended("failed")) == "trouble"
 
 
 def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     event = ended("failed")
-    assert happenings.refs_of(event) == ("room:12", "lease:7", "peer:one")
-    assert happenings.links_of(event) == ("send:4", "room:12", "lease:7", "peer:one")
+    assert event_words.refs_of(event) == ("room:12", "lease:7", "peer:one")
+    assert event_words.links_of(event) == ("send:4", "room:12", "lease:7", "peer:one")
     corrupt = PagesCorrupt(1, 1.0, 4, 12, "one", "swa", (17, 18), (0, 1), 2, 4, 4, "sums")
-    assert happenings.links_of(corrupt) == (
+    assert event_words.links_of(corrupt) == (
         *("receive:4", "room:12", "peer:one", "page:swa:17", "page:swa:18"),
     )
 
@@ -109,22 +109,26 @@ def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     ],
 )
 def test_only_kinds_that_may_pass_a_filter_are_asked_for(text, expected):
-    assert happenings.kinds_for(filters.parse(text, happenings.COLUMNS)) == expected
+    assert event_words.kinds_for(filters.parse(text, event_words.COLUMNS)) == expected
 
 
 def test_a_kind_that_may_be_trouble_is_asked_for_with_the_troubles():
-    found = happenings.kinds_for(filters.parse("!level:routine !level:notice", happenings.COLUMNS))
+    found = event_words.kinds_for(
+        filters.parse("!level:routine !level:notice", event_words.COLUMNS)
+    )
     assert "handoff-ended" in found
     assert not {"moved", "client-attached"} & set(found)
 
 
 def test_events_about_a_thing_are_found_among_all():
-    log = Log().add([moved(1), moved(2, room=13), Gap(0, 1, 0), Evicted(3, 3.0, 1, 1, "room")], 3)
+    log = Log().add(
+        [moved(1), moved(2, room=13), EventGap(0, 1, 0), Evicted(3, 3.0, 1, 1, "room")], 3
+    )
     found = only(log, EventQuery(0, about="room:12")).items()
-    assert found == [moved(1), Gap(0, 1, 0)]
+    assert found == [moved(1), EventGap(0, 1, 0)]
     assert only(log, EventQuery(0, kinds=("moved",), about="room:13")).items() == [
         moved(2, room=13),
-        Gap(0, 1, 0),
+        EventGap(0, 1, 0),
     ]
 
 
@@ -132,7 +136,7 @@ def test_events_about_a_thing_are_found_among_all():
 
 
 def test_what_was_made_of_a_chunk_is_kept():
-    book, log = Logbook(), Log().add([moved(at) for at in range(1, 200)], 199)
+    book, log = LogEntries(), Log().add([moved(at) for at in range(1, 200)], 199)
     before = book.entries(log, 300.0)
     after = book.entries(log.add([moved(200)], 200), 300.0)
     assert all(a is b for a, b in zip(before, after[:-1], strict=True))
@@ -141,7 +145,7 @@ def test_what_was_made_of_a_chunk_is_kept():
 
 
 def test_a_log_stays_bounded_and_so_do_its_lines():
-    book, log = Logbook(), Log()
+    book, log = LogEntries(), Log()
     for start in range(1, 6001, 500):
         log = log.add([moved(at) for at in range(start, start + 500)], start + 499)
         entries = book.entries(log, 9000.0)
@@ -151,10 +155,10 @@ def test_a_log_stays_bounded_and_so_do_its_lines():
 
 
 def test_a_filter_leaves_gaps():
-    book = Logbook()
+    book = LogEntries()
     book.filters = (Filter("", "has", "room 13"),)
-    log = Log().add([moved(1), Gap(2, 7, 3), moved(2, room=13)], 2)
-    lines = [logbook.line_of(one) for one in book.entries(log, 9.0)]
+    log = Log().add([moved(1), EventGap(2, 7, 3), moved(2, room=13)], 2)
+    lines = [event_log.line_of(one) for one in book.entries(log, 9.0)]
     assert [one.kind for one in lines] == ["gap", "moved"]
     assert lines[0].words == (
         "7 events had left the daemon's ring before they were asked for; "
@@ -163,8 +167,8 @@ def test_a_filter_leaves_gaps():
 
 
 def test_a_filter_by_age_is_of_now():
-    book = Logbook()
-    book.filters = filters.parse("age<5s", happenings.COLUMNS)
+    book = LogEntries()
+    book.filters = filters.parse("age<5s", event_words.COLUMNS)
     log = Log().add([moved(1), moved(8)], 8)
     assert [one.key for one in book.entries(log, 9.0)] == ["event:8"]
     assert book.entries(log, 20.0) == []
@@ -172,17 +176,17 @@ def test_a_filter_by_age_is_of_now():
 
 def test_marks_of_the_other_end_stand_where_they_belong_in_time():
     end = OtherEnd("receive:4", HOSTILE, "prefill", marks=(Mark(7.5, HOSTILE), Mark(2.0, "sent")))
-    more = logbook.marks_of([end], 10.0)
+    more = event_log.marks_of([end], 10.0)
     log = Log().add([moved(2), moved(5)], 5)
-    entries = Logbook().entries(log, 10.0, more)
+    entries = LogEntries().entries(log, 10.0, more)
     assert [one.at_s for one in entries] == [2.0, 2.5, 5.0, 8.0]
-    told = logbook.line_of(entries[1])
+    told = event_log.line_of(entries[1])
     assert (told.letter, told.kind, told.words) == ("~", ESCAPED, f"prefill: {ESCAPED}")
 
 
 def test_an_end_that_tells_nothing_says_why():
-    [one] = logbook.marks_of([OtherEnd("send:3", "two", "", why_none="it is silent")], 10.0)
-    assert logbook.line_of(one).words == "tells nothing of its end of send:3: it is silent"
+    [one] = event_log.marks_of([OtherEnd("send:3", "two", "", why_none="it is silent")], 10.0)
+    assert event_log.line_of(one).words == "tells nothing of its end of send:3: it is silent"
     assert one.ref == "peer:two"
 
 
@@ -193,8 +197,8 @@ def test_restarts_are_lines_once_they_are_known():
         Notice(5.0, "lost", "7 events"),
     ]
     head = vitals(103.0, started_s=99.5)
-    first, second = logbook.restarts_of(notices, 8.0, head)
+    first, second = event_log.restarts_of(notices, 8.0, head)
     assert (first.at_s, second.at_s, second.ref) == (97.0, 99.5, "")
-    assert logbook.line_of(second).words == "the second"
-    assert logbook.restarts_of(notices, 1.0, head) == []
-    assert logbook.restarts_of(notices, 8.0, None) == []
+    assert event_log.line_of(second).words == "the second"
+    assert event_log.restarts_of(notices, 1.0, head) == []
+    assert event_log.restarts_of(notices, 8.0, None) == []

@@ -8,8 +8,7 @@ import pytest
 
 from kvd.console.view import Field, View
 from kvd.wire.console import Filter, Holder, Query, Table, TableRow
-from tui.model.local import derive
-from tui.model.sheets import fold
+from tui.model.tables import derive, fold
 
 KINDS = {"ref": "ref", "state": "state", "held": "pages", "since": "since", "until": "until"}
 KINDS |= {"share": "share", "holders": "holders", "room": "count"}
@@ -80,7 +79,7 @@ def test_a_window_made_here_is_the_one_that_the_daemon_would_make(_):
         )
 
         window = view.window(Now(), query)
-        sheet = derive([fold(None, slot, whole)], query, NOW_S)
+        data = derive([fold(None, slot, whole)], query, NOW_S)
 
-        assert sheet.listed() == window.rows, f"seed {seed}: {query}"
-        assert (sheet.total, sheet.of) == (window.total, window.of), f"seed {seed}: {query}"
+        assert data.listed() == window.rows, f"seed {seed}: {query}"
+        assert (data.total, data.of) == (window.total, window.of), f"seed {seed}: {query}"

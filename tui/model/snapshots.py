@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
-from tui.model.local import derive, regrid
-from tui.model.log import Log, log_slot, only
-from tui.model.sheets import Sheet, slot_of
+from tui.model.event_log import Log, log_slot, only
+from tui.model.tables import TableData, derive, regrid, slot_of
 
 MAX_MOMENTS = 600
 MAX_WEIGHT_BYTES = 32 * 2**20
@@ -24,7 +23,7 @@ MOMENT_BYTES = 2048
 """And a picture in which nothing changed."""
 
 
-class Moment(msgspec.Struct, frozen=True):
+class DaemonSnapshot(msgspec.Struct, frozen=True):
     """A picture of the daemon; nothing in it ever changes.
 
     ``heard_s`` is on our clock, everything else on the daemon's: ages are from ``now_s``.
@@ -33,7 +32,7 @@ class Moment(msgspec.Struct, frozen=True):
 
     heard_s: float
     vitals: Vitals | None
-    sheets: Mapping[Query, Sheet]
+    tables: Mapping[Query, TableData]
     maps: Mapping[MapQuery, PageMap]
     logs: Mapping[EventQuery, Log]
 
@@ -42,17 +41,17 @@ class Moment(msgspec.Struct, frozen=True):
         """The daemon's clock: what ages and deadlines are counted from."""
         return self.vitals.at_s if self.vitals is not None else 0.0
 
-    def sheet(self, query: Query) -> Sheet | None:
+    def table(self, query: Query) -> TableData | None:
         """The answer to ``query``; else the best that can be made of another of that view.
 
         What is made here says so in its ``note``. None where nothing of that view is here.
         """
         slot = slot_of(query)
         assert isinstance(slot, Query)
-        exact = self.sheets.get(slot)
+        exact = self.tables.get(slot)
         if exact is not None:
             return exact
-        alike = [one for one in self.sheets.values() if one.view == slot.view and one.columns]
+        alike = [one for one in self.tables.values() if one.view == slot.view and one.columns]
         return derive(alike, slot, self.now_s) if alike else None
 
     def page_map(self, query: MapQuery) -> PageMap | None:
@@ -78,11 +77,11 @@ class Moment(msgspec.Struct, frozen=True):
         return only(everything, slot) if everything is not None else Log()
 
 
-NOTHING = Moment(0.0, None, {}, {}, {})
+NOTHING = DaemonSnapshot(heard_s=0.0, vitals=None, tables={}, maps={}, logs={})
 """Before the first frame."""
 
 
-class Moments:
+class SnapshotHistory:
     """The ring of pictures, and which one is shown: the newest, or the one it was frozen at."""
 
     def __init__(
@@ -90,10 +89,10 @@ class Moments:
     ) -> None:
         self._max_moments = max_moments
         self._max_weight_bytes = max_weight_bytes
-        self._ring: deque[Moment] = deque()
+        self._ring: deque[DaemonSnapshot] = deque()
         self._weights: deque[int] = deque()
         self.weight_bytes = 0
-        self._frozen: Moment | None = None
+        self._frozen: DaemonSnapshot | None = None
         self._at = 0
 
     def __len__(self) -> int:
@@ -105,12 +104,12 @@ class Moments:
         return self._frozen is not None
 
     @property
-    def newest(self) -> Moment:
+    def newest(self) -> DaemonSnapshot:
         """The last one that was added; ``NOTHING`` before any was."""
         return self._ring[-1] if self._ring else NOTHING
 
     @property
-    def shown(self) -> Moment:
+    def shown(self) -> DaemonSnapshot:
         """What is to be painted. A frozen picture stays, even when the ring has lost it."""
         return self._frozen if self._frozen is not None else self.newest
 
@@ -119,10 +118,10 @@ class Moments:
         """How far ``shown`` lies behind the newest, on our clock."""
         return max(0.0, self.newest.heard_s - self.shown.heard_s)
 
-    def add(self, moment: Moment) -> None:
-        """Keep ``moment`` as the newest; the oldest go when they are too many or too heavy."""
-        weight = weight_bytes(self._ring[-1] if self._ring else NOTHING, moment)
-        self._ring.append(moment)
+    def add(self, snapshot: DaemonSnapshot) -> None:
+        """Keep ``snapshot`` as the newest; the oldest go when they are too many or too heavy."""
+        weight = weight_bytes(self._ring[-1] if self._ring else NOTHING, snapshot)
+        self._ring.append(snapshot)
         self._weights.append(weight)
         self.weight_bytes += weight
         while len(self._ring) > 1 and (
@@ -164,16 +163,16 @@ def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:
     return same and was.lens == slot.lens
 
 
-def weight_bytes(before: Moment, moment: Moment) -> int:
-    """What ``moment`` takes beyond what it shares with ``before``, about."""
+def weight_bytes(before: DaemonSnapshot, snapshot: DaemonSnapshot) -> int:
+    """What ``snapshot`` takes beyond what it shares with ``before``, about."""
     weight = MOMENT_BYTES
-    for slot, sheet in moment.sheets.items():
-        last = before.sheets.get(slot)
-        if last is None or sheet.rows is not last.rows:
+    for slot, data in snapshot.tables.items():
+        last = before.tables.get(slot)
+        if last is None or data.rows is not last.rows:
             known = last.rows if last is not None else {}
-            fresh = [row for key, row in sheet.rows.items() if known.get(key) is not row]
-            weight += CELL_BYTES * (len(sheet.rows) // 4 + sum(len(row.cells) for row in fresh))
-    for map_slot, page_map in moment.maps.items():
+            fresh = [row for key, row in data.rows.items() if known.get(key) is not row]
+            weight += CELL_BYTES * (len(data.rows) // 4 + sum(len(row.cells) for row in fresh))
+    for map_slot, page_map in snapshot.maps.items():
         was = before.maps.get(map_slot)
         if page_map.cells is not None and (was is None or was.cells is not page_map.cells):
             weight += len(page_map.cells)

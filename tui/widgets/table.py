@@ -6,29 +6,143 @@ changes, and only such lines are painted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from textual.message import Message
+from typing_extensions import override
 
 from kvd.text import clean, counted
 from kvd.wire.console import MAX_ROWS, Filter, Query
 from tui.draw import spans
-from tui.draw.spans import Line, Span
+from tui.draw.spans import Line, Styled, cleaned
+from tui.draw.spans import columns as width_of
 from tui.model import cells
-from tui.widgets import fitting
-from tui.widgets.canvas import Canvas
-from tui.widgets.reach import missing
+from tui.model.columns import NamedRow, places
+from tui.widgets.canvas import Canvas, console, why_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from textual import events
 
     from kvd.wire.console import Column, TableRow
     from tui.draw.spans import Style
-    from tui.model.moments import Moment
-    from tui.model.sheets import Sheet
+    from tui.model.columns import ComputedColumns
+    from tui.model.rates import RowRates
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import TableData
+
+
+GAP = 2
+"""Blanks between two columns."""
+
+MOVING = frozenset({"since", "until", "holders"})
+"""Kinds whose text changes as time goes by."""
+
+CAPS = {"text": 28, "state": 14, "ref": 20, "holders": 44}
+"""How wide a column is at most before all have what they need; others are as wide as they are."""
+
+TIGHT = 12
+"""The same for all of these where as many columns as possible are wanted."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """``at`` are the columns shown, by their place in the table; ``hidden``: how many are not."""
+
+    at: tuple[int, ...]
+    widths: tuple[int, ...]
+    hidden: int
+
+    def column_under(self, x: int) -> int | None:
+        """The column at this place of a line; None for none."""
+        edge = 0
+        for at, width in zip(self.at, self.widths, strict=True):
+            if edge <= x < edge + width + GAP:
+                return at
+            edge += width + GAP
+        return None
+
+
+class ColumnRules(msgspec.Struct, frozen=True):
+    """What a page says of a table's columns: ``first`` stay longest, ``never`` are not shown.
+
+    ``narrow`` may be cut so that others have room. ``is_tight``: that is so of all of them.
+    """
+
+    first: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    is_tight: bool = False
+
+
+def natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column would like to be: its widest text, and its name."""
+    widths = [width_of(column.name) for column in columns]
+    for row in rows:
+        for at, text in enumerate(row):
+            if len(text) > widths[at]:
+                widths[at] = width_of(text)
+    return widths
+
+
+def fit(
+    columns: Sequence[Column], wishes: Sequence[int], width: int, rules: ColumnRules, shift: int = 0
+) -> Fit:
+    """The columns that go into ``width``, in the table's order.
+
+    Those of ``rules.first`` are taken before others; the rest in the table's order. ``shift``
+    leaves out so many after the first one, to look at those further right.
+    """
+    names = [column.name for column in columns]
+    usable = [
+        at
+        for at, column in enumerate(columns)
+        if column.kind != "depth" and column.name not in rules.never
+    ]
+    if shift and usable:
+        usable = [usable[0], *usable[1 + min(shift, len(usable) - 2) :]]
+    ranked = sorted(
+        usable,
+        key=lambda at: rules.first.index(names[at]) if names[at] in rules.first else len(names),
+    )
+    least = {at: _least(columns[at], wishes[at], rules) for at in usable}
+    taken: list[int] = []
+    room = width + GAP
+    for at in ranked:
+        need = least[at] + GAP
+        if need <= room:
+            taken.append(at)
+            room -= need
+        elif not taken:
+            least[at] = max(1, width)
+            taken.append(at)
+            room = 0
+    shown = tuple(sorted(taken))
+    kinds = [column.kind for column in columns]
+    caps = [min(wish, CAPS.get(kind, wish)) for kind, wish in zip(kinds, wishes, strict=True)]
+    room = _widen(shown, least, caps, room)
+    _widen(shown, least, wishes, room)
+    return Fit(shown, tuple(least[at] for at in shown), len(usable) - len(taken))
+
+
+def _least(column: Column, wish: int, rules: ColumnRules) -> int:
+    """What a column must have to be shown at all."""
+    cap = CAPS.get(column.kind, wish)
+    is_tight = column.name in rules.narrow or (rules.is_tight and column.kind in CAPS)
+    return max(1, min(wish, cap, TIGHT if is_tight else cap))
+
+
+def _widen(taken: Sequence[int], widths: dict[int, int], wishes: Sequence[int], room: int) -> int:
+    """Room that is left goes to those that have less than they wish, from the left; the rest."""
+    for at in taken:
+        more = min(room, wishes[at] - widths[at])
+        if more > 0:
+            widths[at] += more
+            room -= more
+    return room
+
 
 HEAD_LINES = 2
 """The caption and the names of the columns."""
@@ -37,27 +151,32 @@ GUTTER = 2
 WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
-Shown = tuple[str, "Style"]
+CellLook = tuple[str, "Style"]
+Painter = Callable[["NamedRow"], CellLook]
 
 
 class _Cells(NamedTuple):
     """What is known of a row until it changes; ``texts`` has all its cells."""
 
     row: TableRow
-    texts: list[Shown]
+    texts: list[CellLook]
 
 
-class LineTable(Canvas):
+class WindowedTable(Canvas):
     """A window of one view of the daemon.
 
     ``asks`` is what to ask for, ``show`` paints the answer. ``rules`` say which columns matter
     most. Everything that an operator changes (place, sort, filters, opened nodes) is in ``asks``.
+
+    ``computed`` adds columns, by which the daemon cannot sort: ``stands_for`` says by which of its
+    own it shall do so instead. ``painters`` make text of cells by the name of their column; others
+    look as their kind does. ``rates`` hear every new table, also while the screen stands still.
     """
 
     class Moved(Message):
         """The cursor is on another row, or what to ask for has changed."""
 
-        def __init__(self, table: LineTable) -> None:
+        def __init__(self, table: WindowedTable) -> None:
             super().__init__()
             self.table = table
 
@@ -70,8 +189,11 @@ class LineTable(Canvas):
         *,
         title: str = "",
         sort: str = "",
-        rules: fitting.Rules | None = None,
-        opened: tuple[int, ...] = (),
+        rules: ColumnRules | None = None,
+        computed: ComputedColumns | None = None,
+        painters: Mapping[str, Painter] | None = None,
+        stands_for: Mapping[str, str] | None = None,
+        rates: Sequence[RowRates] = (),
     ) -> None:
         super().__init__(id=f"table-{view}")
         self.view = view
@@ -79,13 +201,22 @@ class LineTable(Canvas):
         self.sort = sort
         self.filters: tuple[Filter, ...] = ()
         self.filter_text = ""
-        self.opened = opened
+        self.opened: tuple[int, ...] = ()
+        """Nodes of the tree whose children are shown."""
         self.tagged: set[str] = set()
         self.is_wide = False
         self.is_active = False
         """Whether keys move in this one; of a page with several tables only one is."""
-        self.rules = rules if rules is not None else fitting.Rules()
-        self._sheet: Sheet | None = None
+        self.rules = rules if rules is not None else ColumnRules()
+        self.source: TableData | None = None
+        """What was shown last, as the daemon sent it."""
+        self.data: TableData | None = None
+        """The same with the columns that are made here."""
+        self._computed = computed
+        self._painters = painters if painters is not None else {}
+        self._stands_for = stands_for if stands_for is not None else {}
+        self._rates = tuple(rates)
+        self._measured: TableData | None = None
         self._now_s = 0.0
         self._first = 0
         """The row at the top."""
@@ -95,7 +226,7 @@ class LineTable(Canvas):
         """Whether the cursor goes with its row: once it was moved there."""
         self._shift = 0
         self._known: dict[str, _Cells] = {}
-        self._fit = fitting.Fit((), (), 0)
+        self._fit = Fit((), (), 0)
         self._fit_for: tuple[object, ...] = ()
         self._wishes: list[int] = []
 
@@ -119,14 +250,9 @@ class LineTable(Canvas):
         )
 
     @property
-    def sheet(self) -> Sheet | None:
-        """What was shown last."""
-        return self._sheet
-
-    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the view, once they are known."""
-        return self._sheet.columns if self._sheet is not None else ()
+        return self.data.columns if self.data is not None else ()
 
     def chosen(self) -> str:
         """The key of the row under the cursor; empty where there is none."""
@@ -134,69 +260,75 @@ class LineTable(Canvas):
 
     def row(self) -> TableRow | None:
         """The row under the cursor."""
-        return self._sheet.rows.get(self._key) if self._sheet is not None else None
+        return self.data.rows.get(self._key) if self.data is not None else None
+
+    def named_row(self) -> NamedRow | None:
+        """The row under the cursor, by the names of its columns."""
+        row = self.row()
+        return NamedRow(row, places(self.columns), self._now_s) if row is not None else None
 
     # ---- showing ----------------------------------------------------------------------------
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        self._now_s = moment.now_s
-        sheet = moment.sheet(self.asks())
-        if sheet is not None and sheet is not self._sheet:
-            self._sheet = sheet
+        self._now_s = snapshot.now_s
+        if self._rates:
+            newest = console(self).mirror.history.newest.table(self.asks())
+            if newest is not None and newest is not self._measured:
+                self._measured = newest
+                for rates in self._rates:
+                    rates.take(newest)
+        data = snapshot.table(self.asks())
+        if data is not None and data is not self.source:
+            self.source = data
+            self.data = self._computed.extend(data) if self._computed is not None else data
             self._place()
         self.redraw()
 
-    def redraw(self) -> None:
-        """Make every line, and have those painted that differ from what is there."""
-        if not self.is_attached or not self.size.width:
-            return
-        self.paint(self._make())
-
     def _place(self) -> None:
         """Put the cursor where its row is now, and keep it and the window within the rows."""
-        sheet = self._sheet
-        assert sheet is not None
-        if self._is_following and self._key in sheet.rows:
-            was, self._cursor = self._cursor, sheet.slot.first + sheet.order.index(self._key)
+        data = self.data
+        assert data is not None
+        if self._is_following and self._key in data.rows:
+            was, self._cursor = self._cursor, data.slot.first + data.order.index(self._key)
             if self._cursor != was and not 0 <= self._cursor - self._first < self.page_rows:
                 self._first = self._cursor - min(self.page_rows - 1, max(0, was - self._first))
-        self._cursor = max(0, min(self._cursor, sheet.total - 1))
+        self._cursor = max(0, min(self._cursor, data.total - 1))
         self._scroll()
         self._key = self._key_at(self._cursor)
-        self._known = {key: one for key, one in self._known.items() if key in sheet.rows}
+        self._known = {key: one for key, one in self._known.items() if key in data.rows}
 
     def _scroll(self) -> None:
         """Move the window so that the cursor is in it, and no further than the last row."""
-        total = self._sheet.total if self._sheet is not None else 0
+        total = self.data.total if self.data is not None else 0
         rows = self.page_rows
         self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
         self._first = max(0, min(self._first, total - rows))
 
     def _key_at(self, index: int) -> str:
-        sheet = self._sheet
-        place = index - sheet.slot.first if sheet is not None else -1
-        return sheet.order[place] if sheet is not None and 0 <= place < len(sheet.order) else ""
+        data = self.data
+        place = index - data.slot.first if data is not None else -1
+        return data.order[place] if data is not None and 0 <= place < len(data.order) else ""
 
-    def _make(self) -> list[Line]:
-        sheet, width = self._sheet, self.size.width
-        if sheet is None:
-            return [self._caption(missing(self), width)]
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        data = self.data
+        if data is None:
+            return [self._caption(why_missing(self), width)]
         shown = [
             (index, self._key_at(index))
-            for index in range(self._first, min(self._first + self.page_rows, sheet.total))
+            for index in range(self._first, min(self._first + self.page_rows, data.total))
         ]
-        texts = {key: self._texts(sheet.rows[key]) for _, key in shown if key}
+        texts = {key: self._texts(data.rows[key]) for _, key in shown if key}
         self._lay_out(list(texts.values()), width)
-        lines = [self._caption(self._place_words(sheet), width), self._names(sheet)]
-        for index, key in shown:
-            lines.append(self._line(index, key, texts.get(key)))
-        if not sheet.total:
-            why = sheet.trouble or ("nothing passes the filter" if self.filters else "none")
-            lines.append((Span("  "), spans.said(why, "bad" if sheet.trouble else "dim")))
+        lines = [self._caption(self._place_words(data), width), self._names(data)]
+        lines += [self._line(index, key, texts.get(key)) for index, key in shown]
+        if not data.total:
+            why = data.trouble or ("nothing passes the filter" if self.filters else "none")
+            lines.append((Styled("  "), cleaned(why, "bad" if data.trouble else "dim")))
         return lines
 
-    def _texts(self, row: TableRow) -> list[Shown]:
+    def _texts(self, row: TableRow) -> list[CellLook]:
         """The cells of a row as text; those that time does not change are made once."""
         known = self._known.get(row.key)
         if known is None or known.row is not row:
@@ -204,36 +336,29 @@ class LineTable(Canvas):
             self._known[row.key] = _Cells(row, texts)
             return texts
         for at, column in enumerate(self.columns):
-            if column.kind in fitting.MOVING:
+            if column.kind in MOVING:
                 known.texts[at] = self._cell(row, at)
         return known.texts
 
-    def _cell(self, row: TableRow, at: int) -> Shown:
+    def _cell(self, row: TableRow, at: int) -> CellLook:
         column = self.columns[at]
+        paint = self._painters.get(column.name)
+        if paint is not None:
+            return paint(NamedRow(row, places(self.columns), self._now_s))
         text, style = cells.show(row.cells[at], column.kind, self._now_s, WIDEST)
         if at and self.columns[at - 1].kind == "depth":
             text = self.indented(row, text)
         return text, style
 
     def indented(self, row: TableRow, text: str) -> str:
-        """The text of the column after ``depth``: as deep as it is, opened or closed."""
-        depth = next(
-            (
-                cell
-                for cell, column in zip(row.cells, self.columns, strict=True)
-                if column.kind == "depth"
-            ),
-            0,
-        )
-        number = row.key.partition(":")[2]
-        mark = "▾" if number.isdigit() and int(number) in self.opened else "▸"
-        return f"{'  ' * int(depth) if isinstance(depth, int | float) else ''}{mark} {text}"
+        """The text of the column after ``depth``, as deep as it is."""
+        return text
 
-    def _lay_out(self, texts: Sequence[Sequence[Shown]], width: int) -> None:
+    def _lay_out(self, texts: Sequence[Sequence[CellLook]], width: int) -> None:
         """Fit the columns anew when something is wider than it was, or the room is another."""
         rows = [[text for text, _ in row] for row in texts]
-        wishes = fitting.natural(self.columns, rows)
-        slot = self._sheet.slot if self._sheet is not None else None
+        wishes = natural(self.columns, rows)
+        slot = self.data.slot if self.data is not None else None
         key = (slot, width, self.columns, self.is_wide, self._shift, self.rules)
         if key == self._fit_for:
             if all(wish <= was for wish, was in zip(wishes, self._wishes, strict=True)):
@@ -245,61 +370,60 @@ class LineTable(Canvas):
             for wish, column in zip(wishes, self.columns, strict=True)
         ]
         rules = msgspec.structs.replace(self.rules, is_tight=self.is_wide)
-        self._fit = fitting.fit(self.columns, marked, width - GUTTER, rules, self._shift)
+        self._fit = fit(self.columns, marked, width - GUTTER, rules, self._shift)
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _place_words(self, sheet: Sheet) -> str:
+    def _place_words(self, data: TableData) -> str:
         """Which rows these are, of how many, and in what order."""
-        last = min(self._first + self.page_rows, sheet.total)
-        words = [f"{min(self._first + 1, last)}-{last} of {sheet.total}"]
-        if sheet.of != sheet.total:
-            words[0] += f" (of {sheet.of})"
+        last = min(self._first + self.page_rows, data.total)
+        words = [f"{min(self._first + 1, last)}-{last} of {data.total}"]
+        if data.of != data.total:
+            words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
         if self.tagged:
             words.append(f"{len(self.tagged)} tagged")
         if self._fit.hidden:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        if sheet.note:
-            words.append(sheet.note)
+        if data.note:
+            words.append(data.note)
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: tuple[Span, ...] = (Span("─ ", "border"), spans.said(self.title, "head"))
+        title: Line = (cleaned(self.title, "head"),)
         if self.filters:
-            title = (*title, Span(" /", "key"), spans.said(self.filter_text, "key"))
-        tail = (spans.said(words, "dim"), Span(" ─", "border"))
-        return spans.spread(title, tail, width, Span("─", "border"))
+            title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
+        return spans.ruled(title, (cleaned(words, "dim"),), width)
 
-    def _names(self, sheet: Sheet) -> Line:
-        made = [Span(" " * GUTTER)]
+    def _names(self, data: TableData) -> Line:
+        made = [Styled(" " * GUTTER)]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
-            column = sheet.columns[at]
+            column = data.columns[at]
             mark = {f"-{column.name}": " ↓", column.name: " ↑"}.get(self.sort, "")
             name = clean(column.name) + mark
             pad = spans.right if column.kind in cells.FIGURES else spans.left
-            made.append(Span(pad(name, width), "key" if mark else "head"))
-            made.append(Span(" " * fitting.GAP))
+            made.append(Styled(pad(name, width), "key" if mark else "head"))
+            made.append(Styled(" " * GAP))
         return spans.merged(made[:-1])
 
-    def _line(self, index: int, key: str, texts: Sequence[Shown] | None) -> Line:
+    def _line(self, index: int, key: str, texts: Sequence[CellLook] | None) -> Line:
         is_chosen = index == self._cursor and self.is_active
         mark = ("▸" if is_chosen else "·" if index == self._cursor else " ") + (
             "*" if key in self.tagged else " "
         )
         if texts is None:
-            return (Span(mark, "key"), Span("…", "dim"))
+            return (Styled(mark, "key"), Styled("…", "dim"))
         columns, gap = self.columns, ""
-        made = [Span(mark, "key")]
+        made = [Styled(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
             pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
             if style == "plain":
-                made.append(Span(gap + pad(text, width)))
+                made.append(Styled(gap + pad(text, width)))
             else:
-                made += [Span(gap), Span(pad(text, width), style)]
-            gap = " " * fitting.GAP
+                made += [Styled(gap), Styled(pad(text, width), style)]
+            gap = " " * GAP
         if not is_chosen:
             return spans.merged(made)
         return tuple(one._replace(under="cursor") for one in spans.fit(made, self.size.width))
@@ -312,7 +436,7 @@ class LineTable(Canvas):
 
     def move_to_end(self) -> None:
         """To the last row."""
-        self._go(self._sheet.total - 1 if self._sheet is not None else 0)
+        self._go(self.data.total - 1 if self.data is not None else 0)
 
     def move_to_start(self) -> None:
         """To the first row; the cursor then stays at the top, whatever comes there."""
@@ -320,7 +444,7 @@ class LineTable(Canvas):
         self._is_following = False
 
     def _go(self, index: int) -> None:
-        total = self._sheet.total if self._sheet is not None else 0
+        total = self.data.total if self.data is not None else 0
         self._cursor = max(0, min(index, total - 1))
         self._key = self._key_at(self._cursor)
         self._is_following = True
@@ -337,10 +461,10 @@ class LineTable(Canvas):
 
     def seek(self, key: str) -> bool:
         """Put the cursor on this row, if it is here."""
-        sheet = self._sheet
-        if sheet is None or key not in sheet.rows:
+        data = self.data
+        if data is None or key not in data.rows:
             return False
-        self._go(sheet.slot.first + sheet.order.index(key))
+        self._go(data.slot.first + data.order.index(key))
         return True
 
     def tag(self) -> None:
@@ -366,13 +490,16 @@ class LineTable(Canvas):
         self.redraw()
 
     def sort_next(self) -> None:
-        """By the next column, figures from the largest; after the last one the view's own order."""
-        names = ["", *(column.name for column in self.columns if column.kind != "depth")]
-        at = names.index(self.sort.removeprefix("-")) if self.sort.lstrip("-") in names else 0
+        """By the daemon's next column, figures from the largest; at last in its own order."""
+        columns = self.source.columns if self.source is not None else ()
+        names = ["", *(column.name for column in columns if column.kind != "depth")]
+        now = self.sort.removeprefix("-")
+        at = names.index(now) if now in names else 0
         self.sort_by(names[(at + 1) % len(names)])
 
     def sort_by(self, name: str) -> None:
         """By this column, the other way round if it is sorted by it; figures from the largest."""
+        name = self._stands_for.get(name, name)
         kind = next((column.kind for column in self.columns if column.name == name), "")
         falling = f"-{name}" if name else ""
         if self.sort.removeprefix("-") == name:
@@ -404,12 +531,12 @@ class LineTable(Canvas):
             if event.chain == 2:
                 self.post_message(self.Opened(self))
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Three rows down."""
-        event.stop()
-        self.move(3)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)
 
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Three rows up."""
-        event.stop()
-        self.move(-3)
+    @override
+    def on_resize(self) -> None:
+        # Cells may be made for the room that there is.
+        self._known.clear()
+        super().on_resize()

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from textual.message import Message
+from typing_extensions import override
 
 from kvd.text import clean
 from kvd.wire.console import Query
 from tui.draw import bars, spans
-from tui.draw.spans import Line, Span, said
+from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.model.rates import RowRates
-from tui.widgets.canvas import Canvas
-from tui.widgets.reach import missing
+from tui.widgets.canvas import Canvas, why_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from textual import events
 
-    from tui.model.moments import Moment
-    from tui.model.sheets import Sheet
+    from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import TableData
 
-ASKS = Query("pools", limit=32)
+POOLS_QUERY = Query("pools", limit=32)
 """Components: more of them than any model has."""
 MOST_LINES = 12
 """So many of them are shown at once."""
@@ -36,7 +36,7 @@ RATE_S = 10.0
 """Evictions come in bursts: over so long their rate is taken."""
 
 
-class Figure(NamedTuple):
+class PoolFigure(NamedTuple):
     """One column: the column of the view, its heading, and how wide it is."""
 
     name: str
@@ -45,21 +45,21 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("state", "state", 6),
-    Figure("free", "free", 6),
-    Figure("held", "held", 6),
-    Figure("locked", "locked", 6),
-    Figure("cached", "cached", 6),
-    Figure("quarantined", "quar", 5),
-    Figure("headroom", "avail", 6),
-    Figure("evicted", "evict/s", 7),
-    Figure("waiting", "wait", 4),
-    Figure("tier", "tier", 6),
-    Figure("total", "total", 8),
-    Figure("saved", "saved", 6),
-    Figure("page_size", "tokens", 6),
-    Figure("page_bytes", "page", 6),
-    Figure("extent", "extent", 10),
+    PoolFigure("state", "state", 6),
+    PoolFigure("free", "free", 6),
+    PoolFigure("held", "held", 6),
+    PoolFigure("locked", "locked", 6),
+    PoolFigure("cached", "cached", 6),
+    PoolFigure("quarantined", "quar", 5),
+    PoolFigure("headroom", "avail", 6),
+    PoolFigure("evicted", "evict/s", 7),
+    PoolFigure("waiting", "wait", 4),
+    PoolFigure("tier", "tier", 6),
+    PoolFigure("total", "total", 8),
+    PoolFigure("saved", "saved", 6),
+    PoolFigure("page_size", "tokens", 6),
+    PoolFigure("page_bytes", "page", 6),
+    PoolFigure("extent", "extent", 10),
 )
 """The most important first; those that there is no room for are left out."""
 
@@ -69,10 +69,10 @@ WORDS = ("tier", "extent", "companions", "window", "buffer")
 """Of the chosen component, in words."""
 
 
-class PoolLines(Canvas):
+class PoolTable(Canvas):
     """Every component, the chosen one marked: the map below is of its pages."""
 
-    DEFAULT_CSS = "PoolLines { height: 3; }"
+    DEFAULT_CSS = "PoolTable { height: 3; }"
 
     class Chosen(Message):
         """Another component was clicked."""
@@ -85,25 +85,25 @@ class PoolLines(Canvas):
         super().__init__(id="pools")
         self.component = ""
         """The chosen one; empty until any is known."""
-        self.sheet: Sheet | None = None
+        self.data: TableData | None = None
         self._rates = RowRates("evicted", RATE_S)
         self._now_s = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
         """All components, the first one first."""
-        sheet = self.sheet
-        if sheet is None:
+        data = self.data
+        if data is None:
             return ()
-        return tuple(str(sheet.cell(key, "component")) for key in sheet.order)
+        return tuple(str(data.cell(key, "component")) for key in data.order)
 
     @property
     def maps(self) -> tuple[str, ...]:
         """What there are maps of: components, and what is saved of them in host memory."""
-        sheet, made = self.sheet, list[str]()
-        for key, name in zip(sheet.order if sheet is not None else (), self.names, strict=True):
+        data, made = self.data, list[str]()
+        for key, name in zip(data.order if data is not None else (), self.names, strict=True):
             made.append(name)
-            if sheet is not None and sheet.cell(key, "saved_capacity"):
+            if data is not None and data.cell(key, "saved_capacity"):
                 made.append(name + SAVED)
         return tuple(made)
 
@@ -111,9 +111,9 @@ class PoolLines(Canvas):
     def key(self) -> str:
         """The key of the chosen component's row; empty where there is none."""
         names, chosen = self.names, self.component.removesuffix(SAVED)
-        if self.sheet is None or chosen not in names:
+        if self.data is None or chosen not in names:
             return ""
-        return self.sheet.order[names.index(chosen)]
+        return self.data.order[names.index(chosen)]
 
     def choose(self, component: str) -> None:
         """The map is of this one."""
@@ -128,28 +128,15 @@ class PoolLines(Canvas):
         at = maps.index(self.component) if self.component in maps else -1
         return maps[(at + 1) % len(maps)]
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        sheet = moment.sheet(ASKS)
-        self._now_s = moment.now_s
-        if sheet is not None and sheet is not self.sheet:
-            self.sheet = sheet
-            self._rates.take(sheet)
+        data = snapshot.table(POOLS_QUERY)
+        self._now_s = snapshot.now_s
+        if data is not None and data is not self.data:
+            self.data = data
+            self._rates.take(data)
             if not self.key:
-                self.component = self.names[0] if sheet.order else ""
-        self.redraw()
-
-    def redraw(self) -> None:
-        """Make the lines anew, and take as much room as they need."""
-        if not self.is_attached or not self.size.width:
-            return
-        lines = self._make(self.size.width)
-        if self.styles.height is None or self.styles.height.value != len(lines):
-            self.styles.height = len(lines)
-        self.paint(lines)
-
-    def on_resize(self) -> None:
-        """Other columns have room now."""
+                self.component = self.names[0] if data.order else ""
         self.redraw()
 
     def on_click(self, event: events.Click) -> None:
@@ -160,18 +147,25 @@ class PoolLines(Canvas):
 
     # ---- lines ------------------------------------------------------------------------------
 
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        lines = self._make(width)
+        if height != len(lines):
+            self.styles.height = len(lines)
+        return lines
+
     def _make(self, width: int) -> list[Line]:
-        sheet = self.sheet
-        if sheet is None or not sheet.order:
-            why = sheet.trouble if sheet is not None else missing(self)
-            return [(Span("  "), said(why or "no components", "dim"))]
+        data = self.data
+        if data is None or not data.order:
+            why = data.trouble if data is not None else why_missing(self)
+            return [(Styled("  "), cleaned(why or "no components", "dim"))]
         name_columns = max(
             9, min(MOST_NAME_COLUMNS, max(spans.columns(clean(name)) for name in self.names))
         )
         room = width - GUTTER - name_columns - GAP - LEAST_BAR_COLUMNS
-        figures: list[Figure] = []
+        figures: list[PoolFigure] = []
         for one in FIGURES:
-            if sheet.index(one.name) < 0 and one.name != "evicted":
+            if data.index(one.name) < 0 and one.name != "evicted":
                 continue
             if one.width + GAP > room:
                 break
@@ -180,71 +174,76 @@ class PoolLines(Canvas):
         bar_columns = LEAST_BAR_COLUMNS + min(room, MORE_BAR_COLUMNS)
         lines = [self._heads(figures, name_columns, bar_columns)]
         lines += [
-            self._line(sheet, key, figures, name_columns, bar_columns)
-            for key in sheet.order[:MOST_LINES]
+            self._line(data, key, figures, name_columns, bar_columns)
+            for key in data.order[:MOST_LINES]
         ]
-        if len(sheet.order) > MOST_LINES:
-            lines.append(spans.line(f"  and {len(sheet.order) - MOST_LINES} more (c)", "dim"))
-        words = self._words(sheet)
+        if len(data.order) > MOST_LINES:
+            lines.append(spans.line(f"  and {len(data.order) - MOST_LINES} more (c)", "dim"))
+        words = self._words(data)
         return [*lines, spans.fit(words, width)] if words else lines
 
     @staticmethod
-    def _heads(figures: Sequence[Figure], name_columns: int, bar_columns: int) -> Line:
+    def _heads(figures: Sequence[PoolFigure], name_columns: int, bar_columns: int) -> Line:
         heads = [
             spans.left("component", name_columns + GAP),
             spans.left("pages", bar_columns),
             *(spans.right(one.head, one.width + GAP) for one in figures),
         ]
-        return Span(" " * GUTTER), Span("".join(heads), "head")
+        return Styled(" " * GUTTER), Styled("".join(heads), "head")
 
     def _line(
-        self, sheet: Sheet, key: str, figures: Sequence[Figure], name_columns: int, bar_columns: int
+        self,
+        data: TableData,
+        key: str,
+        figures: Sequence[PoolFigure],
+        name_columns: int,
+        bar_columns: int,
     ) -> Line:
         is_chosen = key == self.key
-        name = clean(str(sheet.cell(key, "component")))
+        name = clean(str(data.cell(key, "component")))
         style: spans.Style = "selected" if is_chosen else "plain"
         made = [
-            Span("▶ " if is_chosen else "  ", "key"),
-            Span(spans.left(name, name_columns) + " " * GAP, style),
-            *bars.stacked(bars.pool(pages_of(sheet, key)), bar_columns),
+            Styled("▶ " if is_chosen else "  ", "key"),
+            Styled(spans.left(name, name_columns) + " " * GAP, style),
+            *bars.stacked(bars.pool(pages_of(data, key)), bar_columns),
         ]
         for one in figures:
-            text, told = self._figure(sheet, key, one)
-            made.append(Span(spans.right(text, one.width + GAP), told))
+            text, told = self._figure(data, key, one)
+            made.append(Styled(spans.right(text, one.width + GAP), told))
         return spans.merged(made)
 
-    def _figure(self, sheet: Sheet, key: str, one: Figure) -> cells.Shown:
+    def _figure(self, data: TableData, key: str, one: PoolFigure) -> cells.CellText:
         if one.name == "evicted":
             rate = self._rates.rate(key)
             if rate is None:
-                return cells.Shown(cells.NOTHING, "dim")
-            return cells.Shown(f"{rate:.1f}", "warn" if rate else "dim")
-        at = sheet.index(one.name)
-        cell, kind = sheet.rows[key].cells[at], sheet.columns[at].kind
+                return cells.CellText(cells.NOTHING, "dim")
+            return cells.CellText(f"{rate:.1f}", "warn" if rate else "dim")
+        at = data.index(one.name)
+        cell, kind = data.rows[key].cells[at], data.columns[at].kind
         shown = cells.show(cell, kind, self._now_s, one.width)
         if cell == 0 and kind in {"pages", "count"}:
             return shown._replace(style="dim")
         return shown
 
-    def _words(self, sheet: Sheet) -> list[Span]:
+    def _words(self, data: TableData) -> list[Styled]:
         """What the chosen component is beside its figures."""
         key = self.key
         if not key:
             return []
-        told = [str(sheet.cell(key, name) or "") for name in WORDS]
-        state = str(sheet.cell(key, "state") or "")
-        made = [Span("  "), said(f"{state}, ", "bad")] if " " in state else [Span("  ")]
-        made.append(said(", ".join(one for one in told if one), "dim"))
-        at = sheet.index("held_by")
-        if at >= 0 and sheet.rows[key].cells[at]:
-            holders = cells.show(sheet.rows[key].cells[at], "holders", self._now_s, 120)
-            made += [Span("  most held by ", "dim"), Span(holders.text, holders.style)]
+        told = [str(data.cell(key, name) or "") for name in WORDS]
+        state = str(data.cell(key, "state") or "")
+        made = [Styled("  "), cleaned(f"{state}, ", "bad")] if " " in state else [Styled("  ")]
+        made.append(cleaned(", ".join(one for one in told if one), "dim"))
+        at = data.index("held_by")
+        if at >= 0 and data.rows[key].cells[at]:
+            holders = cells.show(data.rows[key].cells[at], "holders", self._now_s, 120)
+            made += [Styled("  most held by ", "dim"), Styled(holders.text, holders.style)]
         return made if spans.text_of(made).strip() else []
 
 
-def pages_of(sheet: Sheet, key: str) -> bars.PoolPages:
+def pages_of(data: TableData, key: str) -> bars.PoolPages:
     """The pages of a component by state, as far as they are known."""
-    found = {name: sheet.cell(key, name) for name in bars.PoolPages._fields}
+    found = {name: data.cell(key, name) for name in bars.PoolPages._fields}
     return bars.PoolPages(
         **{name: int(cell) if isinstance(cell, int | float) else 0 for name, cell in found.items()}
     )

@@ -9,10 +9,9 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvd.text import clean, duration
+from kvd.text import clean, compact_bytes, duration
 from kvd.wire.console import Column, TableRow
 from kvd.wire.events import Event, HandoffEnded, Moved, PagesCorrupt
-from tui.model import cells
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -228,7 +227,7 @@ def shown(name: str, value: object) -> str:
         case tuple():
             return ", ".join(str(one) for one in value)
         case int() | float() if name.endswith("_bytes"):
-            return cells.size(value)
+            return compact_bytes(value)
         case float() if name.endswith("_s"):
             return duration(value)
         case _:

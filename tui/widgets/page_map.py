@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from textual.message import Message
+from typing_extensions import override
 
-from kvd.text import clean
+from kvd.text import age, clean, compact_bytes, thousands
 from kvd.wire.console import MAX_CELLS, MapQuery
-from tui.draw import bars, pages, spans
-from tui.draw.pages import Grid, Window
-from tui.draw.spans import Block, Line, Span, said
-from tui.model import cells
-from tui.widgets.canvas import Canvas
-from tui.widgets.reach import missing
+from tui.draw import bars, spans
+from tui.draw import page_map as pages
+from tui.draw.page_map import Grid, MapWindow
+from tui.draw.spans import Line, Styled, TextBlock, cleaned
+from tui.widgets.canvas import Canvas, why_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from textual import events
 
     from kvd.wire.console import PageMap
-    from tui.model.moments import Moment
+    from tui.model.snapshots import DaemonSnapshot
 
 LENSES = ("state", "owner", "age", "hits", "locks", "tier")
 """In the order in which the key goes through them."""
@@ -54,7 +54,7 @@ class PageMapPanel(Canvas):
         self.mark = ""
         self.page = 0
         """The page under the cursor."""
-        self.window: Window | None = None
+        self.window: MapWindow | None = None
         """What is shown of the component; None: all of it."""
         self._shown: PageMap | None = None
         self._owners: PageMap | None = None
@@ -115,25 +115,32 @@ class PageMapPanel(Canvas):
             count = min(grid.cells, -(-(total - first) // each))
         else:
             first, each, count = 0, 1, 0
-        asked = MapQuery(self.component, self.lens, 0, first, each, count, mark)
+        asked = MapQuery(
+            component=self.component,
+            lens=self.lens,
+            first_page=first,
+            pages_each=each,
+            cells=count,
+            mark=mark,
+        )
         if self.lens == "owner":
             return (asked,)
         return asked, MapQuery(self.component, "owner", cells=0)
 
-    def _window(self, total: int, grid: Grid) -> Window:
+    def _window(self, total: int, grid: Grid) -> MapWindow:
         if self.window is None:
             return pages.whole(total, grid.cells)
         return pages.placed(*self.window, total, grid.cells)
 
     # ---- showing ----------------------------------------------------------------------------
 
-    def show(self, moment: Moment) -> None:
+    def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        self._now_s = moment.now_s
+        self._now_s = snapshot.now_s
         asked = self.asks()
-        exact = moment.page_map(asked[0])
+        exact = snapshot.page_map(asked[0])
         if exact is None or exact.trouble:
-            alike = [one for one in self._of_component(moment) if one.cells]
+            alike = [one for one in self._of_component(snapshot) if one.cells]
             self._shown = alike[-1] if alike else exact
         else:
             self._shown = exact
@@ -141,24 +148,20 @@ class PageMapPanel(Canvas):
             if self._seeks_lit and exact.cells:
                 self._seeks_lit = False
                 self.page = pages.pages_of(exact, min(exact.lit, default=0)).start
-        owned = [one for one in self._of_component(moment) if one.lens == "owner" and one.levels]
+        owned = [one for one in self._of_component(snapshot) if one.lens == "owner" and one.levels]
         self._owners = owned[-1] if owned else None
         self.redraw()
 
-    def _of_component(self, moment: Moment) -> list[PageMap]:
+    def _of_component(self, snapshot: DaemonSnapshot) -> list[PageMap]:
         """Maps that are in the picture: to be seen until the one that was asked for comes."""
-        return [one for slot, one in moment.maps.items() if slot.component == self.component]
+        return [one for slot, one in snapshot.maps.items() if slot.component == self.component]
 
-    def redraw(self) -> None:
-        """Make every line, and have those painted that differ from what is there."""
-        if not self.is_attached or not self.size.width:
-            return
-        width, height, shown = *self.size, self._shown
-        grid = self.grid
+    @override
+    def make_lines(self, width: int, height: int) -> Sequence[Line]:
+        shown, grid = self._shown, self.grid
         if shown is None or shown.trouble or shown.cells is None:
-            why = clean(shown.trouble) if shown is not None else missing(self)
-            self.paint([self._caption(shown, width), spans.line(f"  {why}", "dim")])
-            return
+            why = clean(shown.trouble) if shown is not None else why_missing(self)
+            return [self._caption(shown, width), spans.line(f"  {why}", "dim")]
         legend = pages.legend(shown, self._legend_width)
         key = (self.lens, self._legend_width)
         self._legend_lines[key] = max(len(legend), self._legend_lines.get(key, 1))
@@ -169,7 +172,7 @@ class PageMapPanel(Canvas):
             spans.fit(self._cursor_words(shown, cursor), width),
         ]
         lines += self._foot(shown, legend, width, height - len(lines))
-        self.paint(lines[:height])
+        return lines[:height]
 
     def _map(self, shown: PageMap, grid: Grid, cursor: int | None) -> Sequence[Line]:
         """The cells; drawn once for what they are made of."""
@@ -181,42 +184,42 @@ class PageMapPanel(Canvas):
 
     def _caption(self, shown: PageMap | None, width: int) -> Line:
         name = shown.component if shown is not None else self.component
-        made = [Span("─ ", "border"), said(name or "pages", "head")]
-        words: list[Span] = [Span(f"lens {self.lens}", "key")]
+        made = [cleaned(name or "pages", "head")]
+        words: list[Styled] = [Styled(f"lens {self.lens}", "key")]
         tail: Line = ()
         if shown is not None and shown.total_pages:
-            each = f"1 cell = {pages.thousands(shown.pages_each)} pages"
-            words.append(Span(each if shown.pages_each > 1 else "1 cell = 1 page"))
-            total = pages.thousands(shown.total_pages)
-            size = f" x {cells.size(shown.page_bytes)}" if shown.page_bytes else ""
-            words.append(Span(f"{total} pages{size}"))
+            each = f"1 cell = {thousands(shown.pages_each)} pages"
+            words.append(Styled(each if shown.pages_each > 1 else "1 cell = 1 page"))
+            total = thousands(shown.total_pages)
+            size = f" x {compact_bytes(shown.page_bytes)}" if shown.page_bytes else ""
+            words.append(Styled(f"{total} pages{size}"))
             if shown.lens != self.lens or not shown.cells:
-                words.append(Span(f"asked for {self.lens}", "warn"))
-            age = cells.age(max(0.0, self._now_s - shown.at_s))
-            tail = (Span(f"seen {age} ago in {shown.took_s * 1000:.0f}ms", "dim"),)
+                words.append(Styled(f"asked for {self.lens}", "warn"))
+            ago = age(max(0.0, self._now_s - shown.at_s))
+            tail = (Styled(f"seen {ago} ago in {shown.took_s * 1000:.0f}ms", "dim"),)
         if self.mark:
             count = len(shown.lit) if shown is not None else 0
             lit = f"{count} cell{'s' * (count > 1)} lit" if count else "nothing lit here"
-            words.insert(1, said(f"{self.mark}: {lit}", "lit"))
+            words.insert(1, cleaned(f"{self.mark}: {lit}", "lit"))
         for word in words:
-            if spans.width_of([*made, word]) + spans.width_of(tail) + 6 <= width:
-                made += [Span("  "), word]
-        return spans.spread(tuple(made), (*tail, Span(" ─", "border")), width, Span("─", "border"))
+            if spans.width_of([*made, word]) + spans.width_of(tail) + 8 <= width:
+                made += [Styled("  "), word]
+        return spans.ruled(tuple(made), tail, width)
 
-    def _cursor_words(self, shown: PageMap, cursor: int | None) -> list[Span]:
+    def _cursor_words(self, shown: PageMap, cursor: int | None) -> list[Styled]:
         if cursor is None:
-            return [Span(f"page {self.page} is not in this part of the map", "dim")]
+            return [Styled(f"page {self.page} is not in this part of the map", "dim")]
         return list(pages.told(shown, cursor))
 
     def _foot(self, shown: PageMap, legend: list[Line], width: int, height: int) -> list[Line]:
         median, largest = shown.runs
-        runs = f"free runs: median {pages.thousands(median)}, largest {pages.thousands(largest)}"
+        runs = f"free runs: median {thousands(median)}, largest {thousands(largest)}"
         figures = [*legend, spans.line(f"{runs} {'page' if largest == 1 else 'pages'}", "dim")]
         if width < BESIDE_COLUMNS:
             return [*figures, *self._owned(width, height - len(figures))]
         left = self._legend_width
         owned = self._owned(width - left - 2, height)
-        return spans.beside([Block(figures, left), Block(owned, width - left - 2)], 2)
+        return spans.side_by_side([TextBlock(figures, left), TextBlock(owned, width - left - 2)], 2)
 
     def _owned(self, width: int, height: int) -> list[Line]:
         """Whose the pages are that are not free."""
@@ -295,7 +298,7 @@ class PageMapPanel(Canvas):
         """Look at something else of the same pages."""
         self.lens = LENSES[(LENSES.index(self.lens) + 1) % len(LENSES)]
 
-    def turn(self, component: str) -> None:
+    def show_component(self, component: str) -> None:
         """The map of another component, all of it."""
         if component != self.component:
             self.component, self.window, self.page = component, None, 0
@@ -318,12 +321,6 @@ class PageMapPanel(Canvas):
         self.redraw()
         self.post_message(self.Opened() if event.chain == 2 else self.Moved())
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Farther."""
-        event.stop()
-        self.zoom(0.5)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Closer."""
-        event.stop()
-        self.zoom(2.0)
+    @override
+    def wheel(self, lines: int) -> None:
+        self.zoom(0.5 if lines > 0 else 2.0)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import clean
+from kvd.text import bytes_per_second, clean
 from kvd.wire.console import Column
 from tui.draw import chart
 from tui.model import cells
 from tui.model.rates import RowRates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
-    from tui.model.dress import Facts
+    from tui.model.columns import NamedRow
 
 TRACE_COLUMNS = 12
 """Of a small chart in a row; each is ``TRACE_STEP_S``."""
@@ -63,14 +65,14 @@ SAME = "same"
 """What the daemon says of a layout like ours."""
 
 
-class Way(NamedTuple):
+class ByteFlow(NamedTuple):
     """What went one way between us and one peer: now, and lately, in bytes per second."""
 
     now: float | None
     lately: list[float]
 
 
-class Traffic:
+class PeerTraffic:
     """Both ways of every peer."""
 
     def __init__(self) -> None:
@@ -79,15 +81,17 @@ class Traffic:
 
     def ways(
         self, key: str, end_s: float, count: int = TRACE_COLUMNS, step_s: float = TRACE_STEP_S
-    ) -> tuple[Way, Way]:
+    ) -> tuple[ByteFlow, ByteFlow]:
         """From this peer, and to it, as of then."""
         incoming, outgoing = [
-            Way(rates.rate(key, end_s), rates.series(key, count, step_s=step_s, end_s=end_s))
+            ByteFlow(
+                rates.rate(key, end_s), rates.per_second(key, count, step_s=step_s, end_s=end_s)
+            )
             for rates in (self.incoming, self.outgoing)
         ]
         return incoming, outgoing
 
-    def made(self, row: Facts, path: str) -> tuple[Cell, ...]:
+    def made(self, row: NamedRow, path: str) -> tuple[Cell, ...]:
         """The cells of ``COLUMNS``."""
         incoming, outgoing = self.ways(row.row.key, row.at_s)
         receives, sends = row.number("receives"), row.number("sends")
@@ -101,50 +105,30 @@ class Traffic:
         )
 
 
-def trace(way: Way) -> str:
+def trace(way: ByteFlow) -> str:
     """Lately, a step a column."""
     return chart.spark(way.lately, TRACE_COLUMNS).text
 
 
-def state(row: Facts) -> tuple[str, Style]:
+def state(row: NamedRow) -> tuple[str, Style]:
     """A letter, the word, and its style."""
     word = row.text("state")
     return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
 
 
-def bytes_in(row: Facts) -> tuple[str, Style]:
-    """From it, per second."""
-    return _rate(row.number("in"), "arriving")
-
-
-def bytes_out(row: Facts) -> tuple[str, Style]:
-    """To it, per second."""
-    return _rate(row.number("out"), "sending")
-
-
-def trace_in(row: Facts) -> tuple[str, Style]:
-    """From it, lately."""
-    return row.text("in_trace"), "arriving"
-
-
-def trace_out(row: Facts) -> tuple[str, Style]:
-    """To it, lately."""
-    return row.text("out_trace"), "sending"
-
-
-def layout(row: Facts) -> tuple[str, Style]:
+def layout(row: NamedRow) -> tuple[str, Style]:
     """Whether its pages are like ours; or in words why not."""
     words = row.text("layout")
     return clean(words), "ok" if words == SAME else "warn"
 
 
-def failed(row: Facts) -> tuple[str, Style]:
+def failed(row: NamedRow) -> tuple[str, Style]:
     """How many handoffs with it were given up."""
     count = row.number("failed") or 0
     return f"{count:.0f}", "bad" if count else "dim"
 
 
-def trouble(row: Facts) -> tuple[str, Style]:
+def trouble(row: NamedRow) -> tuple[str, Style]:
     """What is wrong with it."""
     words = row.text("trouble")
     return (clean(words), "bad") if words else (cells.NOTHING, "dim")
@@ -153,4 +137,17 @@ def trouble(row: Facts) -> tuple[str, Style]:
 def _rate(found: float | None, style: Style) -> tuple[str, Style]:
     if found is None:
         return cells.NOTHING, "dim"
-    return f"{cells.size(found)}/s", style if found > 0 else "dim"
+    return bytes_per_second(found), style if found > 0 else "dim"
+
+
+PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
+    "state": state,
+    "in": lambda row: _rate(row.number("in"), "arriving"),
+    "in_trace": lambda row: (row.text("in_trace"), "arriving"),
+    "out": lambda row: _rate(row.number("out"), "sending"),
+    "out_trace": lambda row: (row.text("out_trace"), "sending"),
+    "layout": layout,
+    "failed": failed,
+    "trouble": trouble,
+}
+"""How cells look, by their columns."""

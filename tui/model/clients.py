@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import clean, counted
+from kvd.text import age, clean, compact, counted
 from kvd.wire.console import Column
 from tui.model import cells
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
-    from tui.model.dress import Facts
+    from tui.model.columns import NamedRow
     from tui.model.rates import RowRates
 
 COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
@@ -44,31 +44,31 @@ STATES: dict[str, Style] = {
 }
 
 
-def made(row: Facts, rates: RowRates) -> tuple[Cell, ...]:
+def made(row: NamedRow, rates: RowRates) -> tuple[Cell, ...]:
     """The cells of ``COLUMNS``."""
     return (rates.rate(row.row.key, row.at_s),)
 
 
-def state(row: Facts) -> tuple[str, Style]:
+def state(row: NamedRow) -> tuple[str, Style]:
     """A letter, the word, and its style."""
     word = row.text("state")
     return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
 
 
-def calls(row: Facts) -> tuple[str, Style]:
+def calls(row: NamedRow) -> tuple[str, Style]:
     """Requests per second."""
     found = row.number("calls_s")
     if found is None:
         return cells.NOTHING, "dim"
-    return f"{found:.1f}" if found < 100 else cells.compact(round(found)), "plain"
+    return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
 
 
-def advice(row: Facts, now_s: float) -> str:
-    """What it holds, and how that comes back: kvd takes no page from a process that lives."""
+def advice(row: NamedRow, now_s: float) -> str:
+    """What it holds, and how that comes back: kvd takes no page from a process that handoffs."""
     name, pids = row.text("name") or row.row.key, row.text("pids")
     leases, held = row.number("leases") or 0, row.number("held") or 0
     oldest_s = row.number("oldest")
-    oldest = "" if oldest_s is None else f", the oldest for {cells.age(now_s - oldest_s)}"
+    oldest = "" if oldest_s is None else f", the oldest for {age(now_s - oldest_s)}"
     word = row.text("state")
     if not leases:
         return f"{name} holds nothing"

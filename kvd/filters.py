@@ -1,4 +1,6 @@
-"""What an operator types to see less: words with conditions on columns, all of which must hold.
+"""The filter language of tables: what an operator types to see less, and what that means of a row.
+
+Words with conditions on columns, all of which must hold:
 
     state:held      the column has this in it, in any case; * at either end is the same
     room=12         the column is this;  != is not
@@ -10,6 +12,10 @@
 ``age`` is the first column that tells since when, ``left`` the first that tells until when; a
 column may be named by its beginning. ``>=`` is ``over`` the next smaller number: the wire has
 ``over`` and ``under`` only.
+
+``parse`` makes conditions of a text. ``cell_passes`` and ``row_passes`` say whether they hold: the
+daemon asks that of the objects of a table, a console of the rows that it has. Both by the same
+words, so that a page that is filtered here until the daemon answers does not change when it does.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from kvd.wire.console import MAX_FILTERS, Filter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.wire.console import Column
+    from kvd.wire.console import Cell, Column, TableRow
 
 MAX_CHARS = 256
 """Of one value: what the wire takes."""
@@ -34,6 +40,8 @@ REFS = frozenset({"lease", "node", "client", "peer", "receive", "send", "pool", 
 """``lease:7`` without a column ``lease`` is what it looks like: text of a row."""
 
 TEXT_KINDS = frozenset({"text", "state", "ref"})
+WORD_KINDS = TEXT_KINDS | {"holders"}
+"""A condition without a column looks at columns of these."""
 MOMENTS = {"age": "since", "left": "until"}
 OPPOSITE = {"has": "has-not", "has-not": "has", "is": "is-not", "is-not": "is"}
 OPERATORS = {":": "has", "=": "is", "!=": "is-not"}
@@ -61,14 +69,14 @@ _TERM = re.compile(
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*([a-z]*)", re.IGNORECASE)
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class SyntaxFlaw(msgspec.Struct, frozen=True):
     """What is wrong with a text, and at which character, from 0."""
 
     what: str
     at: int
 
 
-def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | Flaw:
+def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | SyntaxFlaw:
     """The conditions of ``text`` on a table with ``columns``; none for an empty text."""
     filters: list[Filter] = []
     at = 0
@@ -78,40 +86,40 @@ def parse(text: str, columns: Sequence[Column]) -> tuple[Filter, ...] | Flaw:
             break
         term = _TERM.match(text, at)
         if term is None:
-            return Flaw('a " without its end, or in the middle of a word', text.find('"', at))
+            return SyntaxFlaw('a " without its end, or in the middle of a word', text.find('"', at))
         condition = _condition(term, columns)
-        if isinstance(condition, Flaw):
+        if isinstance(condition, SyntaxFlaw):
             return condition
         filters.append(condition)
         at = term.end()
     if len(filters) > MAX_FILTERS:
-        return Flaw(f"{len(filters)} conditions, at most {MAX_FILTERS} are asked for", 0)
+        return SyntaxFlaw(f"{len(filters)} conditions, at most {MAX_FILTERS} are asked for", 0)
     return tuple(filters)
 
 
-def _condition(term: re.Match[str], columns: Sequence[Column]) -> Filter | Flaw:
+def _condition(term: re.Match[str], columns: Sequence[Column]) -> Filter | SyntaxFlaw:
     name, operator = term["name"], term["operator"]
     value = term["quoted"] if term["quoted"] is not None else term["plain"].strip("*")
     if len(value) > MAX_CHARS:
         what = f"a text of {len(value)} characters, at most {MAX_CHARS} are looked for"
-        return Flaw(what, term.start())
+        return SyntaxFlaw(what, term.start())
     if not name:
         return _anywhere(term, value)
     column = _column(name, columns)
     if column is None and name in REFS and operator == ":" and value:
         return _anywhere(term, f"{name}:{value}")
     if column is None:
-        return Flaw(_no_column(name, columns), term.start("name"))
+        return SyntaxFlaw(_no_column(name, columns), term.start("name"))
     if not value:
-        return Flaw(f"expected a value after {name}{operator}", term.end())
+        return SyntaxFlaw(f"expected a value after {name}{operator}", term.end())
     judge = _equal if operator in OPERATORS else _compared
     return judge(term, column, value)
 
 
-def _anywhere(term: re.Match[str], value: str) -> Filter | Flaw:
+def _anywhere(term: re.Match[str], value: str) -> Filter | SyntaxFlaw:
     """A condition on any text of the row."""
     if not value:
-        return Flaw("expected a word", term.end())
+        return SyntaxFlaw("expected a word", term.end())
     return Filter("", "has-not" if term["no"] else "has", value)
 
 
@@ -132,7 +140,7 @@ def _no_column(name: str, columns: Sequence[Column]) -> str:
     return f"there is no column {name!r}: {' '.join(one.name for one in columns)}"
 
 
-def _equal(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
+def _equal(term: re.Match[str], column: Column, value: str) -> Filter | SyntaxFlaw:
     """``:``, ``=`` and ``!=``. A number is compared as a number, by ``=`` and ``!=``."""
     test = OPERATORS[term["operator"]]
     if term["no"]:
@@ -141,20 +149,22 @@ def _equal(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
         return Filter(column.name, test, value)
     number = quantity(value, column.kind)
     if number is None:
-        return Flaw(f"{column.name} is a number: {_example(column, '=')}", term.start("plain"))
+        return SyntaxFlaw(
+            f"{column.name} is a number: {_example(column, '=')}", term.start("plain")
+        )
     return Filter(column.name, test, number)
 
 
-def _compared(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
+def _compared(term: re.Match[str], column: Column, value: str) -> Filter | SyntaxFlaw:
     """``>`` and the like, turned round by a ``!``."""
     if column.kind in TEXT_KINDS:
-        return Flaw(
+        return SyntaxFlaw(
             f"{column.name} is text: {column.name}:{value} or {column.name}={value}",
             term.start("operator"),
         )
     number = quantity(value, column.kind)
     if number is None:
-        return Flaw(
+        return SyntaxFlaw(
             f"expected a number: {_example(column, term['operator'])}",
             term.start("plain") if term["quoted"] is None else term.start("quoted"),
         )
@@ -172,7 +182,7 @@ def _compared(term: re.Match[str], column: Column, value: str) -> Filter | Flaw:
 def quantity(text: str, kind: str) -> float | None:
     """A number with the units of a kind: 5s 2m 1h, 10MiB 4k (bytes), 4k (others), 80%; or None.
 
-    Moments and seconds come out in s, bytes in B, ``ms`` in ms, shares from 0 to 1.
+    SnapshotHistory and seconds come out in s, bytes in B, ``ms`` in ms, shares from 0 to 1.
     """
     if kind == "share" and text.endswith("%"):
         percent = quantity(text[:-1], "count")
@@ -192,3 +202,98 @@ def _example(column: Column, operator: str) -> str:
     value = {"bytes": "10MiB", "share": "80%", "ms": "5ms", "tokens": "4k"}.get(column.kind)
     value = value or ("5s" if column.kind in UNITS else "10")
     return f"{column.name}{operator}{value}"
+
+
+# ---- what a condition means ----------------------------------------------------------------------
+
+
+def row_passes(condition: Filter, row: TableRow, columns: Sequence[Column], now_s: float) -> bool:
+    """Whether one condition is true of a row at ``now_s`` on the daemon's clock.
+
+    False where there is no such column: the daemon refuses to look for one.
+    """
+    if not condition.column:
+        wanted = str(condition.value).casefold()
+        texts = [
+            text
+            for column, cell in zip(columns, row.cells, strict=True)
+            if cell and column.kind in WORD_KINDS
+            for text in texts_of(cell)
+        ]
+        return any(wanted in text for text in texts) != condition.test.endswith("-not")
+    for column, cell in zip(columns, row.cells, strict=True):
+        if column.name == condition.column:
+            return cell_passes(condition, cell, column.kind, now_s)
+    return False
+
+
+def cell_passes(condition: Filter, cell: Cell, kind: str, now_s: float) -> bool:
+    """Whether a condition is true of one cell of its column, which is of this kind."""
+    value = condition.value
+    match condition.test:
+        case "has":
+            return _has(cell, value)
+        case "has-not":
+            return not _has(cell, value)
+        case "is":
+            return _is(cell, value)
+        case "is-not":
+            return not _is(cell, value)
+        case "over" | "under" as side if isinstance(value, int | float):
+            figure = _figure(cell, kind, now_s)
+            return figure is not None and (figure > value if side == "over" else figure < value)
+        case _:
+            return False
+
+
+def texts_of(cell: Cell) -> list[str]:
+    """What can be looked for in a cell, in lower case."""
+    match cell:
+        case None:
+            return []
+        case tuple():
+            return [text for one in cell for text in (one.who.casefold(), one.ref, one.state)]
+        case _:
+            return [str(cell).casefold()]
+
+
+def rank(cell: Cell) -> str | float | None:
+    """A cell as something that compares with the others of its column; None is to come last."""
+    match cell:
+        case None:
+            return None
+        case str():
+            return cell.casefold()
+        case tuple():
+            return float(len(cell))
+        case _:
+            return cell
+
+
+def _figure(cell: Cell, kind: str, now_s: float) -> float | None:
+    """A number; of a moment how long ago it was, or how long it is from now; of holders how many.
+
+    None of text, and where there is nothing.
+    """
+    match cell:
+        case None | str():
+            return None
+        case tuple():
+            return float(len(cell))
+        case _ if kind == "since":
+            return now_s - cell
+        case _ if kind == "until":
+            return cell - now_s
+        case _:
+            return float(cell)
+
+
+def _has(cell: Cell, value: str | float) -> bool:
+    wanted = str(value).casefold()
+    return any(wanted in text for text in texts_of(cell))
+
+
+def _is(cell: Cell, value: str | float) -> bool:
+    if isinstance(cell, str) or isinstance(value, str):
+        return str(cell if cell is not None else "").casefold() == str(value).casefold()
+    return len(cell) == value if isinstance(cell, tuple) else cell == value

@@ -1,7 +1,7 @@
-"""What a log shows, line by line: events, gaps, restarts, and what another node tells. Pure.
+"""Events as a console keeps them: the last two thousand, with the gaps between them said.
 
-Oldest first. A log comes in chunks that stay the same objects, so what was made of them is kept:
-a frame with ten new events costs as much as its last chunk, however long the log is.
+A log never changes: adding makes a new one that shares what it can, so that every snapshot that is
+kept has the events as they were then for next to nothing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,98 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.filters import row_passes
 from kvd.text import clean
 from kvd.wire.events import Event
 from tui.draw.spans import Style
-from tui.model import happenings
-from tui.model.local import holds
-from tui.model.log import Gap
+from tui.model import event_words
+from tui.model.event_words import refs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvd.wire.admin import OtherEnd
-    from kvd.wire.console import Filter, Vitals
-    from tui.model.log import Item, Log
+    from kvd.wire.console import EventQuery, Filter, Vitals
     from tui.model.mirror import Notice
 
-    _Made = tuple[tuple[Item, ...], list["Entry"]]
+
+MAX_ITEMS = 2000
+CHUNK_ITEMS = 64
 
 
-class Told(msgspec.Struct, frozen=True):
+class EventGap(msgspec.Struct, frozen=True):
+    """Events that are not in the log: ``lost`` had left the daemon's ring, ``skipped`` did not fit.
+
+    ``before_seq`` is the event that comes after the gap; 0 where none has come yet.
+    """
+
+    before_seq: int
+    lost: int
+    skipped: int
+
+
+Item = Event | EventGap
+
+
+def log_slot(query: EventQuery) -> EventQuery:
+    """What was asked for, whoever has how much of it: the name of a log."""
+    return msgspec.structs.replace(query, after=0, limit=0)
+
+
+def only(log: Log, slot: EventQuery) -> Log:
+    """The events that ``slot`` asks for; gaps stay, as what is in them is not known."""
+    kinds, about = set(slot.kinds), slot.about
+    items = [
+        one
+        for one in log.items()
+        if isinstance(one, EventGap)
+        or (
+            (not kinds or one.__struct_config__.tag in kinds)
+            and (not about or about in refs_of(one))
+        )
+    ]
+    return Log().add(items, log.last_seq)
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Oldest first. ``last_seq`` is how far the daemon's events were looked through."""
+
+    chunks: tuple[tuple[Item, ...], ...] = ()
+    last_seq: int = 0
+
+    def __len__(self) -> int:
+        return sum(len(chunk) for chunk in self.chunks)
+
+    def items(self) -> list[Item]:
+        """Everything that is kept."""
+        return [one for chunk in self.chunks for one in chunk]
+
+    def tail(self, count: int) -> list[Item]:
+        """The last ``count``."""
+        found: list[Item] = []
+        for chunk in reversed(self.chunks):
+            if len(found) >= count:
+                break
+            found[:0] = chunk
+        return found[-count:] if count > 0 else []
+
+    def add(self, items: Iterable[Item], last_seq: int) -> Log:
+        """The log with ``items`` at its end, and without the oldest beyond ``MAX_ITEMS``."""
+        chunks = list(self.chunks)
+        for one in items:
+            if chunks and len(chunks[-1]) < CHUNK_ITEMS:
+                chunks[-1] = (*chunks[-1], one)
+            else:
+                chunks.append((one,))
+        count = sum(len(chunk) for chunk in chunks)
+        while chunks and count - len(chunks[0]) >= MAX_ITEMS:
+            count -= len(chunks.pop(0))
+        if count > MAX_ITEMS:
+            chunks[0] = chunks[0][count - MAX_ITEMS :]
+        return Log(tuple(chunks), max(last_seq, self.last_seq))
+
+
+class ToldByPeer(msgspec.Struct, frozen=True):
     """What the daemon at the other end of a handoff says that happened there."""
 
     peer: str
@@ -47,21 +120,21 @@ class Entry(msgspec.Struct, frozen=True):
 
     at_s: float
     key: str
-    item: Event | Gap | Told | Restart
+    item: Event | EventGap | ToldByPeer | Restart
 
     @property
     def ref(self) -> str:
         """What it is opened by; empty where there is nothing to open."""
         match self.item:
-            case Told(peer=peer):
+            case ToldByPeer(peer=peer):
                 return f"peer:{peer}"
-            case Gap() | Restart():
+            case EventGap() | Restart():
                 return ""
             case _:
                 return self.key
 
 
-class Line(msgspec.Struct, frozen=True):
+class EventLine(msgspec.Struct, frozen=True):
     """An entry in words, harmless to a terminal."""
 
     letter: str
@@ -70,28 +143,27 @@ class Line(msgspec.Struct, frozen=True):
     style: Style
 
 
-def line_of(entry: Entry) -> Line:
+def line_of(entry: Entry) -> EventLine:
     """How an entry reads."""
     item = entry.item
     match item:
-        case Gap():
-            return Line("?", "gap", gap_words(item), "warn")
-        case Told(peer=peer, what=what):
-            return Line("~", clean(peer), clean(what), "hue-1")
+        case EventGap():
+            return EventLine(letter="?", kind="gap", words=gap_words(item), style="warn")
+        case ToldByPeer(peer=peer, what=what):
+            return EventLine(letter="~", kind=clean(peer), words=clean(what), style="hue-1")
         case Restart(what=what):
-            return Line("!", "restart", clean(what), "warn")
+            return EventLine(letter="!", kind="restart", words=clean(what), style="warn")
         case _:
-            pass
-    level = happenings.level_of(item)
-    return Line(
-        happenings.LETTERS[level],
-        happenings.tag_of(item),
-        happenings.words(item),
-        happenings.STYLES[level],
-    )
+            level = event_words.level_of(item)
+            return EventLine(
+                letter=event_words.LETTERS[level],
+                kind=event_words.tag_of(item),
+                words=event_words.words(item),
+                style=event_words.STYLES[level],
+            )
 
 
-def gap_words(gap: Gap) -> str:
+def gap_words(gap: EventGap) -> str:
     """Why events are missing, and how many."""
     told = []
     if gap.lost:
@@ -107,11 +179,11 @@ def marks_of(ends: Iterable[OtherEnd], at_s: float) -> list[Entry]:
     for end in ends:
         if end.why_none:
             what = f"tells nothing of its end of {end.ours}: {end.why_none}"
-            made.append(Entry(at_s, f"told:{end.ours}", Told(end.peer, what)))
+            made.append(Entry(at_s, f"told:{end.ours}", ToldByPeer(end.peer, what)))
         for number, mark in enumerate(end.marks):
             what = f"{end.side}: {mark.what}"
             key = f"told:{end.ours}:{number}"
-            made.append(Entry(at_s - mark.ago_s, key, Told(end.peer, what)))
+            made.append(Entry(at_s - mark.ago_s, key, ToldByPeer(end.peer, what)))
     return sorted(made, key=_when)
 
 
@@ -130,7 +202,11 @@ def restarts_of(notices: Iterable[Notice], heard_s: float, vitals: Vitals | None
     return [*made[:-1], msgspec.structs.replace(made[-1], at_s=vitals.started_s)] if made else []
 
 
-class Logbook:
+_Made = tuple[tuple[Item, ...], list["Entry"]]
+"""A chunk of a log, and the entries made of it."""
+
+
+class LogEntries:
     """Makes entries of logs, of those events that pass ``filters``; gaps always do."""
 
     def __init__(self) -> None:
@@ -163,24 +239,24 @@ class Logbook:
 
     def _of(self, chunk: Sequence[Item], now_s: float) -> list[Entry]:
         made: list[Entry] = []
-        at_s = next((one.at_s for one in chunk if not isinstance(one, Gap)), now_s)
+        at_s = next((one.at_s for one in chunk if not isinstance(one, EventGap)), now_s)
         for place, one in enumerate(chunk):
             match one:
-                case Gap():
+                case EventGap():
                     after = chunk[place + 1 : place + 2]
-                    at_s = next((e.at_s for e in after if not isinstance(e, Gap)), at_s)
+                    at_s = next((e.at_s for e in after if not isinstance(e, EventGap)), at_s)
                     made.append(Entry(at_s, f"gap:{one.before_seq}:{at_s}", one))
                 case _:
                     at_s = one.at_s
                     if self._passes(one, now_s):
-                        made.append(Entry(at_s, happenings.key_of(one), one))
+                        made.append(Entry(at_s, event_words.key_of(one), one))
         return made
 
     def _passes(self, event: Event, now_s: float) -> bool:
         if not self.filters:
             return True
-        row = happenings.row_of(event)
-        return all(holds(one, row, happenings.COLUMNS, now_s) for one in self.filters)
+        row = event_words.row_of(event)
+        return all(row_passes(one, row, event_words.COLUMNS, now_s) for one in self.filters)
 
 
 def _when(entry: Entry) -> float:

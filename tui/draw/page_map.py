@@ -13,11 +13,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvd.text import clean
-from tui.draw.spans import HUES, RAMPS, Line, Span, Style, columns, fit, line, merged, wrapped
+from kvd.text import clean, thousands
+from tui.draw.spans import HUES, RAMPS, Line, Style, Styled, columns, fit, line, merged, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Sequence
 
     from kvd.wire.console import Level, PageMap
 
@@ -86,11 +86,6 @@ class Grid(NamedTuple):
             return None
         return row * self.each * self.width + column
 
-    def place_of(self, cell: int) -> tuple[int, int]:
-        """Line and column of the character that shows a cell."""
-        row, column = divmod(cell, self.width)
-        return row // self.each, column
-
     def moved(self, cell: int, *, rows: int = 0, columns: int = 0, cells: int) -> int:
         """Where an arrow key leads from a cell, if there are ``cells``: never outside."""
         row, column = divmod(cell, max(self.width, 1))
@@ -101,19 +96,21 @@ class Grid(NamedTuple):
         return max(min(there, cells - 1), 0)
 
 
-class Window(NamedTuple):
+class MapWindow(NamedTuple):
     """What part of a component a map shows: from which page on, and how many a cell has."""
 
     first_page: int
     pages_each: int
 
 
-def whole(total_pages: int, cells: int) -> Window:
+def whole(total_pages: int, cells: int) -> MapWindow:
     """All pages, in as many cells as there is room for."""
-    return Window(0, max(1, -(-total_pages // max(cells, 1))))
+    return MapWindow(0, max(1, -(-total_pages // max(cells, 1))))
 
 
-def zoomed(window: Window, page: int, total_pages: int, *, cells: int, times: float) -> Window:
+def zoomed(
+    window: MapWindow, page: int, total_pages: int, *, cells: int, times: float
+) -> MapWindow:
     """``times`` closer (under 1: farther), so that ``page`` stays about where it is.
 
     Never closer than a page a cell, never farther than all pages.
@@ -126,10 +123,10 @@ def zoomed(window: Window, page: int, total_pages: int, *, cells: int, times: fl
     return placed(page - ahead * each, each, total_pages, cells)
 
 
-def placed(first_page: int, pages_each: int, total_pages: int, cells: int) -> Window:
+def placed(first_page: int, pages_each: int, total_pages: int, cells: int) -> MapWindow:
     """A window at about this page that does not look past the last one."""
     latest = max(0, total_pages - cells * pages_each)
-    return Window(min(max(first_page, 0), latest), pages_each)
+    return MapWindow(min(max(first_page, 0), latest), pages_each)
 
 
 def pages_of(shown: PageMap, cell: int) -> range:
@@ -146,23 +143,12 @@ def cell_of(shown: PageMap, page: int) -> int | None:
     return cell if is_there and rest >= 0 else None
 
 
-def next_of(shown: PageMap, cell: int, levels: Container[int], *, step: int = 1) -> int | None:
-    """The next cell from this one on (``step`` -1: back) that has one of these levels."""
-    cells = shown.cells or b""
-    at = cell + step
-    while 0 <= at < len(cells):
-        if cells[at] in levels:
-            return at
-        at += step
-    return None
-
-
 def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
     """The map in exactly the lines and columns of ``grid``."""
     if shown.trouble or shown.cells is None:
-        said = clean(shown.trouble) or "no map of it has come yet"
+        cleaned = clean(shown.trouble) or "no map of it has come yet"
         rest = [line(" " * grid.width)] * (grid.height - 1)
-        return [fit(line(said, "dim"), grid.width), *rest][: max(grid.height, 0)]
+        return [fit(line(cleaned, "dim"), grid.width), *rest][: max(grid.height, 0)]
     inks = _Inks(shown, grid.shape)
     size = grid.width * grid.each
     cells = shown.cells[: grid.cells].ljust(grid.cells, bytes((NOWHERE,)))
@@ -172,7 +158,7 @@ def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
         upper = cells[row * size : row * size + grid.width]
         lower = cells[row * size + grid.width : (row + 1) * size] or upper
         own = marks.get(row) or bytes(grid.width)
-        spans: list[Span] = []
+        spans: list[Styled] = []
         for key, run in groupby(zip(upper, lower, own, strict=True)):
             count = sum(1 for _ in run)
             spans += inks.run(key, count)
@@ -184,8 +170,8 @@ def legend(shown: PageMap, width: int) -> list[Line]:
     """Every level with its colour, letter, name and pages, on as few lines as that takes."""
     items = [
         (
-            Span(letter_of(level), "label", style),
-            Span(
+            Styled(letter_of(level), "label", style),
+            Styled(
                 f" {clean(level.name)} {thousands(level.pages)}", "plain" if level.pages else "dim"
             ),
         )
@@ -201,24 +187,19 @@ def told(shown: PageMap, cell: int) -> Line:
     if not pages or not 0 <= cell < len(cells):
         return line("no page here", "dim")
     which = f"page {pages[0]}" if len(pages) == 1 else f"pages {pages[0]} to {pages[-1]}"
-    spans = [Span(which)]
+    spans = [Styled(which)]
     if cells[cell] < len(shown.levels):
         level = shown.levels[cells[cell]]
         spans += [
-            Span("  "),
-            Span(letter_of(level), "label", styles(shown)[cells[cell]]),
-            Span(f" {clean(level.name)}"),
+            Styled("  "),
+            Styled(letter_of(level), "label", styles(shown)[cells[cell]]),
+            Styled(f" {clean(level.name)}"),
         ]
         if len(pages) > 1:
-            spans.append(Span(" at worst", "dim"))
+            spans.append(Styled(" at worst", "dim"))
     if cell in shown.lit:
-        spans += [Span("  "), Span(LIT, "lit"), Span(" lit")]
+        spans += [Styled("  "), Styled(LIT, "lit"), Styled(" lit")]
     return merged(spans)
-
-
-def thousands(count: int) -> str:
-    """A count of pages with its thousands set apart: ``1 015 808``."""
-    return f"{count:,}".replace(",", " ")
 
 
 def styles(shown: PageMap) -> tuple[Style, ...]:
@@ -273,10 +254,10 @@ class _Inks:
         self._styles = styles(shown)
         self._letters = tuple(letter_of(level) for level in shown.levels)
         self._made = self._blocks if shape == "blocks" else self._lettered
-        self._single: dict[Key, tuple[Span, ...]] = {}
+        self._single: dict[Key, tuple[Styled, ...]] = {}
         """Runs of one, of which noise is made."""
 
-    def run(self, key: Key, count: int) -> tuple[Span, ...]:
+    def run(self, key: Key, count: int) -> tuple[Styled, ...]:
         """``count`` equal characters."""
         if count > 1:
             return self._made(key, count)
@@ -285,40 +266,40 @@ class _Inks:
             made = self._single[key] = self._made(key, 1)
         return made
 
-    def _lettered(self, key: Key, count: int) -> tuple[Span, ...]:
+    def _lettered(self, key: Key, count: int) -> tuple[Styled, ...]:
         level, _, mark = key
         if mark:
             text, style = (CURSOR, _CURSOR) if mark & _AT_UP else (LIT, _LIT)
-            return (Span(text * count, style, self._style(level)),)
+            return (Styled(text * count, style, self._style(level)),)
         if level >= len(self._styles):
-            return (Span(" " * count),)
-        return (Span(self._letters[level] * count, self._styles[level]),)
+            return (Styled(" " * count),)
+        return (Styled(self._letters[level] * count, self._styles[level]),)
 
-    def _blocks(self, key: Key, count: int) -> tuple[Span, ...]:
+    def _blocks(self, key: Key, count: int) -> tuple[Styled, ...]:
         upper, lower, mark = key
         if mark:
             return (self._marked(key, count),)
         over, under = self._style(upper), self._style(lower)
         if not over and not under:
-            return (Span(" " * count),)
+            return (Styled(" " * count),)
         if not over:
-            return (Span("▄" * count, under or "plain"),)
+            return (Styled("▄" * count, under or "plain"),)
         if upper == lower and count >= LABELLED_COLUMNS:
             return (
-                Span(self._letters[upper], "label", over),
-                Span(HALF * (count - 1), over, under),
+                Styled(self._letters[upper], "label", over),
+                Styled(HALF * (count - 1), over, under),
             )
-        return (Span(HALF * count, over, under),)
+        return (Styled(HALF * count, over, under),)
 
-    def _marked(self, key: Key, count: int) -> Span:
+    def _marked(self, key: Key, count: int) -> Styled:
         """The cursor before what is lit; on the ground of the cell that is marked."""
         upper, lower, mark = key
         if mark & (_AT_UP | _AT_DOWN):
             is_up = bool(mark & _AT_UP)
             ground = self._style(upper if is_up else lower)
-            return Span((CURSOR_UP if is_up else CURSOR_DOWN) * count, _CURSOR, ground)
+            return Styled((CURSOR_UP if is_up else CURSOR_DOWN) * count, _CURSOR, ground)
         text = {_LIT_UP: LIT_UP, _LIT_DOWN: LIT_DOWN}.get(mark, LIT)
-        return Span(text * count, _LIT, self._style(upper if mark & _LIT_UP else lower))
+        return Styled(text * count, _LIT, self._style(upper if mark & _LIT_UP else lower))
 
     def _style(self, level: int) -> Style | Literal[""]:
         return self._styles[level] if level < len(self._styles) else ""

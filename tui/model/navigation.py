@@ -8,12 +8,12 @@ MAX_PLACES = 200
 MAX_CRUMBS = 12
 
 
-class Place(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True):
     """A page, and what is open on it: ``lease:7``, or nothing. ``above``: the way that led here."""
 
     page: str
     ref: str = ""
-    above: tuple[Place, ...] = ()
+    above: tuple[Location, ...] = ()
 
     @property
     def label(self) -> str:
@@ -21,16 +21,16 @@ class Place(msgspec.Struct, frozen=True):
         return self.ref or self.page
 
 
-class Trail:
+class Navigation:
     """Begins on one page, and is never nowhere."""
 
     def __init__(self, page: str) -> None:
-        self._places = [Place(page)]
+        self._places = [Location(page)]
         self._at = 0
         self._before = self._places[0]
 
     @property
-    def here(self) -> Place:
+    def here(self) -> Location:
         """Where the operator is."""
         return self._places[self._at]
 
@@ -38,37 +38,37 @@ class Trail:
         """The way from the page to what is open."""
         return (*(one.label for one in self.here.above), self.here.label)
 
-    def turn(self, page: str) -> Place:
+    def to_page(self, page: str) -> Location:
         """Go to a page: a new way begins there."""
-        return self._go(Place(page))
+        return self._go(Location(page))
 
-    def open(self, page: str, ref: str) -> Place:
+    def open(self, page: str, ref: str) -> Location:
         """Open something from here, on the page that shows it; what was here is one crumb up."""
         here = self.here
         if (here.page, here.ref) == (page, ref):
             return here
-        return self._go(Place(page, ref, (*here.above, here)[-MAX_CRUMBS:]))
+        return self._go(Location(page, ref, (*here.above, here)[-MAX_CRUMBS:]))
 
-    def up(self) -> Place:
+    def up(self) -> Location:
         """Close what is open: one crumb up; the page itself where there is none."""
         here = self.here
         if here.above:
             return self._go(here.above[-1])
-        return self._go(Place(here.page)) if here.ref else here
+        return self._go(Location(here.page)) if here.ref else here
 
-    def last(self) -> Place:
+    def last(self) -> Location:
         """The place before this one; twice is here again."""
         return self._go(self._before)
 
-    def backward(self) -> Place:
+    def backward(self) -> Location:
         """One place back in time; stays at the first."""
         return self._move(-1)
 
-    def forward(self) -> Place:
+    def forward(self) -> Location:
         """One place on again; stays at the last."""
         return self._move(1)
 
-    def _go(self, place: Place) -> Place:
+    def _go(self, place: Location) -> Location:
         if place == self.here:
             return place
         self._before = self.here
@@ -76,7 +76,7 @@ class Trail:
         self._at = len(self._places) - 1
         return place
 
-    def _move(self, step: int) -> Place:
+    def _move(self, step: int) -> Location:
         at = max(0, min(len(self._places) - 1, self._at + step))
         if at != self._at:
             self._before, self._at = self.here, at

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.filters import SyntaxFlaw, parse, row_passes
 from kvd.wire.console import Column, Filter, TableRow
-from tui.model.filters import Flaw, parse
-from tui.model.local import holds
 
 COLUMNS = (
     Column("state", "state"),
@@ -82,7 +81,7 @@ def test_both_ends_are_where_they_were_asked_for(text, passing):
     [condition] = parse(text, COLUMNS)
     columns = (COLUMNS[2],)
 
-    found = [n for n in (9, 10, 11) if holds(condition, TableRow("x", (n,)), columns, 0.0)]
+    found = [n for n in (9, 10, 11) if row_passes(condition, TableRow("x", (n,)), columns, 0.0)]
 
     assert found == passing
 
@@ -92,24 +91,24 @@ def test_both_ends_are_where_they_were_asked_for(text, passing):
     [
         (
             "owner:x nix:y",
-            Flaw(
+            SyntaxFlaw(
                 "there is no column 'nix': state owner pages room since deadline moved done "
                 "rtt_ms held_by startled",
                 8,
             ),
         ),
-        ("sta:held", Flaw("'sta' may be state or startled", 0)),
-        ("state:", Flaw("expected a value after state:", 6)),
-        ("a !", Flaw("expected a word", 3)),
-        ("age>soon", Flaw("expected a number: since>5s", 4)),
-        ("moved>5s", Flaw("expected a number: moved>10MiB", 6)),
-        ("pages>1e999", Flaw("expected a number: pages>10", 6)),
-        ("room=many", Flaw("room is a number: room=10", 5)),
-        ("owner>3", Flaw("owner is text: owner:3 or owner=3", 5)),
-        ('owner:"two', Flaw('a " without its end, or in the middle of a word', 6)),
-        ('x"y"', Flaw('a " without its end, or in the middle of a word', 1)),
-        ("x" * 300, Flaw("a text of 300 characters, at most 256 are looked for", 0)),
-        ("a " * 17, Flaw("17 conditions, at most 16 are asked for", 0)),
+        ("sta:held", SyntaxFlaw("'sta' may be state or startled", 0)),
+        ("state:", SyntaxFlaw("expected a value after state:", 6)),
+        ("a !", SyntaxFlaw("expected a word", 3)),
+        ("age>soon", SyntaxFlaw("expected a number: since>5s", 4)),
+        ("moved>5s", SyntaxFlaw("expected a number: moved>10MiB", 6)),
+        ("pages>1e999", SyntaxFlaw("expected a number: pages>10", 6)),
+        ("room=many", SyntaxFlaw("room is a number: room=10", 5)),
+        ("owner>3", SyntaxFlaw("owner is text: owner:3 or owner=3", 5)),
+        ('owner:"two', SyntaxFlaw('a " without its end, or in the middle of a word', 6)),
+        ('x"y"', SyntaxFlaw('a " without its end, or in the middle of a word', 1)),
+        ("x" * 300, SyntaxFlaw("a text of 300 characters, at most 256 are looked for", 0)),
+        ("a " * 17, SyntaxFlaw("17 conditions, at most 16 are asked for", 0)),
     ],
 )
 def test_a_flaw_says_what_and_where(text, flaw):
