@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, amount, first_seen
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

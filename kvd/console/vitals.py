@@ -9,7 +9,7 @@ import msgspec
 from kvd import __version__
 from kvd.core.inspect.snapshot import totals
 from kvd.core.inspect.words import node_word
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.wire.console import Latency, Vitals
 
 if TYPE_CHECKING:

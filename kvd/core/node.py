@@ -31,8 +31,8 @@ from kvd.core.leases.retraction import Retractor
 from kvd.core.leases.sessions import Sessions
 from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer import Peers
+from kvd.core.peers.peer import Life
+from kvd.core.peers.registry import Peers
 from kvd.core.recorded import FlightRecorder
 from kvd.core.retuned import Retuned
 from kvd.errors import Code

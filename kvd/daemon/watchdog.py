@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.observe.log import Fed, Unfed
 
 if TYPE_CHECKING:

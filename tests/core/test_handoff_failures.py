@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.peer import Outcome, Settled

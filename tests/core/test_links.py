@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 from kvd.wire import client
 from kvd.wire.peer import Closed, Ping
 from tests.core.engines import PROMPT, Sender

@@ -8,7 +8,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import Host, PageOrder, fingerprint
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
 from kvd.wire.peer import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.cache.lease import ENGINE
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import client, events
 from kvd.wire.peer import Closed, Outcome, Settled

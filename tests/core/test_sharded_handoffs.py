@@ -237,7 +237,7 @@ def test_the_first_shard_of_two_has_the_seal_of_an_unsharded_pool() -> None:
         world = world_of(WHOLE, d)
         receive(world)
         offer, node = offered(world), world.p.node
-        lanes = node.peers.by_name["d"].lanes
+        lanes = node.peers.by_name["d"].outgoing
         legs = legs_of(offer, lanes)
         cargo = Payload(node.settings.spec, node.leases)
         keys.append([seal.key for seal in cargo.seals(offer, legs)])
@@ -357,6 +357,6 @@ def test_lanes_are_kept_with_the_peer_from_its_hello_on() -> None:
     peer = world.d.node.peers.by_name["p"]
     assert peer.shards == WHOLE
     assert len(peer.incoming) == 2
-    assert isinstance(world.p.node.peers.by_name["d"].lanes[0].copies[0], Pieced)
-    equal = world_of(ranks(2), ranks(2)).p.node.peers.by_name["d"].lanes
+    assert isinstance(world.p.node.peers.by_name["d"].outgoing[0].copies[0], Pieced)
+    equal = world_of(ranks(2), ranks(2)).p.node.peers.by_name["d"].outgoing
     assert [lane.copies for lane in equal] == [(Straight(0),), (Straight(1),)]

@@ -11,7 +11,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.wire import admin, client
 from kvd.wire.peer import MAX_STREAMS, Ping
 from tests.core.engines import PROMPT, Sender, totals

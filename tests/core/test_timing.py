@@ -7,8 +7,7 @@ import os
 import pytest
 
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Closed, Message, Offer, Outcome, Ping, Settled

@@ -26,8 +26,7 @@ import msgspec
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Prefill
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer_drain import DRAINING, LEAVING, SERVING, PeerDrain, peer_drains
+from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
 from kvd.errors import Code, Refusal
 from kvd.wire import drain_events
 from kvd.wire.bounds import MAX_REASON
@@ -274,7 +273,8 @@ class Drainer:
             self._beat(peer)
 
     def _tell_peers(self, state: str, why: str) -> None:
-        self._node.peers.pulse.saying = (state, why)
+        pulse = self._node.peers.pulse
+        pulse.state, pulse.why = state, why
         for peer in self._node.peers.by_name.values():
             if peer.life is not Life.LOST:
                 self._beat(peer)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart
     from kvd.core.handoff.verify import Verifying
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.errors import Refusal
 

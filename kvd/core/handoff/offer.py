@@ -268,7 +268,7 @@ def unacceptable(
         # Before anything of it is looked at: what is left is bounded by the prompt.
         or (_long_prompt(offer, mine) if offer.prompt_tokens > mine.max_prompt_tokens else None)
         or bad_offer(offer, cargo, peer.split, page_size, side)
-        or long_settled(offer, len(peer.lanes), peer, side)
+        or long_settled(offer, len(peer.outgoing), peer, side)
     )
 
 

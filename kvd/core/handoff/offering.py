@@ -16,7 +16,7 @@ from kvd.core.handoff.refusals import of_source
 from kvd.core.handoff.sources import PrefillSource, is_whole, shares, span_of
 from kvd.core.layout.spec import shards_of
 from kvd.core.leases.admission import OWN_TRANSFER
-from kvd.core.peers.peer_drain import peer_drains
+from kvd.core.peers.peer import peer_drains
 from kvd.errors import Code, Refusal
 from kvd.wire.bounds import MAX_SOURCES
 from kvd.wire.peer import ALL, Offer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt
     from kvd.core.handoff.payload import Payload
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.wire.peer import Share
 

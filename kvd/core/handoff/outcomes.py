@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvd.core.peers.peer_drain import as_told
+from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Closed, Outcome
 

@@ -25,7 +25,7 @@ from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.sources import span_of
 from kvd.core.layout.seal import UNSEALED
 from kvd.core.layout.shards import page_share
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import Integrity
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.payload import Payload
     from kvd.core.layout.shards import ShardCopy
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.wire.peer import Offer
 
 
@@ -84,7 +85,7 @@ class Posts:
             offer.share, prefix, offer.prompt_tokens, self.page_tokens(part)
         )
         part.posted_tokens = part.start_tokens
-        part.legs = legs_of(offer, peer.lanes)
+        part.legs = legs_of(offer, peer.outgoing)
         part.seals = self._cargo.seals(offer, part.legs, peer.split)
         part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
         part.posted_last = self._cargo.is_streamed or not offer.share.is_authoritative

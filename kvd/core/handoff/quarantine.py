@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 MAX_NAMED = 3

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from kvd.core.inputs import Verified
     from kvd.core.leases.fetch import Fetcher
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 D, T = Decode, DecodeTrigger

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.peer_drain import LEAVING, lost_because
+from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire.peer import Outcome, Settled

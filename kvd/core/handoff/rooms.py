@@ -28,13 +28,13 @@ import msgspec
 
 from kvd.core.handoff.offer import disagreement
 from kvd.core.handoff.protocol import Prefill
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 

@@ -25,8 +25,7 @@ from kvd.core.handoff.refusals import long_aux, too_late
 from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.peer_drain import lost_because
+from kvd.core.peers.peer import Agent, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.drain import Drainer
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 P, T = Prefill, PrefillTrigger

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from kvd.core.handoff.frames import page_bytes
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.sources import span_of
-from kvd.core.peers.peer_drain import as_told
+from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES
 from kvd.wire import client, events
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import SendPart
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 

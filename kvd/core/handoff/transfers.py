@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 SHOWN_PAGES = 8

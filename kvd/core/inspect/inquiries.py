@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvd.core import effects
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.inspect.words import receive_waits_for, send_waits_for
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told

@@ -22,7 +22,7 @@ from kvd.core.inspect.words import (
     send_waits_for,
 )
 from kvd.core.leases.owners import owner_of
-from kvd.core.peers.peer_drain import drain_words
+from kvd.core.peers.peer import drain_words
 from kvd.types import count
 from kvd.wire.snapshot import (
     ClientState,

@@ -19,11 +19,10 @@ What must not live here: posts and parts (``posts``, ``prefill``); whether a pee
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import RETRY_S, Agent, Life
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -32,21 +31,8 @@ if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
 
 
-RETRY_S = 2.0
-"""A failed agent is tried again after this; a send that comes earlier fails at once."""
-
 MAX_REST_S = 30.0
 """Longest rest of an agent during whose loading our transfer process ended, again and again."""
-
-
-class Agent(enum.Enum):
-    """The sending agent towards a peer's current incarnation and generation."""
-
-    NONE = "none"
-    LOADING = "loading"
-    LOADED = "loaded"
-    FAILED = "failed"
-    DROPPING = "dropping"
 
 
 class Agents:
