@@ -21,7 +21,7 @@ from kvd.config.pool_pages import size_bytes
 from kvd.config.prefill_only_rules import PREFILL_ONLY_RULES
 from kvd.config.shard_rules import SHARD_RULES
 from kvd.config.sharding import layers_of, ranks_of
-from kvd.core.handoff.frames import MESSAGE_BYTES
+from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.curve import is_key
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def sends(scene: Scene) -> Iterator[Concern]:
     """The same of the other side; and those whose receiver does not end them."""
     now_s, prefiller = scene.now_s, scene.node.prefiller
     seen = scene.progress.sends
-    for part in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+    for part in prefiller.known():
         found = seen.get(part.id)
         moved_s = found[1] if found is not None else now_s
         if now_s - moved_s > STUCK_S:

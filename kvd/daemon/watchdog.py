@@ -103,7 +103,7 @@ def status_line(node: Node, state: str) -> str:
     known = {*peers.by_name, *(one.name for one in peers.dialed.values())}
     up = sum(one.life is Life.UP for one in peers.by_name.values())
     table = node.leases
-    rooms = len(node.decoder.parts) + len(node.prefiller.by_room)
+    rooms = len(node.decoder.parts) + len(node.prefiller.rooms.by_room)
     return (
         f"{state}; peers {up}/{len(known)} up, clients {len(node.sessions.by_id)}, "
         f"pages {table.tree.cached_pages} cached {table.pool.free_pages} free, "

@@ -73,4 +73,4 @@ def test_a_lost_peer_is_known_while_it_may_ask_how_something_ended():
     assert list(world.p.node.peers.by_name) == ["d"]
     world.cut = world.lost = set()
     world.pass_time(3)
-    assert world.p.node.prefiller.last_word.records == {}
+    assert world.p.node.prefiller.settled_sends.records == {}

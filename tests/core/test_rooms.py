@@ -106,7 +106,7 @@ def test_a_room_may_be_named_by_the_address_of_its_node():
     world = World()
     world.p.feed(inputs.LinkDialed(world.now_s, "out:d", "d", "tcp://10.0.0.1:7402"))
     Sender(world, peer="tcp://10.0.0.1:7402")
-    assert world.p.node.prefiller.by_room[7].awaited.destination == "d"
+    assert world.p.node.prefiller.rooms.by_room[7].awaited.destination == "d"
 
 
 def test_the_engine_is_refused_at_once_where_its_named_node_has_another_prompt():
@@ -158,7 +158,7 @@ def test_a_stranger_with_another_prompt_leaves_the_room_waiting():
     sender = Sender(world)
 
     assert failure(e).refusal.code is Code.PROMPT_MISMATCH
-    part = world.p.node.prefiller.by_room[7]
+    part = world.p.node.prefiller.rooms.by_room[7]
     assert part.state is Prefill.AWAIT_OFFER
     (room,) = snapshot(world.p.node).rooms
     assert "the Offer of e was refused: both prompts have 100 tokens" in room.waiting_for
@@ -410,12 +410,12 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     world.run()
     assert totals(world.d) == (63, 0, 0, 0, 0)
-    assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+    assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
 
 
 def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
     """Its agent is destroyed already: a post through that would never be over."""
-    monkeypatch.setattr("kvd.core.handoff.send.unacceptable", lambda *_: None)
+    monkeypatch.setattr("kvd.core.handoff.send.outdated", lambda *_: None)
     world = World()
 
     delayed_offer(world)
@@ -423,4 +423,4 @@ def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_ta
 
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     assert totals(world.d) == (63, 0, 0, 0, 0)
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}

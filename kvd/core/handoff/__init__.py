@@ -1,1 +1,46 @@
-"""handoff."""
+"""One prompt's KV moves from the node that computed it to the node that decodes it.
+
+A handoff as it goes well, and who acts::
+
+    decode side (receive)                          prefill side (send)
+
+    engine: receive()                              engine: send(), advance(), finish()
+    QUEUED     waits for room and sources          AWAIT_OFFER
+      | admitted: pages held
+    OFFERED    -- Offer(pages, prompt) ----------> STREAMING     posts: each page once it is whole
+    RECEIVING  <---------------------- Accept --     | finish
+      |        <==== KV, through the agent =====   FLUSHING      the last page, windows, state
+      |        <--- Settled(aux, checksums) ------ SETTLED       "I never write for this again"
+    VERIFYING  our transfer process compares         |
+    READY      -- Closed(outcome) ---------------> CLOSED        finish() is answered
+      | released
+    CLOSED
+
+and where it is given up: OFFERED or RECEIVING -> DRAINING with ``Abort``, the pages in quarantine;
+STREAMING or FLUSHING -> DRAINING until no post is outstanding, then Settled.
+
+Read in this order:
+
+1. ``protocol``    ``DECODE`` and ``PREFILL``: every state, every edge; no row, no transition
+2. ``parts``       ``ReceiveAttempt``, ``ReceivePart``, ``SendPart``: what either side remembers
+3. ``receive``     ``Decoder``: an edge of DECODE is a method, as ``_draining_to_closed``
+4. ``send``        ``Prefiller``: the same for PREFILL; ``settled`` for what follows SETTLED
+5. ``quarantine``  ``Quarantines``: which pages nobody gets, and what gives them back
+
+Which pages are sent? ``sources`` (which source has which share of the prompt), ``payload`` (which
+pages that is, component by component), ``posts`` (which of them go now).
+
+What happens when an engine or a node is killed in the middle? ``receive``: ``cancel_attempt`` (its
+engine), ``writer_gone`` (a new process over there), ``peer_lost`` (only silence), ``fenced`` (our
+transfer process); all of them end in ``_drop_parts`` and ``_writer_over``. ``send``:
+``abandon_send``, ``outlived``, ``peer_lost``; ``transfers`` for its posts.
+
+How does a quarantined page become free? ``receive._writer_over``, then ``quarantine``, by no timer.
+
+The rest: ``offer`` writes and checks Offers, ``verify`` compares sums, ``outcomes`` answers a late
+Settled, ``rooms`` says who has a room, ``transfers`` takes reports of the transfer process,
+``drain`` stops beginning anything new, ``message_sizes`` and ``refusals`` are numbers and words.
+
+What must not live here: what a page is (``layout``), who has it (``cache``, ``leases``), whether a
+peer lives (``peers``); sockets, clocks and NIXL (``kvd.daemon``, ``kvd.transfer``).
+"""

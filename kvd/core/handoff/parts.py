@@ -1,14 +1,7 @@
 """The two kinds of parts: one attempt to move one room's KV, as either side remembers it.
 
-Plain records. Only the machine of the side (``decode``, ``prefill`` with ``posts`` and
-``last_word``) writes them.
-
-The last transitions of one handoff, so that a bug report and ``kvd why`` carry its history.
-
-Whether the posts of a part move: bytes since a window began, against a floor.
-
-What is reported is whole handles of the transfer process (16 MiB at most), so a window must be long
-enough for one of them at the slowest rate that is still progress.
+Plain records. Who writes them: of the decode side ``receive`` and ``verify``, of the prefill side
+``send``, ``posts`` and ``settled``; of both, their state, ``protocol`` alone.
 """
 
 from __future__ import annotations
@@ -36,19 +29,19 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Abort, Offer
 
 
-STORY_LENGTH = 16
+HISTORY_LINES = 16
 """Transitions kept per part: twice the longest path through either table."""
 
 
 class PartHistory:
-    """A bounded list of (time, sentence)."""
+    """Its last transitions, each with its time: a bug report and ``kvd why`` carry them."""
 
     __slots__ = ("_lines",)
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[float, str]] = deque(maxlen=STORY_LENGTH)
+        self._lines: deque[tuple[float, str]] = deque(maxlen=HISTORY_LINES)
 
-    def tell(self, at_s: float, line: str) -> None:
+    def add_line(self, at_s: float, line: str) -> None:
         """Append what happened."""
         self._lines.append((at_s, line))
 
@@ -67,7 +60,11 @@ class PartHistory:
 
 
 class Flow:
-    """Bytes moved in the window that runs; it runs only while a post is under way."""
+    """Bytes moved in the window that runs; it runs only while a post is under way.
+
+    What is reported is whole handles of the transfer process (16 MiB at most), so a window must be
+    long enough for one of them at the slowest rate that is still progress.
+    """
 
     __slots__ = ("moved_bytes", "since_s")
 
@@ -160,99 +157,99 @@ class ReceivePart:
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
     __slots__ = (
+        "attempt",
         "handoff",
+        "history",
         "id",
         "incarnation",
         "is_verified",
-        "legs",
         "moved_bytes",
         "peer",
-        "reception",
         "resend_gap_s",
         "resend_s",
+        "routes",
         "seals",
         "share",
         "state",
-        "story",
         "sums",
         "total_bytes",
         "unanswered",
     )
 
-    def __init__(self, part_id: int, peer: str, reception: ReceiveAttempt) -> None:
+    def __init__(self, part_id: int, peer: str, attempt: ReceiveAttempt) -> None:
         self.id = part_id
         self.peer = peer
-        self.reception = reception
+        self.attempt = attempt
         self.share = ALL
         self.incarnation = ""
         self.handoff = 0
         self.state = Decode.QUEUED
-        self.resend_s = reception.since_s
+        self.resend_s = attempt.since_s
         self.resend_gap_s = 0.0
         self.moved_bytes = 0
         self.total_bytes = 0
         """Of the pages that it was granted."""
-        self.legs: tuple[PayloadRoute, ...] = ()
+        self.routes: tuple[PayloadRoute, ...] = ()
         """What it was granted, for each of our shards."""
         self.seals: tuple[Seal, ...] = ()
-        """One per leg; none where nothing is summed."""
+        """One per route; none where nothing is summed."""
         self.sums: dict[int, bytes] = {}
-        """What the writer says of the pages of each leg, while they are verified."""
+        """What the writer says of the pages of each route, while they are verified."""
         self.is_verified = False
         """What it sent is good; it waits for the other sources, if there are any."""
         self.unanswered: Offer | Abort | None = None
         """What is repeated until the prefill side answers."""
-        self.story = PartHistory()
+        self.history = PartHistory()
 
     @property
     def room(self) -> int:
         """The rendezvous number."""
-        return self.reception.room
+        return self.attempt.room
 
     @property
     def session(self) -> int:
         """Of the engine."""
-        return self.reception.session
+        return self.attempt.session
 
     @property
     def since_s(self) -> float:
         """When the engine asked for it."""
-        return self.reception.since_s
+        return self.attempt.since_s
 
     @property
     def deadline_s(self) -> float:
         """When it is given up."""
-        return self.reception.deadline_s
+        return self.attempt.deadline_s
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return self.reception.prompt_tokens
+        return self.attempt.prompt_tokens
 
     @property
     def prefix_tokens(self) -> int:
         """Of these, cached here."""
-        return self.reception.prefix_tokens
+        return self.attempt.prefix_tokens
 
     @property
     def lease(self) -> Lease | None:
         """Whose pages it fills, with the other sources."""
-        return self.reception.lease
+        return self.attempt.lease
 
     @property
     def waiter(self) -> Waiter | None:
         """While it is queued."""
-        return self.reception.waiter
+        return self.attempt.waiter
 
     @property
     def ended(self) -> Refusal | None:
         """Why the engine no longer wants it, or why it failed."""
-        return self.reception.ended
+        return self.attempt.ended
 
 
 def waits_for_others(part: ReceivePart) -> bool:
     """Whether what it sent is good, and that of another source is not known to be."""
-    return part.is_verified and not all(one.is_verified for one in part.reception.parts)
+    return part.is_verified and not all(one.is_verified for one in part.attempt.parts)
 
 
 def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
@@ -319,10 +316,10 @@ class SendPart:
         "flow",
         "generation",
         "handoff",
+        "history",
         "id",
         "in_doubt",
         "incarnation",
-        "legs",
         "linger_s",
         "moved_bytes",
         "offer",
@@ -336,6 +333,7 @@ class SendPart:
         "resend_gap_s",
         "resend_s",
         "room",
+        "routes",
         "seals",
         "session",
         "share",
@@ -343,7 +341,6 @@ class SendPart:
         "split",
         "start_tokens",
         "state",
-        "story",
         "sums",
         "total_bytes",
     )
@@ -378,10 +375,10 @@ class SendPart:
         self.posted_tokens = self.posted_pages = self.moved_bytes = 0
         self.outstanding: set[int] = set()
         self.flow = Flow()
-        self.legs: tuple[PayloadRoute, ...] = ()
+        self.routes: tuple[PayloadRoute, ...] = ()
         """What was granted, for each shard of the decode side."""
         self.seals: tuple[Seal, ...] = ()
-        """One per leg; none where nothing is summed."""
+        """One per route; none where nothing is summed."""
         self.split: tuple[int, ...] = ()
         """How many of the decode side's pages each of ours is, for each component compared."""
         self.posted_last = True
@@ -389,7 +386,7 @@ class SendPart:
         self.total_bytes = 0
         """Of the pages that were granted."""
         self.sums: dict[tuple[int, int], bytes] = {}
-        """By leg and post, of the pages of each post that is done; ids of posts grow."""
+        """By route and post, of the pages of each post that is done; ids of posts grow."""
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
@@ -397,7 +394,7 @@ class SendPart:
         self.in_doubt = False
         """A post ended with bytes sent and not confirmed."""
         self.ended: Refusal | None = None
-        self.story = PartHistory()
+        self.history = PartHistory()
 
     @property
     def is_posted(self) -> bool:
@@ -406,5 +403,5 @@ class SendPart:
 
     @property
     def checksums(self) -> bytes:
-        """The sums of all its posts, leg by leg in the order of the pages."""
+        """The sums of all its posts, route by route in the order of the pages."""
         return b"".join(sums for _, sums in sorted(self.sums.items()))

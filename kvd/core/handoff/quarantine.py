@@ -11,7 +11,7 @@ connection there was when we heard of the end has ended too, which on TCP follow
 what was read has come to rest. Only connections that a living peer claims (``pulse``), in an echo
 of a ping that left later, are not waited for: they are of no writer whose end was known then.
 
-What must not live here: transitions (``decode``), and whose turn it is then (``admission``).
+What must not live here: transitions (``receive``), and whose turn it is then (``admission``).
 """
 
 from __future__ import annotations
@@ -68,26 +68,26 @@ class Quarantines:
         self._out = out
         self._fenced_generation = self._claims = 0
 
-    def quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
+    def begin_quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
-    def narrow(self, lease: Lease, parts: list[ReceivePart]) -> None:
+    def narrow_writers(self, lease: Lease, parts: list[ReceivePart]) -> None:
         """Of the writers of a quarantined lease, those of these parts are left."""
         self._table.narrow_quarantine(
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
-    def free(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
+    def free_pages(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
         if doubt is Doubt.NONE:
             self._table.release(lease, ARRIVAL, cause)
         else:
-            self.quarantine(lease, [part], cause)
+            self.begin_quarantine(lease, [part], cause)
             self._await_quiet(lease, doubt)
 
-    def end(self, lease: Lease, proof: str, doubt: Doubt) -> None:
+    def end_quarantine(self, lease: Lease, proof: str, doubt: Doubt) -> None:
         """The last writer of a quarantined lease is over."""
         if doubt is Doubt.NONE:
             self._table.end_quarantine(lease, proof)

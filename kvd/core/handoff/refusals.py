@@ -96,10 +96,10 @@ def begun_elsewhere(part: ReceivePart, begins: int, mine: Settings) -> Refusal:
     )
 
 
-def took_too_long(reception: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
+def took_too_long(attempt: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
     """The receive passed its deadline: what it waited for, of several sources the first late."""
-    late = [part for part in reception.parts if part.state is not Decode.VERIFYING]
-    part = late[0] if late else reception.parts[0]
+    late = [part for part in attempt.parts if part.state is not Decode.VERIFYING]
+    part = late[0] if late else attempt.parts[0]
     return of_source(part, _too_long(part, now_s, mine))
 
 

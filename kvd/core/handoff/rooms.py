@@ -10,7 +10,7 @@ An engine that names nobody can be served by any peer that knows the prompt, and
 it need not wait; but by one of several that is only noted, because another may be the one. When all
 that could offer have withdrawn, it is over.
 
-What must not live here: transitions (``prefill``).
+What must not live here: transitions (``send``).
 
 Rooms that a prefill engine opened and gave up before an Offer came: the Offer hears why at once.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
-MAX_LAPSED = 4096
+MAX_EXPIRED_ROOMS = 4096
 """Rooms remembered; the oldest is forgotten first."""
 
 LATE_S = 1.0
@@ -74,7 +74,7 @@ class ExpiredRooms:
         self.by_room.pop(room, None)
         late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
         self.by_room[room] = _Lapse(at_s + self._settings.max_deadline_s, at_s + late_s, refusal)
-        if len(self.by_room) > MAX_LAPSED:
+        if len(self.by_room) > MAX_EXPIRED_ROOMS:
             del self.by_room[next(iter(self.by_room))]
 
     def forget(self, room: int) -> None:
@@ -123,8 +123,8 @@ NOBODY = Meeting(None, ())
 class Rooms:
     """The parts of the prefill side that are in a LIVE state."""
 
-    def __init__(self, cargo: Payload, side: str) -> None:
-        self._cargo = cargo
+    def __init__(self, payload: Payload, side: str) -> None:
+        self._payload = payload
         self._side = side
         self.by_room: dict[int, SendPart] = {}
         """The part that has the room; of Offers that wait for an engine, the first."""
@@ -184,7 +184,7 @@ class Rooms:
             elif chosen is not None:
                 turned.append(Turned(part, taken(chosen, self._side)))
             else:
-                refusal = disagreement(part.offer, engine, self._cargo, self._side)
+                refusal = disagreement(part.offer, engine, self._payload, self._side)
                 if refusal is None:
                     chosen = part
                 elif destination or refusal.code is not Code.PROMPT_MISMATCH:

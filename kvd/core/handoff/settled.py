@@ -1,5 +1,7 @@
 """The end of the prefill side: Settled is said until Closed is heard, and tombstones answer.
 
+What happens from SETTLED on, and what is remembered of every handoff that has an id.
+
 ``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
 outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
 incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
@@ -20,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from kvd.core.handoff.frames import page_bytes
+from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.sources import span_of
 from kvd.core.peers.peer import as_told
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer
 
 
-class Records:
+class HandoffRecords:
     """The handoffs of one decode incarnation that this side answers for."""
 
     __slots__ = ("closed", "kept_bytes", "open", "parts")
@@ -54,12 +56,12 @@ class Records:
         self.kept_bytes = 0
         """Of page ids in the Offers of the open ones."""
 
-    def join(self, part: SendPart) -> None:
+    def add_part(self, part: SendPart) -> None:
         """It has met its Offer or Abort."""
         self.parts[part.handoff] = part
         insort(self.open, part.handoff)
 
-    def bury(self, handoff: int) -> None:
+    def bury_part(self, handoff: int) -> None:
         """It is CLOSED: a tombstone from now on."""
         del self.open[bisect_left(self.open, handoff)]
         insort(self.closed, handoff)
@@ -96,7 +98,7 @@ class SettledSends:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self.records: dict[str, Records] = {}
+        self.records: dict[str, HandoffRecords] = {}
         """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
         self.settled: dict[int, SendPart] = {}
         """By send id: those that wait for Closed."""
@@ -119,8 +121,8 @@ class SettledSends:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""
         records = self.records.get(part.incarnation)
         if records is None:
-            records = self.records[part.incarnation] = Records()
-        records.join(part)
+            records = self.records[part.incarnation] = HandoffRecords()
+        records.add_part(part)
 
     def keep(self, part: SendPart, offer: Offer, kept_bytes: int) -> None:
         """The Offer stays with its part until that is CLOSED, and so many bytes of page ids."""
@@ -142,7 +144,7 @@ class SettledSends:
         """
         records = self.records.get(peer.incarnation)
         if records is None:
-            return False
+            return False  # the first handoff of a peer is always taken
         n_open, n_records = len(records.open), len(records.parts)
         kept = records.kept_bytes + kept_bytes
         if n_open < MAX_OPEN and n_records < MAX_RECORDS and kept <= self.max_kept_bytes:
@@ -165,6 +167,7 @@ class SettledSends:
         """The part is SETTLED: let the source lease go, and say so from now on."""
         part.ended = refusal
         self.settled[part.id] = part
+        # No post is outstanding, so nothing reads the source pages any more.
         self._let_go(part, "sent")
         part.linger_s = self._out.at_s + self._settings.linger_s
         if part.offer is not None and part.share.parts > 1:
@@ -242,20 +245,15 @@ class SettledSends:
         refusal = None
         if message.outcome is not Outcome.COMMITTED:
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
-        move_prefill(part, PrefillTrigger.CLOSED, message.outcome.value, self._out)
-        self._bury(part, refusal)
+        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
 
     def outlive(self, part: SendPart) -> None:
-        """Nobody will say Closed: SETTLED -> CLOSED without an answer."""
-        move_prefill(part, PrefillTrigger.OUTLIVED, "", self._out)
-        self._bury(
-            part,
-            part.ended
-            or self._unknown(
-                "never said whether it committed: it restarted, or was silent for "
-                f"{self._settings.linger_s:.0f} s"
-            ),
+        """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""
+        unknown = self._unknown(
+            "never said whether it committed: it restarted, or was silent for "
+            f"{self._settings.linger_s:.0f} s"
         )
+        self._settled_to_closed(part, PrefillTrigger.OUTLIVED, "", part.ended or unknown)
 
     def _unknown(self, what: str) -> Refusal:
         return Refusal(
@@ -324,13 +322,17 @@ class SettledSends:
             )
             part.finish_call = None
 
-    def _bury(self, part: SendPart, refusal: Refusal | None) -> None:
-        """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
+    def _settled_to_closed(
+        self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal | None
+    ) -> None:
+        """CLOSED or OUTLIVED: answer ``finish``, tell everybody, keep a small tombstone."""
+        move_prefill(part, trigger, why, self._out)
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
         records = self.records[part.incarnation]
-        records.bury(part.handoff)
+        records.bury_part(part.handoff)
+        # What is large goes; the tombstone must only answer an Offer or Abort that comes late.
         if part.offer is not None:
             records.kept_bytes -= page_bytes(part.offer)
             part.offer = None

@@ -5,7 +5,7 @@ pages and compares, off the loop. The answer ends the wait, and nothing else doe
 settled, so nobody writes the pages any more, and no timer is needed to be safe. A transfer process
 that ends meanwhile takes the question along; its successor is asked again.
 
-What must not live here: transitions, and what becomes of the pages (``decode``).
+What must not live here: transitions, and what becomes of the pages (``receive``).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
     def __init__(
-        self, settings: Settings, cargo: Payload, peers: Peers, out: effects.Outbox
+        self, settings: Settings, payload: Payload, peers: Peers, out: effects.Outbox
     ) -> None:
         self.parts: dict[int, ReceivePart] = {}
         """By ticket: what has been asked and not answered."""
-        self._legs: dict[int, int] = {}
-        """By ticket: which leg of the part it is about."""
+        self._routes: dict[int, int] = {}
+        """By ticket: which route of the part it is about."""
         self._settings = settings
-        self._cargo = cargo
+        self._payload = payload
         self._peers = peers
         self._out = out
         self._last_ticket = 0
@@ -78,8 +78,8 @@ class Verifying:
                 at += size
                 self._last_ticket += 1
                 self.parts[self._last_ticket] = part
-                self._legs[self._last_ticket] = index
-        part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
+                self._routes[self._last_ticket] = index
+        part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
         return SumFinding.ASKED
@@ -89,9 +89,9 @@ class Verifying:
         self._ask(list(self.parts))
 
     def judge(self, got: Verified) -> SumFinding | Refusal:
-        """Our transfer process has looked at the pages of one leg."""
+        """Our transfer process has looked at the pages of one route."""
         part = self.parts.pop(got.ticket)
-        index = self._legs.pop(got.ticket)
+        index = self._routes.pop(got.ticket)
         checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
             self.forget(part)
@@ -108,13 +108,13 @@ class Verifying:
     def forget(self, part: ReceivePart) -> None:
         """It is decided: no further answer about it matters."""
         for ticket in [one for one, of in self.parts.items() if of is part]:
-            del self.parts[ticket], self._legs[ticket]
+            del self.parts[ticket], self._routes[ticket]
         part.sums = {}
 
     def _ask(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
-            part, index = self.parts[ticket], self._legs[ticket]
-            grant, lane = _grant(part, index), part.legs[index].lane
+            part, index = self.parts[ticket], self._routes[ticket]
+            grant, shard_route = _grant(part, index), part.routes[index].shard_route
             self._out.effects.append(
                 effects.Verify(
                     ticket=ticket,
@@ -122,8 +122,8 @@ class Verifying:
                     seal=part.seals[index],
                     pages=Pages(grant.pages),
                     sums=part.sums[index],
-                    shard=lane.peer_shard,
-                    window=lane.window,
+                    shard=shard_route.peer_shard,
+                    window=shard_route.window,
                 )
             )
 
@@ -148,9 +148,9 @@ class Verifying:
     ) -> Refusal:
         """Name the wrong pages, in a refusal and an event."""
         seal, grant, out = part.seals[index], _grant(part, index), self._out
-        leg = part.legs[index]
-        size = self._cargo.freights[leg.grant].component.page_size
-        shard = f" of shard {leg.lane.peer_shard}" if self._settings.spec.held else ""
+        route = part.routes[index]
+        size = self._payload.parts[route.grant].component.page_size
+        shard = f" of shard {route.shard_route.peer_shard}" if self._settings.spec.held else ""
         total, n_bad = seal.end - seal.first, len(bad_pages)
         shown = bad_pages[:SHOWN_PAGES]
         ids = np.frombuffer(grant.pages, dtype="<i4")
@@ -195,10 +195,10 @@ class Verifying:
 
 
 def _grant(part: ReceivePart, index: int) -> Grant:
-    """The grant of a leg; the Offer is what it said last while its pages are verified."""
+    """The grant of a route; the Offer is what it said last while its pages are verified."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
-    return offer.grants[part.legs[index].grant]
+    return offer.grants[part.routes[index].grant]
 
 
 def _sent_pages(part: ReceivePart) -> int:

@@ -142,7 +142,7 @@ class Inquiries:
             part for part in decoder.known() if part.room == room
         ]
         parts += prefiller.rooms.of(room)
-        parts += [part for part in prefiller.last_word.settled.values() if part.room == room]
+        parts += [part for part in prefiller.settled_sends.settled.values() if part.room == room]
         return parts
 
     def _ask_about(self, inquiry: Inquiry, part: ReceivePart | SendPart) -> None:
@@ -204,7 +204,7 @@ class Inquiries:
             if receive is not None:
                 story = self._of_receive(receive, message.ask)
         elif message.side == PREFILL:
-            send = self._node.prefiller.last_word.find(peer.incarnation, message.handoff)
+            send = self._node.prefiller.settled_sends.find(peer.incarnation, message.handoff)
             if send is not None and send.room == message.room:
                 story = self._of_send(send, message.ask)
         self._out.send(peer.link, story)
@@ -246,7 +246,7 @@ class Inquiries:
             total_bytes=part.total_bytes,
             outstanding_posts=n_posts,
             deadline_in_s=part.deadline_s - now_s,
-            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
+            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.history.marks(now_s)),
         )
 
 

@@ -53,7 +53,7 @@ def of_room(node: Node, room: int) -> Explanation | Refusal:
 
 def _sends(node: Node) -> list[SendPart]:
     prefiller = node.prefiller
-    return [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
+    return prefiller.known()
 
 
 def _handoff(
@@ -76,7 +76,7 @@ def _handoff(
     leases = [part.lease for part in states if part.lease]
     sessions = [part.session for part in parts if part.session]
     peers = [part.peer for part in states if part.peer]
-    marks = [mark for part in parts for mark in part.story.marks(node.out.at_s)]
+    marks = [mark for part in parts for mark in part.history.marks(node.out.at_s)]
     return Explanation(
         sentence=said[0],
         facts=tuple(said[1:]),

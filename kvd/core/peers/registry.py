@@ -4,7 +4,7 @@ A peer is known by its node name; its incarnation is one process lifetime of it.
 for a peer before its Hello. A Hello with a new incarnation is the proof that the old one will never
 write again, because a daemon says it only after it has reaped its old transfer process; the old
 incarnation is then superseded, and whatever still arrives from it is refused. What it had sent may
-still be on its way: ``settling`` waits for that.
+still be on its way: ``handoff.quarantine`` waits for that.
 
 Silence makes a peer suspect, then lost. That is a guess, not a proof: its rooms are drained, and
 their pages stay in quarantine until it settles, is replaced, or is fenced.
