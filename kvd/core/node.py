@@ -211,7 +211,7 @@ class Node:
         self._from_peers[type(message)](peer, message)
 
     def _link_dialed(self, got: i.LinkDialed) -> None:
-        self.peers.dial(got.link, got.name, got.address)
+        self.peers.dial_link(got.link, got.name, got.address)
 
     def _out_of_place(self, link: str, message: Message) -> None:
         """Count a message of, or for, a process that is not, or no longer, what it says."""
@@ -226,7 +226,7 @@ class Node:
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)
         generation = known.generation if known else 0
-        taken = self.peers.hello(link, message)
+        taken = self.peers.take_hello(link, message)
         if taken is None:
             self.refused += 1
             return
@@ -245,8 +245,8 @@ class Node:
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)
         self.drainer.heard(peer, message)
-        self.decoder.outcomes.fold(peer)
-        self.prefiller.settled_sends.fold(peer)
+        self.decoder.outcomes.fold_outcomes(peer)
+        self.prefiller.settled_sends.fold_tombstones(peer)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
         out = self.out
@@ -302,7 +302,7 @@ class Node:
     # ---- time --------------------------------------------------------------------------------
 
     def _tick(self, _: i.Tick) -> None:
-        lost = self.peers.age()
+        lost = self.peers.age_peers()
         for peer in lost:
             self.decoder.peer_lost(peer)
             self.prefiller.peer_lost(peer)
@@ -331,8 +331,8 @@ class Node:
                 self.prefiller.settled_sends.floor(peer),
             )
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
-            self.prefiller.settled_sends.forget(peer.incarnation)
-            self.peers.forget(peer)
+            self.prefiller.settled_sends.forget_incarnation(peer.incarnation)
+            self.peers.forget_peer(peer)
 
     def _is_involved(self, peer: Peer) -> bool:
         """Whether anything is open with it, or it may still ask how something ended."""

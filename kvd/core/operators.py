@@ -98,7 +98,7 @@ class Operators:
         )
         for one in [one for one in node.decoder.attempts.values() if one.room == got.room]:
             node.decoder.cancel_attempt(one, refusal)
-        for send in node.prefiller.rooms.of(got.room):
+        for send in node.prefiller.rooms.parts_of(got.room):
             node.prefiller.give_up_send(send, refusal)
         return told
 

@@ -226,7 +226,7 @@ def test_an_engine_that_opens_a_room_pays_for_few_offers():
     for name in names:
         side = world.sides[name]
         side.call(client.Receive, b"\1\0\0\0" * 100, room=7, source=("p",))
-    assert len(world.p.node.prefiller.rooms.of(7)) == 64
+    assert len(world.p.node.prefiller.rooms.parts_of(7)) == 64
     lease = world.p.lease(b"\2\0\0\0" * 100)
     asked = client.Send(99, 7, lease.lease)
 

@@ -31,13 +31,13 @@ def frees_when_giving_up(patch: pytest.MonkeyPatch) -> None:
 
 def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
     """A Settled, or the Closed that answers it, is lost for good."""
-    settle = SettledSends.settle
+    settle = SettledSends.settle_part
 
     def once(self, part, refusal):
         settle(self, part, refusal)
         part.resend_s = float("inf")
 
-    patch.setattr(SettledSends, "settle", once)
+    patch.setattr(SettledSends, "settle_part", once)
 
 
 def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
     aborted = Prefiller.aborted
 
     def answered(self, peer, message):
-        if self.settled_sends.find(peer.incarnation, message.handoff) is not None:
+        if self.settled_sends.find_part(peer.incarnation, message.handoff) is not None:
             aborted(self, peer, message)
         else:
             self.settled_sends.answer_below_floor(peer, message.handoff)

@@ -285,7 +285,7 @@ def _misfiled(node: Node, part: SendPart) -> str:
             return "is not one that its room knows"
     elif part.state is not Prefill.SETTLED or settled_sends.settled.get(part.id) is not part:
         return "is over, and still among the open ones"
-    if part.incarnation and settled_sends.find(part.incarnation, part.handoff) is not part:
+    if part.incarnation and settled_sends.find_part(part.incarnation, part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     return ""
 

@@ -330,7 +330,7 @@ class Drainer:
         self._admission.turn_away(waiters, refusal)
         # Goodbye is no proof that its transfer process is reaped: its pages stay in quarantine.
         if state == LEAVING and peer.life is not Life.LOST:
-            self._peers.lose(peer)
+            self._peers.lose_peer(peer)
             self._decoder.peer_lost(peer)
             self._prefiller.peer_lost(peer)
             self._admission.wake()

@@ -86,10 +86,12 @@ class Posts:
         part.start_tokens, part.end_tokens = span_of(
             offer.share, prefix, offer.prompt_tokens, self.page_tokens(part)
         )
+        # What lies before is cached over there, or is of another source: it counts as posted.
         part.posted_tokens = part.start_tokens
         part.routes = routes_of(offer, peer.outgoing)
         part.seals = self._payload.seals(offer, part.routes, peer.split)
         part.total_bytes = self._payload.granted_bytes(offer.grants, part.routes, peer.split)
+        # Windows and states go once, with the aux, from the authoritative source alone.
         part.posted_last = self._payload.is_streamed or not offer.share.is_authoritative
 
     def push_part(self, part: SendPart) -> None:
@@ -128,6 +130,7 @@ class Posts:
             if self._payload.has_kv:
                 part.posted_pages += -(-upto // size) - part.posted_tokens // size
             part.posted_tokens = upto
+        # Never back to False: the last chunk goes once, whatever is pushed afterwards.
         part.posted_last = part.posted_last or is_last
 
     def page_tokens(self, part: SendPart) -> int:
@@ -193,6 +196,7 @@ class Posts:
         """A running post has moved so much."""
         part = self.parts.get(post)
         if part is not None:
+            # A post that failed ends with 0, and what was counted of it is not taken back.
             part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
             self._moved[post] = moved_bytes
         return part
@@ -207,6 +211,7 @@ class Posts:
         part = self.note_moved(post, moved_bytes)
         if part is None:
             return None
+        # ``note_moved`` has made the entry that is deleted, even where nothing was reported before.
         del self.parts[post], self._moved[post]
         index = self._routes.pop(post)
         part.outstanding.discard(post)
@@ -215,6 +220,7 @@ class Posts:
             part.sums[index, post] = sums
         self.sent_bytes += moved_bytes
         if part.engine is not None:
+            # With the last reader go the pages that a commit has replaced meanwhile.
             self._leases.end_read(part.engine.lease)
         return part
 

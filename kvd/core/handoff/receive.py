@@ -186,6 +186,7 @@ class Decoder:
     def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
         waiter = attempt.waiter
+        # Still queued: nothing is held and nothing was offered, so nothing need be drained.
         if waiter is not None:
             self._admission.withdraw(waiter)
             waiter.asker.refused(refusal)
@@ -214,6 +215,7 @@ class Decoder:
         part = self._part(peer, message.handoff)
         if part is None:
             return
+        # Accept comes again with each repeated Offer, and may be late: then it changes nothing.
         if part.state is D.OFFERED:
             self._offered_to_receiving(part)
         begins = message.decode_prefix_len
@@ -231,12 +233,14 @@ class Decoder:
         """The writer's last word."""
         part = self._part(peer, message.handoff)
         if part is None:
-            self.outcomes.answer(peer, message.handoff)
+            self.outcomes.answer_settled(peer, message.handoff)
             return
         if part.state is D.VERIFYING:
             return  # the first last word stays; Closed follows when the pages are verified
+        # An aux that is too long makes a failure of a delivery, before anything rests on it.
         message = bounded(message, self._settings)
         is_delivered = message.outcome is Outcome.DELIVERED
+        # Before the part closes: its end is told with these bytes.
         self._moved(part, message.moved_bytes)
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
         # This message does not travel behind the bytes of a destroyed agent: those may come later.
@@ -255,8 +259,9 @@ class Decoder:
     def verified(self, got: Verified) -> None:
         """Our transfer process has compared what arrived with what was sent."""
         part = self.verifying.parts.get(got.ticket)
+        # The part may be over: another source failed, and this answer was under way.
         if part is not None and part.state is D.VERIFYING:
-            self._judge(part, self.verifying.judge(got))
+            self._judge(part, self.verifying.judge_answer(got))
 
     def serving(self) -> None:
         """A transfer process serves: it is asked what its predecessor did not answer."""
@@ -277,7 +282,8 @@ class Decoder:
                 )
             else:  # all of it has landed, and only our own transfer process is asked about it
                 self._move(part, T.WRITER_GONE, why)
-        self.outcomes.forget(incarnation)
+        # Last: closing the parts above keeps outcomes that nobody will ask for.
+        self.outcomes.forget_writer(incarnation)
 
     def fenced(self) -> None:
         """Our receiving transfer process was reaped: nothing can write through it any more."""
@@ -289,6 +295,7 @@ class Decoder:
                 # What is wanted stays open: the prefill side hears of the new generation, says
                 # Settled, and its reason reaches the engine.
                 self._move(part, T.FENCED, why)
+        # Then the leases whose writers were over before: they only waited for quiet.
         self.quarantines.fenced()
 
     def peer_lost(self, peer: Peer) -> None:
@@ -380,7 +387,7 @@ class Decoder:
         self._move(part, T.DELIVERED, "")
         if part.share.is_authoritative:
             part.attempt.aux = message.aux
-        self._judge(part, self.verifying.begin(part, message.checksums))
+        self._judge(part, self.verifying.begin_part(part, message.checksums))
 
     def _judge(self, part: ReceivePart, found: SumFinding | Refusal) -> None:
         if isinstance(found, Refusal):
@@ -390,8 +397,10 @@ class Decoder:
             return
         attempt, lease = part.attempt, part.lease
         part.is_verified = found is SumFinding.GOOD
+        # The lease is one: it is committed when the last source is good, and not page by page.
         if lease is None or not all(one.is_verified for one in attempt.parts):
             return
+        # Who has given up needs no copy in the device buffer; the pages are cached all the same.
         if attempt.is_preloaded and attempt.ended is None:
             self._fetcher.preload(lease, attempt.prompt_tokens, PreloadAsker(self, attempt))
         else:
@@ -428,6 +437,7 @@ class Decoder:
                 beside=rows,
             )
             self._out.answer(attempt.session, received)
+        # The engine has it; a READY attempt lives as long as its lease, and must not keep it.
         attempt.aux = b""
         for part in attempt.parts:
             self._close(part, Outcome.COMMITTED, None)
@@ -440,7 +450,7 @@ class Decoder:
     ) -> None:
         """CORRUPTED, or DROPPED because another source failed: nothing of it is cached."""
         self._move(part, trigger, refusal.message)
-        self.verifying.forget(part)
+        self.verifying.forget_part(part)
 
     def _ready_to_closed(self, attempt: ReceiveAttempt, why: str) -> None:
         """RELEASED."""
@@ -452,6 +462,7 @@ class Decoder:
 
     def _give_up(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """Tell the engine and the writers, keep the pages from everybody."""
+        # An engine hears of one end. Deadline, cancel and a lost peer may come in one tick.
         if attempt.ended is not None or attempt.lease is None:
             return
         if not attempt.in_state(*WANTED):
@@ -542,10 +553,11 @@ class Decoder:
 
     def _close(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
+        # From here on a repeated Settled finds no part, and ``outcomes`` answers it.
         del self.parts[part.id]
         del self.by_handoff[part.handoff]
         peer = self._peers.by_incarnation.get(part.incarnation)
-        self.outcomes.keep(peer, part, outcome, reason)
+        self.outcomes.keep_outcome(peer, part, outcome, reason)
         is_committed = outcome is Outcome.COMMITTED
         if is_committed:
             self.delivered += 1
@@ -578,6 +590,7 @@ class Decoder:
         if peer is not None and part.unanswered is not None:
             self._out.send(peer.link, part.unanswered)
         part.resend_s = self._out.at_s + part.resend_gap_s
+        # Doubled up to a limit: a peer that is gone for minutes is not flooded when it is back.
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
 
     def _new_attempt(self, session: int, message: client.Receive, n_tokens: int) -> ReceiveAttempt:

@@ -86,10 +86,11 @@ class Prefiller:
     def open_send(self, message: client.Send, engine: SendingEngine) -> Refusal | None:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.rooms.by_room.get(message.room)
+        # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name, f"send {part.id}")
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
-        meeting = self.rooms.meet(message.room, destination, engine)
+        meeting = self.rooms.match_engine(message.room, destination, engine)
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
         if meeting.refusal is not None:
@@ -97,7 +98,7 @@ class Prefiller:
         part = meeting.part
         if part is None:
             part = self._new_part(message.room, P.AWAIT_OFFER)
-            self.rooms.enter(part)
+            self.rooms.add_part(part)
             part.history.add_line(self._out.at_s, f"opened by session {engine.session}")
             for turned in meeting.turned:
                 self._turned_away(part, turned.part.peer, turned.refusal)
@@ -108,6 +109,7 @@ class Prefiller:
         part.prompt_tokens = engine.prompt_tokens
         part.deadline_s = self._deadline(message.deadline_s)
         self.by_send[part.id] = part
+        # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         self._out.answer(engine.session, client.Sending(message.call, part.id))
         # After Sending, which names the send: Accepted and a failure speak of it by its number.
@@ -127,6 +129,7 @@ class Prefiller:
                 side=self._settings.name,
                 numbers={"upto_tokens": upto_tokens, "prompt_tokens": part.prompt_tokens},
             )
+        # An engine may repeat itself, or be late after finish: the cursor never goes back.
         if part.aux is None and upto_tokens > part.cursor_tokens:
             part.cursor_tokens = upto_tokens
             part.after = after or part.after
@@ -137,6 +140,7 @@ class Prefiller:
     def finish_send(self, part: SendPart, message: client.Finish) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
         peer = self._peers.by_incarnation.get(part.incarnation)
+        # Refused while the engine can still finish with a shorter one: no Settled could carry this.
         refusal = long_aux(part, len(message.aux), peer, self._settings)
         refusal = refusal or no_event(message.after, self._settings.name)
         if refusal is not None:
@@ -187,7 +191,7 @@ class Prefiller:
 
         ``not_serving``: why this node begins nothing new now, if it does not.
         """
-        known = self.settled_sends.find(peer.incarnation, message.handoff)
+        known = self.settled_sends.find_part(peer.incarnation, message.handoff)
         if known is not None:
             refusal = differs(known, message, self._settings.name)
             # An Offer that comes again is answered as the first one was, even while this node
@@ -197,10 +201,12 @@ class Prefiller:
             else:
                 self._peers.reject(peer.link, peer.incarnation, refusal)
             return
+        # Our agent leads to the older transfer process over there: its pages are not these.
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
         kept_bytes = page_bytes(message)
+        # Asked before anything of it is kept; the Offer is repeated, and taken when there is room.
         if self.settled_sends.is_full(peer, message.handoff, kept_bytes):
             return
         part = self.rooms.by_room.get(message.room)
@@ -215,9 +221,9 @@ class Prefiller:
         if part is None or part.state is P.AWAIT_ENGINE:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             part.deadline_s = self._deadline(message.deadline_s)
-            self.rooms.enter(part)
+            self.rooms.add_part(part)
         self._join(part, peer, message.handoff)
-        self.settled_sends.keep(part, message, kept_bytes)
+        self.settled_sends.keep_offer(part, message, kept_bytes)
         self.posts.plan_part(part, message, peer)
         if part.state is P.AWAIT_OFFER:
             self._await_engine_or_await_offer_to_streaming(part, T.OFFERED)
@@ -245,7 +251,7 @@ class Prefiller:
 
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
-        part = self.settled_sends.find(peer.incarnation, message.handoff)
+        part = self.settled_sends.find_part(peer.incarnation, message.handoff)
         said = message.reason[:MAX_REASON]  # our Settled quotes it, and must stay readable
         why = Refusal(Code.ABORTED, f"{peer.name} gave up: {said}", side=peer.name)
         if part is None and message.handoff < peer.offer_floor:
@@ -275,6 +281,7 @@ class Prefiller:
             return
         why = f"{peer.name} gave up before it offered pages: {message.reason}"
         part.awaited.withdrawn[peer.name] = message.reason[:MAX_REASON]
+        # One stranger must not end the wait of an engine that names nobody: all of them must.
         others = may_offer_still(part, self._peers)
         if others:
             part.history.add_line(
@@ -293,10 +300,11 @@ class Prefiller:
         )
         for part in self.parts_offered_by(incarnation):
             self.give_up_send(part, refusal)
+        # Those that had settled before: nobody is left who would say Closed.
         for part in list(self.settled_sends.settled.values()):
             if part.incarnation == incarnation:
-                self.settled_sends.outlive(part)
-        self.settled_sends.forget(incarnation)
+                self.settled_sends.outlive_part(part)
+        self.settled_sends.forget_incarnation(incarnation)
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: stop posting for it."""
@@ -330,6 +338,7 @@ class Prefiller:
         now_s = self._out.at_s
         self.settled_sends.tick()
         self.expired_rooms.expire(now_s)
+        # ``live`` is a new list: parts leave their rooms meanwhile.
         for part in self.rooms.live():
             if part.state is P.DRAINING:
                 # Settled is never said for a deadline's sake: only the end of its agent makes
@@ -430,10 +439,10 @@ class Prefiller:
         """GIVEN_UP: no decode side knows of it, so there is nobody to settle with."""
         self._move(part, trigger, why)
         self._tell_engine(part, refusal)
-        self.rooms.leave(part)
+        self.rooms.remove_part(part)
         if refusal.side == self._settings.name:  # not where the decode side gave up
             self.expired_rooms.remember(part.room, refusal, self._out.at_s)
-        self.settled_sends.forgotten(part, refusal)
+        self.settled_sends.end_forgotten(part, refusal)
 
     def _refuse(self, part: SendPart, refusal: Refusal) -> None:
         """The two sides do not agree."""
@@ -441,8 +450,8 @@ class Prefiller:
         self._await_engine_to_settled(part, T.REFUSED, refusal.message, refusal)
 
     def _settle(self, part: SendPart, refusal: Refusal | None) -> None:
-        self.rooms.leave(part)
-        self.settled_sends.settle(part, refusal)
+        self.rooms.remove_part(part)
+        self.settled_sends.settle_part(part, refusal)
 
     # ---- small things ------------------------------------------------------------------------
 
@@ -463,7 +472,7 @@ class Prefiller:
         part.peer = peer.name
         part.incarnation = peer.incarnation
         part.handoff = handoff
-        self.settled_sends.join(part)
+        self.settled_sends.add_part(part)
 
     def _accept(self, peer: Peer, part: SendPart) -> None:
         mine = self._settings.incarnation
@@ -480,7 +489,7 @@ class Prefiller:
         if part.state in WRITING:
             self._accept(peer, part)
         elif part.state in {P.SETTLED, P.CLOSED}:
-            self.settled_sends.say(part)
+            self.settled_sends.say_settled(part)
 
     def _deadline(self, deadline_s: float) -> float:
         # In this order a NaN of the caller loses: nothing is smaller than the first one then.

@@ -41,6 +41,7 @@ class Transfers:
     def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
         part = self._posts.note_moved(got.post, got.moved_bytes)
+        # A part that drains tells nothing: nobody over there looks any more.
         if part is not None and part.state in WRITING:
             self._tell_progress(part, part.moved_bytes + got.moved_bytes)
 
@@ -61,6 +62,8 @@ class Transfers:
         """It never began, so nothing is in doubt, and the agent serves others as before."""
         part = self._posts.parts.get(got.post)
         if part is not None:
+            # Given up first, here and in ``agent_dropped``: a part that is FLUSHING with nothing
+            # outstanding would count as delivered.
             self._prefiller.give_up_send(part, self._failed(got.why))
             self._over(got.post, 0)
 
@@ -75,6 +78,7 @@ class Transfers:
     def agent_failed(self, incarnation: str, why: str) -> None:
         """Nothing can be posted to this peer."""
         for part in self._prefiller.parts_offered_by(incarnation):
+            # A part with nothing left to post needs no agent: a full hit has none.
             if part.state in WRITING and not part.is_posted:
                 self._prefiller.give_up_send(part, self._failed(f"no sending agent: {why}"))
 

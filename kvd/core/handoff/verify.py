@@ -63,10 +63,11 @@ class Verifying:
         self._out = out
         self._last_ticket = 0
 
-    def begin(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
+    def begin_part(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
         sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
         wanted_bytes = sum(sizes)
+        # Integrity is off, or it was a full hit: there is nothing to look at.
         if not wanted_bytes:
             return SumFinding.GOOD
         if len(checksums) != wanted_bytes:
@@ -80,6 +81,7 @@ class Verifying:
                 self.parts[self._last_ticket] = part
                 self._routes[self._last_ticket] = index
         part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
+        # Otherwise ``ask_again`` asks when one serves: the question outlives the process.
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
         return SumFinding.ASKED
@@ -88,25 +90,27 @@ class Verifying:
         """The transfer process that was asked is gone, and a new one serves."""
         self._ask(list(self.parts))
 
-    def judge(self, got: Verified) -> SumFinding | Refusal:
+    def judge_answer(self, got: Verified) -> SumFinding | Refusal:
         """Our transfer process has looked at the pages of one route."""
+        # ``Decoder.verified`` has found the ticket: one of a part that is over is forgotten.
         part = self.parts.pop(got.ticket)
         index = self._routes.pop(got.ticket)
         checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
-            self.forget(part)
+            self.forget_part(part)
             return Refusal(
                 Code.CORRUPT,
                 f"room {part.room} from {part.peer} cannot be verified: {got.why}",
                 side=self._settings.name,
             )
         if got.bad_pages:
-            self.forget(part)
+            self.forget_part(part)
             return self._corrupt(part, index, got.bad_pages, checked)
         return SumFinding.ASKED if part.sums else SumFinding.GOOD
 
-    def forget(self, part: ReceivePart) -> None:
+    def forget_part(self, part: ReceivePart) -> None:
         """It is decided: no further answer about it matters."""
+        # An answer may be under way: it finds no ticket then, and is dropped.
         for ticket in [one for one, of in self.parts.items() if of is part]:
             del self.parts[ticket], self._routes[ticket]
         part.sums = {}

@@ -141,7 +141,7 @@ class Inquiries:
         parts: list[ReceivePart | SendPart] = [
             part for part in decoder.known() if part.room == room
         ]
-        parts += prefiller.rooms.of(room)
+        parts += prefiller.rooms.parts_of(room)
         parts += [part for part in prefiller.settled_sends.settled.values() if part.room == room]
         return parts
 
@@ -204,7 +204,7 @@ class Inquiries:
             if receive is not None:
                 story = self._of_receive(receive, message.ask)
         elif message.side == PREFILL:
-            send = self._node.prefiller.settled_sends.find(peer.incarnation, message.handoff)
+            send = self._node.prefiller.settled_sends.find_part(peer.incarnation, message.handoff)
             if send is not None and send.room == message.room:
                 story = self._of_send(send, message.ask)
         self._out.send(peer.link, story)

@@ -110,7 +110,7 @@ def _said_of_victim(node: Node, edge: TreeEdge) -> str:
 def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
     """Give up every part of the room; pages that a remote may write go to quarantine."""
     receives = [part for part in node.decoder.parts.values() if part.room == got.room]
-    sends = node.prefiller.rooms.of(got.room)
+    sends = node.prefiller.rooms.parts_of(got.room)
     if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
     drained = {

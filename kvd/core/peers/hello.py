@@ -62,12 +62,14 @@ def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> R
             side=mine.name,
             numbers={"theirs": message.protocol, "ours": PROTOCOL},
         )
+    # Before its name is looked up or kept: who may not speak leaves no trace but this refusal.
     if peers.allow and message.node not in peers.allow:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"{message.node!r} is not in peers.allow of {mine.name}",
             side=mine.name,
         )
+    # Names are kept, so a stranger that invents names must meet a limit; known ones always may.
     if message.node not in peers.by_name and len(peers.by_name) >= MAX_PEERS:
         return Refusal(
             Code.NO_ROOM,
@@ -132,6 +134,8 @@ def _unexpected_name(message: Hello, link: str, peers: KnownPeers, side: str) ->
             f"it was {speaker.name!r} before",
             side=side,
         )
+    # Incarnations grow with the time at which they began. A delayed Hello of a former process must
+    # not take the name back: it would prove the living one gone, and free pages that it writes.
     known = peers.by_name.get(message.node)
     if known is not None and message.source < known.incarnation:
         return Refusal(

@@ -69,6 +69,7 @@ class Pulse:
 
     def heard(self, peer: Peer, message: Ping) -> None:
         """Take the floors; answer a ping, or take what an echo of our own says."""
+        # Pings may overtake each other, and a floor never goes back.
         peer.offer_floor = max(peer.offer_floor, message.offer_floor)
         peer.settled_floor = max(peer.settled_floor, message.settled_floor)
         if message.echo:

@@ -53,7 +53,7 @@ class Peers:
 
     # ---- links and Hello ---------------------------------------------------------------------
 
-    def dial(self, link: str, name: str, address: str) -> None:
+    def dial_link(self, link: str, name: str, address: str) -> None:
         """A configured peer: say Hello there until it answers by its name."""
         self.dialed[link] = Dialed(name, address)
         self._say_hello(link, "")
@@ -66,6 +66,7 @@ class Peers:
         for link, dialed in self.dialed.items():
             known = self.by_name.get(dialed.name)
             self._say_hello(link, known.incarnation if known else "")
+        # Those that came to us hear it too: our new generation is what ends their posts to the old.
         for peer in self.by_name.values():
             if peer.link not in self.dialed:
                 self._say_hello(peer.link, peer.incarnation)
@@ -85,7 +86,9 @@ class Peers:
         Anything else is answered with our Hello or a Reject, and None is returned.
         """
         peer = self.by_incarnation.get(message.source)
+        # A message for our former life is for pages that this process does not have.
         if peer is None or message.target != self._settings.incarnation:
+            # Never answered: two nodes that refuse each other would do so for ever.
             if isinstance(message, Reject):
                 return None
             self._say_hello(link, peer.incarnation if peer else "")
@@ -123,7 +126,7 @@ class Peers:
                 return dialed.trouble
         return ""
 
-    def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
+    def take_hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
         """Take a Hello.
 
         Returns:
@@ -145,6 +148,7 @@ class Peers:
         was_up = peer.life is Life.UP and not gone
         peer.life = Life.UP
         peer.heard_s = self._out.at_s
+        # A repeated Hello of a peer that is up changes nothing, and must not load a second agent.
         if not was_up or message.generation > peer.generation:
             self._take_generation(peer, message)
             self._tell_up(peer)
@@ -164,15 +168,19 @@ class Peers:
             out = self._out
             out.emit(events.PeerReplaced, peer=peer.name, before=gone, after=message.source)
         peer.incarnation = message.source
+        # Below every generation, so that the one in this Hello is taken with all that it says.
         peer.generation = 0
+        # Handoff ids begin anew with an incarnation: old floors would refuse its first Offers.
         peer.offer_floor = peer.settled_floor = 0
         peer.round_trip_s = 0.0
+        # Connections of the old process: nobody lives who could claim them.
         peer.claim = NO_CLAIM
         peer.drain = UNSAID
         self.by_incarnation[message.source] = peer
         return gone
 
     def _take_generation(self, peer: Peer, message: Hello) -> None:
+        # Hellos may overtake each other: an older one says nothing new.
         if message.generation <= peer.generation:
             return
         self.agents.leave(peer)
@@ -278,7 +286,7 @@ class Peers:
             return False
         return all(dialed.name != peer.name for dialed in self.dialed.values())
 
-    def forget(self, peer: Peer) -> None:
+    def forget_peer(self, peer: Peer) -> None:
         """Nothing is open with it: whoever comes by this name again says Hello first."""
         self.agents.leave(peer)
         self.by_incarnation.pop(peer.incarnation, None)
@@ -291,13 +299,13 @@ class Peers:
             if not dialed.answered or dialed.name in lost:
                 self._say_hello(link, "")
 
-    def lose(self, peer: Peer) -> None:
+    def lose_peer(self, peer: Peer) -> None:
         """It is gone: silent for too long, or it said so."""
         out = self._out
         peer.life, silent_s = Life.LOST, out.at_s - peer.heard_s
         out.emit(events.PeerLost, peer=peer.name, incarnation=peer.incarnation, silent_s=silent_s)
 
-    def age(self) -> list[Peer]:
+    def age_peers(self) -> list[Peer]:
         """Make silent peers suspect, then lost; returns those that became lost just now."""
         out = self._out
         lost = []
@@ -305,7 +313,7 @@ class Peers:
             silent_s = out.at_s - peer.heard_s
             if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
                 lost.append(peer)
-                self.lose(peer)
+                self.lose_peer(peer)
             elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
                 peer.life = Life.SUSPECT
                 out.emit(
