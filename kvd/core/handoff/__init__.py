@@ -27,13 +27,15 @@ Read in this order:
 4. ``send``        ``Prefiller``: the same for PREFILL; ``settled`` for what follows SETTLED
 5. ``quarantine``  ``Quarantines``: which pages nobody gets, and what gives them back
 
-Which pages are sent? ``sources`` (which source has which share of the prompt), ``payload`` (which
-pages that is, component by component), ``posts`` (which of them go now).
+Which pages are sent? ``payload`` (``Payload.grants``: which pages an Offer names, component by
+component), ``posts`` (``plan_part``: what of them a part sends; ``push_part``: what goes now). With
+several sources, ``sources`` says which of them has which share of the prompt.
 
-What happens when an engine or a node is killed in the middle? ``receive``: ``cancel_attempt`` (its
-engine), ``writer_gone`` (a new process over there), ``peer_lost`` (only silence), ``fenced`` (our
-transfer process); all of them end in ``_drop_parts`` and ``_writer_over``. ``send``:
-``abandon_send``, ``outlived``, ``peer_lost``; ``transfers`` for its posts.
+What happens when a decode engine is killed in the middle? ``receive.cancel_attempt``: the engine's
+parts drain (``_drop_parts``), and the pages stay in ``quarantine`` until the last writer is over
+(``_writer_over``). Others come to the same two: ``writer_gone`` (a new process over there),
+``peer_lost`` (only silence), ``fenced`` (our transfer process). A prefill engine: ``send``,
+``abandon_send``; its node's transfer process: ``transfers``.
 
 How does a quarantined page become free? ``receive._writer_over``, then ``quarantine``, by no timer.
 

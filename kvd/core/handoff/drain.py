@@ -161,8 +161,10 @@ class Drainer:
         if drain is None or self.is_drained:
             return
         if not drain.is_cut and drain.until_s <= self._out.at_s:
+            # Marked before anything is given up, so that no later tick gives it up again.
             self.drain = msgspec.structs.replace(drain, is_cut=True)
             self._cut()
+        # A peer that never says Settled or Closed must not keep the process alive.
         if drain.is_stop and drain.until_s + SETTLE_S <= self._out.at_s:
             self._drained()
 
@@ -176,6 +178,7 @@ class Drainer:
 
     def _cut(self) -> None:
         receives, sends = self.under_way()
+        # What was given up before for another reason keeps that reason.
         receives = [part for part in receives if part.ended is None]
         sends = [part for part in sends if self._prefiller.rooms.has(part)]
         sends = [part for part in sends if part.state is not Prefill.DRAINING]
@@ -314,6 +317,7 @@ class Drainer:
     def heard(self, peer: Peer, message: Ping) -> None:
         """What a peer says of itself: whoever waits to receive from one that drains is told."""
         state, why, before = message.state, message.why[:MAX_REASON], peer.drain
+        # Every heartbeat says it again; an echo, or an older daemon, says nothing.
         if not state or (state, why) == (before.state, before.why):
             return
         now_s, out = self._out.at_s, self._out

@@ -108,6 +108,7 @@ class PayloadPart:
 
     def units(self, grant: Grant, unit_tokens: int) -> UnitRange:
         """The units ``[first, end)`` that a grant of it covers; none where its range is empty."""
+        # A source of several that does not send this component has a grant of length 0 for it.
         if grant.start_tokens == grant.end_tokens:
             first = grant.start_tokens // unit_tokens
             return UnitRange(first, first)
@@ -120,6 +121,7 @@ class Payload:
     """The components of one pool that travel, in the order of the grants."""
 
     def __init__(self, spec: PoolSpec, table: LeaseTable) -> None:
+        # Buffers are a node's own: peers neither compare nor send them.
         compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
         self.parts = tuple(
             PayloadPart(one, companion_factor(spec, one), place)
@@ -145,6 +147,7 @@ class Payload:
         """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
         grants = []
         for one in self.carried(share):
+            # Only the authoritative source has what belongs to the whole prompt: it goes once.
             if one.streams:
                 grant = self._streamed(one, lease, span)
             elif share.is_authoritative:

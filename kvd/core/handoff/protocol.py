@@ -117,15 +117,19 @@ D, DT, P, PT = Decode, DecodeTrigger, Prefill, PrefillTrigger
 
 DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.QUEUED, DT.ADMITTED): D.OFFERED,
+    # No Offer has left: nobody knows of the pages, and nothing is drained.
     (D.QUEUED, DT.GIVEN_UP): D.CLOSED,
     (D.OFFERED, DT.ACCEPTED): D.RECEIVING,
+    # Accept may be lost, or be overtaken: what RECEIVING hears, OFFERED may hear first.
     (D.OFFERED, DT.DELIVERED): D.VERIFYING,
     (D.OFFERED, DT.SETTLED): D.CLOSED,
     # Not CLOSED, though no Accept was heard: the Offer may have arrived and its pages be written.
     (D.OFFERED, DT.GIVEN_UP): D.DRAINING,
+    # A proof, so nothing is left to drain; bytes in flight are the quarantine's question.
     (D.OFFERED, DT.WRITER_GONE): D.CLOSED,
     # The new transport generation ends it over there, and its Settled says why.
     (D.OFFERED, DT.FENCED): D.OFFERED,
+    # Accept answers each repeated Offer.
     (D.RECEIVING, DT.ACCEPTED): D.RECEIVING,
     (D.RECEIVING, DT.DELIVERED): D.VERIFYING,
     (D.RECEIVING, DT.SETTLED): D.CLOSED,
@@ -137,6 +141,7 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.VERIFYING, DT.DROPPED): D.CLOSED,
     # The bytes are here and nobody writes them any more: what remains is to look at them.
     (D.VERIFYING, DT.GIVEN_UP): D.VERIFYING,
+    # Late messages of a writer that has settled: it has said its last word, and keeps to it.
     (D.VERIFYING, DT.ACCEPTED): D.VERIFYING,
     (D.VERIFYING, DT.DELIVERED): D.VERIFYING,
     (D.VERIFYING, DT.WRITER_GONE): D.VERIFYING,
@@ -149,6 +154,7 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.DRAINING, DT.WRITER_GONE): D.CLOSED,
     (D.DRAINING, DT.FENCED): D.CLOSED,
     (D.READY, DT.RELEASED): D.CLOSED,
+    # The pages are the lease's, and no writer has them: nothing that it does matters any more.
     (D.READY, DT.ACCEPTED): D.READY,
     (D.READY, DT.DELIVERED): D.READY,
     (D.READY, DT.WRITER_GONE): D.READY,
@@ -159,10 +165,12 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
 PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
     (P.AWAIT_ENGINE, PT.ENGINE_OPENED): P.STREAMING,
     (P.AWAIT_ENGINE, PT.OFFERED): P.AWAIT_ENGINE,
+    # Without an engine nothing was posted, so there is nothing to drain.
     (P.AWAIT_ENGINE, PT.ABORTED): P.SETTLED,
     (P.AWAIT_ENGINE, PT.GIVEN_UP): P.SETTLED,
     (P.AWAIT_ENGINE, PT.REFUSED): P.SETTLED,
     (P.AWAIT_OFFER, PT.OFFERED): P.STREAMING,
+    # The engine does not wait for the Offer: what it writes is posted when that comes.
     (P.AWAIT_OFFER, PT.ADVANCED): P.AWAIT_OFFER,
     (P.AWAIT_OFFER, PT.FINISHED): P.AWAIT_OFFER,
     # No handoff id yet, so nothing to settle and nobody who would ask again.
@@ -182,6 +190,7 @@ PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
     (P.DRAINING, PT.GIVEN_UP): P.DRAINING,
     # The only way out, and no deadline takes it: Settled must be true when it is said.
     (P.DRAINING, PT.DRAINED): P.SETTLED,
+    # Late messages are answered with Settled again, which is still true.
     (P.SETTLED, PT.OFFERED): P.SETTLED,
     (P.SETTLED, PT.ABORTED): P.SETTLED,
     (P.SETTLED, PT.GIVEN_UP): P.SETTLED,

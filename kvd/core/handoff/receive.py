@@ -163,7 +163,6 @@ class Decoder:
     def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens))
-        attempt.is_preloaded = message.tier == DEVICE
         fresh = self._leases.beside.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
@@ -595,9 +594,15 @@ class Decoder:
 
     def _new_attempt(self, session: int, message: client.Receive, n_tokens: int) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
-        attempt = ReceiveAttempt(number, message.room, session, at_s)
-        attempt.prompt_tokens = n_tokens
-        attempt.deadline_s += min(self._settings.max_deadline_s, message.deadline_s)
+        attempt = ReceiveAttempt(
+            id=number,
+            room=message.room,
+            session=session,
+            since_s=at_s,
+            deadline_s=at_s + min(self._settings.max_deadline_s, message.deadline_s),
+            prompt_tokens=n_tokens,
+            is_preloaded=message.tier == DEVICE,
+        )
         parts = []
         for source in message.source:
             self._last_part += 1

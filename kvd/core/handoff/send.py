@@ -466,7 +466,8 @@ class Prefiller:
 
     def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
-        return SendPart(self._last_part, room, state, self._out.at_s)
+        at_s = self._out.at_s
+        return SendPart(id=self._last_part, room=room, state=state, since_s=at_s, deadline_s=at_s)
 
     def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name

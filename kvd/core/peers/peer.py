@@ -13,6 +13,7 @@ What must not live here: when a record changes.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -80,78 +81,50 @@ class Layout(msgspec.Struct, frozen=True):
     difference: str = ""
 
 
+UNREAD = Layout(b"")
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Peer:
     """One other daemon. Read it; the module says who writes it."""
 
-    __slots__ = (
-        "agent",
-        "agent_rest_s",
-        "agent_since_s",
-        "agent_why",
-        "claim",
-        "drain",
-        "generation",
-        "heard_s",
-        "incarnation",
-        "incoming",
-        "layout",
-        "life",
-        "link",
-        "max_aux_bytes",
-        "max_frame_bytes",
-        "max_prompt_tokens",
-        "metadata",
-        "name",
-        "offer_floor",
-        "outgoing",
-        "ping",
-        "ping_sent_s",
-        "refusal",
-        "round_trip_s",
-        "settled_floor",
-        "shards",
-        "source_refusal",
-        "split",
-        "streams",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.link = ""
-        self.incarnation = ""
-        self.generation = 0
-        self.metadata = b""
-        self.max_prompt_tokens = 0
-        self.max_aux_bytes = self.max_frame_bytes = 0
-        self.life = Life.LOST
-        self.heard_s = 0.0
-        self.layout = Layout(b"")
-        self.refusal: Refusal | None = None
-        """Why we send it nothing."""
-        self.source_refusal: Refusal | None = None
-        """Why we take nothing from it."""
-        self.split: tuple[int, ...] = ()
-        """How many of its pages each of ours is, for each component compared."""
-        self.shards: tuple[Shard, ...] = ()
-        """What of the model it has."""
-        self.outgoing: tuple[ShardRoute, ...] = ()
-        """What of its shards ours can fill."""
-        self.incoming: tuple[ShardRoute, ...] = ()
-        """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
-        self.agent = Agent.NONE
-        self.agent_since_s = 0.0
-        self.agent_rest_s = RETRY_S
-        self.agent_why = ""
-        self.streams: tuple[str, ...] = ()
-        """The connections of the agent, if it is loaded."""
-        self.claim = NO_CLAIM
-        """What it said last of the connections of its agent to us."""
-        self.offer_floor = 0
-        self.settled_floor = 0
-        self.ping = 0
-        self.ping_sent_s = 0.0
-        self.round_trip_s = 0.0
-        self.drain = UNSAID
+    name: str
+    link: str = ""
+    incarnation: str = ""
+    generation: int = 0
+    metadata: bytes = b""
+    max_prompt_tokens: int = 0
+    max_aux_bytes: int = 0
+    max_frame_bytes: int = 0
+    life: Life = Life.LOST
+    heard_s: float = 0.0
+    layout: Layout = UNREAD
+    refusal: Refusal | None = None
+    """Why we send it nothing."""
+    source_refusal: Refusal | None = None
+    """Why we take nothing from it."""
+    split: tuple[int, ...] = ()
+    """How many of its pages each of ours is, for each component compared."""
+    shards: tuple[Shard, ...] = ()
+    """What of the model it has."""
+    outgoing: tuple[ShardRoute, ...] = ()
+    """What of its shards ours can fill."""
+    incoming: tuple[ShardRoute, ...] = ()
+    """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
+    agent: Agent = Agent.NONE
+    agent_since_s: float = 0.0
+    agent_rest_s: float = RETRY_S
+    agent_why: str = ""
+    streams: tuple[str, ...] = ()
+    """The connections of the agent, if it is loaded."""
+    claim: StreamClaim = NO_CLAIM
+    """What it said last of the connections of its agent to us."""
+    offer_floor: int = 0
+    settled_floor: int = 0
+    ping: int = 0
+    ping_sent_s: float = 0.0
+    round_trip_s: float = 0.0
+    drain: PeerDrain = UNSAID
 
 
 class Dialed:
