@@ -60,6 +60,7 @@ class PartHistory:
         return self._lines[-1][0] if self._lines else 0.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Flow:
     """Bytes moved in the window that runs; it runs only while a post is under way.
 
@@ -67,11 +68,8 @@ class Flow:
     long enough for one of them at the slowest rate that is still progress.
     """
 
-    __slots__ = ("moved_bytes", "since_s")
-
-    def __init__(self) -> None:
-        self.since_s = 0.0
-        self.moved_bytes = 0
+    since_s: float = 0.0
+    moved_bytes: int = 0
 
     def restart(self, at_s: float) -> None:
         """A new window."""
@@ -243,18 +241,16 @@ class FailedSend(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Awaited:
     """Whose Offer an engine waits for, and what has become of others'."""
 
-    __slots__ = ("destination", "turned_away", "withdrawn")
-
-    def __init__(self) -> None:
-        self.destination = ""
-        """The node that the engine names; empty: any whose prompt is the same."""
-        self.turned_away = ""
-        """The last Offer that was refused, and why."""
-        self.withdrawn: dict[str, str] = {}
-        """By peer, why it does not offer pages after all."""
+    destination: str = ""
+    """The node that the engine names; empty: any whose prompt is the same."""
+    turned_away: str = ""
+    """The last Offer that was refused, and why."""
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    """By peer, why it does not offer pages after all."""
 
     def is_by(self, peer: str) -> bool:
         """Whether an Offer of this node may have the room."""

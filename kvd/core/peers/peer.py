@@ -127,18 +127,16 @@ class Peer:
     drain: PeerDrain = UNSAID
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Dialed:
     """A configured link and the name that must answer on it."""
 
-    __slots__ = ("address", "answered", "name", "trouble", "trouble_s")
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
-        self.address = address
-        self.answered = False
-        self.trouble = ""
-        """Why the last handshake on it failed, and when."""
-        self.trouble_s = 0.0
+    name: str
+    address: str
+    answered: bool = False
+    trouble: str = ""
+    """Why the last handshake on it failed, and when."""
+    trouble_s: float = 0.0
 
 
 def peer_drains(peer: Peer, now_s: float, side: str) -> Refusal | None:
