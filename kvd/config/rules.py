@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
 from kvd.config.pool_rules import POOL_RULES, KeyRule
-from kvd.core.handoff.frames import MESSAGE_BYTES
+from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.curve import KeyFlaw, is_key, read_pair
 from kvd.families import FAMILIES, POOLS, Breach
 from kvd.families.budget import size_bytes

@@ -137,7 +137,7 @@ def quarantines(scene: Scene) -> Iterator[Concern]:
             "quarantine",
             f"lease:{first.id}",
             f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still write "
-            f"them ({held.why}); waits for {scene.node.decoder.settling.waits_for(first)}",
+            f"them ({held.why}); waits for {scene.node.decoder.quarantines.waits_for(first)}",
             held.since_s,
             f"a writer says within {QUARANTINE_S:g} s that it is done",
             "fence" if is_long else f"open lease:{first.id}",
@@ -179,7 +179,7 @@ def old_leases(scene: Scene) -> Iterator[Concern]:
 
 def lingering(scene: Scene) -> Iterator[Concern]:
     """Leases whose engine let go, and whose pages are still read."""
-    for part in scene.node.prefiller.by_room.values():
+    for part in scene.node.prefiller.rooms.by_room.values():
         lease = part.engine.lease if part.engine is not None else None
         if lease is None or ENGINE in lease.holders:
             continue

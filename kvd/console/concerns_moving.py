@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, amount, first_seen
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +52,7 @@ def sends(scene: Scene) -> Iterator[Concern]:
     """The same of the other side; and those whose receiver does not end them."""
     now_s, prefiller = scene.now_s, scene.node.prefiller
     seen = scene.progress.sends
-    for part in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+    for part in prefiller.known():
         found = seen.get(part.id)
         moved_s = found[1] if found is not None else now_s
         if now_s - moved_s > STUCK_S:

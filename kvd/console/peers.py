@@ -57,7 +57,7 @@ def _count_open(scene: Scene, found: dict[str, Neighbour]) -> None:
     for receive in scene.node.decoder.parts.values():
         receives[receive.peer] += 1
         incoming[receive.peer] += receive.moved_bytes
-    for send in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+    for send in prefiller.known():
         sends[send.peer] += 1
         posts[send.peer] += len(send.outstanding)
         outgoing[send.peer] += prefiller.posts.live_bytes(send)

@@ -118,7 +118,7 @@ def _rooms(scene: Scene, _: Query) -> Iterator[Handoff]:
     alive = [
         *[_receive(scene, part) for part in receives.values()],
         *[_send(scene, part) for part in sends],
-        *[_send(scene, part) for part in prefiller.last_word.settled.values()],
+        *[_send(scene, part) for part in prefiller.settled_sends.settled.values()],
     ]
     for one in sorted(alive, key=lambda one: one.since_s):
         shown.add(one.key)

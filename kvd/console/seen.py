@@ -40,16 +40,16 @@ class Progress:
         before, self.receives = self.receives, {}
         for receive in scene.node.decoder.parts.values():
             known = before.get(receive.id)
-            last_s, n_bytes = receive.story.last_s, receive.moved_bytes
+            last_s, n_bytes = receive.history.last_s, receive.moved_bytes
             if known is None:
                 self.receives[receive.id] = n_bytes, now_s if n_bytes else last_s
             else:
                 self.receives[receive.id] = _next(known, n_bytes, last_s, now_s)
         before, self.sends = self.sends, {}
         live_bytes = prefiller.posts.live_bytes
-        for send in (*prefiller.rooms.live(), *prefiller.last_word.settled.values()):
+        for send in prefiller.known():
             known = before.get(send.id)
-            last_s, n_bytes = send.story.last_s, live_bytes(send)
+            last_s, n_bytes = send.history.last_s, live_bytes(send)
             if known is None:
                 self.sends[send.id] = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
             else:

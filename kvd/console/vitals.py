@@ -9,7 +9,7 @@ import msgspec
 from kvd import __version__
 from kvd.core.inspect.snapshot import totals
 from kvd.core.inspect.words import node_word
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.wire.console import Latency, Vitals
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def vitals(scene: Scene, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
         lag_s=loop.lag_s,
         clients=len(node.sessions.by_id),
         leases=len(node.leases.leases),
-        rooms=len(decoder.parts) + len(prefiller.by_room),
+        rooms=len(decoder.parts) + len(prefiller.rooms.by_room),
         waiting=len(node.admission),
         peers=len({*node.peers.by_name, *(one.name for one in node.peers.dialed.values())}),
         peers_up=sum(peer.life is Life.UP for peer in node.peers.by_name.values()),

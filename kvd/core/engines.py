@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.cache.lease import Claim, Lease, Shortage
+from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
-from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.cache_mode import gate_of
@@ -265,7 +265,7 @@ class Engines:
             node.decoder.receive(session, message, tokens)
             return None
         for source in message.source[:MAX_SOURCES]:
-            node.decoder.withdraw(message.room, node.peers.find(source) or source, refusal)
+            node.decoder.withdraw_room(message.room, node.peers.find(source) or source, refusal)
         return refusal
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
@@ -276,17 +276,17 @@ class Engines:
             )
         n_tokens = count(tokens)
         refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
-        return refusal or self._node.decoder.offering.unfit(message.source, n_tokens)
+        return refusal or self._node.decoder.offers.unfit_sources(message.source, n_tokens)
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens
     ) -> Refusal | None:
-        reception = self._node.decoder.receptions.get(message.receive)
-        if reception is None or reception.session != session:
+        attempt = self._node.decoder.attempts.get(message.receive)
+        if attempt is None or attempt.session != session:
             return self._unknown_handoff("receive", message.receive)
         self._out.answer(session, client.Done(message.call))
-        self._node.decoder.cancel(
-            reception, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
+        self._node.decoder.cancel_attempt(
+            attempt, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
         )
         return None
 
@@ -312,7 +312,7 @@ class Engines:
                 side=self._name,
             )
         digest = prompt_digest(tokens, message.namespace)
-        return self._node.prefiller.open(
+        return self._node.prefiller.open_send(
             message, SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
         )
 
@@ -320,7 +320,7 @@ class Engines:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
             return part
-        refusal = self._node.prefiller.advance(part, message.upto_tokens, message.after)
+        refusal = self._node.prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
             self._out.answer(session, client.Done(message.call))
         return refusal
@@ -330,7 +330,7 @@ class Engines:
         if isinstance(part, Refusal):
             self._node.prefiller.forget_failed(session, message.send)
             return part
-        return self._node.prefiller.finish(part, message)
+        return self._node.prefiller.finish_send(part, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -340,7 +340,7 @@ class Engines:
             self._out.answer(session, client.Done(message.call))
             return None
         self._out.answer(session, client.Done(message.call))
-        self._node.prefiller.abandon(
+        self._node.prefiller.abandon_send(
             part,
             Refusal(Code.ABORTED, f"the prefill engine gave up: {message.reason}", self._name),
         )
@@ -359,7 +359,7 @@ class Engines:
 
     def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
         node = self._node
-        load = len(node.decoder.parts) + len(node.prefiller.by_room) + len(node.admission)
+        load = len(node.decoder.parts) + len(node.prefiller.rooms.by_room) + len(node.admission)
         self._out.answer(
             session,
             client.Matched(

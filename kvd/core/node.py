@@ -31,8 +31,8 @@ from kvd.core.leases.retraction import Retractor
 from kvd.core.leases.sessions import Sessions
 from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer import Peers
+from kvd.core.peers.peer import Life
+from kvd.core.peers.registry import Peers
 from kvd.core.recorded import FlightRecorder
 from kvd.core.retuned import Retuned
 from kvd.errors import Code
@@ -78,15 +78,26 @@ class Node:
         self.owners = Owners(self)
         self.admission = Admission(settings, self.leases, self.owners, self.out)
         self.peers = Peers(settings, self.out)
-        self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
+        self.copies = Copies(self.out)
+        self.retractor = Retractor(self)
+        self.fetcher = Fetcher(self)
+        self.decoder = Decoder(
+            settings, self.leases, self.admission, self.peers, self.fetcher, self.out
+        )
         self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
         self.former = Adoption(self)
-        self.copies = Copies(self.out)
-        self.retractor = Retractor(self)
-        self.fetcher = self.decoder.fetcher = Fetcher(self)
-        self.drainer = self.prefiller.drainer = Drainer(self)
+        self.drainer = Drainer(
+            settings,
+            self.leases,
+            self.admission,
+            self.sessions,
+            self.peers,
+            self.decoder,
+            self.prefiller,
+            self.out,
+        )
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
@@ -106,7 +117,7 @@ class Node:
             i.ClientCameBack: self.sessions.returned,
             i.PoolAdopted: self.former.adopted,
             i.FromOperator: self.operators.request,
-            i.StopAsked: self.drainer.stop,
+            i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,
             i.LinkDialed: self._link_dialed,
@@ -122,7 +133,7 @@ class Node:
             i.Unposted: self.transfers.unposted,
             i.Verified: self.decoder.verified,
             i.Quiet: self._quiet,
-            i.Awaiting: self.decoder.settling.awaiting,
+            i.Awaiting: self.decoder.quarantines.awaiting,
             i.Copied: self.copies.copied,
             i.CopyFailed: self.copies.copy_failed,
             i.Tick: self._tick,
@@ -137,10 +148,10 @@ class Node:
     def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
         """One handler per message of a peer."""
         return {
-            Offer: self.prefiller.offered,
+            Offer: self._offered,
             Abort: self.prefiller.aborted,
             Withdrawn: self.prefiller.withdrawn,
-            Closed: self.prefiller.last_word.closed,
+            Closed: self.prefiller.settled_sends.closed,
             Accept: self.decoder.accepted,
             Progress: self.decoder.progressed,
             Settled: self.decoder.settled,
@@ -159,7 +170,7 @@ class Node:
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
         self.admission.pump()
-        self.drainer.look()
+        self.drainer.end_if_over()
         if self.misgiven:
             self.audit.caught(self.misgiven)
         return self.out.drain()
@@ -200,7 +211,7 @@ class Node:
         self._from_peers[type(message)](peer, message)
 
     def _link_dialed(self, got: i.LinkDialed) -> None:
-        self.peers.dial(got.link, got.name, got.address)
+        self.peers.dial_link(got.link, got.name, got.address)
 
     def _out_of_place(self, link: str, message: Message) -> None:
         """Count a message of, or for, a process that is not, or no longer, what it says."""
@@ -215,7 +226,7 @@ class Node:
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)
         generation = known.generation if known else 0
-        taken = self.peers.hello(link, message)
+        taken = self.peers.take_hello(link, message)
         if taken is None:
             self.refused += 1
             return
@@ -228,11 +239,14 @@ class Node:
         self.drainer.greet(peer)
         self.admission.changed(peer.name)
 
+    def _offered(self, peer: Any, message: Offer) -> None:
+        self.prefiller.offered(peer, message, self.drainer.refusal())
+
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)
         self.drainer.heard(peer, message)
-        self.decoder.outcomes.fold(peer)
-        self.prefiller.last_word.fold(peer)
+        self.decoder.outcomes.fold_outcomes(peer)
+        self.prefiller.settled_sends.fold_tombstones(peer)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
         out = self.out
@@ -283,12 +297,12 @@ class Node:
             self.peers.agents.dropped(peer)
 
     def _quiet(self, got: i.Quiet) -> None:
-        self.decoder.settling.quiet(got.lease)
+        self.decoder.quarantines.quiet(got.lease)
 
     # ---- time --------------------------------------------------------------------------------
 
     def _tick(self, _: i.Tick) -> None:
-        lost = self.peers.age()
+        lost = self.peers.age_peers()
         for peer in lost:
             self.decoder.peer_lost(peer)
             self.prefiller.peer_lost(peer)
@@ -296,12 +310,12 @@ class Node:
             self.admission.wake()  # what waits for them lets those behind it pass
         self.admission.expire()
         self.decoder.tick()
-        self.decoder.settling.exempt()
+        self.decoder.quarantines.exempt()
         self.prefiller.tick()
         self.inquiries.tick()
         self.drainer.tick()
         if self.peers.pulse.is_due():
-            self.decoder.settling.fence_if_due()
+            self.decoder.quarantines.fence_if_due()
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
@@ -314,22 +328,22 @@ class Node:
             self.peers.pulse.beat(
                 peer,
                 self.decoder.offer_floor(peer.incarnation),
-                self.prefiller.last_word.floor(peer),
+                self.prefiller.settled_sends.floor(peer),
             )
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
-            self.prefiller.last_word.forget(peer.incarnation)
-            self.peers.forget(peer)
+            self.prefiller.settled_sends.forget_incarnation(peer.incarnation)
+            self.peers.forget_peer(peer)
 
     def _is_involved(self, peer: Peer) -> bool:
         """Whether anything is open with it, or it may still ask how something ended."""
         incarnation = peer.incarnation
-        last_word = self.prefiller.last_word
+        settled_sends = self.prefiller.settled_sends
         return (
             any(
                 part.incarnation == incarnation or part.peer == peer.name
                 for part in self.decoder.parts.values()
             )
             or incarnation in self.decoder.outcomes.kept
-            or bool(self.prefiller.parts_of(incarnation))
-            or any(part.incarnation == incarnation for part in last_word.settled.values())
+            or bool(self.prefiller.parts_offered_by(incarnation))
+            or any(part.incarnation == incarnation for part in settled_sends.settled.values())
         )

@@ -96,10 +96,10 @@ class Operators:
         refusal = Refusal(
             Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
         )
-        for one in [one for one in node.decoder.receptions.values() if one.room == got.room]:
-            node.decoder.cancel(one, refusal)
-        for send in node.prefiller.rooms.of(got.room):
-            node.prefiller.give_up(send, refusal)
+        for one in [one for one in node.decoder.attempts.values() if one.room == got.room]:
+            node.decoder.cancel_attempt(one, refusal)
+        for send in node.prefiller.rooms.parts_of(got.room):
+            node.prefiller.give_up_send(send, refusal)
         return told
 
     def _fence(self, got: admin.Fence) -> admin.Report:
@@ -110,13 +110,13 @@ class Operators:
     def _drain(self, got: admin.Drain) -> admin.Report | Refusal:
         told = rehearse.drain(self._node, got)
         if isinstance(told, admin.Report):
-            self._node.drainer.begin(got.who, got.why, got.deadline_s)
+            self._node.drainer.begin_drain(got.who, got.why, got.deadline_s)
         return told
 
     def _undrain(self, got: admin.Undrain) -> admin.Report | Refusal:
         told = rehearse.undrain(self._node, got)
         if isinstance(told, admin.Report):
-            self._node.drainer.end()
+            self._node.drainer.end_drain()
         return told
 
     def _audit(self, got: admin.Audit) -> admin.Report:

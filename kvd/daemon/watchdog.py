@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.observe.log import Fed, Unfed
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def status_line(node: Node, state: str) -> str:
     known = {*peers.by_name, *(one.name for one in peers.dialed.values())}
     up = sum(one.life is Life.UP for one in peers.by_name.values())
     table = node.leases
-    rooms = len(node.decoder.parts) + len(node.prefiller.by_room)
+    rooms = len(node.decoder.parts) + len(node.prefiller.rooms.by_room)
     return (
         f"{state}; peers {up}/{len(known)} up, clients {len(node.sessions.by_id)}, "
         f"pages {table.tree.cached_pages} cached {table.pool.free_pages} free, "

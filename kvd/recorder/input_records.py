@@ -111,7 +111,7 @@ def mark_in(record: InputRecord) -> StateMark:
 
 def mark_of(node: Node) -> StateMark:
     """The mark of a node between two steps; takes some 20 us, however large it is."""
-    table, decoder, last_word = node.leases, node.decoder, node.prefiller.last_word
+    table, decoder, settled_sends = node.leases, node.decoder, node.prefiller.settled_sends
     figures = (
         node.steps,
         node.refused,
@@ -128,7 +128,7 @@ def mark_of(node: Node) -> StateMark:
         (table.opened, table.released, table.evicted_pages),
         (len(table.leases), len(node.admission)),
         (decoder.delivered, decoder.failed, decoder.received_bytes, decoder.saved_bytes),
-        (last_word.delivered, last_word.failed, len(last_word.settled)),
+        (settled_sends.delivered, settled_sends.failed, len(settled_sends.settled)),
         (len(node.peers.by_name), node.peers.generation, len(node.sessions.by_id)),
     )
     digest = hashlib.sha256(_ENCODE(figures)).digest()[:ALIGNMENT]

@@ -59,7 +59,7 @@ MAX_PEER_BYTES = MAX_FRAME_BYTES
 """The longest message between daemons that is read, whatever the socket lets through.
 
 The core refuses a handoff that would need a longer one before it begins: see
-``kvd.core.handoff.frames``.
+``kvd.core.handoff.message_sizes``.
 """
 
 OLD_PEER_BYTES = 4 * 1024 * 1024

@@ -39,7 +39,7 @@ def busy() -> World:
     for room in (7, 8):
         d.call(client.Receive, prompt, room=room, source=("p",))
         p.call(client.Send, prompt, room=room, lease=source.lease)
-        send = p.node.prefiller.by_room[room].id
+        send = p.node.prefiller.rooms.by_room[room].id
         p.call(client.Advance, send=send, upto_tokens=96)
     d.call(client.CancelReceive, receive=2)
     d.call(client.OpenLease, tokens((9000, 20 * 16)))
@@ -207,7 +207,7 @@ def lease_unlocked(node: Node) -> str:
 
 def receive_without_lease(node: Node) -> str:
     part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
-    part.reception.lease = None
+    part.attempt.lease = None
     return f"receive {part.id}"
 
 
@@ -224,13 +224,13 @@ def unfindable_receive(node: Node) -> str:
 
 
 def unfindable_send(node: Node) -> str:
-    part = next(iter(node.prefiller.by_room.values()))
-    del node.prefiller.last_word.records[part.incarnation].parts[part.handoff]
+    part = next(iter(node.prefiller.rooms.by_room.values()))
+    del node.prefiller.settled_sends.records[part.incarnation].parts[part.handoff]
     return f"send {part.id}"
 
 
 def records_off(node: Node) -> str:
-    records = next(iter(node.prefiller.last_word.records.values()))
+    records = next(iter(node.prefiller.settled_sends.records.values()))
     records.kept_bytes += 4
     return "are counted as open"
 
@@ -243,7 +243,7 @@ def waiter_of_the_dead(node: Node) -> str:
 
 def settling_for_nothing(node: Node) -> str:
     lease = next(iter(node.leases.leases.values()))
-    node.decoder.settling.leases[lease.id] = lease
+    node.decoder.quarantines.leases[lease.id] = lease
     return f"lease {lease.id} waits for this host"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, totals

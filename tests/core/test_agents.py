@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from tests.core.world import World
 
 

@@ -123,7 +123,7 @@ def test_finding_names_owner_room_and_the_story_of_its_handoff():
 
     (told,) = sweep(world, node)
 
-    send = node.prefiller.by_room[7]
+    send = node.prefiller.rooms.by_room[7]
     assert told == events.Violation(
         node.out.seq,
         world.now_s,
@@ -136,7 +136,7 @@ def test_finding_names_owner_room_and_the_story_of_its_handoff():
         room=7,
         transitions=(
             f"lease {lease.id} of engine (pid 1001) for lease, {world.now_s - 100:.1f} s",
-            *send.story.lines(world.now_s),
+            *send.history.lines(world.now_s),
         ),
     )
 

@@ -39,7 +39,7 @@ def test_the_largest_room_works():
     world = World()
     reply = world.d.call(client.Receive, PROMPT, room=MAX_ROOM, source=("p",))
     assert reply == client.Receiving(1, 1, 0)
-    assert list(world.p.node.prefiller.by_room) == [MAX_ROOM]
+    assert list(world.p.node.prefiller.rooms.by_room) == [MAX_ROOM]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_no_deadline_of_a_caller_makes_a_handoff_wait_for_ever(deadline_s):
 
     assert isinstance(world.d.take()[-1], client.ReceiveFailed)
     assert isinstance(world.p.take()[-1], client.SendFailed)
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
     assert world.d.node.decoder.parts == {}
 
 
@@ -177,7 +177,7 @@ def test_a_send_of_other_tokens_than_the_lease_holds_is_refused():
         "send of 100 tokens in namespace '' on lease 1, which holds other tokens "
         "(100 in namespace 'lora')",
     )
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
 
 
 def test_advance_backwards_is_no_news_and_beyond_the_prompt_is_refused():
@@ -289,7 +289,7 @@ def test_handoffs_of_another_session_are_unknown():
     ):
         reply = world.p.call(kind, session=p_other, send=1, **fields)
         assert refused(reply)[0] is Code.UNKNOWN_HANDOFF
-    assert list(world.p.node.prefiller.by_room) == [7, 8]
+    assert list(world.p.node.prefiller.rooms.by_room) == [7, 8]
 
 
 def test_a_session_that_is_over_is_told_so():

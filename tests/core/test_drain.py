@@ -7,7 +7,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, drain_events
 from kvd.wire.peer import Offer, Outcome, Ping, Settled, Withdrawn

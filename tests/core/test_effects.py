@@ -7,7 +7,7 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
-from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.handoff.offer import prompt_digest
 from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.types import Pages, pack_ids

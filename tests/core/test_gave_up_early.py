@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.handoff.rooms import LATE_S, MAX_LAPSED
+from kvd.core.handoff.rooms import LATE_S, MAX_EXPIRED_ROOMS
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Withdrawn
@@ -135,18 +135,18 @@ def test_a_room_that_lapsed_is_forgotten_when_nobody_can_wait_for_it_any_more():
     world.pass_time(2.1)
 
     assert isinstance(world.d.call(client.Receive, PROMPT, room=7, source=("p",)), client.Receiving)
-    assert world.p.node.prefiller.lapsed.by_room == {}
+    assert world.p.node.prefiller.expired_rooms.by_room == {}
 
 
 def test_lapsed_rooms_are_bounded_and_the_oldest_goes_first():
     world = World()
-    lapsed = world.p.node.prefiller.lapsed
+    lapsed = world.p.node.prefiller.expired_rooms
     aborted_send(world)
     why = lapsed.refusal(7, world.now_s)
     assert why is not None
-    for room in range(10, 10 + MAX_LAPSED):
+    for room in range(10, 10 + MAX_EXPIRED_ROOMS):
         lapsed.remember(room, why, world.now_s)
-    assert len(lapsed.by_room) == MAX_LAPSED
+    assert len(lapsed.by_room) == MAX_EXPIRED_ROOMS
     assert lapsed.refusal(7, world.now_s) is None
 
 

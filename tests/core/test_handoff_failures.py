@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.peer import Outcome, Settled
@@ -91,7 +91,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
     (lease,) = snapshot(world.d.node).leases
     assert lease.state == "quarantined"
     assert lease.waiting_for == "p (70000000) to settle, to restart, or a fence"
-    assert world.p.node.prefiller.by_room[7].state is Prefill.DRAINING
+    assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.DRAINING
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.CANCELLED
@@ -123,7 +123,7 @@ def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
     world.p.fail(flight, "transport error")
     world.p.report_next()
     assert world.p.node.peers.by_name["d"].agent is Agent.DROPPING
-    assert world.p.node.prefiller.by_room[7].state is Prefill.DRAINING
+    assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.DRAINING
     assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
     world.hold_shells = False
     world.run()
@@ -249,9 +249,9 @@ def test_a_restarted_decode_side_ends_its_rooms_and_no_other():
     other.finish()
     world.land_posts()
     assert isinstance(e.take()[-1], client.Received)
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
     world.pass_time(1)
-    assert world.p.node.prefiller.last_word.records == {}
+    assert world.p.node.prefiller.settled_sends.records == {}
 
 
 def test_a_fence_frees_what_drains_and_fails_what_was_posted():

@@ -40,8 +40,8 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
     world.lost = {Closed, Settled}
     for handoff in (1, 2, 3):
         abort(world, handoff)
-    last_word = world.p.node.prefiller.last_word
-    assert last_word.n_records == 3
+    settled_sends = world.p.node.prefiller.settled_sends
+    assert settled_sends.n_records == 3
 
     (sent,) = abort(world, 4)
 
@@ -52,7 +52,7 @@ def test_handoffs_beyond_the_limit_are_rejected_without_a_record(monkeypatch):
         "handoff 4 of d: 3 of it are open here and 3 remembered, the limits are 3 and 16384; "
         "their page ids would be 0 bytes with this one, of 16777216"
     )
-    assert last_word.n_records == 3
+    assert settled_sends.n_records == 3
     world.lost = set()
     world.pass_time(3)
     (sent,) = abort(world, 10)
@@ -90,12 +90,12 @@ def test_the_page_ids_that_are_kept_of_a_peer_are_bounded(monkeypatch):
     """An Offer waits with its pages until its deadline: their number says nothing of their size."""
     monkeypatch.setattr("kvd.core.handoff.settled.MIN_KEPT_BYTES", 1000)
     world = World(max_prompt_tokens=60 * 16)
-    last_word = world.p.node.prefiller.last_word
-    assert last_word.max_kept_bytes == 4 * 4 * 60 * 16
-    last_word.max_kept_bytes = 500
+    settled_sends = world.p.node.prefiller.settled_sends
+    assert settled_sends.max_kept_bytes == 4 * 4 * 60 * 16
+    settled_sends.max_kept_bytes = 500
     for handoff in (1, 2):
         assert waiting_offer(world, handoff, handoff, 60) is None
-    records = last_word.records[world.d.incarnation]
+    records = settled_sends.records[world.d.incarnation]
     assert records.kept_bytes == 480
 
     refused = waiting_offer(world, 3, 3, 6)
@@ -117,8 +117,8 @@ def test_the_page_ids_that_are_kept_of_a_peer_are_bounded(monkeypatch):
 
 def test_what_is_kept_of_a_peer_is_at_most_four_of_the_longest_prompts():
     """By default 16 MiB for each component that travels; or 1 MiB, where prompts are short."""
-    assert World().p.node.prefiller.last_word.max_kept_bytes == 16 * 2**20
-    assert World(max_prompt_tokens=1).p.node.prefiller.last_word.max_kept_bytes == 2**20
+    assert World().p.node.prefiller.settled_sends.max_kept_bytes == 16 * 2**20
+    assert World(max_prompt_tokens=1).p.node.prefiller.settled_sends.max_kept_bytes == 2**20
 
 
 def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():

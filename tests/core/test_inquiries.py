@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.handoff.parts import STORY_LENGTH
+from kvd.core.handoff.parts import HISTORY_LINES
 from kvd.core.inspect.inquiries import MAX_INQUIRIES, MAX_STORIES
 from kvd.errors import Code
 from kvd.wire import admin, client
@@ -274,7 +274,7 @@ def test_a_story_tells_no_tokens_no_pages_and_nobody_else():
         *("moved_bytes", "total_bytes", "outstanding_posts", "deadline_in_s", "marks"),
     }
     assert "engine" not in said.replace("the engine", "").replace("await-engine", "")
-    assert len(story.marks) <= STORY_LENGTH
+    assert len(story.marks) <= HISTORY_LINES
 
 
 def test_an_answer_of_another_peer_than_was_asked_is_nothing():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 from kvd.wire import client
 from kvd.wire.peer import Closed, Ping
 from tests.core.engines import PROMPT, Sender
@@ -74,4 +73,4 @@ def test_a_lost_peer_is_known_while_it_may_ask_how_something_ended():
     assert list(world.p.node.peers.by_name) == ["d"]
     world.cut = world.lost = set()
     world.pass_time(3)
-    assert world.p.node.prefiller.last_word.records == {}
+    assert world.p.node.prefiller.settled_sends.records == {}

@@ -106,7 +106,7 @@ def test_an_offer_costs_little_whatever_its_length(n_pages, limit_s):
     message = PEER_MESSAGES.decode(frame)
     assert isinstance(message, Offer)
     node.step(inputs.FromPeer(0.0, "in:d", message))
-    assert node.prefiller.by_room[7].offer == message
+    assert node.prefiller.rooms.by_room[7].offer == message
 
 
 def test_an_offer_of_too_long_a_prompt_is_refused_before_its_pages_are_looked_at():
@@ -199,17 +199,17 @@ def test_a_ping_and_a_beat_cost_what_they_fold_not_what_is_remembered():
     for handoff in handoffs:
         node.step(inputs.FromPeer(at_s, "in:d", Abort(D, P, handoff, 7, "x")))
         node.step(inputs.FromPeer(at_s, "in:d", Closed(D, P, handoff, Outcome.ABORTED)))
-    assert node.prefiller.last_word.n_records == MAX_RECORDS
+    assert node.prefiller.settled_sends.n_records == MAX_RECORDS
 
     pings = [cost_of_step(node, Ping(D, P, 2 + k, 0, 2 + k, 1)) for k in range(20)]
     began_s = time.process_time()
     node.step(inputs.Tick(at_s + 0.6))
     beat_s = time.process_time() - began_s
 
-    assert node.prefiller.last_word.n_records == MAX_RECORDS - 20
+    assert node.prefiller.settled_sends.n_records == MAX_RECORDS - 20
     assert min(pings) < 0.0005  # 0.02 ms here
     assert beat_s < LIMIT_S
-    assert node.prefiller.last_word.floor(node.peers.by_name["d"]) == 21
+    assert node.prefiller.settled_sends.floor(node.peers.by_name["d"]) == 21
 
 
 def test_a_long_settled_costs_little():
@@ -226,7 +226,7 @@ def test_an_engine_that_opens_a_room_pays_for_few_offers():
     for name in names:
         side = world.sides[name]
         side.call(client.Receive, b"\1\0\0\0" * 100, room=7, source=("p",))
-    assert len(world.p.node.prefiller.rooms.of(7)) == 64
+    assert len(world.p.node.prefiller.rooms.parts_of(7)) == 64
     lease = world.p.lease(b"\2\0\0\0" * 100)
     asked = client.Send(99, 7, lease.lease)
 

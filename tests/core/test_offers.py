@@ -105,7 +105,7 @@ def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, 
         message,
         "p",
     )
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
     world.hold_wire = False
     world.run()
     failed = world.d.take()[-1]
@@ -135,14 +135,14 @@ def test_prompts_that_differ_are_refused_in_words(first):
         failed = world.d.take()[-1]
         assert isinstance(failed, client.ReceiveFailed)
         refusal = failed.refusal
-        assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+        assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
     else:
         world.d.call(client.Receive, PROMPT, room=7, source=("p",))
         lease = world.p.lease(other)
         reply = world.p.call(client.Send, other, room=7, lease=lease.lease, peer="d")
         assert isinstance(reply, client.Failed)
         refusal = reply.refusal
-        assert world.p.node.prefiller.by_room == {}
+        assert world.p.node.prefiller.rooms.by_room == {}
     assert refusal.code is Code.PROMPT_MISMATCH
     assert refusal.message.startswith("both prompts have 100 tokens, but the digests differ (")
     assert totals(world.d) == PageTotals(free=63)

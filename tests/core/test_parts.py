@@ -120,7 +120,9 @@ def test_a_source_whose_share_ends_inside_the_prompt_settles_when_its_engine_fin
     first.advance(100)
     second.advance(100)
 
-    flights = {name: world.sides[name].node.prefiller.by_room[7].posted_tokens for name in TWO}
+    flights = {
+        name: world.sides[name].node.prefiller.rooms.by_room[7].posted_tokens for name in TWO
+    }
     assert flights == {"p": 64, "p1": 96}
     assert states(world) == [Decode.RECEIVING, Decode.RECEIVING]
     second.finish(b"dropped")
@@ -213,7 +215,7 @@ def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_w
     world.pass_time(2.0)
 
     assert totals(world.d) == PageTotals(free=63)
-    assert world.d.node.decoder.receptions == {}
+    assert world.d.node.decoder.attempts == {}
 
 
 def test_a_corrupt_part_ends_the_receive_and_drops_what_the_others_have_sent():
@@ -246,7 +248,7 @@ def test_a_source_that_refuses_ends_the_receive():
     assert failed(world).refusal.code is Code.PROMPT_MISMATCH
     assert failed(world).refusal.numbers["source"] == "p1"
     assert totals(world.d) == PageTotals(free=63)
-    assert first.side.node.prefiller.by_room == {}
+    assert first.side.node.prefiller.rooms.by_room == {}
 
 
 def test_a_source_that_restarts_ends_the_receive_and_frees_it_when_the_others_have_settled():
@@ -331,7 +333,7 @@ def test_bytes_in_doubt_of_one_source_keep_the_pages_until_this_host_is_quiet():
     world.pass_time(7.0)  # both destroy their agents at the drain deadline
 
     assert totals(world.d) == PageTotals(free=56, quarantined=7)
-    assert len(world.d.node.decoder.settling.leases) == 1
+    assert len(world.d.node.decoder.quarantines.leases) == 1
 
 
 def in_doubt() -> World:
@@ -362,7 +364,7 @@ def test_bytes_in_doubt_of_the_first_writer_outlast_the_last_one():
 
     assert states(world) == []
     assert totals(world.d) == PageTotals(free=56, quarantined=7)  # until this host is quiet
-    assert list(world.d.node.decoder.settling.leases) == [1]
+    assert list(world.d.node.decoder.quarantines.leases) == [1]
 
 
 def test_a_fence_ends_the_doubt_of_every_writer():
@@ -371,7 +373,7 @@ def test_a_fence_ends_the_doubt_of_every_writer():
     world.run()
 
     assert totals(world.d) == PageTotals(free=63)
-    assert world.d.node.decoder.settling.leases == {}
+    assert world.d.node.decoder.quarantines.leases == {}
 
 
 def test_the_aux_of_a_source_that_is_not_asked_for_it_stays_at_home():

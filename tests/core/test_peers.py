@@ -8,7 +8,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import Host, PageOrder, fingerprint
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire import client, events
 from kvd.wire.peer import (
@@ -227,8 +227,8 @@ def test_a_message_between_other_processes_is_answered_and_never_acted_on(kind, 
 
     assert isinstance(reply, Hello), "whoever it is learns who serves here now"
     assert reply.source == world.p.incarnation
-    assert world.p.node.prefiller.by_room == {}
-    assert world.p.node.prefiller.last_word.records == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert world.p.node.prefiller.settled_sends.records == {}
 
 
 def test_a_reject_is_never_answered():

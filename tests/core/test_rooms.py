@@ -106,7 +106,7 @@ def test_a_room_may_be_named_by_the_address_of_its_node():
     world = World()
     world.p.feed(inputs.LinkDialed(world.now_s, "out:d", "d", "tcp://10.0.0.1:7402"))
     Sender(world, peer="tcp://10.0.0.1:7402")
-    assert world.p.node.prefiller.by_room[7].awaited.destination == "d"
+    assert world.p.node.prefiller.rooms.by_room[7].awaited.destination == "d"
 
 
 def test_the_engine_is_refused_at_once_where_its_named_node_has_another_prompt():
@@ -120,7 +120,7 @@ def test_the_engine_is_refused_at_once_where_its_named_node_has_another_prompt()
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.PROMPT_MISMATCH
     assert failure(d).refusal.code is Code.PROMPT_MISMATCH
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["e"]
 
 
 def test_a_deadline_names_the_node_that_did_not_come():
@@ -158,7 +158,7 @@ def test_a_stranger_with_another_prompt_leaves_the_room_waiting():
     sender = Sender(world)
 
     assert failure(e).refusal.code is Code.PROMPT_MISMATCH
-    part = world.p.node.prefiller.by_room[7]
+    part = world.p.node.prefiller.rooms.by_room[7]
     assert part.state is Prefill.AWAIT_OFFER
     (room,) = snapshot(world.p.node).rooms
     assert "the Offer of e was refused: both prompts have 100 tokens" in room.waiting_for
@@ -201,7 +201,7 @@ def test_an_offer_that_is_given_up_makes_way_for_the_next():
     receive(d)
     e.call(client.CancelReceive, receive=1)
 
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["d"]
     Sender(world).finish()
     assert isinstance(d.take()[-1], client.Received)
     world.pass_time(3)
@@ -216,7 +216,7 @@ def test_a_node_has_one_offer_for_a_room_at_a_time():
     assert (
         failure(e).refusal.message == "room 7 is already open here (await-engine, handoff 1 of e)"
     )
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d", "e"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["d", "e"]
 
 
 def test_offers_that_wait_for_one_room_are_bounded(monkeypatch):
@@ -226,7 +226,7 @@ def test_offers_that_wait_for_one_room_are_bounded(monkeypatch):
     for name in ("e", "f", "d"):
         receive(world.sides[name], OTHER)
     assert failure(world.d).refusal.code is Code.DUPLICATE_ROOM
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e", "f"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["e", "f"]
 
 
 def test_offers_behind_are_drained_with_the_rest_and_shown():
@@ -258,7 +258,7 @@ def test_a_restart_or_the_silence_of_one_leaves_the_offer_of_the_other():
     receive(e)
     receive(d)
     world.restart(e)
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["d"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["d"]
 
 
 def test_an_unnamed_room_is_not_ended_by_one_of_several_that_withdraws():
@@ -325,7 +325,7 @@ def test_an_offer_hears_that_its_engine_gave_up_though_a_stranger_waits_for_the_
     world.run()
 
     assert failure(d).refusal.code is Code.ABORTED
-    assert [one.peer for one in world.p.node.prefiller.rooms.of(7)] == ["e"]
+    assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["e"]
 
 
 # ---- an Offer that comes again -------------------------------------------------------------------
@@ -410,12 +410,12 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     world.run()
     assert totals(world.d) == PageTotals(free=63)
-    assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+    assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
 
 
 def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
     """Its agent is destroyed already: a post through that would never be over."""
-    monkeypatch.setattr("kvd.core.handoff.send.unacceptable", lambda *_: None)
+    monkeypatch.setattr("kvd.core.handoff.send.outdated", lambda *_: None)
     world = World()
 
     delayed_offer(world)
@@ -423,4 +423,4 @@ def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_ta
 
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     assert totals(world.d) == PageTotals(free=63)
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}

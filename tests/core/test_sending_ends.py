@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.cache.lease import ENGINE
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import client, events
 from kvd.wire.peer import Closed, Outcome, Settled
@@ -46,7 +46,7 @@ def test_a_send_that_was_never_offered_keeps_neither_tokens_nor_lease_and_is_cou
     world.pass_time(31)
 
     prefiller = world.p.node.prefiller
-    assert prefiller.by_send == prefiller.by_room == {}
+    assert prefiller.by_send == prefiller.rooms.by_room == {}
     assert world.p.node.leases.leases[leased.lease].holders == {ENGINE}
     (ended,) = [one for one in world.p.events if isinstance(one, events.HandoffEnded)]
     assert (ended.side, ended.part, ended.outcome, ended.code) == (
@@ -55,7 +55,7 @@ def test_a_send_that_was_never_offered_keeps_neither_tokens_nor_lease_and_is_cou
         "timed-out",
         "deadline",
     )
-    assert prefiller.last_word.failed == 1
+    assert prefiller.settled_sends.failed == 1
     assert list(prefiller.failed) == [send.send]
 
 
@@ -176,7 +176,7 @@ def test_an_offer_repeated_after_its_end_is_not_delivered_without_its_aux():
     offer = offered(world)
     sender.finish()
     world.pass_time(3.2)
-    assert world.p.node.prefiller.last_word.settled == {}
+    assert world.p.node.prefiller.settled_sends.settled == {}
     world.lost = set()
 
     world.inject(world.p, offer)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvd.core import effects
-from kvd.core.handoff.payload import Payload, legs_of
+from kvd.core.handoff.payload import Payload, routes_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.shards import PageWindow, Pieced, Shard, Straight, tp_shards
 from kvd.errors import Code
@@ -237,10 +237,10 @@ def test_the_first_shard_of_two_has_the_seal_of_an_unsharded_pool() -> None:
         world = world_of(WHOLE, d)
         receive(world)
         offer, node = offered(world), world.p.node
-        lanes = node.peers.by_name["d"].lanes
-        legs = legs_of(offer, lanes)
-        cargo = Payload(node.settings.spec, node.leases)
-        keys.append([seal.key for seal in cargo.seals(offer, legs)])
+        shard_routes = node.peers.by_name["d"].outgoing
+        routes = routes_of(offer, shard_routes)
+        payload = Payload(node.settings.spec, node.leases)
+        keys.append([seal.key for seal in payload.seals(offer, routes)])
 
     (alone,), (first, second) = keys
     assert alone == first != second
@@ -357,6 +357,6 @@ def test_lanes_are_kept_with_the_peer_from_its_hello_on() -> None:
     peer = world.d.node.peers.by_name["p"]
     assert peer.shards == WHOLE
     assert len(peer.incoming) == 2
-    assert isinstance(world.p.node.peers.by_name["d"].lanes[0].copies[0], Pieced)
-    equal = world_of(ranks(2), ranks(2)).p.node.peers.by_name["d"].lanes
-    assert [lane.copies for lane in equal] == [(Straight(0),), (Straight(1),)]
+    assert isinstance(world.p.node.peers.by_name["d"].outgoing[0].copies[0], Pieced)
+    equal = world_of(ranks(2), ranks(2)).p.node.peers.by_name["d"].outgoing
+    assert [shard_route.copies for shard_route in equal] == [(Straight(0),), (Straight(1),)]

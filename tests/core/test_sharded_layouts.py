@@ -76,7 +76,7 @@ def test_a_peer_of_which_we_hold_nothing_is_no_stranger() -> None:
     found = match(pool(*ranks(1, stage=(0, 2))), pool(*ranks(1, stage=(2, 4))))
 
     assert found.sending is found.receiving is None
-    assert found.lanes == found.incoming == ()
+    assert found.outgoing == found.incoming == ()
 
 
 @pytest.mark.parametrize("ours", [(), ranks(2)])
@@ -138,7 +138,7 @@ def test_shards_that_cannot_be_are_refused(shards: list[list[int]], why: str) ->
     assert found.sending == found.receiving
     assert found.sending is not None
     assert found.sending.message.startswith(f"p tells d of {why}")
-    assert found.lanes == found.incoming == ()
+    assert found.outgoing == found.incoming == ()
 
 
 @pytest.mark.parametrize("last", ["[[0,4]]", "[[0,4,0,8.5]]", '"all"', "{}", "[[0,4,0,8]],[]"])

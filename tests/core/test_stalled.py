@@ -48,7 +48,7 @@ def test_a_post_that_does_not_move_ends_its_handoff_as_stalled_on_both_sides():
 
 def test_a_post_that_moves_fast_enough_is_left_alone():
     world, sender = posting(min_bytes_per_s=100)
-    (part,) = world.p.node.prefiller.by_room.values()
+    (part,) = world.p.node.prefiller.rooms.by_room.values()
 
     for moved in range(1, 6):
         world.p.feed(inputs.PostMoved(world.now_s, 1, 200 * moved))
@@ -82,5 +82,5 @@ def test_the_window_begins_with_the_post_and_not_with_the_send():
 
     world.pass_time(1.8)
 
-    (part,) = world.p.node.prefiller.by_room.values()
+    (part,) = world.p.node.prefiller.rooms.by_room.values()
     assert part.state is Prefill.FLUSHING

@@ -11,7 +11,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.sim.violation import Violated
 from kvd.wire import admin, client
 from kvd.wire.peer import MAX_STREAMS, Ping
@@ -59,9 +59,9 @@ def test_pages_of_a_dead_writer_are_nobodys_until_its_connection_has_ended():
 
 def test_this_world_sees_it_when_only_what_has_arrived_is_waited_for():
     world = World()
-    settling = world.d.node.decoder.settling
-    await_quiet = settling._await_quiet
-    settling._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)  # type: ignore[method-assign]
+    quarantines = world.d.node.decoder.quarantines
+    await_quiet = quarantines._await_quiet
+    quarantines._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)  # type: ignore[method-assign]
     world.hold_posts = world.hold_network = True
     sender = Sender(world)
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
@@ -203,8 +203,8 @@ def test_no_more_streams_are_told_than_a_message_may_have():
 
 def test_it_is_said_which_connections_are_waited_for_and_whose_they_are():
     world = left_behind(sources=("p", "q"), fence_after_s=60.0)
-    (lease_id,) = world.d.node.decoder.settling.leases
-    said = world.d.node.decoder.settling.waits_for(world.d.node.leases.leases[lease_id])
+    (lease_id,) = world.d.node.decoder.quarantines.leases
+    said = world.d.node.decoder.quarantines.waits_for(world.d.node.leases.leases[lease_id])
 
     assert "p:1>d (claimed by nobody)" in said
     assert "a fence, which comes by itself in" in said
@@ -218,7 +218,7 @@ def test_a_fence_waits_for_no_connection():
     world.run()
 
     assert totals(world.d) == PageTotals(free=63)
-    assert world.d.node.decoder.settling.awaited == {}
+    assert world.d.node.decoder.quarantines.awaited == {}
 
 
 def test_a_silent_host_is_waited_for_until_the_policy_fences():
@@ -234,7 +234,7 @@ def test_what_is_awaited_of_an_unknown_lease_is_ignored():
     world = World()
     world.d.feed(inputs.Awaiting(world.now_s, (99,), ("a>b",)))
 
-    assert world.d.node.decoder.settling.awaited == {}
+    assert world.d.node.decoder.quarantines.awaited == {}
 
 
 def test_the_pages_of_a_draining_part_are_not_asked_about_before_it_is_over():

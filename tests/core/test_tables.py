@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+import kvd.core.handoff
 from kvd.core.handoff.protocol import (
     DECODE,
     PREFILL,
@@ -22,6 +27,31 @@ EDGES: list[tuple[Decode | Prefill, Decode | Prefill]] = [
     *((here, after) for (here, _), after in PREFILL.items()),
 ]
 STARTS = (Decode.QUEUED, Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER)
+
+
+NAMED_EDGE = re.compile(r"_?(?P<befores>[a-z_]+)_to_(?P<after>[a-z_]+)")
+
+
+def named_edges() -> set[tuple[str, str]]:
+    """From which state to which: of every method of the handoff room that is called so."""
+    found = set()
+    for path in Path(kvd.core.handoff.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match = isinstance(node, ast.FunctionDef) and NAMED_EDGE.fullmatch(node.name)
+            if match:
+                befores = match["befores"].split("_or_")
+                found |= {(before, match["after"]) for before in befores}
+    return found
+
+
+def test_each_edge_to_another_state_has_a_method_of_its_name_and_no_other_method_has() -> None:
+    wanted = {
+        (here.value.replace("-", "_"), after.value.replace("-", "_"))
+        for here, after in EDGES
+        if here is not after
+    }
+
+    assert named_edges() == wanted
 
 
 @pytest.mark.parametrize("state", [*Decode, *Prefill], ids=str)

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Agent, Life
 from kvd.errors import Code
 from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Closed, Message, Offer, Outcome, Ping, Settled
@@ -128,7 +127,7 @@ def test_a_room_without_an_engine_ends_at_the_deadline_of_the_offer(deadline_s, 
         "has its engine called send() for this room?",
     }
     assert world.d.node.leases.leases == {}
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
 
 
 def test_a_send_without_an_offer_ends_at_its_deadline():
@@ -154,7 +153,7 @@ def test_the_drain_deadline_destroys_the_sending_agent_so_that_the_pages_come_ba
     world.d.call(client.Receive, PROMPT, room=7, source=("p",))
     world.p.call(client.Advance, send=send, upto_tokens=64)
     world.p.call(client.AbortSend, send=send, reason="failed")
-    (part,) = world.p.node.prefiller.by_room.values()
+    (part,) = world.p.node.prefiller.rooms.by_room.values()
     assert (part.state, len(part.outstanding)) == (Prefill.DRAINING, 1)
     assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
 
@@ -162,7 +161,7 @@ def test_the_drain_deadline_destroys_the_sending_agent_so_that_the_pages_come_ba
     assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
     world.pass_time(0.2)
 
-    assert world.p.node.prefiller.by_room == {}
+    assert world.p.node.prefiller.rooms.by_room == {}
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.message == "the prefill engine gave up: failed"
@@ -280,7 +279,7 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
         largest = max(
             largest,
             len(world.d.node.decoder.outcomes.kept),
-            world.p.node.prefiller.last_word.n_records,
+            world.p.node.prefiller.settled_sends.n_records,
         )
     world.pass_time(1.2)
 
@@ -288,9 +287,9 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
     for side in (world.p, world.d):
         node = side.node
         assert node.decoder.outcomes.kept == {}
-        assert node.prefiller.last_word.records == {}
-        assert node.prefiller.last_word.settled == {}
-        assert node.prefiller.by_room == {}
+        assert node.prefiller.settled_sends.records == {}
+        assert node.prefiller.settled_sends.settled == {}
+        assert node.prefiller.rooms.by_room == {}
         assert node.prefiller.posts.parts == {}
         assert node.decoder.parts == {}
         assert node.decoder.ready == {}
@@ -325,7 +324,7 @@ def test_an_abort_of_an_unknown_handoff_is_settled_and_the_room_keeps_waiting():
 
     assert isinstance(settled, Settled)
     assert (settled.handoff, settled.outcome) == (9, Outcome.ABORTED)
-    assert world.p.node.prefiller.by_room[7].state is Prefill.AWAIT_OFFER
+    assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
 
 
 def test_ids_below_the_floor_are_answered_and_leave_no_trace():
@@ -340,5 +339,5 @@ def test_ids_below_the_floor_are_answered_and_leave_no_trace():
     (settled,) = [letter.message for letter in world.held(Settled)]
     assert isinstance(settled, Settled)
     assert (settled.handoff, settled.outcome) == (9, Outcome.ABORTED)
-    assert world.p.node.prefiller.last_word.records == {}
+    assert world.p.node.prefiller.settled_sends.records == {}
     assert world.held(Accept) == []

@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from kvd.client.blocking import attach
-from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.handoff.offer import prompt_digest
 from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.sockets import open_dealer
 from kvd.types import Tokens, pack_ids

@@ -199,11 +199,11 @@ def check_nothing_is_left(side: Side) -> None:
     left = {
         "leases": list(node.leases.leases.values()),
         "receives": list(node.decoder.parts),
-        "receptions": list(node.decoder.receptions),
-        "rooms": [part.state.value for part in node.prefiller.by_room.values()],
-        "settled": [part.outcome.value for part in node.prefiller.last_word.settled.values()],
+        "attempts": list(node.decoder.attempts),
+        "rooms": [part.state.value for part in node.prefiller.rooms.by_room.values()],
+        "settled": [part.outcome.value for part in node.prefiller.settled_sends.settled.values()],
         "posts": list(node.prefiller.posts.parts),
-        "quiet": list(node.decoder.settling.leases),
+        "quiet": list(node.decoder.quarantines.leases),
         "queue": node.admission.queue,
     }
     stuck = {what: which for what, which in left.items() if which}
@@ -262,7 +262,7 @@ def _faults(case: Case) -> Iterator[Choice]:
         if side.flights:
             yield Choice(f"post of {name} fails", _on(name, _fail), is_fault=True)
     d, p = case.world.d.node, case.world.p.node
-    if any(one.ended is None for one in d.decoder.receptions.values()):
+    if any(one.ended is None for one in d.decoder.attempts.values()):
         yield Choice("receive cancelled", _cancel, is_fault=True)
         yield Choice("deadline at d", _deadline_d, is_fault=True)
     if p.prefiller.by_send:
@@ -362,12 +362,12 @@ def _die(case: Case, name: str) -> None:
 
 def _cancel(case: Case) -> None:
     d = case.world.d
-    reception = next(one for one in d.node.decoder.receptions.values() if one.ended is None)
+    attempt = next(one for one in d.node.decoder.attempts.values() if one.ended is None)
     refusing = client.CancelReceive
-    if reception.waiter is None:
-        d.call(refusing, receive=reception.id)
+    if attempt.waiter is None:
+        d.call(refusing, receive=attempt.id)
     else:
-        d.call(client.CancelCall, of=reception.waiter.claim.call)
+        d.call(client.CancelCall, of=attempt.waiter.claim.call)
 
 
 def _abort(case: Case) -> None:
@@ -379,12 +379,12 @@ def _abort(case: Case) -> None:
 def _deadline_d(case: Case) -> None:
     """As if it had been asked for a shorter time."""
     d = case.world.d
-    for reception in d.node.decoder.receptions.values():
-        reception.deadline_s = case.world.now_s
-        if reception.waiter is not None:
-            d.node.admission.withdraw(reception.waiter)
-            reception.waiter.deadline_s = case.world.now_s
-            d.node.admission.submit(reception.waiter)
+    for attempt in d.node.decoder.attempts.values():
+        attempt.deadline_s = case.world.now_s
+        if attempt.waiter is not None:
+            d.node.admission.withdraw(attempt.waiter)
+            attempt.waiter.deadline_s = case.world.now_s
+            d.node.admission.submit(attempt.waiter)
     d.feed(inputs.Tick(case.world.now_s))
 
 

@@ -31,13 +31,13 @@ def frees_when_giving_up(patch: pytest.MonkeyPatch) -> None:
 
 def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
     """A Settled, or the Closed that answers it, is lost for good."""
-    settle = SettledSends.settle
+    settle = SettledSends.settle_part
 
     def once(self, part, refusal):
         settle(self, part, refusal)
         part.resend_s = float("inf")
 
-    patch.setattr(SettledSends, "settle", once)
+    patch.setattr(SettledSends, "settle_part", once)
 
 
 def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
@@ -45,20 +45,20 @@ def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
     aborted = Prefiller.aborted
 
     def answered(self, peer, message):
-        if self.last_word.find(peer.incarnation, message.handoff) is not None:
+        if self.settled_sends.find_part(peer.incarnation, message.handoff) is not None:
             aborted(self, peer, message)
         else:
-            self.last_word.answer_below_floor(peer, message.handoff)
+            self.settled_sends.answer_below_floor(peer, message.handoff)
 
     patch.setattr(Prefiller, "aborted", answered)
 
 
 def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
     """An Offer for a transfer process that is gone is taken, and posted by what agent there is."""
-    unacceptable, push = prefill.unacceptable, Posts.push
+    outdated, push = prefill.outdated, Posts.push_part
 
     def lenient(offer, peer, *rest):
-        return unacceptable(replace(offer, generation=peer.generation), peer, *rest)
+        return outdated(replace(offer, generation=peer.generation), peer, *rest)
 
     def by_any(self, part):
         peers = self._peers
@@ -66,8 +66,8 @@ def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
         push(self, part)
         self._peers = peers
 
-    patch.setattr(prefill, "unacceptable", lenient)
-    patch.setattr(Posts, "push", by_any)
+    patch.setattr(prefill, "outdated", lenient)
+    patch.setattr(Posts, "push_part", by_any)
 
 
 @pytest.mark.parametrize(

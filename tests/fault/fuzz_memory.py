@@ -13,7 +13,7 @@ import msgspec
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.cache.lease_state import Standing
-from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.handoff.offer import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.spec import PoolSpec, fingerprint

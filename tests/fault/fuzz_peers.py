@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.client.blocking import attach
-from kvd.core.handoff.prompt import prompt_digest
+from kvd.core.handoff.offer import prompt_digest
 from kvd.errors import Refusal
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client, peer

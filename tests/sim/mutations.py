@@ -49,44 +49,45 @@ def settles_before_its_posts_are_over(settings, at_s):
     """The last word is said while an agent may still write."""
     node = Node(settings, at_s)
     prefiller = node.prefiller
-    drain = prefiller._drain
+    settle_if_drained = prefiller._settle_if_drained
 
     def hasty(part):
         for post in list(part.outstanding):
-            prefiller.posts.over(post, 0)
-        drain(part)
+            prefiller.posts.end_post(post, 0)
+        settle_if_drained(part)
 
-    prefiller._drain = hasty
+    prefiller._settle_if_drained = hasty
     return node
 
 
 def trusts_a_host_that_is_not_quiet(settings, at_s):
     """Bytes in doubt are taken for landed."""
     node = Node(settings, at_s)
-    node.decoder.settling._await_quiet = lambda lease, _: node.leases.end_quarantine(lease, "hasty")
+    quarantines = node.decoder.quarantines
+    quarantines._await_quiet = lambda lease, _: node.leases.end_quarantine(lease, "hasty")
     return node
 
 
 def waits_only_for_what_has_arrived(settings, at_s):
     """What a writer that is over has sent, and is still on its way, is not waited for."""
     node = Node(settings, at_s)
-    await_quiet = node.decoder.settling._await_quiet
-    node.decoder.settling._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)
+    await_quiet = node.decoder.quarantines._await_quiet
+    node.decoder.quarantines._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)
     return node
 
 
 def believes_any_claim(settings, at_s):
     """What a peer called its own before it could know of the end is believed."""
     node = Node(settings, at_s)
-    settling = node.decoder.settling
-    awaiting = settling.awaiting
+    quarantines = node.decoder.quarantines
+    awaiting = quarantines.awaiting
 
     def credulous(got):
         awaiting(got)
         for lease_id in got.leases:
-            if lease_id in settling.awaited:
-                known = settling.awaited[lease_id]
-                settling.awaited[lease_id] = msgspec.structs.replace(known, last_ping=-1)
+            if lease_id in quarantines.awaited:
+                known = quarantines.awaited[lease_id]
+                quarantines.awaited[lease_id] = msgspec.structs.replace(known, last_ping=-1)
 
     node._handlers[inputs.Awaiting] = credulous
     return node
@@ -107,7 +108,7 @@ def frees_duplicates_under_a_post(settings, at_s):
 def posts_through_a_newer_generation(settings, at_s):
     """What was granted through a dead transfer process is posted through its successor."""
     node = Node(settings, at_s)
-    push = node.prefiller.posts.push
+    push = node.prefiller.posts.push_part
 
     def newest(part):
         peer = node.peers.by_incarnation.get(part.incarnation)
@@ -115,7 +116,7 @@ def posts_through_a_newer_generation(settings, at_s):
             part.generation = peer.generation
         push(part)
 
-    node.prefiller.posts.push = newest
+    node.prefiller.posts.push_part = newest
     node.transfers.generation_changed = lambda peer: None
     return node
 
@@ -123,20 +124,20 @@ def posts_through_a_newer_generation(settings, at_s):
 def never_repeats_its_last_word(settings, at_s):
     """Settled is said once; a lost one is never said again."""
     node = Node(settings, at_s)
-    node.prefiller.last_word.tick = lambda: None
+    node.prefiller.settled_sends.tick = lambda: None
     return node
 
 
 def keeps_a_dead_engines_receives(settings, at_s):
     """A hang-up releases leases, and forgets the handoffs under way."""
     node = Node(settings, at_s)
-    cancel = node.decoder.cancel
+    cancel = node.decoder.cancel_attempt
 
     def not_for_the_dead(part, refusal):
         if refusal.code.value != "client-gone":
             cancel(part, refusal)
 
-    node.decoder.cancel = not_for_the_dead
+    node.decoder.cancel_attempt = not_for_the_dead
     return node
 
 

@@ -174,7 +174,7 @@ def test_the_story_that_the_core_tells_is_read():
     world.d.call(client.Receive, prompt, room=7, source=("p",))
     [part] = world.d.node.decoder.parts.values()
     world.pass_time(0.5)
-    end = HandoffEnd("d", "decode", part.state.value, part.story.marks(world.now_s))
+    end = HandoffEnd("d", "decode", part.state.value, part.history.marks(world.now_s))
 
     [phase] = phases(end)
     assert (phase.state, round(phase.lasted_s, 6), phase.runs) == ("offered", 0.5, True)

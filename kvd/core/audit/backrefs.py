@@ -80,4 +80,4 @@ class Cross:
         """Whether something will end this lease's quarantine: its part, or this host's quiet."""
         part = self.receives.get(lease_id)
         is_drained = part is not None and part.state is Decode.DRAINING
-        return is_drained or lease_id in self._node.decoder.settling.leases
+        return is_drained or lease_id in self._node.decoder.quarantines.leases

@@ -231,13 +231,13 @@ class Containment:
         node = self._node
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
             node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
-        sends = [one for one in node.prefiller.by_room.values() if one.engine is not None]
+        sends = [one for one in node.prefiller.rooms.by_room.values() if one.engine is not None]
         for send in [one for one in sends if one.engine and one.engine.lease is lease]:
-            node.prefiller.give_up(send, refusal)
+            node.prefiller.give_up_send(send, refusal)
         if ARRIVAL in lease.holders:
-            for reception in list(node.decoder.receptions.values()):
-                if reception.lease is lease:
-                    node.decoder.cancel(reception, refusal)
+            for attempt in list(node.decoder.attempts.values()):
+                if attempt.lease is lease:
+                    node.decoder.cancel_attempt(attempt, refusal)
         queue = node.admission.queue
         resumes = [one for one in queue if one.claim.resumes == lease.id]
         node.admission.turn_away(resumes, refusal)
@@ -308,16 +308,16 @@ class Containment:
         part = next((one for one in decoder.known() if one.id == fault.part), None)
         if part is None or part.ended is not None or part.waiter is not None:
             return TOLD
-        decoder.endings.fail(part.reception, self._failed(fault))
+        decoder.fail_attempt(part.attempt, self._failed(fault))
         return f"receive {part.id} has failed for its engine"
 
     def _fail_send(self, fault: Fault) -> str:
         prefiller = self._node.prefiller
-        part = next((one for one in prefiller.by_room.values() if one.id == fault.part), None)
+        part = next((one for one in prefiller.rooms.by_room.values() if one.id == fault.part), None)
         if part is None:
             return TOLD
         part.in_doubt = True
-        prefiller.give_up(part, self._failed(fault))
+        prefiller.give_up_send(part, self._failed(fault))
         return f"send {part.id} is given up, its bytes are in doubt"
 
     def _failed(self, fault: Fault) -> Refusal:

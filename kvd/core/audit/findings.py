@@ -177,7 +177,7 @@ class Findings:
             lines += [f"locked by {describe_holder(node, one)}" for one in crossing[:HOLDERS_NAMED]]
         if part is not None:
             session, found.room = part.session or session, part.room
-            lines += part.story.lines(self._out.at_s)
+            lines += part.history.lines(self._out.at_s)
         if session:
             found.owner, found.pid = owner_of(node, session)
         found.story = tuple(lines)
@@ -185,7 +185,7 @@ class Findings:
     def _part(self, fault: Fault) -> ReceivePart | SendPart | None:
         """The part that it is about, or that its lease belongs to."""
         decoder, prefiller = self._node.decoder, self._node.prefiller
-        prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
+        prefill = prefiller.known()
         for receive in decoder.known():
             if fault.side != "prefill" and _is_about(fault, receive.id, receive.lease):
                 return receive

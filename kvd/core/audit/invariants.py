@@ -59,9 +59,9 @@ def faults(node: Node) -> list[Fault]:
         found += lease_faults(node, lease, cross)
     for receive in decoder.parts.values():
         found += receive_faults(node, receive, cross)
-    for lease_id, reception in decoder.ready.items():
-        found += ready_faults(node, lease_id, reception)
-    for send in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
+    for lease_id, attempt in decoder.ready.items():
+        found += ready_faults(node, lease_id, attempt)
+    for send in prefiller.known():
         found += send_faults(node, send, cross)
     for post, send in prefiller.posts.parts.items():
         found += post_faults(node, post, send)

@@ -20,10 +20,10 @@ from kvd.core.audit.radix_rules import is_linked
 from kvd.core.audit.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
 from kvd.core.cache.lease_state import Standing
-from kvd.core.handoff.endings import ASKING
-from kvd.core.handoff.frames import page_bytes
+from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import LIVE, WRITING
 from kvd.core.leases.admission import OWN_TRANSFER
 from kvd.types import ID_BYTES, short
@@ -211,9 +211,9 @@ def _unfound(node: Node, part: ReceivePart, cross: Cross) -> str:
 
 def _unjoined(node: Node, part: ReceivePart) -> str:
     """Why it does not go together with the other parts of its receive; empty where it does."""
-    reception = part.reception
-    if part not in reception.parts or node.decoder.receptions.get(reception.id) is not reception:
-        return f"is no part of receive {reception.id}"
+    attempt = part.attempt
+    if part not in attempt.parts or node.decoder.attempts.get(attempt.id) is not attempt:
+        return f"is no part of receive {attempt.id}"
     if part.state in ASKING and part.ended is not None:
         return "goes on, and its receive has ended"
     return ""
@@ -227,10 +227,10 @@ def _is_named(part: ReceivePart, lease: Lease) -> bool:
     return any(writer.incarnation == part.incarnation for writer in held.writers)
 
 
-def ready_faults(node: Node, lease_id: int, reception: ReceiveAttempt) -> Iterator[Fault]:
+def ready_faults(node: Node, lease_id: int, attempt: ReceiveAttempt) -> Iterator[Fault]:
     """I9 at a delivered receive, which stays until its lease is released."""
     lease = node.leases.leases.get(lease_id)
-    for part in reception.parts:
+    for part in attempt.parts:
         if lease is None or part.lease is not lease or part.state is not Decode.READY:
             what = f"is delivered as lease {lease_id}, which is not"
             yield _receive_fault("I9", "ready", part, what)
@@ -279,13 +279,13 @@ def send_faults(node: Node, part: SendPart, cross: Cross) -> Iterator[Fault]:
 def _misfiled(node: Node, part: SendPart) -> str:
     """Why a part of this state cannot be found where it should be; empty where it can."""
     prefiller = node.prefiller
-    last_word = prefiller.last_word
+    settled_sends = prefiller.settled_sends
     if part.state in LIVE:
         if not prefiller.rooms.has(part):
             return "is not one that its room knows"
-    elif part.state is not Prefill.SETTLED or last_word.settled.get(part.id) is not part:
+    elif part.state is not Prefill.SETTLED or settled_sends.settled.get(part.id) is not part:
         return "is over, and still among the open ones"
-    if part.incarnation and last_word.find(part.incarnation, part.handoff) is not part:
+    if part.incarnation and settled_sends.find_part(part.incarnation, part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     return ""
 
@@ -307,7 +307,7 @@ def _unowned(node: Node, part: SendPart, cross: Cross) -> str:
 
 def post_faults(node: Node, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
-    is_live = node.prefiller.by_room.get(part.room) is part
+    is_live = node.prefiller.rooms.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "
         what += "does not wait for it" if is_live else f"is {part.state.value}"
@@ -353,7 +353,7 @@ def _waiter_faults(waiter: Waiter, cross: Cross) -> Iterator[Fault]:
 def register_faults(node: Node) -> Iterator[Fault]:
     """I9: the registers that are kept beside the parts say what the parts say."""
     decoder, prefiller, leases = node.decoder, node.prefiller, node.leases.leases
-    for lease_id, lease in decoder.settling.leases.items():
+    for lease_id, lease in decoder.quarantines.leases.items():
         if leases.get(lease_id) is not lease or lease.quarantine is None:
             what = f"lease {lease_id} waits for this host to be quiet, and is not in quarantine"
             yield Fault("I9", "settling", what, lease=lease_id)
@@ -362,7 +362,7 @@ def register_faults(node: Node) -> Iterator[Fault]:
         what = f"{offered} receives are offered, {len(decoder.by_handoff)} are found by handoff"
         yield Fault("I9", "by-handoff", what)
     for send, part in prefiller.by_send.items():
-        if prefiller.by_room.get(part.room) is not part or part.engine is None:
+        if prefiller.rooms.by_room.get(part.room) is not part or part.engine is None:
             what = f"send {send} (room {part.room}) is open to its engine, and is over"
             yield Fault("I9", "by-send", what, side="prefill", part=send)
     for send, failed in prefiller.failed.items():
@@ -389,7 +389,7 @@ def _former_faults(node: Node) -> Iterator[Fault]:
 
 
 def _record_faults(node: Node) -> Iterator[Fault]:
-    for incarnation, records in node.prefiller.last_word.records.items():
+    for incarnation, records in node.prefiller.settled_sends.records.items():
         parts = records.parts.items()
         is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))

@@ -322,7 +322,7 @@ class Sweep:
             self.faults += saved_faults(node)
         self._tallies[0].is_suspicious |= bool(count_faults(node))
         self.faults += beside_rules.register_faults(node)
-        things = len(node.leases.tree.order) + node.prefiller.last_word.n_records
+        things = len(node.leases.tree.order) + node.prefiller.settled_sends.n_records
         for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
             tally.is_suspicious |= beside_rules.is_uncounted(keeper)
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
@@ -378,7 +378,7 @@ def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
     yield from (("receive", one) for one in decoder.parts)
     yield from (("ready", one) for one in decoder.ready)
     yield from (("send", one.id) for one in prefiller.rooms.live())
-    yield from (("settled", one) for one in prefiller.last_word.settled)
+    yield from (("settled", one) for one in prefiller.settled_sends.settled)
     yield from (("post", one) for one in prefiller.posts.parts)
 
 
@@ -392,8 +392,8 @@ def _part_faults(node: Node, cross: Cross, kind: str, number: int) -> Iterable[F
             return ready_faults(node, number, decoder.ready[number])
         case "send" if number in cross.sends:
             return send_faults(node, cross.sends[number], cross)
-        case "settled" if number in prefiller.last_word.settled:
-            return send_faults(node, prefiller.last_word.settled[number], cross)
+        case "settled" if number in prefiller.settled_sends.settled:
+            return send_faults(node, prefiller.settled_sends.settled[number], cross)
         case "post" if number in prefiller.posts.parts:
             return post_faults(node, number, prefiller.posts.parts[number])
         case _:

@@ -26,8 +26,7 @@ import msgspec
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Prefill
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer_drain import DRAINING, LEAVING, SERVING, PeerDrain, peer_drains
+from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
 from kvd.errors import Code, Refusal
 from kvd.wire import drain_events
 from kvd.wire.bounds import MAX_REASON
@@ -38,10 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import StopAsked
-    from kvd.core.leases.admission import Waiter
-    from kvd.core.node import Node
+    from kvd.core.leases.admission import Admission, Waiter
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.sessions import Sessions
     from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
+    from kvd.core.settings import Settings
     from kvd.wire.peer import Ping
 
 FOREVER = float("inf")
@@ -68,26 +72,42 @@ class Draining(msgspec.Struct, frozen=True):
 class Drainer:
     """Whether this node begins anything new, and which peers do."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        admission: Admission,
+        sessions: Sessions,
+        peers: Peers,
+        decoder: Decoder,
+        prefiller: Prefiller,
+        out: effects.Outbox,
+    ) -> None:
         self.drain: Draining | None = None
         self.is_drained = False
         self.has_left = False
         """The process ends: nothing is said to peers any more, and nothing heard."""
         self.cut = 0
         """Handoffs given up at the deadline."""
-        self._node = node
-        self._out = node.out
-        self._name = node.settings.name
+        self._settings = settings
+        self._name = settings.name
+        self._leases = leases
+        self._admission = admission
+        self._sessions = sessions
+        self._peers = peers
+        self._decoder = decoder
+        self._prefiller = prefiller
+        self._out = out
 
     # ---- what is asked -----------------------------------------------------------------------
 
-    def begin(self, who: str, why: str, deadline_s: float) -> None:
+    def begin_drain(self, who: str, why: str, deadline_s: float) -> None:
         """An operator drains this node; 0: what is under way has all the time that it takes."""
         until_s = self._out.at_s + deadline_s if deadline_s > 0 else FOREVER
         since_s = self._out.at_s if self.drain is None else self.drain.since_s
         self._begin(Draining(who=who, why=why, since_s=since_s, until_s=until_s))
 
-    def stop(self, got: StopAsked) -> None:
+    def stop_node(self, got: StopAsked) -> None:
         """The process ends as soon as it is drained, and soon after the deadline in any case."""
         if self.drain is None or not self.drain.is_stop:
             until_s = self._out.at_s + max(0.0, got.drain_s)
@@ -95,7 +115,7 @@ class Drainer:
                 Draining(who="", why=got.why, since_s=self._out.at_s, until_s=until_s, is_stop=True)
             )
 
-    def end(self) -> None:
+    def end_drain(self) -> None:
         """Serve again."""
         drain, out = self.drain, self._out
         if drain is not None:
@@ -104,7 +124,8 @@ class Drainer:
             out.emit(drain_events.DrainEnded, lasted_s=out.at_s - drain.since_s)
 
     def _begin(self, drain: Draining) -> None:
-        told = self.would_refuse()
+        # Asked before ``drain`` is set: the event tells what was there when it began.
+        waiters, waiting_sends = self.would_refuse()
         receives, sends = self.under_way()
         self.drain, self.is_drained, self.cut = drain, False, 0
         out = self._out
@@ -114,22 +135,23 @@ class Drainer:
             why=drain.why,
             receives=len(receives),
             sends=len(sends),
-            leases=self._leases(),
-            refused=sum(len(one) for one in told),
+            leases=self._n_engine_leases(),
+            refused=len(waiters) + len(waiting_sends),
             deadline_s=drain.until_s - out.at_s if drain.until_s < FOREVER else 0.0,
             is_stop=drain.is_stop,
         )
-        self._refuse(*told)
+        # In the step that sets ``drain``: from here on nobody can join who would wait for nothing.
+        self._refuse(waiters, waiting_sends)
         self._tell_peers(DRAINING, drain.why)
         self.tick()
 
     def _refuse(self, waiters: list[Waiter], sends: list[SendPart]) -> None:
         refusal = self.refusal()
         assert refusal is not None
-        self._node.admission.turn_away(waiters, refusal)
+        self._admission.turn_away(waiters, refusal)
         for send in sends:
             send.outcome = Outcome.REFUSED
-            self._node.prefiller.give_up(send, refusal)
+            self._prefiller.give_up_send(send, refusal)
 
     # ---- what becomes of it ------------------------------------------------------------------
 
@@ -139,46 +161,53 @@ class Drainer:
         if drain is None or self.is_drained:
             return
         if not drain.is_cut and drain.until_s <= self._out.at_s:
+            # Marked before anything is given up, so that no later tick gives it up again.
             self.drain = msgspec.structs.replace(drain, is_cut=True)
             self._cut()
+        # A peer that never says Settled or Closed must not keep the process alive.
         if drain.is_stop and drain.until_s + SETTLE_S <= self._out.at_s:
             self._drained()
 
-    def look(self) -> None:
+    def end_if_over(self) -> None:
         """After every step: whether it is drained by now."""
         if self.drain is not None and not self.is_drained and self._is_over():
             self._drained()
 
     def _is_over(self) -> bool:
-        return not (self._node.admission.queue or any(self._receives()) or any(self._sends()))
+        return not (self._admission.queue or any(self._receives()) or any(self._sends()))
 
     def _cut(self) -> None:
         receives, sends = self.under_way()
+        # What was given up before for another reason keeps that reason.
         receives = [part for part in receives if part.ended is None]
-        sends = [part for part in sends if self._node.prefiller.rooms.has(part)]
+        sends = [part for part in sends if self._prefiller.rooms.has(part)]
         sends = [part for part in sends if part.state is not Prefill.DRAINING]
         self.cut += len(receives) + len(sends)
         refusal = self._too_late()
         for receive in receives:
-            self._node.decoder.cancel(receive.reception, refusal)
+            self._decoder.cancel_attempt(receive.attempt, refusal)
         for send in sends:
             send.outcome = Outcome.ABORTED
-            self._node.prefiller.give_up(send, refusal)
+            self._prefiller.give_up_send(send, refusal)
 
     def _drained(self) -> None:
         drain, out = self.drain, self._out
         assert drain is not None
         self.is_drained = True
         lasted_s = out.at_s - drain.since_s
-        out.emit(drain_events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._leases())
+        out.emit(
+            drain_events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases()
+        )
         if drain.is_stop:
             self._leave(drain)
 
     def _leave(self, drain: Draining) -> None:
-        node = self._node
-        if not node.settings.is_journaled:
-            for lease in [one for one in node.leases.leases.values() if ENGINE in one.holders]:
-                node.sessions.end_lease(lease, "drained")
+        # With a journal the pool outlives the process, and engines go on writing their pages.
+        if not self._settings.is_journaled:
+            for lease in [one for one in self._leases.leases.values() if ENGINE in one.holders]:
+                self._sessions.end_lease(lease, "drained")
+        # The goodbye is the last message: whoever hears it gives up on us without waiting for its
+        # silence limit. After it nothing may be said, and nothing heard would be answered.
         self._tell_peers(LEAVING, drain.why)
         self.has_left = True
         self._out.effects.append(effects.ReadyToStop())
@@ -232,8 +261,8 @@ class Drainer:
             is_drained=self.is_drained,
             receives=len(receives),
             sends=len(sends),
-            waiting=len(self._node.admission),
-            leases=self._leases(),
+            waiting=len(self._admission),
+            leases=self._n_engine_leases(),
         )
 
     # ---- what is under way -------------------------------------------------------------------
@@ -243,8 +272,8 @@ class Drainer:
 
         A lease that resumes is nothing new.
         """
-        waiters = [one for one in self._node.admission.queue if not one.claim.resumes]
-        sends = [one for one in self._node.prefiller.rooms.live() if one.state in WAITING]
+        waiters = [one for one in self._admission.queue if not one.claim.resumes]
+        sends = [one for one in self._prefiller.rooms.live() if one.state in WAITING]
         return waiters, sends
 
     def under_way(self) -> tuple[list[ReceivePart], list[SendPart]]:
@@ -252,19 +281,20 @@ class Drainer:
         return list(self._receives()), list(self._sends())
 
     def _receives(self) -> Iterator[ReceivePart]:
-        is_lost = self._node.peers.is_lost
-        for part in self._node.decoder.parts.values():
+        is_lost = self._peers.is_lost
+        for part in self._decoder.parts.values():
             if part.waiter is None and not is_lost(part.incarnation):
                 yield part
 
     def _sends(self) -> Iterator[SendPart]:
-        prefiller, is_lost = self._node.prefiller, self._node.peers.is_lost
-        for part in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
+        # What only a lost peer could end is not waited for: its silence has no limit.
+        is_lost = self._peers.is_lost
+        for part in self._prefiller.known():
             if part.state not in WAITING and not is_lost(part.incarnation):
                 yield part
 
-    def _leases(self) -> int:
-        return sum(ENGINE in one.holders for one in self._node.leases.leases.values())
+    def _n_engine_leases(self) -> int:
+        return sum(ENGINE in one.holders for one in self._leases.leases.values())
 
     # ---- peers -------------------------------------------------------------------------------
 
@@ -274,35 +304,37 @@ class Drainer:
             self._beat(peer)
 
     def _tell_peers(self, state: str, why: str) -> None:
-        self._node.peers.pulse.saying = (state, why)
-        for peer in self._node.peers.by_name.values():
+        pulse = self._peers.pulse
+        pulse.state, pulse.why = state, why
+        for peer in self._peers.by_name.values():
             if peer.life is not Life.LOST:
                 self._beat(peer)
 
     def _beat(self, peer: Peer) -> None:
-        node = self._node
-        offer_floor = node.decoder.offer_floor(peer.incarnation)
-        node.peers.pulse.beat(peer, offer_floor, node.prefiller.last_word.floor(peer))
+        offer_floor = self._decoder.offer_floor(peer.incarnation)
+        self._peers.pulse.beat(peer, offer_floor, self._prefiller.settled_sends.floor(peer))
 
     def heard(self, peer: Peer, message: Ping) -> None:
         """What a peer says of itself: whoever waits to receive from one that drains is told."""
         state, why, before = message.state, message.why[:MAX_REASON], peer.drain
+        # Every heartbeat says it again; an echo, or an older daemon, says nothing.
         if not state or (state, why) == (before.state, before.why):
             return
-        now_s, node, out = self._out.at_s, self._node, self._out
+        now_s, out = self._out.at_s, self._out
         peer.drain = PeerDrain(state, why, now_s)
         refusal = peer_drains(peer, now_s, self._name)
         if refusal is None:
             if not before.is_serving:
                 out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=0)
             return
-        queued = [part for part in node.decoder.parts.values() if part.peer == peer.name]
+        queued = [part for part in self._decoder.parts.values() if part.peer == peer.name]
         waiters = [part.waiter for part in queued if part.waiter is not None]
         n_refused = len(waiters)
         out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=n_refused)
-        node.admission.turn_away(waiters, refusal)
+        self._admission.turn_away(waiters, refusal)
+        # Goodbye is no proof that its transfer process is reaped: its pages stay in quarantine.
         if state == LEAVING and peer.life is not Life.LOST:
-            node.peers.lose(peer)
-            node.decoder.peer_lost(peer)
-            node.prefiller.peer_lost(peer)
-            node.admission.wake()
+            self._peers.lose_peer(peer)
+            self._decoder.peer_lost(peer)
+            self._prefiller.peer_lost(peer)
+            self._admission.wake()

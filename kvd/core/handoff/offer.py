@@ -1,30 +1,212 @@
-"""What an Offer must satisfy before a byte is sent: each silent misalignment becomes a sentence."""
+"""The Offer: how the decode side writes one for each source, how the prefill side checks it.
+
+An Offer says which pages of the decode side the KV of a prompt is to land on, and which prompt that
+is. Nothing was moved before it, and nothing is moved that it does not name: so every way in which
+two nodes could silently mean different things is compared here first, and is refused with a
+sentence and the numbers.
+
+Who sends what of a prompt is ``sources``; which pages that is, ``payload``; what fits into a
+message, ``message_sizes``.
+
+What must not live here: transitions, and what becomes of the parts (``receive``, ``send``).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+import xxhash
 
 from kvd.core.components.tail import tail_start
-from kvd.core.handoff.frames import long_settled
-from kvd.core.handoff.payload import parts_of
-from kvd.core.handoff.sources import TokenSpan, bad_share, span_of
-from kvd.core.layout.spec import PerRequest, Tail
+from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
+from kvd.core.handoff.payload import pieces_of, routes_of
+from kvd.core.handoff.refusals import of_source
+from kvd.core.handoff.sources import PrefillSource, TokenSpan, bad_share, is_whole, shares, span_of
+from kvd.core.layout.spec import PerRequest, Tail, shards_of
+from kvd.core.leases.admission import OWN_TRANSFER
+from kvd.core.peers.peer import peer_drains
 from kvd.errors import Code, Number, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
+from kvd.wire.bounds import MAX_SOURCES
+from kvd.wire.peer import ALL, Offer
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import SendingEngine, SendPart
+    from kvd.core.cache.lease import Lease
+    from kvd.core.effects import Outbox
+    from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload, PayloadPart
-    from kvd.core.handoff.rooms import Rooms
     from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
-    from kvd.wire.peer import Grant, Offer
+    from kvd.types import Tokens
+    from kvd.wire.peer import Grant, Share
+
+FIRST_EPOCH = 0
+"""The generation of a namespace; a weight update will raise it."""
+
+
+def prompt_digest(tokens: Tokens, namespace: str) -> bytes:
+    """128 bits over namespace, epoch and every token.
+
+    Both daemons are trusted, so a fast hash is enough: it finds misalignment, not malice (xxh3
+    takes 2 us for 32k tokens where sha256 takes 73).
+    """
+    head = f"{FIRST_EPOCH}\0{namespace}\0".encode()
+    digest = xxhash.xxh3_128(head)
+    digest.update(tokens)
+    return digest.digest()
+
+
+# ---- the decode side -------------------------------------------------------------------------
+
+
+class OfferWriter:
+    """The decode side: which sources can serve a receive, and an Offer for each of them."""
+
+    def __init__(self, settings: Settings, payload: Payload, peers: Peers, out: Outbox) -> None:
+        self._settings = settings
+        self._shards = shards_of(settings.spec)
+        self._payload = payload
+        self._peers = peers
+        self._out = out
+
+    def unfit_sources(self, sources: tuple[str, ...], n_tokens: int) -> Refusal | None:
+        """Why a prompt of so many tokens cannot come from these sources, each once."""
+        if not 1 <= len(sources) <= MAX_SOURCES:
+            return self._wrong(f"receive from {len(sources)} sources, of 1 to {MAX_SOURCES}")
+        for source in sources:
+            refusal = self._unfit_source(source, n_tokens)
+            if refusal is not None:
+                return refusal
+        peers = self._peers
+        names = [peers.find(source) or source for source in sources]
+        # By their node names: two addresses of one node would write the same pages twice.
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            return self._wrong(
+                f"receive from {', '.join(sources)}: {twice} is named {names.count(twice)} times, "
+                "and each source sends its part once"
+            )
+        if not all(name in peers.by_name for name in names):
+            return None
+        found = self.shares_of(names)
+        return found if isinstance(found, Refusal) else None
+
+    def _unfit_source(self, source: str, n_tokens: int) -> Refusal | None:
+        peers, side = self._peers, self._settings.name
+        name = peers.find(source)
+        if name is None:
+            known = ", ".join(peers.names()) or "none"
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"no peer is called {source!r} (known: {known}): add it to peers.connect",
+                side=side,
+            )
+        peer = peers.by_name.get(name)
+        if peer is None:
+            return None
+        if peer.max_prompt_tokens and n_tokens > peer.max_prompt_tokens:
+            return Refusal(
+                Code.TOO_LARGE,
+                f"{n_tokens} tokens, {peer.name} takes prompts of {peer.max_prompt_tokens} at "
+                "most: raise its limits.max_prompt_tokens",
+                side=side,
+                numbers={"tokens": n_tokens, "limit": peer.max_prompt_tokens},
+            )
+        return peer.source_refusal or peer_drains(peer, self._out.at_s, side)
+
+    def _wrong(self, what: str) -> Refusal:
+        return Refusal(Code.BAD_REQUEST, what, side=self._settings.name)
+
+    def blocked(self, attempt: ReceiveAttempt) -> str | None:
+        """What it waits for apart from memory: a source, or sources that have all of it."""
+        for part in attempt.parts:
+            why = self._peers.not_ready(part.peer)
+            if why is not None:
+                return why
+        found = self.shares_of([part.peer for part in attempt.parts])
+        return found.message if isinstance(found, Refusal) else None
+
+    def awaits(self, attempt: ReceiveAttempt) -> tuple[str, ...]:
+        """The same as names: of the source, of all of them, of our own transfer process."""
+        peers, names = self._peers, [part.peer for part in attempt.parts]
+        for name in names:
+            if peers.not_ready(name) is not None:
+                return (name,) if peers.generation else (name, OWN_TRANSFER)
+        return tuple(names) if isinstance(self.shares_of(names), Refusal) else ()
+
+    def shares_of(self, names: list[str]) -> tuple[Share, ...] | Refusal:
+        """What each of these peers, all of which have said Hello, sends of a prompt."""
+        by_name = self._peers.by_name
+        if len(names) == 1 and is_whole(by_name[names[0]].incoming, len(self._shards)):
+            return (ALL,)
+        # A peer with other page sizes names no shards, and is only accepted where neither side has
+        # any; then what it has is what we have.
+        sources = [PrefillSource(name, by_name[name].shards or self._shards) for name in names]
+        found = shares(self._shards, tuple(sources))
+        if isinstance(found, Refusal):
+            return msgspec.structs.replace(found, side=self._settings.name)
+        return found
+
+    def unsendable(self, attempt: ReceiveAttempt) -> Refusal | None:
+        """Why a message that a part needs would be too long for who is to read it."""
+        mine = self._settings
+        for part in attempt.parts:
+            offer, peer = part.unanswered, self._peers.by_name[part.peer]
+            assert isinstance(offer, Offer)
+            n_shards, least = len(peer.incoming), min(mine.max_frame_bytes, peer.max_frame_bytes)
+            # One multiplication for nearly all receives; the exact sums below walk every grant.
+            if is_short(offer, n_shards + 1, mine.max_aux_bytes, least):
+                continue
+            refusal = long_offer(offer, peer, mine.name)
+            refusal = refusal or long_settled(offer, n_shards, mine, mine.name)
+            if refusal is not None:
+                return of_source(part, refusal)
+        return None
+
+    def write_offers(self, attempt: ReceiveAttempt, lease: Lease) -> None:
+        """Give each part its share and its Offer; their handoff ids are there already."""
+        shared = self.shares_of([part.peer for part in attempt.parts])
+        # ``blocked`` asked the same in this step, and admission takes nobody who is blocked.
+        assert not isinstance(shared, Refusal)
+        mine, now_s = self._settings, self._out.at_s
+        digest = prompt_digest(lease.tokens, lease.namespace)
+        for part, share in zip(attempt.parts, shared, strict=True):
+            part.share = share
+            span = span_of(
+                share,
+                attempt.prefix_tokens,
+                attempt.prompt_tokens,
+                mine.spec.components[0].page_size,
+            )
+            grants = self._payload.grants(lease, attempt.prompt_tokens, share, span)
+            part.unanswered = offer = Offer(
+                source=mine.incarnation,
+                target=part.incarnation,
+                handoff=part.handoff,
+                room=attempt.room,
+                generation=self._peers.generation,
+                prompt_tokens=attempt.prompt_tokens,
+                decode_prefix_len=attempt.prefix_tokens,
+                digest=digest,
+                grants=grants,
+                deadline_s=attempt.deadline_s - now_s,
+                integrity=mine.integrity,
+                waited_s=now_s - attempt.since_s,
+                share=share,
+            )
+            part.routes = routes_of(offer, self._peers.by_name[part.peer].incoming)
+            part.total_bytes = self._payload.granted_bytes(grants, part.routes)
+            part.seals = self._payload.seals(offer, part.routes)
+
+
+# ---- the prefill side ------------------------------------------------------------------------
 
 
 def bad_offer(
-    offer: Offer, cargo: Payload, split: tuple[int, ...], page_size: int, side: str
+    offer: Offer, payload: Payload, split: tuple[int, ...], page_size: int, side: str
 ) -> Refusal | None:
     """Why the Offer by itself cannot be served, with the numbers (scenarios B12, B13).
 
@@ -41,8 +223,8 @@ def bad_offer(
     refusal = bad_share(offer.share, side) or _bad_prefix(prompt, prefix, page_size, side)
     if refusal is not None:
         return refusal
-    carried = cargo.carried(offer.share)
-    wanted = [freight.component.name for freight in carried]
+    carried = payload.carried(offer.share)
+    wanted = [payload_part.component.name for payload_part in carried]
     granted = [grant.component for grant in offer.grants]
     if granted != wanted:
         return Refusal(
@@ -51,10 +233,10 @@ def bad_offer(
             side=side,
         )
     span = span_of(offer.share, prefix, prompt, page_size)
-    for freight, grant in zip(carried, offer.grants, strict=True):
-        unit = cargo.unit_tokens(freight, split)
-        ranges = _ranges(offer, freight, span)
-        refusal = _bad_range(grant, ranges, side) or _bad_pages(freight, grant, unit, side)
+    for payload_part, grant in zip(carried, offer.grants, strict=True):
+        unit = payload.unit_tokens(payload_part, split)
+        ranges = _ranges(offer, payload_part, span)
+        refusal = _bad_range(grant, ranges, side) or _bad_pages(payload_part, grant, unit, side)
         if refusal is not None:
             return refusal
     return None
@@ -83,10 +265,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:8]) or "nothing"
 
 
-def _ranges(offer: Offer, freight: PayloadPart, span: TokenSpan) -> set[TokenSpan]:
+def _ranges(offer: Offer, payload_part: PayloadPart, span: TokenSpan) -> set[TokenSpan]:
     """The token ranges that both sides work out for what is sent of one component."""
-    prompt, component = offer.prompt_tokens, freight.component
-    if not freight.streams and not offer.share.is_authoritative:
+    prompt, component = offer.prompt_tokens, payload_part.component
+    if not payload_part.streams and not offer.share.is_authoritative:
         return {TokenSpan(prompt, prompt)}
     match component.extent:
         case Tail(window):
@@ -111,8 +293,8 @@ def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | Non
     )
 
 
-def _bad_pages(freight: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
-    first, end = freight.units(grant, unit)
+def _bad_pages(payload_part: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
+    first, end = payload_part.units(grant, unit)
     if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(
             Code.BAD_PAGES,
@@ -124,6 +306,7 @@ def _bad_pages(freight: PayloadPart, grant: Grant, unit: int, side: str) -> Refu
         )
     if not grant.pages:
         return None
+    # Two units on one page would overwrite each other without a trace.
     # A sort of a million takes 3 ms, and np.unique two hundred times that (numpy 2.4).
     ids = np.sort(np.frombuffer(grant.pages, dtype="<i4"))
     if int(ids[0]) <= NULL_PAGE or bool((ids[1:] == ids[:-1]).any()):
@@ -135,17 +318,17 @@ def _bad_pages(freight: PayloadPart, grant: Grant, unit: int, side: str) -> Refu
     return None
 
 
-def slid_past(offer: Offer, engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
+def slid_past(offer: Offer, engine: SendingEngine, payload: Payload, side: str) -> Refusal | None:
     """Why the prefill engine has no longer all that the decode side is to get."""
-    if cargo.is_streamed or not offer.share.is_authoritative:
+    if payload.is_streamed or not offer.share.is_authoritative:
         return None
-    for index, keeper in cargo.windows():
+    for index, windows in payload.windows():
         start = offer.grants[index].start_tokens
-        floor, _ = keeper.mapped_tokens(engine.lease)
+        floor, _ = windows.mapped_tokens(engine.lease)
         if floor > start:
             return Refusal(
                 Code.BAD_PAGES,
-                f"window pages of {keeper.component.name} are wanted from token {start} on, lease "
+                f"window pages of {windows.component.name} are wanted from token {start} on, lease "
                 f"{engine.lease.id} has slid and has them from {floor} on: open the send first, "
                 "then slide",
                 side=side,
@@ -154,23 +337,23 @@ def slid_past(offer: Offer, engine: SendingEngine, cargo: Payload, side: str) ->
     return None
 
 
-def not_reached(engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
+def not_reached(engine: SendingEngine, payload: Payload, side: str) -> Refusal | None:
     """Why what the engine has is not that of the whole prompt and of nothing else.
 
     Some of it has no window page yet, or a state stands for tokens behind it.
     """
-    for _, keeper in () if cargo.is_streamed else cargo.windows():
-        _, top = keeper.mapped_tokens(engine.lease)
+    for _, windows in () if payload.is_streamed else payload.windows():
+        _, top = windows.mapped_tokens(engine.lease)
         if top < engine.prompt_tokens:
             return Refusal(
                 Code.BAD_REQUEST,
                 f"finish of a prompt of {engine.prompt_tokens} tokens, lease {engine.lease.id} has "
-                f"pages of {keeper.component.name} up to {top}: slide it along as it is computed",
+                f"pages of {windows.component.name} up to {top}: slide it along as it is computed",
                 side=side,
                 numbers={"prompt_tokens": engine.prompt_tokens, "mapped_tokens": top},
             )
     written = engine.lease.written_tokens
-    if written > engine.prompt_tokens and cargo.has_state:
+    if written > engine.prompt_tokens and payload.has_state:
         return Refusal(
             Code.BAD_REQUEST,
             f"finish of a prompt of {engine.prompt_tokens} tokens, the state of lease "
@@ -181,7 +364,9 @@ def not_reached(engine: SendingEngine, cargo: Payload, side: str) -> Refusal | N
     return None
 
 
-def disagreement(offer: Offer, engine: SendingEngine, cargo: Payload, side: str) -> Refusal | None:
+def disagreement(
+    offer: Offer, engine: SendingEngine, payload: Payload, side: str
+) -> Refusal | None:
     """How the two sides' prompts differ; None when they are the same, and there to be sent."""
     if offer.prompt_tokens != engine.prompt_tokens:
         difference = (
@@ -195,7 +380,7 @@ def disagreement(offer: Offer, engine: SendingEngine, cargo: Payload, side: str)
             "namespaces are not the same"
         )
     else:
-        return slid_past(offer, engine, cargo, side)
+        return slid_past(offer, engine, payload, side)
     return Refusal(Code.PROMPT_MISMATCH, difference, side=side)
 
 
@@ -245,31 +430,33 @@ def _n_pages(offer: Offer) -> int:
     return sum(count(grant.pages) for grant in offer.grants)
 
 
-def unacceptable(
-    offer: Offer, peer: Peer, rooms: Rooms, cargo: Payload, mine: Settings
-) -> Refusal | None:
-    """Why the Offer cannot be served here and now, whatever the engine has."""
-    side = mine.name
+def outdated(offer: Offer, peer: Peer, side: str) -> Refusal | None:
+    """Why the Offer is of a time that is over, or of a peer to which nothing is sent."""
     if offer.handoff < peer.offer_floor:
         return Refusal(
             Code.PEER_STALE, f"handoff {offer.handoff} is over on {peer.name}", side=side
         )
     if peer.refusal is not None:
         return peer.refusal
+    # Its pages were registered with a transfer process that is gone: no agent reaches them, and a
+    # post that nobody ends would keep the part from ever being settled.
     if offer.generation < peer.generation:
         return Refusal(
             Code.POST_FAILED,
             f"generation {offer.generation} of {peer.name} is over, {peer.generation} serves",
             side=side,
         )
-    page_size = mine.spec.components[0].page_size // parts_of(peer.split)
-    return (
-        rooms.refusal(offer.room, peer.name)
-        # Before anything of it is looked at: what is left is bounded by the prompt.
-        or (_long_prompt(offer, mine) if offer.prompt_tokens > mine.max_prompt_tokens else None)
-        or bad_offer(offer, cargo, peer.split, page_size, side)
-        or long_settled(offer, len(peer.lanes), peer, side)
-    )
+    return None
+
+
+def unacceptable(offer: Offer, peer: Peer, payload: Payload, mine: Settings) -> Refusal | None:
+    """Why the Offer cannot be served here, whatever the engine has."""
+    # Before anything of it is looked at: the cost of the checks below is bounded by the prompt.
+    if offer.prompt_tokens > mine.max_prompt_tokens:
+        return _long_prompt(offer, mine)
+    page_size = mine.spec.components[0].page_size // pieces_of(peer.split)
+    refusal = bad_offer(offer, payload, peer.split, page_size, mine.name)
+    return refusal or long_settled(offer, len(peer.outgoing), peer, mine.name)
 
 
 def _long_prompt(offer: Offer, mine: Settings) -> Refusal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvd.core.peers.peer_drain import as_told
+from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Closed, Outcome
 
@@ -34,7 +34,7 @@ class Outcomes:
         self._settings = settings
         self._out = out
 
-    def keep(
+    def keep_outcome(
         self, peer: Peer | None, part: ReceivePart, outcome: Outcome, reason: Refusal | None
     ) -> None:
         """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
@@ -47,15 +47,18 @@ class Outcomes:
                 outcome=outcome,
                 reason=reason,
             )
+            # Kept as well as said: Closed may be lost, and then Settled comes again until it is
+            # heard.
             kept = self.kept.setdefault(part.incarnation, {})
             kept[part.handoff] = closed
             if len(kept) > MAX_KEPT:
                 del kept[next(iter(kept))]
             self._out.send(peer.link, closed)
 
-    def answer(self, peer: Peer, handoff: int) -> None:
+    def answer_settled(self, peer: Peer, handoff: int) -> None:
         """A Settled for a part that is over here."""
         kept = self.kept.get(peer.incarnation, {}).get(handoff)
+        # Silence would let it repeat Settled until its linger is over; any Closed ends that.
         if kept is None:
             kept = Closed(
                 source=self._settings.incarnation,
@@ -70,7 +73,7 @@ class Outcomes:
             )
         self._out.send(peer.link, kept)
 
-    def fold(self, peer: Peer) -> None:
+    def fold_outcomes(self, peer: Peer) -> None:
         """Forget what the prefill side no longer asks about: a Ping costs what it folds.
 
         One that was closed after a later one goes with that.
@@ -83,6 +86,6 @@ class Outcomes:
         if not kept:
             del self.kept[peer.incarnation]
 
-    def forget(self, incarnation: str) -> None:
+    def forget_writer(self, incarnation: str) -> None:
         """That writer is gone: nobody asks."""
         self.kept.pop(incarnation, None)

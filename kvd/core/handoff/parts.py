@@ -1,19 +1,13 @@
 """The two kinds of parts: one attempt to move one room's KV, as either side remembers it.
 
-Plain records. Only the machine of the side (``decode``, ``prefill`` with ``posts`` and
-``last_word``) writes them.
-
-The last transitions of one handoff, so that a bug report and ``kvd why`` carry its history.
-
-Whether the posts of a part move: bytes since a window began, against a floor.
-
-What is reported is whole handles of the transfer process (16 MiB at most), so a window must be long
-enough for one of them at the slowest rate that is still progress.
+Plain records. Who writes them: of the decode side ``receive`` and ``verify``, of the prefill side
+``send``, ``posts`` and ``settled``; of both, their state, ``protocol`` alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,22 +27,22 @@ if TYPE_CHECKING:
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
     from kvd.core.settings import Settings
-    from kvd.wire.peer import Abort, Offer
+    from kvd.wire.peer import Abort, Offer, Share
 
 
-STORY_LENGTH = 16
+HISTORY_LINES = 16
 """Transitions kept per part: twice the longest path through either table."""
 
 
 class PartHistory:
-    """A bounded list of (time, sentence)."""
+    """Its last transitions, each with its time: a bug report and ``kvd why`` carry them."""
 
     __slots__ = ("_lines",)
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[float, str]] = deque(maxlen=STORY_LENGTH)
+        self._lines: deque[tuple[float, str]] = deque(maxlen=HISTORY_LINES)
 
-    def tell(self, at_s: float, line: str) -> None:
+    def add_line(self, at_s: float, line: str) -> None:
         """Append what happened."""
         self._lines.append((at_s, line))
 
@@ -66,14 +60,16 @@ class PartHistory:
         return self._lines[-1][0] if self._lines else 0.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Flow:
-    """Bytes moved in the window that runs; it runs only while a post is under way."""
+    """Bytes moved in the window that runs; it runs only while a post is under way.
 
-    __slots__ = ("moved_bytes", "since_s")
+    What is reported is whole handles of the transfer process (16 MiB at most), so a window must be
+    long enough for one of them at the slowest rate that is still progress.
+    """
 
-    def __init__(self) -> None:
-        self.since_s = 0.0
-        self.moved_bytes = 0
+    since_s: float = 0.0
+    moved_bytes: int = 0
 
     def restart(self, at_s: float) -> None:
         """A new window."""
@@ -102,6 +98,7 @@ def stalled(part: SendPart, at_s: float, mine: Settings) -> Refusal | None:
     )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReceiveAttempt:
     """What an engine asked for with one ``receive``: one lease, filled by one part per source.
 
@@ -109,42 +106,24 @@ class ReceiveAttempt:
     or the engine hears why not, once, and what is left of it is drained.
     """
 
-    __slots__ = (
-        "aux",
-        "deadline_s",
-        "doubt",
-        "ended",
-        "id",
-        "is_preloaded",
-        "lease",
-        "parts",
-        "prefix_tokens",
-        "prompt_tokens",
-        "room",
-        "session",
-        "since_s",
-        "waiter",
-    )
-
-    def __init__(self, number: int, room: int, session: int, at_s: float) -> None:
-        self.id = number
-        self.room = room
-        self.session = session
-        self.since_s = at_s
-        self.deadline_s = at_s
-        self.prompt_tokens = 0
-        self.prefix_tokens = 0
-        self.parts: tuple[ReceivePart, ...] = ()
-        """In the order in which the engine named the sources; none when it is over."""
-        self.aux = b""
-        self.is_preloaded = False
-        """Whether its pages are to be in the device buffer too when the engine hears of it."""
-        self.lease: Lease | None = None
-        self.waiter: Waiter | None = None
-        self.ended: Refusal | None = None
-        """Why the engine no longer wants it, or why it failed."""
-        self.doubt = Doubt.NONE
-        """What the writers that are over have left that may still land."""
+    id: int
+    room: int
+    session: int
+    since_s: float
+    deadline_s: float
+    prompt_tokens: int
+    is_preloaded: bool
+    """Whether its pages are to be in the device buffer too when the engine hears of it."""
+    prefix_tokens: int = 0
+    parts: tuple[ReceivePart, ...] = ()
+    """In the order in which the engine named the sources; none when it is over."""
+    aux: bytes = b""
+    lease: Lease | None = None
+    waiter: Waiter | None = None
+    ended: Refusal | None = None
+    """Why the engine no longer wants it, or why it failed."""
+    doubt: Doubt = Doubt.NONE
+    """What the writers that are over have left that may still land."""
 
     @property
     def sources(self) -> str:
@@ -156,103 +135,83 @@ class ReceiveAttempt:
         return [part for part in self.parts if part.state in states]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReceivePart:
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
-    __slots__ = (
-        "handoff",
-        "id",
-        "incarnation",
-        "is_verified",
-        "legs",
-        "moved_bytes",
-        "peer",
-        "reception",
-        "resend_gap_s",
-        "resend_s",
-        "seals",
-        "share",
-        "state",
-        "story",
-        "sums",
-        "total_bytes",
-        "unanswered",
-    )
-
-    def __init__(self, part_id: int, peer: str, reception: ReceiveAttempt) -> None:
-        self.id = part_id
-        self.peer = peer
-        self.reception = reception
-        self.share = ALL
-        self.incarnation = ""
-        self.handoff = 0
-        self.state = Decode.QUEUED
-        self.resend_s = reception.since_s
-        self.resend_gap_s = 0.0
-        self.moved_bytes = 0
-        self.total_bytes = 0
-        """Of the pages that it was granted."""
-        self.legs: tuple[PayloadRoute, ...] = ()
-        """What it was granted, for each of our shards."""
-        self.seals: tuple[Seal, ...] = ()
-        """One per leg; none where nothing is summed."""
-        self.sums: dict[int, bytes] = {}
-        """What the writer says of the pages of each leg, while they are verified."""
-        self.is_verified = False
-        """What it sent is good; it waits for the other sources, if there are any."""
-        self.unanswered: Offer | Abort | None = None
-        """What is repeated until the prefill side answers."""
-        self.story = PartHistory()
+    id: int
+    peer: str
+    attempt: ReceiveAttempt
+    share: Share = ALL
+    incarnation: str = ""
+    handoff: int = 0
+    state: Decode = Decode.QUEUED
+    resend_s: float = 0.0
+    resend_gap_s: float = 0.0
+    moved_bytes: int = 0
+    total_bytes: int = 0
+    """Of the pages that it was granted."""
+    routes: tuple[PayloadRoute, ...] = ()
+    """What it was granted, for each of our shards."""
+    seals: tuple[Seal, ...] = ()
+    """One per route; none where nothing is summed."""
+    sums: dict[int, bytes] = field(default_factory=dict)
+    """What the writer says of the pages of each route, while they are verified."""
+    is_verified: bool = False
+    """What it sent is good; it waits for the other sources, if there are any."""
+    unanswered: Offer | Abort | None = None
+    """What is repeated until the prefill side answers."""
+    history: PartHistory = field(default_factory=PartHistory)
 
     @property
     def room(self) -> int:
         """The rendezvous number."""
-        return self.reception.room
+        return self.attempt.room
 
     @property
     def session(self) -> int:
         """Of the engine."""
-        return self.reception.session
+        return self.attempt.session
 
     @property
     def since_s(self) -> float:
         """When the engine asked for it."""
-        return self.reception.since_s
+        return self.attempt.since_s
 
     @property
     def deadline_s(self) -> float:
         """When it is given up."""
-        return self.reception.deadline_s
+        return self.attempt.deadline_s
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return self.reception.prompt_tokens
+        return self.attempt.prompt_tokens
 
     @property
     def prefix_tokens(self) -> int:
         """Of these, cached here."""
-        return self.reception.prefix_tokens
+        return self.attempt.prefix_tokens
 
     @property
     def lease(self) -> Lease | None:
         """Whose pages it fills, with the other sources."""
-        return self.reception.lease
+        return self.attempt.lease
 
     @property
     def waiter(self) -> Waiter | None:
         """While it is queued."""
-        return self.reception.waiter
+        return self.attempt.waiter
 
     @property
     def ended(self) -> Refusal | None:
         """Why the engine no longer wants it, or why it failed."""
-        return self.reception.ended
+        return self.attempt.ended
 
 
 def waits_for_others(part: ReceivePart) -> bool:
     """Whether what it sent is good, and that of another source is not known to be."""
-    return part.is_verified and not all(one.is_verified for one in part.reception.parts)
+    return part.is_verified and not all(one.is_verified for one in part.attempt.parts)
 
 
 def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
@@ -282,122 +241,80 @@ class FailedSend(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Awaited:
     """Whose Offer an engine waits for, and what has become of others'."""
 
-    __slots__ = ("destination", "turned_away", "withdrawn")
-
-    def __init__(self) -> None:
-        self.destination = ""
-        """The node that the engine names; empty: any whose prompt is the same."""
-        self.turned_away = ""
-        """The last Offer that was refused, and why."""
-        self.withdrawn: dict[str, str] = {}
-        """By peer, why it does not offer pages after all."""
+    destination: str = ""
+    """The node that the engine names; empty: any whose prompt is the same."""
+    turned_away: str = ""
+    """The last Offer that was refused, and why."""
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    """By peer, why it does not offer pages after all."""
 
     def is_by(self, peer: str) -> bool:
         """Whether an Offer of this node may have the room."""
         return self.destination in {"", peer}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SendPart:
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
-    __slots__ = (
-        "after",
-        "answer_s",
-        "aux",
-        "awaited",
-        "cursor_tokens",
-        "deadline_s",
-        "decode_prefix_len",
-        "drain_s",
-        "end_tokens",
-        "ended",
-        "engine",
-        "finish_call",
-        "flow",
-        "generation",
-        "handoff",
-        "id",
-        "in_doubt",
-        "incarnation",
-        "legs",
-        "linger_s",
-        "moved_bytes",
-        "offer",
-        "outcome",
-        "outstanding",
-        "peer",
-        "posted_last",
-        "posted_pages",
-        "posted_tokens",
-        "prompt_tokens",
-        "resend_gap_s",
-        "resend_s",
-        "room",
-        "seals",
-        "session",
-        "share",
-        "since_s",
-        "split",
-        "start_tokens",
-        "state",
-        "story",
-        "sums",
-        "total_bytes",
-    )
-
-    def __init__(self, part_id: int, room: int, state: Prefill, at_s: float) -> None:
-        self.id = part_id
-        self.room = room
-        self.state = state
-        self.since_s = at_s
-        self.deadline_s = self.drain_s = self.linger_s = at_s
-        self.answer_s = at_s
-        """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
-        self.resend_s = at_s
-        self.resend_gap_s = 0.0
-        self.session = 0
-        """Of the engine; 0 while there is none."""
-        self.engine: SendingEngine | None = None
-        self.offer: Offer | None = None
-        self.awaited = Awaited()
-        self.peer = ""
-        self.incarnation = ""
-        self.handoff = 0
-        self.generation = 0
-        self.prompt_tokens = 0
-        self.decode_prefix_len = 0
-        self.share = ALL
-        self.start_tokens = self.end_tokens = 0
-        """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
-        self.cursor_tokens = 0
-        self.after = b""
-        """The event behind which all tokens below the cursor are written; none: they are."""
-        self.posted_tokens = self.posted_pages = self.moved_bytes = 0
-        self.outstanding: set[int] = set()
-        self.flow = Flow()
-        self.legs: tuple[PayloadRoute, ...] = ()
-        """What was granted, for each shard of the decode side."""
-        self.seals: tuple[Seal, ...] = ()
-        """One per leg; none where nothing is summed."""
-        self.split: tuple[int, ...] = ()
-        """How many of the decode side's pages each of ours is, for each component compared."""
-        self.posted_last = True
-        """Whether what goes with the last chunk is posted; true where there is nothing."""
-        self.total_bytes = 0
-        """Of the pages that were granted."""
-        self.sums: dict[tuple[int, int], bytes] = {}
-        """By leg and post, of the pages of each post that is done; ids of posts grow."""
-        self.aux: bytes | None = None
-        """Given with ``finish``; None: the engine has not finished."""
-        self.finish_call: int | None = None
-        self.outcome = Outcome.FAILED
-        self.in_doubt = False
-        """A post ended with bytes sent and not confirmed."""
-        self.ended: Refusal | None = None
-        self.story = PartHistory()
+    id: int
+    room: int
+    state: Prefill
+    since_s: float
+    deadline_s: float
+    drain_s: float = 0.0
+    linger_s: float = 0.0
+    answer_s: float = 0.0
+    """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
+    resend_s: float = 0.0
+    resend_gap_s: float = 0.0
+    session: int = 0
+    """Of the engine; 0 while there is none."""
+    engine: SendingEngine | None = None
+    offer: Offer | None = None
+    awaited: Awaited = field(default_factory=Awaited)
+    peer: str = ""
+    incarnation: str = ""
+    handoff: int = 0
+    generation: int = 0
+    prompt_tokens: int = 0
+    decode_prefix_len: int = 0
+    share: Share = ALL
+    start_tokens: int = 0
+    end_tokens: int = 0
+    """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
+    cursor_tokens: int = 0
+    after: bytes = b""
+    """The event behind which all tokens below the cursor are written; none: they are."""
+    posted_tokens: int = 0
+    posted_pages: int = 0
+    moved_bytes: int = 0
+    outstanding: set[int] = field(default_factory=set)
+    flow: Flow = field(default_factory=Flow)
+    routes: tuple[PayloadRoute, ...] = ()
+    """What was granted, for each shard of the decode side."""
+    seals: tuple[Seal, ...] = ()
+    """One per route; none where nothing is summed."""
+    split: tuple[int, ...] = ()
+    """How many of the decode side's pages each of ours is, for each component compared."""
+    posted_last: bool = True
+    """Whether what goes with the last chunk is posted; true where there is nothing."""
+    total_bytes: int = 0
+    """Of the pages that were granted."""
+    sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """By route and post, of the pages of each post that is done; ids of posts grow."""
+    aux: bytes | None = None
+    """Given with ``finish``; None: the engine has not finished."""
+    finish_call: int | None = None
+    outcome: Outcome = Outcome.FAILED
+    in_doubt: bool = False
+    """A post ended with bytes sent and not confirmed."""
+    ended: Refusal | None = None
+    history: PartHistory = field(default_factory=PartHistory)
 
     @property
     def is_posted(self) -> bool:
@@ -406,5 +323,5 @@ class SendPart:
 
     @property
     def checksums(self) -> bytes:
-        """The sums of all its posts, leg by leg in the order of the pages."""
+        """The sums of all its posts, route by route in the order of the pages."""
         return b"".join(sums for _, sums in sorted(self.sums.items()))

@@ -10,9 +10,9 @@ decode side; where the prefill side's is larger, each of its pages is several un
 (``split``). Units are numbered from the start of the prompt, so both sides name the same one by the
 same number.
 
-Where a node has shards, each grant goes along **lanes**, one to each shard of the decode side. A
-**leg** is one grant along one lane: it has posts, a seal and sums of its own. Both sides work out
-the same legs in the same order, grant by grant and shard by shard.
+Where a node has shards, each grant goes along one ``ShardRoute`` for each shard of the decode side.
+A grant along one of them is a ``PayloadRoute``: it has posts, a seal and sums of its own. Both
+sides work out the same routes in the same order, grant by grant and shard by shard.
 
 What must not live here: whether an Offer is accepted (``offer``), when something is posted
 (``posts``).
@@ -20,7 +20,7 @@ What must not live here: whether an Offer is accepted (``offer``), when somethin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import msgspec
 
@@ -53,22 +53,33 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer, Share
 
 
-def parts_of(split: tuple[int, ...], place: int = 0) -> int:
-    """How many of a peer's pages one of ours is; an empty split means that all are equal."""
+def pieces_of(split: tuple[int, ...], place: int = 0) -> int:
+    """Into how many of a peer's pages one of ours is cut; an empty split: all are equal."""
     return split[place] if split else 1
 
 
+class UnitRange(NamedTuple):
+    """Units ``[first, end)`` of one component, counted from the start of the prompt."""
+
+    first: int
+    end: int
+
+
 class PayloadRoute(msgspec.Struct, frozen=True):
-    """One grant of an Offer along one lane; ``grant`` is its place among the grants."""
+    """One grant of an Offer, from shard to shard; ``grant`` is its place among the grants."""
 
     grant: int
-    lane: ShardRoute
+    shard_route: ShardRoute
 
 
-def legs_of(offer: Offer, lanes: tuple[ShardRoute, ...]) -> tuple[PayloadRoute, ...]:
-    """The legs of what an Offer grants, along the lanes between the two nodes."""
+def routes_of(offer: Offer, shard_routes: tuple[ShardRoute, ...]) -> tuple[PayloadRoute, ...]:
+    """The routes of what an Offer grants, between the shards of two nodes, in both sides' order."""
     return tuple(
-        [PayloadRoute(grant, lane) for grant in range(len(offer.grants)) for lane in lanes]
+        [
+            PayloadRoute(grant, shard_route)
+            for grant in range(len(offer.grants))
+            for shard_route in shard_routes
+        ]
     )
 
 
@@ -87,44 +98,46 @@ class PayloadPart:
         self.streams = isinstance(component.extent, Whole)
         """Whether it is posted as it is computed; otherwise with the last chunk."""
 
-    def lane_bytes(self, lane: ShardRoute) -> int:
-        """Bytes that go along a lane for each page, wherever the two shards are of another size."""
-        making = lane.copies[0]
-        if isinstance(making, Straight):
+    def bytes_per_page(self, shard_route: ShardRoute) -> int:
+        """Bytes of each page that go along a route; less than a page where the shards differ."""
+        first = shard_route.copies[0]
+        if isinstance(first, Straight):
             return self.page_bytes
         cells = self.component.layers * heads_of(self.component.layout)
-        return self.page_bytes // cells * making.window.cells
+        return self.page_bytes // cells * first.window.cells
 
-    def units(self, grant: Grant, unit_tokens: int) -> tuple[int, int]:
+    def units(self, grant: Grant, unit_tokens: int) -> UnitRange:
         """The units ``[first, end)`` that a grant of it covers; none where its range is empty."""
+        # A source of several that does not send this component has a grant of length 0 for it.
         if grant.start_tokens == grant.end_tokens:
             first = grant.start_tokens // unit_tokens
-            return first, first
+            return UnitRange(first, first)
         if isinstance(self.component.extent, PerRequest):
-            return 0, 1
-        return grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens)
+            return UnitRange(0, 1)
+        return UnitRange(grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens))
 
 
 class Payload:
     """The components of one pool that travel, in the order of the grants."""
 
     def __init__(self, spec: PoolSpec, table: LeaseTable) -> None:
+        # Buffers are a node's own: peers neither compare nor send them.
         compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
-        self.freights = tuple(
+        self.parts = tuple(
             PayloadPart(one, companion_factor(spec, one), place)
             for place, one in enumerate(compared)
             if has_bytes(one)
         )
-        self.has_kv = bool(self.freights) and self.freights[0].place == 0
+        self.has_kv = bool(self.parts) and self.parts[0].place == 0
         """Whether pages of tokens travel at all; not where only states have bytes."""
-        self.is_streamed = all(one.streams for one in self.freights)
+        self.is_streamed = all(one.streams for one in self.parts)
         """Whether nothing goes with the last chunk: no windows, no states."""
         self.has_state = any(isinstance(one.extent, PerRequest) for one in compared)
         self._table = table
 
-    def unit_tokens(self, freight: PayloadPart, split: tuple[int, ...]) -> int:
+    def unit_tokens(self, payload_part: PayloadPart, split: tuple[int, ...]) -> int:
         """Tokens of one unit towards a peer with that split of our pages."""
-        return freight.component.page_size // parts_of(split, freight.place)
+        return payload_part.component.page_size // pieces_of(split, payload_part.place)
 
     # ---- the decode side ---------------------------------------------------------------------
 
@@ -134,6 +147,7 @@ class Payload:
         """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
         grants = []
         for one in self.carried(share):
+            # Only the authoritative source has what belongs to the whole prompt: it goes once.
             if one.streams:
                 grant = self._streamed(one, lease, span)
             elif share.is_authoritative:
@@ -148,34 +162,34 @@ class Payload:
             grants.append(grant)
         return tuple(grants)
 
-    def _streamed(self, freight: PayloadPart, lease: Lease, span: TokenSpan) -> Grant:
+    def _streamed(self, payload_part: PayloadPart, lease: Lease, span: TokenSpan) -> Grant:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
-        size, table = freight.component.page_size, self._table
+        size, table = payload_part.component.page_size, self._table
         own = Pages(
             lease.row[
                 span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
             ]
         )
         n_pages = -(-span.end // size) - span.start // size
-        pages = Pages(companion_pages(own, freight.factor)[: n_pages * ID_BYTES])
+        pages = Pages(companion_pages(own, payload_part.factor)[: n_pages * ID_BYTES])
         return Grant(
-            component=freight.component.name,
+            component=payload_part.component.name,
             start_tokens=span.start,
             end_tokens=span.end,
             pages=pages,
         )
 
-    def _last(self, freight: PayloadPart, lease: Lease, prompt_tokens: int) -> Grant:
+    def _last(self, payload_part: PayloadPart, lease: Lease, prompt_tokens: int) -> Grant:
         """Of what goes with the last chunk."""
-        component, table = freight.component, self._table
+        component, table = payload_part.component, self._table
         size = component.page_size
         match component.extent:
             case Tail():
-                keeper = table.beside.named(component.name)
-                assert isinstance(keeper, WindowPages)
-                start = keeper.start_tokens(lease)
+                windows = table.beside.named(component.name)
+                assert isinstance(windows, WindowPages)
+                start = windows.start_tokens(lease)
                 last = -(-prompt_tokens // size)
-                row = keeper.row(lease)
+                row = windows.row(lease)
                 pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
             case PerRequest():
                 start, pages = 0, self._own(component, lease)
@@ -188,65 +202,68 @@ class Payload:
         )
 
     def _own(self, component: Component, lease: Lease) -> Pages:
-        keeper = self._table.beside.named(component.name)
-        return NO_PAGES if keeper is None else keeper.own(lease)
+        kept = self._table.beside.named(component.name)
+        return NO_PAGES if kept is None else kept.own(lease)
 
     def granted_bytes(
-        self, grants: tuple[Grant, ...], legs: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
+        self,
+        grants: tuple[Grant, ...],
+        routes: tuple[PayloadRoute, ...],
+        split: tuple[int, ...] = (),
     ) -> int:
         """Bytes that land on the granted pages, in all shards of the decode side."""
         total = 0
-        for leg in legs:
-            freight, grant = self.freights[leg.grant], grants[leg.grant]
-            parts = parts_of(split, freight.place)
-            total += len(grant.pages) // ID_BYTES * (freight.lane_bytes(leg.lane) // parts)
+        for route in routes:
+            payload_part, grant = self.parts[route.grant], grants[route.grant]
+            pieces = pieces_of(split, payload_part.place)
+            n_bytes = payload_part.bytes_per_page(route.shard_route) // pieces
+            total += len(grant.pages) // ID_BYTES * n_bytes
         return total
 
     # ---- both sides --------------------------------------------------------------------------
 
     def carried(self, share: Share) -> tuple[PayloadPart, ...]:
         """What an Offer of that share has grants for."""
-        return () if share.role is Role.DUMMY else self.freights
+        return () if share.role is Role.DUMMY else self.parts
 
     def seals(
-        self, offer: Offer, legs: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
+        self, offer: Offer, routes: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
     ) -> tuple[Seal, ...]:
-        """One per leg; none where nothing is summed."""
+        """One per route; none where nothing is summed."""
         if offer.integrity is Integrity.OFF:
             return ()
         seals = []
-        for leg in legs:
-            freight, grant = self.freights[leg.grant], offer.grants[leg.grant]
-            units = freight.units(grant, self.unit_tokens(freight, split))
-            region = shard_region(grant.component, leg.lane.peer_shard)
+        for route in routes:
+            payload_part, grant = self.parts[route.grant], offer.grants[route.grant]
+            units = payload_part.units(grant, self.unit_tokens(payload_part, split))
+            region = shard_region(grant.component, route.shard_route.peer_shard)
             seals.append(seal_of(offer, region, units))
         return tuple(seals)
 
     def windows(self) -> Iterator[tuple[int, WindowPages]]:
-        """The keeper of each windowed component, with the number of its grant."""
-        for index, freight in enumerate(self.freights):
-            keeper = self._table.beside.named(freight.component.name)
-            if isinstance(keeper, WindowPages):
-                yield index, keeper
+        """The windows of each windowed component, with the number of its grant."""
+        for index, payload_part in enumerate(self.parts):
+            windows = self._table.beside.named(payload_part.component.name)
+            if isinstance(windows, WindowPages):
+                yield index, windows
 
     # ---- the prefill side --------------------------------------------------------------------
 
     def source(
-        self, freight: PayloadPart, lease: Lease, units: tuple[int, int], parts: int
+        self, payload_part: PayloadPart, lease: Lease, units: UnitRange, pieces: int
     ) -> Pages:
-        """Our pages behind the units ``[first, end)``; for several parts, the ids of parts.
+        """Our pages behind these units; where a page is cut, the ids of its pieces.
 
-        Part ``s`` of page ``p`` has the id ``p * parts + s``.
+        Piece ``s`` of page ``p`` has the id ``p * pieces + s``.
         """
-        first, end = units
-        component = freight.component
+        component = payload_part.component
         match component.extent:
             case Whole():
-                return self._parts(lease, first, end, (freight.factor, parts))
+                return self._cut_pages(lease, units, factor=payload_part.factor, pieces=pieces)
             case Tail():
-                keeper = self._table.beside.named(component.name)
-                row = NO_PAGES if keeper is None else keeper.row(lease)
-                return Pages(row[first * ID_BYTES : end * ID_BYTES])
+                kept = self._table.beside.named(component.name)
+                row = NO_PAGES if kept is None else kept.row(lease)
+                return Pages(row[units.first * ID_BYTES : units.end * ID_BYTES])
             case PerRequest():
                 return self._own(component, lease)
             case Buffer():
@@ -254,14 +271,14 @@ class Payload:
             case _:
                 assert_never(component.extent)
 
-    def _parts(self, lease: Lease, first: int, end: int, cut: tuple[int, int]) -> Pages:
-        """Of the row's pages, each ``factor`` pages of the component of ``parts`` parts."""
-        factor, parts = cut
-        each = factor * parts
-        row_first = first // each
-        row = Pages(lease.row[row_first * ID_BYTES : -(-end // each) * ID_BYTES])
+    def _cut_pages(self, lease: Lease, units: UnitRange, *, factor: int, pieces: int) -> Pages:
+        """Of the row's pages, each ``factor`` pages of the component, of ``pieces`` pieces each."""
+        each = factor * pieces
+        row_first = units.first // each
+        row = Pages(lease.row[row_first * ID_BYTES : -(-units.end // each) * ID_BYTES])
         if each == 1:
             return row
-        skip = first - row_first * each
-        ids = companion_pages(companion_pages(row, factor), parts)
-        return Pages(ids[skip * ID_BYTES : (skip + end - first) * ID_BYTES])
+        # The rows are whole pages of ours, and the units may begin within the first of them.
+        skip = units.first - row_first * each
+        ids = companion_pages(companion_pages(row, factor), pieces)
+        return Pages(ids[skip * ID_BYTES : (skip + units.end - units.first) * ID_BYTES])

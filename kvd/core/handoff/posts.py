@@ -1,8 +1,10 @@
 """Posts of the prefill side: which pages of a part go out now, and which are still under way.
 
+``plan_part`` says which pages a part will send at all, ``push_part`` which of them go now.
+
 A page is posted once, when it is whole and lies beyond ``decode_prefix_len``; the last page goes
 when the engine has finished, whole or not, and with it the windows and the state. Work is per call,
-not per page: one ``advance`` makes at most one post per leg, and the transfer process cuts it as
+not per page: one ``advance`` makes at most one post per route, and the transfer process cuts it as
 the hardware likes. Where we have equal copies of what is sent, it is one for each copy: they cut
 the pages among them, and an empty share has no post.
 
@@ -20,12 +22,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.handoff.payload import legs_of, parts_of
+from kvd.core.handoff.payload import UnitRange, pieces_of, routes_of
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.sources import span_of
 from kvd.core.layout.seal import UNSEALED
 from kvd.core.layout.shards import page_share
-from kvd.core.peers.agents import Agent
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import Integrity
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.payload import Payload
     from kvd.core.layout.shards import ShardCopy
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.wire.peer import Offer
 
 
@@ -59,13 +62,13 @@ class Posts:
     """The posts that are under way, by id."""
 
     def __init__(
-        self, cargo: Payload, leases: LeaseTable, peers: Peers, out: effects.Outbox
+        self, payload: Payload, leases: LeaseTable, peers: Peers, out: effects.Outbox
     ) -> None:
-        self._cargo = cargo
+        self._payload = payload
         self.parts: dict[int, SendPart] = {}
         self.sent_bytes = 0
-        self._legs: dict[int, int] = {}
-        """Of each post under way: which leg of its part it goes along."""
+        self._routes: dict[int, int] = {}
+        """Of each post under way: which route of its part it goes along."""
         self._moved: dict[int, int] = {}
         """Of each post under way, as last reported."""
         self._leases = leases
@@ -73,8 +76,8 @@ class Posts:
         self._out = out
         self._last = 0
 
-    def plan(self, part: SendPart, offer: Offer, peer: Peer) -> None:
-        """What of the prompt is to be posted for an Offer, and along which legs."""
+    def plan_part(self, part: SendPart, offer: Offer, peer: Peer) -> None:
+        """What of the prompt is to be posted for an Offer, and along which routes."""
         part.generation = offer.generation
         part.prompt_tokens = offer.prompt_tokens
         part.decode_prefix_len = prefix = offer.decode_prefix_len
@@ -83,13 +86,15 @@ class Posts:
         part.start_tokens, part.end_tokens = span_of(
             offer.share, prefix, offer.prompt_tokens, self.page_tokens(part)
         )
+        # What lies before is cached over there, or is of another source: it counts as posted.
         part.posted_tokens = part.start_tokens
-        part.legs = legs_of(offer, peer.lanes)
-        part.seals = self._cargo.seals(offer, part.legs, peer.split)
-        part.total_bytes = self._cargo.granted_bytes(offer.grants, part.legs, peer.split)
-        part.posted_last = self._cargo.is_streamed or not offer.share.is_authoritative
+        part.routes = routes_of(offer, peer.outgoing)
+        part.seals = self._payload.seals(offer, part.routes, peer.split)
+        part.total_bytes = self._payload.granted_bytes(offer.grants, part.routes, peer.split)
+        # Windows and states go once, with the aux, from the authoritative source alone.
+        part.posted_last = self._payload.is_streamed or not offer.share.is_authoritative
 
-    def push(self, part: SendPart) -> None:
+    def push_part(self, part: SendPart) -> None:
         """Post what has become whole, if there is an agent to post through.
 
         An agent of another generation than the Offer's is none: nobody would end a post to it, and
@@ -101,92 +106,97 @@ class Posts:
         engine, offer = part.engine, part.offer
         if engine is None or offer is None:
             return
+        # A page is posted once, so one that is not whole waits for the rest of its tokens.
         is_last = part.state is not Prefill.STREAMING
         upto = part.end_tokens
         if not is_last:
             size = self.page_tokens(part)
             upto = min(upto, part.cursor_tokens // size * size)
-        for index, leg in enumerate(part.legs):
-            freight = self._cargo.freights[leg.grant]
-            unit = self._cargo.unit_tokens(freight, part.split)
-            first, end = freight.units(offer.grants[leg.grant], unit)
-            if freight.streams:
-                now = part.posted_tokens // unit, -(-upto // unit)
+        for index, route in enumerate(part.routes):
+            payload_part = self._payload.parts[route.grant]
+            unit = self._payload.unit_tokens(payload_part, part.split)
+            granted = payload_part.units(offer.grants[route.grant], unit)
+            if payload_part.streams:
+                now = UnitRange(part.posted_tokens // unit, -(-upto // unit))
             elif is_last and not part.posted_last:
-                now = first, end
+                now = granted
             else:
                 continue
-            if now[0] < now[1]:
-                self._post_copies(part, engine, index, (first, *now))
+            if now.first < now.end:
+                self._post_copies(part, engine, index, now, granted.first)
+        # Moved on when every route has its post: all of them begin where the last push ended.
         if upto > part.posted_tokens:
             size = self.page_tokens(part)
-            if self._cargo.has_kv:
+            if self._payload.has_kv:
                 part.posted_pages += -(-upto // size) - part.posted_tokens // size
             part.posted_tokens = upto
+        # Never back to False: the last chunk goes once, whatever is pushed afterwards.
         part.posted_last = part.posted_last or is_last
 
     def page_tokens(self, part: SendPart) -> int:
         """The decode side's page size, which is what it can be given piece by piece."""
-        return self._leases.page_size // parts_of(part.split)
+        return self._leases.page_size // pieces_of(part.split)
 
     def _post_copies(
-        self, part: SendPart, engine: SendingEngine, index: int, units: tuple[int, int, int]
+        self, part: SendPart, engine: SendingEngine, index: int, units: UnitRange, base: int
     ) -> None:
-        """Units ``[start, end)`` of a leg whose first is ``base``, each from one of our copies."""
-        base, start, end = units
-        copies = part.legs[index].lane.copies
-        for number, making in enumerate(copies):
-            share = page_share(start, end, number, len(copies))
-            if share[0] < share[1]:
-                self._post(part, engine, (index, making), (base, *share))
+        """Units of a route whose grant begins at ``base``: a share from each of our copies."""
+        copies = part.routes[index].shard_route.copies
+        for number, copy in enumerate(copies):
+            own = UnitRange(*page_share(units.first, units.end, number, len(copies)))
+            if own.first < own.end:
+                self._post(part, engine, index, copy, own, base)
 
     def _post(
         self,
         part: SendPart,
         engine: SendingEngine,
-        way: tuple[int, ShardCopy],
-        units: tuple[int, int, int],
+        index: int,
+        copy: ShardCopy,
+        units: UnitRange,
+        base: int,
     ) -> None:
-        """Units ``[start, end)``, by one way to make them, of a leg whose first is ``base``."""
-        (index, making), (base, start, end) = way, units
-        offer, leg = part.offer, part.legs[index]
+        offer, route = part.offer, part.routes[index]
         assert offer is not None
-        freight, grant = self._cargo.freights[leg.grant], offer.grants[leg.grant]
-        parts = parts_of(part.split, freight.place)
+        payload_part, grant = self._payload.parts[route.grant], offer.grants[route.grant]
+        pieces = pieces_of(part.split, payload_part.place)
         self._last += 1
         if not part.outstanding:
             part.flow.restart(self._out.at_s)
         part.outstanding.add(self._last)
         self.parts[self._last] = part
-        self._legs[self._last] = index
+        self._routes[self._last] = index
+        # Until the post is over no commit gives a page away that it reads.
         self._leases.begin_read(engine.lease)
-        is_open = offer.integrity is Integrity.OFF
+        is_unsealed = offer.integrity is Integrity.OFF
+        first, end = (units.first - base) * ID_BYTES, (units.end - base) * ID_BYTES
         self._out.effects.append(
             effects.Post(
                 post=self._last,
                 incarnation=part.incarnation,
                 generation=part.generation,
                 component=grant.component,
-                source=self._cargo.source(freight, engine.lease, (start, end), parts),
-                destination=Pages(grant.pages[(start - base) * ID_BYTES : (end - base) * ID_BYTES]),
-                seal=UNSEALED if is_open else part.seals[index],
-                first_page=0 if is_open else start,
-                split=parts,
-                peer_shard=leg.lane.peer_shard,
-                making=making,
+                source=self._payload.source(payload_part, engine.lease, units, pieces),
+                destination=Pages(grant.pages[first:end]),
+                seal=UNSEALED if is_unsealed else part.seals[index],
+                first_page=0 if is_unsealed else units.first,
+                split=pieces,
+                peer_shard=route.shard_route.peer_shard,
+                making=copy,
                 after=part.after,
             )
         )
 
-    def forget(self, part: SendPart) -> None:
+    def forget_waiting(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
         if part.after:
             self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
 
-    def moved(self, post: int, moved_bytes: int) -> SendPart | None:
+    def note_moved(self, post: int, moved_bytes: int) -> SendPart | None:
         """A running post has moved so much."""
         part = self.parts.get(post)
         if part is not None:
+            # A post that failed ends with 0, and what was counted of it is not taken back.
             part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
             self._moved[post] = moved_bytes
         return part
@@ -196,23 +206,25 @@ class Posts:
         moved = self._moved
         return part.moved_bytes + sum(moved.get(post, 0) for post in part.outstanding)
 
-    def over(self, post: int, moved_bytes: int, sums: bytes = b"") -> SendPart | None:
+    def end_post(self, post: int, moved_bytes: int, sums: bytes = b"") -> SendPart | None:
         """The post can write no more: it is done, or its agent is destroyed."""
-        part = self.moved(post, moved_bytes)
+        part = self.note_moved(post, moved_bytes)
         if part is None:
             return None
+        # ``note_moved`` has made the entry that is deleted, even where nothing was reported before.
         del self.parts[post], self._moved[post]
-        index = self._legs.pop(post)
+        index = self._routes.pop(post)
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
         if sums:
             part.sums[index, post] = sums
         self.sent_bytes += moved_bytes
         if part.engine is not None:
+            # With the last reader go the pages that a commit has replaced meanwhile.
             self._leases.end_read(part.engine.lease)
         return part
 
-    def through(self, incarnation: str, generation: int) -> list[int]:
+    def posts_through(self, incarnation: str, generation: int) -> list[int]:
         """The posts that went through this agent."""
         return [
             post

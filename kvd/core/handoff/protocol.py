@@ -1,9 +1,12 @@
 """The handoff protocol as data: which trigger leads from which state to which.
 
 Two machines, one per side of a part. Everything that changes a handoff's state is a row here; a
-pair without a row is illegal and raises ``IllegalTransition`` with the story of the handoff. What
-happens on the edge (messages, pages, locks) is ``decode`` and ``prefill``; the exhaustive model in
-``tests/model`` explores exactly these rows over a link that loses, repeats and reorders.
+pair without a row is illegal and raises ``IllegalTransition`` with the history of the handoff. What
+happens on the edge (messages, pages, locks) is ``receive`` and ``send`` (and ``settled`` for its
+last edge): a row from one state to another has a method there that is named after it, as
+``offered_or_receiving_to_draining``; a row that stays in its state fires in the handler of what has
+happened. The exhaustive model in ``tests/model`` explores exactly these rows over a link that
+loses, repeats and reorders.
 
 Theory of operation. The decode side owns the pages and repeats its last message until the writer
 has said ``Settled``: *I will never again write for this handoff*. A handoff that may have been
@@ -20,13 +23,13 @@ Handoff ids are assigned when the Offer is sent and grow within an incarnation. 
 other the lowest id it still cares about; below that floor everything is refused or ignored, so that
 tombstones stay bounded.
 
-One transition, and the end: the table decides, the story remembers, the event tells.
+One transition: the table decides, the part's history remembers, the event tells.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.wire.events import HandoffEnded, Moved
 
@@ -114,13 +117,19 @@ D, DT, P, PT = Decode, DecodeTrigger, Prefill, PrefillTrigger
 
 DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.QUEUED, DT.ADMITTED): D.OFFERED,
+    # No Offer has left: nobody knows of the pages, and nothing is drained.
     (D.QUEUED, DT.GIVEN_UP): D.CLOSED,
     (D.OFFERED, DT.ACCEPTED): D.RECEIVING,
+    # Accept may be lost, or be overtaken: what RECEIVING hears, OFFERED may hear first.
     (D.OFFERED, DT.DELIVERED): D.VERIFYING,
     (D.OFFERED, DT.SETTLED): D.CLOSED,
+    # Not CLOSED, though no Accept was heard: the Offer may have arrived and its pages be written.
     (D.OFFERED, DT.GIVEN_UP): D.DRAINING,
+    # A proof, so nothing is left to drain; bytes in flight are the quarantine's question.
     (D.OFFERED, DT.WRITER_GONE): D.CLOSED,
+    # The new transport generation ends it over there, and its Settled says why.
     (D.OFFERED, DT.FENCED): D.OFFERED,
+    # Accept answers each repeated Offer.
     (D.RECEIVING, DT.ACCEPTED): D.RECEIVING,
     (D.RECEIVING, DT.DELIVERED): D.VERIFYING,
     (D.RECEIVING, DT.SETTLED): D.CLOSED,
@@ -130,18 +139,22 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     (D.VERIFYING, DT.VERIFIED): D.READY,
     (D.VERIFYING, DT.CORRUPTED): D.CLOSED,
     (D.VERIFYING, DT.DROPPED): D.CLOSED,
+    # The bytes are here and nobody writes them any more: what remains is to look at them.
     (D.VERIFYING, DT.GIVEN_UP): D.VERIFYING,
+    # Late messages of a writer that has settled: it has said its last word, and keeps to it.
     (D.VERIFYING, DT.ACCEPTED): D.VERIFYING,
     (D.VERIFYING, DT.DELIVERED): D.VERIFYING,
     (D.VERIFYING, DT.WRITER_GONE): D.VERIFYING,
     (D.VERIFYING, DT.FENCED): D.VERIFYING,
     (D.DRAINING, DT.ACCEPTED): D.DRAINING,
     (D.DRAINING, DT.GIVEN_UP): D.DRAINING,
+    # Only these four end a drain. There is no row for a deadline, and must be none.
     (D.DRAINING, DT.DELIVERED): D.CLOSED,
     (D.DRAINING, DT.SETTLED): D.CLOSED,
     (D.DRAINING, DT.WRITER_GONE): D.CLOSED,
     (D.DRAINING, DT.FENCED): D.CLOSED,
     (D.READY, DT.RELEASED): D.CLOSED,
+    # The pages are the lease's, and no writer has them: nothing that it does matters any more.
     (D.READY, DT.ACCEPTED): D.READY,
     (D.READY, DT.DELIVERED): D.READY,
     (D.READY, DT.WRITER_GONE): D.READY,
@@ -152,16 +165,20 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
 PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
     (P.AWAIT_ENGINE, PT.ENGINE_OPENED): P.STREAMING,
     (P.AWAIT_ENGINE, PT.OFFERED): P.AWAIT_ENGINE,
+    # Without an engine nothing was posted, so there is nothing to drain.
     (P.AWAIT_ENGINE, PT.ABORTED): P.SETTLED,
     (P.AWAIT_ENGINE, PT.GIVEN_UP): P.SETTLED,
     (P.AWAIT_ENGINE, PT.REFUSED): P.SETTLED,
     (P.AWAIT_OFFER, PT.OFFERED): P.STREAMING,
+    # The engine does not wait for the Offer: what it writes is posted when that comes.
     (P.AWAIT_OFFER, PT.ADVANCED): P.AWAIT_OFFER,
     (P.AWAIT_OFFER, PT.FINISHED): P.AWAIT_OFFER,
+    # No handoff id yet, so nothing to settle and nobody who would ask again.
     (P.AWAIT_OFFER, PT.GIVEN_UP): P.FORGOTTEN,
     (P.STREAMING, PT.OFFERED): P.STREAMING,
     (P.STREAMING, PT.ADVANCED): P.STREAMING,
     (P.STREAMING, PT.FINISHED): P.FLUSHING,
+    # Not SETTLED: posts that are under way cannot be called back, and may still write.
     (P.STREAMING, PT.ABORTED): P.DRAINING,
     (P.STREAMING, PT.GIVEN_UP): P.DRAINING,
     (P.FLUSHING, PT.OFFERED): P.FLUSHING,
@@ -171,7 +188,9 @@ PREFILL: dict[tuple[Prefill, PrefillTrigger], Prefill] = {
     (P.DRAINING, PT.OFFERED): P.DRAINING,
     (P.DRAINING, PT.ABORTED): P.DRAINING,
     (P.DRAINING, PT.GIVEN_UP): P.DRAINING,
+    # The only way out, and no deadline takes it: Settled must be true when it is said.
     (P.DRAINING, PT.DRAINED): P.SETTLED,
+    # Late messages are answered with Settled again, which is still true.
     (P.SETTLED, PT.OFFERED): P.SETTLED,
     (P.SETTLED, PT.ABORTED): P.SETTLED,
     (P.SETTLED, PT.GIVEN_UP): P.SETTLED,
@@ -186,8 +205,17 @@ settles its own id, as a record apart (``AWAIT_ENGINE``, ``REFUSED``), and the r
 """
 
 
+class Edge(NamedTuple):
+    """One transition as it is told: of which side, from which state to which, and why."""
+
+    side: str
+    before: str
+    after: str
+    trigger: str
+
+
 class IllegalTransition(Exception):
-    """A trigger without a row: a bug in the daemon, reported with the handoff's story."""
+    """A trigger without a row: a bug in the daemon, reported with the handoff's history."""
 
 
 def decode_next(state: Decode, trigger: DecodeTrigger) -> Decode:
@@ -215,7 +243,8 @@ def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox
     before = part.state
     part.state = decode_next(before, trigger)
     if part.state is not before:
-        _tell(part, ("decode", before.value, part.state.value, trigger.value), why, out)
+        edge = Edge("decode", before.value, part.state.value, trigger.value)
+        _tell_moved(part, edge, why, out)
 
 
 def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
@@ -223,7 +252,8 @@ def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox)
     before = part.state
     part.state = prefill_next(before, trigger)
     if part.state is not before:
-        _tell(part, ("prefill", before.value, part.state.value, trigger.value), why, out)
+        edge = Edge("prefill", before.value, part.state.value, trigger.value)
+        _tell_moved(part, edge, why, out)
 
 
 def tell_ended(
@@ -248,20 +278,17 @@ def tell_ended(
     )
 
 
-def _tell(
-    part: ReceivePart | SendPart, edge: tuple[str, str, str, str], why: str, out: Outbox
-) -> None:
-    side, before, after, trigger = edge
-    reason = f"{trigger}: {why}" if why else trigger
-    part.story.tell(out.at_s, f"{before} -> {after} ({reason})")
+def _tell_moved(part: ReceivePart | SendPart, edge: Edge, why: str, out: Outbox) -> None:
+    reason = f"{edge.trigger}: {why}" if why else edge.trigger
+    part.history.add_line(out.at_s, f"{edge.before} -> {edge.after} ({reason})")
     out.emit(
         Moved,
-        side=side,
+        side=edge.side,
         part=part.id,
         room=part.room,
         peer=part.peer,
-        before=before,
-        after=after,
-        trigger=trigger,
+        before=edge.before,
+        after=edge.after,
+        trigger=edge.trigger,
         why=why,
     )

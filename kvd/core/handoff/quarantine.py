@@ -11,7 +11,7 @@ connection there was when we heard of the end has ended too, which on TCP follow
 what was read has come to rest. Only connections that a living peer claims (``pulse``), in an echo
 of a ping that left later, are not waited for: they are of no writer whose end was known then.
 
-What must not live here: transitions (``decode``), and whose turn it is then (``admission``).
+What must not live here: transitions (``receive``), and whose turn it is then (``admission``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 MAX_NAMED = 3
@@ -67,26 +68,27 @@ class Quarantines:
         self._out = out
         self._fenced_generation = self._claims = 0
 
-    def quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
+    def begin_quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
-    def narrow(self, lease: Lease, parts: list[ReceivePart]) -> None:
+    def narrow_writers(self, lease: Lease, parts: list[ReceivePart]) -> None:
         """Of the writers of a quarantined lease, those of these parts are left."""
         self._table.narrow_quarantine(
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
-    def free(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
+    def free_pages(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
+        # Released, and not unquarantined: there never was a quarantine, the arrival just ends.
         if doubt is Doubt.NONE:
             self._table.release(lease, ARRIVAL, cause)
         else:
-            self.quarantine(lease, [part], cause)
+            self.begin_quarantine(lease, [part], cause)
             self._await_quiet(lease, doubt)
 
-    def end(self, lease: Lease, proof: str, doubt: Doubt) -> None:
+    def end_quarantine(self, lease: Lease, proof: str, doubt: Doubt) -> None:
         """The last writer of a quarantined lease is over."""
         if doubt is Doubt.NONE:
             self._table.end_quarantine(lease, proof)
@@ -99,6 +101,8 @@ class Quarantines:
             if not got.streams:
                 self.awaited.pop(lease_id, None)
             elif lease_id in self.leases:
+                # A later look at the same lease keeps the first ping: a claim counts only if it was
+                # made after we began to wait, and looking again must not move that.
                 known = self.awaited.get(lease_id)
                 since_s = known.since_s if known else got.at_s
                 last_ping = known.last_ping if known else self._peers.pulse.last_ping
@@ -107,6 +111,7 @@ class Quarantines:
     def exempt(self) -> None:
         """Wait no more for what living peers have claimed since."""
         claims, self._claims = self._claims, self._peers.pulse.claims
+        # Every tick comes here: without a new claim nothing can have changed.
         if not self.awaited or claims == self._claims:
             return
         owners = claimed(self._peers.by_name.values())
@@ -120,6 +125,7 @@ class Quarantines:
 
     def quiet(self, lease_id: int) -> None:
         """Nothing that was in doubt for the lease's pages can land any more."""
+        # A fence may have freed it while the report about it was under way: then there is none.
         lease = self.leases.pop(lease_id, None)
         self.awaited.pop(lease_id, None)
         if lease is not None:
@@ -127,6 +133,7 @@ class Quarantines:
 
     def fenced(self) -> None:
         """Our receiving transfer process is reaped: nothing can land through it any more."""
+        # Quiet was asked of the process that is gone: nobody else would ever answer.
         for lease_id in list(self.leases):
             self.quiet(lease_id)
 
@@ -134,6 +141,7 @@ class Quarantines:
         """The configured policy: a quarantine that outlives ``fence_after_s`` costs a restart."""
         limit_s = self._settings.fence_after_s
         generation = self._peers.generation
+        # Once for a generation: a restart takes a while, and each tick would order another one.
         if not limit_s or generation <= self._fenced_generation:
             return
         late = [
@@ -182,6 +190,7 @@ class Quarantines:
     def _await_quiet(self, lease: Lease, doubt: Doubt) -> None:
         """The writers are gone, but what they have sent may still come."""
         self.leases[lease.id] = lease
+        # None serves: the last one is reaped, so nothing can land through it any more.
         if self._peers.generation:
             self._out.effects.append(effects.Quiesce(lease.id, doubt))
         else:

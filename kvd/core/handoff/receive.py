@@ -1,18 +1,22 @@
 """The decode side of handoffs: ask for a prompt's KV, and own the pages it lands on.
 
 One ``ReceiveAttempt`` has one ``ReceivePart`` for each source, which is one in most cases. States
-and triggers of parts are ``protocol.DECODE``; this file is what happens on the edges. The rules
-that keep memory safe live here:
+and triggers of a part are ``protocol.DECODE``; what happens on the edge from ``offered`` to
+``draining`` is the method whose name ends in ``offered..._to_draining``. The rules that keep memory
+safe:
 
 - pages are held before the Offer goes out, and a part that may have been accepted is never freed:
   giving up means Abort, an unlocked prefix and *quarantined* pages, until the writer's Settled, a
   fence, or the proof that the writer is gone; of several, the last one that may write;
 - the last message is repeated until Settled; Settled is answered with Closed for ever, from the
-  kept outcome or, once that is folded, from the floor;
+  kept outcome or, once that is folded, from the floor (``outcomes``);
 - the engine hears of a failure at once, not when the pages come back. One source that fails ends
   the attempt: what the others still send is given up, what they have sent is dropped;
 - nothing enters the tree before ``verify`` says of every part that it is what was sent. Whoever
   gives up while it looks is heard at once, and what was delivered is cached all the same.
+
+What must not live here: who sends which pages (``offer``, ``sources``), what gives a quarantined
+page back (``quarantine``).
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ARRIVAL, Claim, Lease
-from kvd.core.effects import Doubt
-from kvd.core.handoff.endings import ASKING, WRITABLE, Endings
-from kvd.core.handoff.offering import Offering
+from kvd.core.effects import Doubt, worse
+from kvd.core.handoff.offer import OfferWriter
+from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
 from kvd.core.handoff.payload import Payload
-from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode
-from kvd.core.handoff.receive_askers import PreloadAsker, ReceiveAsker
+from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode, tell_ended
+from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import (
     begun_elsewhere,
     bounded,
@@ -39,31 +43,81 @@ from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, Waiter
 from kvd.core.leases.tiers import DEVICE
 from kvd.errors import Code, Refusal
-from kvd.types import NO_TOKENS, Tokens, count
+from kvd.types import NO_TOKENS, Pages, Tokens, count
 from kvd.wire import client
-from kvd.wire.peer import Accept, Offer, Outcome, Progress, Settled, Withdrawn
+from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress, Settled, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Verified
-    from kvd.core.leases.fetch import Fetcher
+    from kvd.core.leases.fetch import Fetch, Fetcher
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 D, T = Decode, DecodeTrigger
 
+ASKING = {D.OFFERED, D.RECEIVING}
+"""The writer may write, and we still want it."""
+
+WRITABLE = {*ASKING, D.DRAINING}
+"""The writer may write: what we said last is repeated, so that a lost Settled is no deadline."""
+
 WANTED = {*ASKING, D.VERIFYING}
 """The engine waits, unless it has given up on what is being verified."""
 
-OPEN = {D.OFFERED, D.RECEIVING, D.VERIFYING, D.DRAINING}
+OPEN = {*WANTED, D.DRAINING}
 """States in which the writer's word is still to come."""
 
 
-class Decoder:
-    """The live parts of this node's decode side. The node sets ``fetcher``, which needs it too."""
+class ReceiveAsker:
+    """A receive in the queue: it waits for memory, and for its sources."""
 
-    fetcher: Fetcher
+    __slots__ = ("_attempt", "_call", "_decoder")
+
+    def __init__(self, decoder: Decoder, attempt: ReceiveAttempt, call: int) -> None:
+        self._decoder = decoder
+        self._attempt = attempt
+        self._call = call
+
+    def admitted(self, lease: Lease) -> None:
+        """There is room, and every source is ready."""
+        self._decoder.queued_to_offered(self._attempt, lease, self._call)
+
+    def refused(self, refusal: Refusal) -> None:
+        """There will be none."""
+        self._decoder.queued_to_closed(self._attempt, refusal, self._call)
+
+    def blocked(self) -> str | None:
+        """A source of it, unless the Offers can go out."""
+        return self._decoder.offers.blocked(self._attempt)
+
+    def awaits(self) -> tuple[str, ...]:
+        """The names of the same."""
+        return self._decoder.offers.awaits(self._attempt)
+
+
+class PreloadAsker:
+    """A verified receive whose prompt is copied to its buffer before its engine hears of it."""
+
+    __slots__ = ("_attempt", "_decoder")
+
+    def __init__(self, decoder: Decoder, attempt: ReceiveAttempt) -> None:
+        self._decoder = decoder
+        self._attempt = attempt
+
+    def fetched(self, fetch: Fetch, pages: Pages) -> None:
+        """The prompt is in the buffer."""
+        self._decoder.preloaded(self._attempt, None)
+
+    def refused(self, refusal: Refusal) -> None:
+        """The engine asked for more than can be had."""
+        self._decoder.preloaded(self._attempt, refusal)
+
+
+class Decoder:
+    """The parts of this node's decode side that are not over."""
 
     def __init__(
         self,
@@ -71,38 +125,33 @@ class Decoder:
         leases: LeaseTable,
         admission: Admission,
         peers: Peers,
+        fetcher: Fetcher,
         out: Outbox,
     ) -> None:
-        cargo = Payload(settings.spec, leases)
-        self.verifying = Verifying(settings, cargo, peers, out)
-        self.offering = Offering(settings, cargo, peers, out)
-        self.endings = Endings(settings, leases, peers, self.verifying, out)
-        # The same registers: a part leaves them as it ends.
-        self.parts = self.endings.parts
-        self.receptions = self.endings.receptions
-        self.by_handoff = self.endings.by_handoff
-        self.outcomes = self.endings.outcomes
-        self.settling = self.endings.settling
+        payload = Payload(settings.spec, leases)
+        self.parts: dict[int, ReceivePart] = {}
+        """By number: queued, under way, draining."""
+        self.attempts: dict[int, ReceiveAttempt] = {}
+        """By receive id: those that have such a part."""
+        self.by_handoff: dict[int, ReceivePart] = {}
+        """Of ``parts`` those that have been offered: a message names its handoff."""
         self.ready: dict[int, ReceiveAttempt] = {}
         """By lease id: delivered, until the engine releases the lease."""
+        self.offers = OfferWriter(settings, payload, peers, out)
+        self.verifying = Verifying(settings, payload, peers, out)
+        self.quarantines = Quarantines(settings, leases, peers, out)
+        self.outcomes = Outcomes(settings, out)
+        self.delivered = self.failed = 0
+        """Parts that were committed, and that ended otherwise after they were offered."""
         self.received_bytes = self.saved_bytes = 0
         self._settings = settings
         self._leases = leases
         self._admission = admission
-        self.peers = peers
+        self._peers = peers
+        self._fetcher = fetcher
         self._out = out
         self._last_part = 0
         self._last_handoff = 0
-
-    @property
-    def delivered(self) -> int:
-        """Parts that were committed."""
-        return self.endings.delivered
-
-    @property
-    def failed(self) -> int:
-        """Parts that ended otherwise after they were offered."""
-        return self.endings.failed
 
     def known(self) -> list[ReceivePart]:
         """Every part that is not over: those under way, then those that were delivered."""
@@ -113,13 +162,12 @@ class Decoder:
 
     def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
-        reception = self._new_reception(session, message, count(tokens))
-        reception.is_preloaded = message.tier == DEVICE
-        fresh = self._leases.beside.fresh_tokens(reception.prompt_tokens, cached=message.cache)
+        attempt = self._new_attempt(session, message, count(tokens))
+        fresh = self._leases.beside.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
             call=message.call,
-            reason=f"receive from {reception.sources}",
+            reason=f"receive from {attempt.sources}",
             room=message.room,
             namespace=message.namespace,
             tokens=tokens,
@@ -130,24 +178,34 @@ class Decoder:
             fresh_tokens=fresh,
             step_tokens=message.step_tokens,
         )
-        asker = ReceiveAsker(self, reception, message.call)
-        reception.waiter = Waiter(claim, reception.deadline_s, asker)
-        self._admission.submit(reception.waiter)
+        asker = ReceiveAsker(self, attempt, message.call)
+        attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
+        self._admission.submit(attempt.waiter)
 
-    def cancel(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
+    def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
-        waiter = reception.waiter
+        waiter = attempt.waiter
+        # Still queued: nothing is held and nothing was offered, so nothing need be drained.
         if waiter is not None:
             self._admission.withdraw(waiter)
             waiter.asker.refused(refusal)
         else:
-            self._give_up(reception, refusal)
+            self._give_up(attempt, refusal)
 
     def lease_ended(self, lease_id: int) -> None:
         """The lease that came out of delivered parts was released."""
-        reception = self.ready.pop(lease_id, None)
-        if reception is not None:
-            self._released(reception, "")
+        attempt = self.ready.pop(lease_id, None)
+        if attempt is not None:
+            self._ready_to_closed(attempt, "")
+
+    def withdraw_room(self, room: int, source: str, why: Refusal) -> None:
+        """Nothing is offered: an engine that waits for it over there need not wait longer."""
+        peer = self._peers.by_name.get(source)
+        if peer and peer.incarnation and not is_wanted(room, source, self.parts.values()):
+            mine, code = self._settings.incarnation, why.code.value
+            self._out.send(
+                peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=code)
+            )
 
     # ---- the peer ----------------------------------------------------------------------------
 
@@ -156,12 +214,13 @@ class Decoder:
         part = self._part(peer, message.handoff)
         if part is None:
             return
+        # Accept comes again with each repeated Offer, and may be late: then it changes nothing.
         if part.state is D.OFFERED:
-            self._move(part, T.ACCEPTED, "")
+            self._offered_to_receiving(part)
         begins = message.decode_prefix_len
         if part.state in ASKING and begins is not None and begins != part.prefix_tokens:
             why = begun_elsewhere(part, begins, self._settings)
-            self._give_up(part.reception, of_source(part, why))
+            self._give_up(part.attempt, of_source(part, why))
 
     def progressed(self, peer: Peer, message: Progress) -> None:
         """Bytes that have landed so far; lossy, for the eyes only."""
@@ -173,32 +232,35 @@ class Decoder:
         """The writer's last word."""
         part = self._part(peer, message.handoff)
         if part is None:
-            self.outcomes.answer(peer, message.handoff)
+            self.outcomes.answer_settled(peer, message.handoff)
             return
         if part.state is D.VERIFYING:
             return  # the first last word stays; Closed follows when the pages are verified
+        # An aux that is too long makes a failure of a delivery, before anything rests on it.
         message = bounded(message, self._settings)
         is_delivered = message.outcome is Outcome.DELIVERED
-        trigger = T.DELIVERED if is_delivered else T.SETTLED
-        was_wanted = part.state in ASKING
+        # Before the part closes: its end is told with these bytes.
         self._moved(part, message.moved_bytes)
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
-        self._move(part, trigger, "" if is_delivered else why.message)
+        # This message does not travel behind the bytes of a destroyed agent: those may come later.
         doubt = Doubt.SENT if message.in_doubt else Doubt.NONE
-        if not was_wanted:
-            self.endings.drained(part, "settled", doubt)
+        if part.state is D.DRAINING:
+            # Delivered after we gave up is a Settled like any other: nobody wants the bytes.
+            trigger = T.DELIVERED if is_delivered else T.SETTLED
+            said = "" if is_delivered else why.message
+            self._draining_to_closed(part, trigger, said, proof="settled", doubt=doubt)
         elif is_delivered:
-            if part.share.is_authoritative:
-                part.reception.aux = message.aux
-            self._judge(part, self.verifying.begin(part, message.checksums))
+            self._offered_or_receiving_to_verifying(part, message)
         else:
-            self.endings.end(part, message.outcome, why, cause="settled", doubt=doubt)
+            self._offered_or_receiving_to_closed(part, T.SETTLED, why.message)
+            self._end(part, message.outcome, why, cause="settled", doubt=doubt)
 
     def verified(self, got: Verified) -> None:
         """Our transfer process has compared what arrived with what was sent."""
         part = self.verifying.parts.get(got.ticket)
+        # The part may be over: another source failed, and this answer was under way.
         if part is not None and part.state is D.VERIFYING:
-            self._judge(part, self.verifying.judge(got))
+            self._judge(part, self.verifying.judge_answer(got))
 
     def serving(self) -> None:
         """A transfer process serves: it is asked what its predecessor did not answer."""
@@ -207,31 +269,40 @@ class Decoder:
     def writer_gone(self, incarnation: str) -> None:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
         refusal = writer_restarted(incarnation, self._settings)
+        why = "new incarnation"
         for part in [one for one in self.parts.values() if one.incarnation == incarnation]:
-            was_wanted = part.state in ASKING
-            self._move(part, T.WRITER_GONE, "new incarnation")
-            if was_wanted:
-                cause, doubt = "writer-gone", Doubt.SENT
-                self.endings.end(part, Outcome.FAILED, refusal, cause=cause, doubt=doubt)
-            elif part.state is D.CLOSED:
-                self.endings.drained(part, "new-incarnation", Doubt.SENT)
-        self.outcomes.forget(incarnation)
+            # It writes no more, but what it had sent may still be on its way: Doubt.SENT.
+            if part.state in ASKING:
+                self._offered_or_receiving_to_closed(part, T.WRITER_GONE, why)
+                self._end(part, Outcome.FAILED, refusal, cause="writer-gone", doubt=Doubt.SENT)
+            elif part.state is D.DRAINING:
+                self._draining_to_closed(
+                    part, T.WRITER_GONE, why, proof="new-incarnation", doubt=Doubt.SENT
+                )
+            else:  # all of it has landed, and only our own transfer process is asked about it
+                self._move(part, T.WRITER_GONE, why)
+        # Last: closing the parts above keeps outcomes that nobody will ask for.
+        self.outcomes.forget_writer(incarnation)
 
     def fenced(self) -> None:
         """Our receiving transfer process was reaped: nothing can write through it any more."""
+        why = "new transport generation"
         for part in list(self.parts.values()):
-            if part.waiter is None:
-                self._move(part, T.FENCED, "new transport generation")
-                if part.state is D.CLOSED:
-                    self.endings.drained(part, "fenced", Doubt.NONE)
-        self.settling.fenced()
+            if part.state is D.DRAINING:
+                self._draining_to_closed(part, T.FENCED, why, proof="fenced", doubt=Doubt.NONE)
+            elif part.state is not D.QUEUED:
+                # What is wanted stays open: the prefill side hears of the new generation, says
+                # Settled, and its reason reaches the engine.
+                self._move(part, T.FENCED, why)
+        # Then the leases whose writers were over before: they only waited for quiet.
+        self.quarantines.fenced()
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
         refusal = writer_silent(peer, self._out.at_s, self._settings)
         for part in list(self.parts.values()):
             if part.incarnation == peer.incarnation and part.state in ASKING:
-                self._give_up(part.reception, of_source(part, refusal))
+                self._give_up(part.attempt, of_source(part, refusal))
 
     def offer_floor(self, incarnation: str) -> int:
         """The lowest handoff id still open towards this incarnation; the next id if none is."""
@@ -251,158 +322,297 @@ class Decoder:
         now_s = self._out.at_s
         for part in list(self.parts.values()):
             if part.state in WANTED and part.deadline_s <= now_s and part.ended is None:
-                why = took_too_long(part.reception, now_s, self._settings)
-                self._give_up(part.reception, why)
+                why = took_too_long(part.attempt, now_s, self._settings)
+                self._give_up(part.attempt, why)
             if part.state in WRITABLE and part.resend_s <= now_s:
-                self.endings.resend(part)
+                self._resend(part)
 
-    # ---- edges -------------------------------------------------------------------------------
+    # ---- edges: from the queue ---------------------------------------------------------------
 
-    def admitted(self, reception: ReceiveAttempt, lease: Lease, call: int) -> None:
-        """QUEUED -> OFFERED: prefix locked, delta pages held; send the Offers.
+    def queued_to_offered(self, attempt: ReceiveAttempt, lease: Lease, call: int) -> None:
+        """ADMITTED: prefix locked, delta pages held; send the Offers.
 
-        -> CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
+        To CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
         """
-        reception.waiter = None
-        reception.lease = lease
-        reception.prefix_tokens = lease.prefix_tokens
-        for part in reception.parts:
-            part.incarnation = self.peers.by_name[part.peer].incarnation
+        attempt.waiter = None
+        attempt.lease = lease
+        attempt.prefix_tokens = lease.prefix_tokens
+        for part in attempt.parts:
+            part.incarnation = self._peers.by_name[part.peer].incarnation
             self._last_handoff += 1
             part.handoff = self._last_handoff
-        self.offering.prepare(reception, lease)
-        refusal = self.offering.too_long(reception)
+        self.offers.write_offers(attempt, lease)
+        refusal = self.offers.unsendable(attempt)
         if refusal is not None:
-            reception.lease = None
+            # No Offer has left, so nobody can write: the pages are free at once.
+            attempt.lease = None
             self._leases.release(lease, ARRIVAL, refusal.code.value)
-            self.not_admitted(reception, refusal, call)
+            self.queued_to_closed(attempt, refusal, call)
             return
-        for part in reception.parts:
+        for part in attempt.parts:
             self.by_handoff[part.handoff] = part
-        for part in reception.parts:
+        for part in attempt.parts:
             self._move(part, T.ADMITTED, _wanted(part))
-        answer = client.Receiving(call, reception.id, reception.prefix_tokens)
-        self._out.answer(reception.session, answer)
-        for part in reception.parts:
+        answer = client.Receiving(call, attempt.id, attempt.prefix_tokens)
+        self._out.answer(attempt.session, answer)
+        for part in attempt.parts:
             part.resend_gap_s = self._settings.resend_s
-            self.endings.resend(part)
+            self._resend(part)
 
-    def not_admitted(self, reception: ReceiveAttempt, why: Refusal, call: int) -> None:
-        """QUEUED -> CLOSED: nothing was held."""
-        reception.waiter = None
-        for part in reception.parts:
+    def queued_to_closed(self, attempt: ReceiveAttempt, why: Refusal, call: int) -> None:
+        """GIVEN_UP before anything was held or offered."""
+        attempt.waiter = None
+        for part in attempt.parts:
             self._move(part, T.GIVEN_UP, why.message)
-        self._out.answer(reception.session, client.Failed(call, why))
-        for part in reception.parts:
+        self._out.answer(attempt.session, client.Failed(call, why))
+        # All leave ``parts`` before any room is withdrawn: withdrawing asks whether another
+        # receive of ours still wants that room, and these do not.
+        for part in attempt.parts:
             del self.parts[part.id]
-        for part in reception.parts:
-            self.withdraw(part.room, part.peer, why)
-            self.endings.tell(part, Outcome.REFUSED, why)
-        del self.receptions[reception.id]
-        reception.parts = ()
+        for part in attempt.parts:
+            self.withdraw_room(part.room, part.peer, why)
+            self._tell_ended(part, Outcome.REFUSED, why)
+        del self.attempts[attempt.id]
+        attempt.parts = ()
 
-    def withdraw(self, room: int, source: str, why: Refusal) -> None:
-        """Nothing is offered: an engine that waits for it over there need not wait longer."""
-        peer = self.peers.by_name.get(source)
-        if peer and peer.incarnation and not is_wanted(room, source, self.parts.values()):
-            mine, code = self._settings.incarnation, why.code.value
-            self._out.send(
-                peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=code)
-            )
+    # ---- edges: the bytes arrive -------------------------------------------------------------
+
+    def _offered_to_receiving(self, part: ReceivePart) -> None:
+        """ACCEPTED. The Offer is repeated all the same: its Settled may be lost."""
+        self._move(part, T.ACCEPTED, "")
+
+    def _offered_or_receiving_to_verifying(self, part: ReceivePart, message: Settled) -> None:
+        """DELIVERED: every byte has landed, says the writer; Accept may have been lost."""
+        self._move(part, T.DELIVERED, "")
+        if part.share.is_authoritative:
+            part.attempt.aux = message.aux
+        self._judge(part, self.verifying.begin_part(part, message.checksums))
 
     def _judge(self, part: ReceivePart, found: SumFinding | Refusal) -> None:
         if isinstance(found, Refusal):
-            self._reject(part, found)
+            self._verifying_to_closed(part, T.CORRUPTED, found)
+            # Delivered is a proof of the writer's that all has arrived; the sums say it is none.
+            self._end(part, Outcome.CORRUPT, found, cause="corrupt", doubt=Doubt.ARRIVED)
             return
-        reception, lease = part.reception, part.lease
+        attempt, lease = part.attempt, part.lease
         part.is_verified = found is SumFinding.GOOD
-        if lease is None or not all(one.is_verified for one in reception.parts):
+        # The lease is one: it is committed when the last source is good, and not page by page.
+        if lease is None or not all(one.is_verified for one in attempt.parts):
             return
-        if reception.is_preloaded and reception.ended is None:
-            self.fetcher.preload(lease, reception.prompt_tokens, PreloadAsker(self, reception))
+        # Who has given up needs no copy in the device buffer; the pages are cached all the same.
+        if attempt.is_preloaded and attempt.ended is None:
+            self._fetcher.preload(lease, attempt.prompt_tokens, PreloadAsker(self, attempt))
         else:
-            self._commit(reception, lease)
+            self._verifying_to_ready(attempt, lease)
 
-    def preloaded(self, reception: ReceiveAttempt, refusal: Refusal | None) -> None:
+    def preloaded(self, attempt: ReceiveAttempt, refusal: Refusal | None) -> None:
         """The prompt is in the device buffer too, or cannot be; its bytes are good all the same."""
-        if refusal is not None and reception.ended is None:
-            self.endings.fail(reception, refusal)
-        if reception.lease is not None:
-            self._commit(reception, reception.lease)
+        if refusal is not None and attempt.ended is None:
+            self.fail_attempt(attempt, refusal)
+        if attempt.lease is not None:
+            self._verifying_to_ready(attempt, attempt.lease)
 
-    def _commit(self, reception: ReceiveAttempt, lease: Lease) -> None:
-        """VERIFYING -> READY: whole pages join the tree, the rest stays with the lease."""
-        for part in reception.parts:
+    def _verifying_to_ready(self, attempt: ReceiveAttempt, lease: Lease) -> None:
+        """VERIFIED, all parts together: whole pages join the tree, the rest stays with the lease.
+
+        Also where the engine has given up meanwhile: the bytes are good, so they are cached.
+        """
+        for part in attempt.parts:
             self._move(part, T.VERIFIED, "")
             self.received_bytes += part.moved_bytes
-        self.saved_bytes += self._leases.bytes_of(reception.prefix_tokens)
-        left = reception.ended
+        self.saved_bytes += self._leases.bytes_of(attempt.prefix_tokens)
+        left = attempt.ended
         if left is None:
-            self._leases.hand_over(lease, f"received from {reception.sources}")
+            self._leases.hand_over(lease, f"received from {attempt.sources}")
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
-            self.ready[lease.id] = reception
+            self.ready[lease.id] = attempt
             rows = self._leases.beside.rows(lease)
             received = client.Received(
-                receive=reception.id,
+                receive=attempt.id,
                 lease=lease.id,
                 pages=lease.row,
-                aux=reception.aux,
+                aux=attempt.aux,
                 beside=rows,
             )
-            self._out.answer(reception.session, received)
-        reception.aux = b""
-        for part in reception.parts:
-            self.endings.close(part, Outcome.COMMITTED, None)
+            self._out.answer(attempt.session, received)
+        # The engine has it; a READY attempt lives as long as its lease, and must not keep it.
+        attempt.aux = b""
+        for part in attempt.parts:
+            self._close(part, Outcome.COMMITTED, None)
         if left is not None:
             self._leases.release(lease, ARRIVAL, left.code.value)
-            self._released(reception, left.message)
+            self._ready_to_closed(attempt, left.message)
 
-    def _released(self, reception: ReceiveAttempt, why: str) -> None:
-        """READY -> CLOSED."""
-        for part in reception.parts:
+    def _verifying_to_closed(
+        self, part: ReceivePart, trigger: DecodeTrigger, refusal: Refusal
+    ) -> None:
+        """CORRUPTED, or DROPPED because another source failed: nothing of it is cached."""
+        self._move(part, trigger, refusal.message)
+        self.verifying.forget_part(part)
+
+    def _ready_to_closed(self, attempt: ReceiveAttempt, why: str) -> None:
+        """RELEASED."""
+        for part in attempt.parts:
             self._move(part, T.RELEASED, why)
-        reception.parts = ()
+        attempt.parts = ()
 
-    def _reject(self, part: ReceivePart, why: Refusal) -> None:
-        """VERIFYING -> CLOSED: nothing was cached, and nobody gets the pages before Quiet."""
-        self._move(part, T.CORRUPTED, why.message)
-        # Delivered is a proof of the writer's that all has arrived; the sums say it is none.
-        self.endings.end(part, Outcome.CORRUPT, why, cause="corrupt", doubt=Doubt.ARRIVED)
+    # ---- edges: it ends without its bytes ----------------------------------------------------
 
-    def _give_up(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
-        """-> DRAINING: tell the engine and the writers, keep the pages from everybody."""
-        if reception.ended is not None or reception.lease is None:
+    def _give_up(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
+        """Tell the engine and the writers, keep the pages from everybody."""
+        # An engine hears of one end. Deadline, cancel and a lost peer may come in one tick.
+        if attempt.ended is not None or attempt.lease is None:
             return
-        if not reception.in_state(*WANTED):
+        if not attempt.in_state(*WANTED):
             return
-        self.endings.fail(reception, refusal)
-        if reception.in_state(*ASKING):
-            self.endings.drop(reception, refusal)
+        self.fail_attempt(attempt, refusal)
+        if attempt.in_state(*ASKING):
+            self._drop_parts(attempt, refusal)
             return
-        for part in reception.in_state(D.VERIFYING):
+        # Every byte has landed and no writer is left to drain: the engine has heard, and what was
+        # verified when the answer comes is cached for the next one.
+        for part in attempt.in_state(D.VERIFYING):
             self._move(part, T.GIVEN_UP, refusal.message)
-            part.story.tell(self._out.at_s, f"given up while verifying ({refusal.message})")
+            part.history.add_line(self._out.at_s, f"given up while verifying ({refusal.message})")
+
+    def _end(
+        self, part: ReceivePart, outcome: Outcome, why: Refusal, *, cause: str, doubt: Doubt
+    ) -> None:
+        """A part is CLOSED without its bytes: nothing comes of the others either."""
+        attempt = part.attempt
+        ended = attempt.ended
+        if ended is None:
+            ended = of_source(part, why)
+            self.fail_attempt(attempt, ended)
+        # First the others: who of them may still write decides whether the pages are free now.
+        self._drop_parts(attempt, ended)
+        self._writer_over(part, cause, doubt)
+        self._close(part, outcome, why)
+
+    def _drop_parts(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
+        """What its sources still send is given up, what they have sent is of no use."""
+        asking, delivered = attempt.in_state(*ASKING), attempt.in_state(D.VERIFYING)
+        for part in asking:
+            self._offered_or_receiving_to_draining(part, refusal)
+        for part in delivered:
+            self._verifying_to_closed(part, T.DROPPED, refusal)
+        # Quarantined before the Aborts leave and before a part is closed: from here on nothing
+        # that happens to the lease can free a page that one of these writers still fills.
+        if asking and attempt.lease is not None:
+            self.quarantines.begin_quarantine(attempt.lease, asking, refusal.message)
+        for part in asking:
+            self._resend(part)
+        for part in delivered:
+            self._close(part, Outcome.ABORTED, refusal)
+
+    def _offered_or_receiving_to_draining(self, part: ReceivePart, refusal: Refusal) -> None:
+        """GIVEN_UP: what is said to the writer from now on, until it settles, is Abort."""
+        self._move(part, T.GIVEN_UP, refusal.message)
+        part.unanswered = Abort(
+            source=self._settings.incarnation,
+            target=part.incarnation,
+            handoff=part.handoff,
+            room=part.room,
+            reason=refusal.code.value,
+        )
+        part.resend_gap_s = self._settings.resend_s
+
+    def _offered_or_receiving_to_closed(
+        self, part: ReceivePart, trigger: DecodeTrigger, why: str
+    ) -> None:
+        """SETTLED without the bytes, or WRITER_GONE; ``_end`` says what that means."""
+        self._move(part, trigger, why)
+
+    def _draining_to_closed(
+        self, part: ReceivePart, trigger: DecodeTrigger, why: str, *, proof: str, doubt: Doubt
+    ) -> None:
+        """DELIVERED, SETTLED, WRITER_GONE or FENCED: the writer is done."""
+        self._move(part, trigger, why)
+        self._writer_over(part, proof, doubt)
+        self._close(part, Outcome.ABORTED, part.ended)
+
+    def _writer_over(self, part: ReceivePart, proof: str, doubt: Doubt) -> None:
+        """A writer writes no more; the pages go back with the last one, unless bytes are in doubt.
+
+        Only where the attempt has failed: what is delivered is committed.
+        """
+        attempt, lease = part.attempt, part.lease
+        # The worst of all writers counts: quiet is asked for once, for the whole lease.
+        attempt.doubt = worse(attempt.doubt, doubt)
+        if lease is None:
+            return
+        writers = attempt.in_state(*WRITABLE)
+        if writers:
+            self.quarantines.narrow_writers(lease, writers)
+        elif lease.quarantine is not None:
+            self.quarantines.end_quarantine(lease, proof, attempt.doubt)
+        else:
+            self.quarantines.free_pages(part, lease, proof, attempt.doubt)
+
+    def _close(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
+        """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
+        # From here on a repeated Settled finds no part, and ``outcomes`` answers it.
+        del self.parts[part.id]
+        del self.by_handoff[part.handoff]
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        self.outcomes.keep_outcome(peer, part, outcome, reason)
+        is_committed = outcome is Outcome.COMMITTED
+        if is_committed:
+            self.delivered += 1
+        else:
+            self.failed += 1
+        self._tell_ended(part, outcome, reason)
+        attempt = part.attempt
+        if not any(one.id in self.parts for one in attempt.parts):
+            del self.attempts[attempt.id]
+            # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
+            if not is_committed:
+                attempt.parts = ()
+
+    def fail_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
+        """The engine hears why nothing comes of it."""
+        attempt.ended = refusal
+        self._out.answer(attempt.session, client.ReceiveFailed(attempt.id, refusal))
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _new_reception(
-        self, session: int, message: client.Receive, n_tokens: int
-    ) -> ReceiveAttempt:
+    def _tell_ended(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
+        """Bytes that need not be sent are told with one part, that of the first component's end."""
+        is_told = outcome is Outcome.COMMITTED and part.share.is_authoritative
+        saved_bytes = self._leases.bytes_of(part.prefix_tokens) if is_told else 0
+        tell_ended(part, outcome, reason, saved_bytes, self._out)
+
+    def _resend(self, part: ReceivePart) -> None:
+        """Say to the prefill side again what it has not answered, and when the next time is."""
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None and part.unanswered is not None:
+            self._out.send(peer.link, part.unanswered)
+        part.resend_s = self._out.at_s + part.resend_gap_s
+        # Doubled up to a limit: a peer that is gone for minutes is not flooded when it is back.
+        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+
+    def _new_attempt(self, session: int, message: client.Receive, n_tokens: int) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
-        reception = ReceiveAttempt(number, message.room, session, at_s)
-        reception.prompt_tokens = n_tokens
-        reception.deadline_s += min(self._settings.max_deadline_s, message.deadline_s)
+        attempt = ReceiveAttempt(
+            id=number,
+            room=message.room,
+            session=session,
+            since_s=at_s,
+            deadline_s=at_s + min(self._settings.max_deadline_s, message.deadline_s),
+            prompt_tokens=n_tokens,
+            is_preloaded=message.tier == DEVICE,
+        )
         parts = []
         for source in message.source:
             self._last_part += 1
-            part = ReceivePart(self._last_part, self.peers.find(source) or source, reception)
-            part.story.tell(at_s, f"asked for by session {session}")
+            part = ReceivePart(self._last_part, self._peers.find(source) or source, attempt)
+            part.history.add_line(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
             parts.append(part)
-        reception.parts = tuple(parts)
-        self.receptions[number] = reception
-        return reception
+        attempt.parts = tuple(parts)
+        self.attempts[number] = attempt
+        return attempt
 
     def _moved(self, part: ReceivePart, moved_bytes: int) -> None:
         """What the writer says has landed, as far as it can be."""

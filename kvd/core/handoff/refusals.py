@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.peers.peer_drain import LEAVING, lost_because
+from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire.peer import Outcome, Settled
@@ -96,10 +96,10 @@ def begun_elsewhere(part: ReceivePart, begins: int, mine: Settings) -> Refusal:
     )
 
 
-def took_too_long(reception: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
+def took_too_long(attempt: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
     """The receive passed its deadline: what it waited for, of several sources the first late."""
-    late = [part for part in reception.parts if part.state is not Decode.VERIFYING]
-    part = late[0] if late else reception.parts[0]
+    late = [part for part in attempt.parts if part.state is not Decode.VERIFYING]
+    part = late[0] if late else attempt.parts[0]
     return of_source(part, _too_long(part, now_s, mine))
 
 

@@ -10,14 +10,14 @@ An engine that names nobody can be served by any peer that knows the prompt, and
 it need not wait; but by one of several that is only noted, because another may be the one. When all
 that could offer have withdrawn, it is over.
 
-What must not live here: transitions (``prefill``).
+Rooms that a prefill engine opened and gave up before an Offer came are remembered
+(``ExpiredRooms``), and the Offer hears why at once. Otherwise the decode side would wait for an
+engine until its deadline, for a failure that this side has known all along. An engine that opens
+the room again is a new attempt: the old one is over. So is a receive that was asked for after the
+end of the old one: it waits for its engine as any does that comes first. Where an engine failed, a
+receive may be late by ``LATE_S`` and belong to it.
 
-Rooms that a prefill engine opened and gave up before an Offer came: the Offer hears why at once.
-
-Otherwise the decode side would wait for an engine until its deadline, for a failure that this side
-has known all along. An engine that opens the room again is a new attempt: the old one is over. So
-is a receive that was asked for after the end of the old one: it waits for its engine as any does
-that comes first. Where an engine failed, a receive may be late by ``LATE_S`` and belong to it.
+What must not live here: transitions (``send``).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import msgspec
 
 from kvd.core.handoff.offer import disagreement
 from kvd.core.handoff.protocol import Prefill
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 
-MAX_LAPSED = 4096
+MAX_EXPIRED_ROOMS = 4096
 """Rooms remembered; the oldest is forgotten first."""
 
 LATE_S = 1.0
@@ -48,7 +48,9 @@ A deadline has passed when both have had time to ask: then there is no such doub
 """
 
 
-class _Lapse(msgspec.Struct, frozen=True):
+class ExpiredRoom(msgspec.Struct, frozen=True):
+    """How one of them ended, and whom that concerns."""
+
     until_s: float
     asked_until_s: float
     """Receives asked for until then belong to it."""
@@ -59,7 +61,7 @@ class ExpiredRooms:
     """Why each such room ended, for as long as a decode side may wait for it."""
 
     def __init__(self, settings: Settings) -> None:
-        self.by_room: dict[int, _Lapse] = {}
+        self.by_room: dict[int, ExpiredRoom] = {}
         """Oldest first: all of them are kept equally long."""
         self._settings = settings
 
@@ -71,10 +73,13 @@ class ExpiredRooms:
             side=self._settings.name,
             numbers=why.numbers,
         )
+        # Out and in again: the dict stays in the order in which its rooms are forgotten.
         self.by_room.pop(room, None)
         late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
-        self.by_room[room] = _Lapse(at_s + self._settings.max_deadline_s, at_s + late_s, refusal)
-        if len(self.by_room) > MAX_LAPSED:
+        self.by_room[room] = ExpiredRoom(
+            at_s + self._settings.max_deadline_s, at_s + late_s, refusal
+        )
+        if len(self.by_room) > MAX_EXPIRED_ROOMS:
             del self.by_room[next(iter(self.by_room))]
 
     def forget(self, room: int) -> None:
@@ -83,14 +88,14 @@ class ExpiredRooms:
 
     def refusal(self, room: int, asked_s: float) -> Refusal | None:
         """What an Offer for ``room`` is told; None where an engine may still come."""
-        lapse = self.by_room.get(room)
-        return lapse.refusal if lapse is not None and asked_s <= lapse.asked_until_s else None
+        expired = self.by_room.get(room)
+        return expired.refusal if expired is not None and asked_s <= expired.asked_until_s else None
 
     def expire(self, at_s: float) -> None:
         """Forget what no Offer asks about any more."""
         while self.by_room:
-            room, lapse = next(iter(self.by_room.items()))
-            if lapse.until_s > at_s:
+            room, expired = next(iter(self.by_room.items()))
+            if expired.until_s > at_s:
                 break
             del self.by_room[room]
 
@@ -99,32 +104,32 @@ MAX_WAITING = 64
 """Offers that wait for the engine of one room, each of another peer."""
 
 
-class Turned(NamedTuple):
+class TurnedAway(NamedTuple):
     """An Offer that is not served, and why."""
 
     part: SendPart
     refusal: Refusal
 
 
-class Meeting(NamedTuple):
+class RoomMatch(NamedTuple):
     """What an engine finds that opens a room: the Offer that is served, and those that are not.
 
     ``refusal``: why the engine itself is refused.
     """
 
     part: SendPart | None
-    turned: tuple[Turned, ...]
+    turned: tuple[TurnedAway, ...]
     refusal: Refusal | None = None
 
 
-NOBODY = Meeting(None, ())
+NO_OFFERS = RoomMatch(None, ())
 
 
 class Rooms:
     """The parts of the prefill side that are in a LIVE state."""
 
-    def __init__(self, cargo: Payload, side: str) -> None:
-        self._cargo = cargo
+    def __init__(self, payload: Payload, side: str) -> None:
+        self._payload = payload
         self._side = side
         self.by_room: dict[int, SendPart] = {}
         """The part that has the room; of Offers that wait for an engine, the first."""
@@ -138,23 +143,23 @@ class Rooms:
             found += parts
         return found
 
-    def of(self, room: int) -> list[SendPart]:
+    def parts_of(self, room: int) -> list[SendPart]:
         """Those of one room, the one that has it first."""
         part = self.by_room.get(room)
         return [] if part is None else [part, *self.behind.get(room, ())]
 
     def has(self, part: SendPart) -> bool:
         """Whether the part is one of them."""
-        return any(one is part for one in self.of(part.room))
+        return any(one is part for one in self.parts_of(part.room))
 
-    def enter(self, part: SendPart) -> None:
+    def add_part(self, part: SendPart) -> None:
         """It has the room, or waits behind the Offer that came first."""
         if part.room in self.by_room:
             self.behind.setdefault(part.room, []).append(part)
         else:
             self.by_room[part.room] = part
 
-    def leave(self, part: SendPart) -> None:
+    def remove_part(self, part: SendPart) -> None:
         """It is over for the room: the next Offer moves up, or the room is free."""
         behind = self.behind.get(part.room)
         if self.by_room.get(part.room) is not part:
@@ -167,31 +172,33 @@ class Rooms:
         if behind is not None and not behind:
             del self.behind[part.room]
 
-    def meet(self, room: int, destination: str, engine: SendingEngine) -> Meeting:
+    def match_engine(self, room: int, destination: str, engine: SendingEngine) -> RoomMatch:
         """Which waiting Offer an engine serves: of the peer that it names, or the first that fits.
 
         The engine is refused where the peer that it names has another prompt, and where it has not
         kept what is asked for. A stranger with another prompt is turned away alone.
         """
         if room not in self.by_room:
-            return NOBODY
+            return NO_OFFERS
         chosen: SendPart | None = None
-        turned: list[Turned] = []
-        for part in self.of(room):
+        turned: list[TurnedAway] = []
+        for part in self.parts_of(room):
             assert part.offer is not None
             if destination not in {"", part.peer}:
-                turned.append(Turned(part, not_for(room, destination, part.peer, self._side)))
+                turned.append(TurnedAway(part, not_for(room, destination, part.peer, self._side)))
             elif chosen is not None:
-                turned.append(Turned(part, taken(chosen, self._side)))
+                turned.append(TurnedAway(part, taken(chosen, self._side)))
             else:
-                refusal = disagreement(part.offer, engine, self._cargo, self._side)
+                refusal = disagreement(part.offer, engine, self._payload, self._side)
                 if refusal is None:
                     chosen = part
+                # The named peer has another prompt, or pages are missing here: the engine has to
+                # hear of it.
                 elif destination or refusal.code is not Code.PROMPT_MISMATCH:
-                    return Meeting(None, (Turned(part, refusal),), refusal)
+                    return RoomMatch(None, (TurnedAway(part, refusal),), refusal)
                 else:
-                    turned.append(Turned(part, refusal))
-        return Meeting(chosen, tuple(turned))
+                    turned.append(TurnedAway(part, refusal))
+        return RoomMatch(chosen, tuple(turned))
 
     def refusal(self, room: int, peer: str) -> Refusal | None:
         """Why an Offer of ``peer`` cannot have the room, nor wait for its engine."""
@@ -204,7 +211,8 @@ class Rooms:
                 return None
             return not_for(room, awaited.destination, peer, self._side)
         if part.state is Prefill.AWAIT_ENGINE:
-            parts = self.of(room)
+            parts = self.parts_of(room)
+            # One Offer of each peer: a second one of the same is a duplicate, whoever waits first.
             own = [one for one in parts if one.peer == peer]
             if not own and len(parts) < MAX_WAITING:
                 return None

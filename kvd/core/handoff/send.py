@@ -1,9 +1,10 @@
 """The prefill side of handoffs: write what the decode side lacks, then never write again.
 
 One ``SendPart`` joins two halves that come in any order: the engine's ``send`` and the decode
-side's Offer. Its states and triggers are ``tables.PREFILL``; this file is what happens on the
-edges, with ``posts`` for the pages under way, ``transfers`` for what becomes of them and
-``last_word`` for the end. The rules that keep memory safe:
+side's Offer. Its states and triggers are ``protocol.PREFILL``; what happens on the edge from
+``flushing`` to ``settled`` is the method ``_flushing_to_settled``. Beside it: ``posts`` has the
+pages under way, ``transfers`` what becomes of them, ``settled`` the end, from SETTLED on. The rules
+that keep memory safe:
 
 - pages go only through the transport generation that the Offer names;
 - Settled is said when no post is outstanding. A failed post stays outstanding until its sending
@@ -15,8 +16,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.handoff.frames import page_bytes
-from kvd.core.handoff.offer import differs, disagreement, not_reached, unacceptable
+from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.offer import (
+    differs,
+    disagreement,
+    not_reached,
+    outdated,
+    unacceptable,
+)
 from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart, stalled
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
@@ -25,8 +32,7 @@ from kvd.core.handoff.refusals import long_aux, too_late
 from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
-from kvd.core.peers.agents import Agent
-from kvd.core.peers.peer_drain import lost_because
+from kvd.core.peers.peer import Agent, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
@@ -35,9 +41,9 @@ from kvd.wire.peer import Abort, Accept, Offer, Outcome, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.handoff.drain import Drainer
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 P, T = Prefill, PrefillTrigger
@@ -52,37 +58,39 @@ WRITING = {P.STREAMING, P.FLUSHING}
 
 
 class Prefiller:
-    """The live parts of this node's prefill side. The node sets ``drainer``, which needs it too."""
-
-    drainer: Drainer
+    """The parts of this node's prefill side that are not over."""
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self._cargo = Payload(settings.spec, leases)
-        self.rooms = Rooms(self._cargo, settings.name)
+        self._payload = Payload(settings.spec, leases)
+        self.rooms = Rooms(self._payload, settings.name)
         """Every part in a LIVE state."""
-        self.by_room = self.rooms.by_room
         self.by_send: dict[int, SendPart] = {}
         """Every part an engine has opened and neither finished nor heard to have failed."""
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
-        self.lapsed = ExpiredRooms(settings)
-        self.last_word = SettledSends(settings, leases, peers, out)
-        self.posts = Posts(self._cargo, leases, peers, out)
+        self.expired_rooms = ExpiredRooms(settings)
+        self.settled_sends = SettledSends(settings, leases, peers, out)
+        self.posts = Posts(self._payload, leases, peers, out)
         self._settings = settings
         self._leases = leases
         self._peers = peers
         self._out = out
         self._last_part = 0
 
+    def known(self) -> list[SendPart]:
+        """Every part that is not over: those that have a room, then those that wait for Closed."""
+        return [*self.rooms.live(), *self.settled_sends.settled.values()]
+
     # ---- the engine --------------------------------------------------------------------------
 
-    def open(self, message: client.Send, engine: SendingEngine) -> Refusal | None:
+    def open_send(self, message: client.Send, engine: SendingEngine) -> Refusal | None:
         """The engine is here for a room; the caller has checked that the lease is its own."""
-        part = self.by_room.get(message.room)
+        part = self.rooms.by_room.get(message.room)
+        # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name, f"send {part.id}")
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
-        meeting = self.rooms.meet(message.room, destination, engine)
+        meeting = self.rooms.match_engine(message.room, destination, engine)
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
         if meeting.refusal is not None:
@@ -90,24 +98,26 @@ class Prefiller:
         part = meeting.part
         if part is None:
             part = self._new_part(message.room, P.AWAIT_OFFER)
-            self.rooms.enter(part)
-            part.story.tell(self._out.at_s, f"opened by session {engine.session}")
+            self.rooms.add_part(part)
+            part.history.add_line(self._out.at_s, f"opened by session {engine.session}")
             for turned in meeting.turned:
                 self._turned_away(part, turned.part.peer, turned.refusal)
         part.awaited.destination = destination
-        self.lapsed.forget(message.room)
+        self.expired_rooms.forget(message.room)
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens
         part.deadline_s = self._deadline(message.deadline_s)
         self.by_send[part.id] = part
+        # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         self._out.answer(engine.session, client.Sending(message.call, part.id))
+        # After Sending, which names the send: Accepted and a failure speak of it by its number.
         if part.state is P.AWAIT_ENGINE:
-            self._stream(part, T.ENGINE_OPENED)
+            self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
         return None
 
-    def advance(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
+    def advance_send(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
         """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
         refusal = no_event(after, self._settings.name)
         if refusal is not None:
@@ -119,16 +129,18 @@ class Prefiller:
                 side=self._settings.name,
                 numbers={"upto_tokens": upto_tokens, "prompt_tokens": part.prompt_tokens},
             )
+        # An engine may repeat itself, or be late after finish: the cursor never goes back.
         if part.aux is None and upto_tokens > part.cursor_tokens:
             part.cursor_tokens = upto_tokens
             part.after = after or part.after
             self._move(part, T.ADVANCED, "")
-            self.posts.push(part)
+            self.posts.push_part(part)
         return None
 
-    def finish(self, part: SendPart, message: client.Finish) -> Refusal | None:
+    def finish_send(self, part: SendPart, message: client.Finish) -> Refusal | None:
         """All KV is written; answered when the decode side has spoken."""
         peer = self._peers.by_incarnation.get(part.incarnation)
+        # Refused while the engine can still finish with a shorter one: no Settled could carry this.
         refusal = long_aux(part, len(message.aux), peer, self._settings)
         refusal = refusal or no_event(message.after, self._settings.name)
         if refusal is not None:
@@ -137,20 +149,22 @@ class Prefiller:
             what = f"send {part.id} is finished already"
             return Refusal(Code.WRONG_STATE, what, side=self._settings.name)
         if part.engine is not None and part.share.is_authoritative:
-            refusal = not_reached(part.engine, self._cargo, self._settings.name)
+            refusal = not_reached(part.engine, self._payload, self._settings.name)
             if refusal is not None:
                 return refusal
         part.finish_call = message.call
         part.aux = message.aux
         part.after = message.after or part.after
         part.cursor_tokens = part.prompt_tokens
-        self._move(part, T.FINISHED, "")
-        self.push(part)
+        if part.state is P.STREAMING:
+            self._streaming_to_flushing(part)
+        else:  # no Offer yet: it streams and flushes in one step when that comes
+            self._move(part, T.FINISHED, "")
         return None
 
-    def abandon(self, part: SendPart, refusal: Refusal) -> None:
+    def abandon_send(self, part: SendPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
-        self.give_up(part, refusal)
+        self.give_up_send(part, refusal)
         self.failed.pop(part.id, None)
 
     def forget_failed(self, session: int, send: int) -> bool:
@@ -161,39 +175,45 @@ class Prefiller:
         del self.failed[send]
         return True
 
-    def end_session(self, session: int) -> None:
+    def forget_session(self, session: int) -> None:
         """Nobody is left to end what has failed."""
         self.failed = {send: one for send, one in self.failed.items() if one.session != session}
 
-    def give_up(self, part: SendPart, refusal: Refusal) -> None:
+    def give_up_send(self, part: SendPart, refusal: Refusal) -> None:
         """Engine failed, client gone, post failed, peer lost, deadline, operator."""
         if part.state in LIVE:
-            before = part.state
-            self._move(part, T.GIVEN_UP, refusal.message)
-            if before is not P.DRAINING:
-                self._stop(part, refusal)
+            self._end(part, T.GIVEN_UP, refusal.message, refusal)
 
     # ---- the peer ----------------------------------------------------------------------------
 
-    def offered(self, peer: Peer, message: Offer) -> None:
-        """Destination pages, for a room that an engine has opened or will open."""
-        known = self.last_word.find(peer.incarnation, message.handoff)
+    def offered(self, peer: Peer, message: Offer, not_serving: Refusal | None) -> None:
+        """Destination pages, for a room that an engine has opened or will open.
+
+        ``not_serving``: why this node begins nothing new now, if it does not.
+        """
+        known = self.settled_sends.find_part(peer.incarnation, message.handoff)
         if known is not None:
             refusal = differs(known, message, self._settings.name)
+            # An Offer that comes again is answered as the first one was, even while this node
+            # drains; one that names other pages is a bug over there, never a new handoff.
             if refusal is None:
                 self._answer_again(peer, known)
             else:
                 self._peers.reject(peer.link, peer.incarnation, refusal)
             return
+        # Our agent leads to the older transfer process over there: its pages are not these.
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
         kept_bytes = page_bytes(message)
-        if self.last_word.is_full(peer, message.handoff, kept_bytes):
+        # Asked before anything of it is kept; the Offer is repeated, and taken when there is room.
+        if self.settled_sends.is_full(peer, message.handoff, kept_bytes):
             return
-        part = self.by_room.get(message.room)
-        refusal = self._unserved(peer, message, part)
+        part = self.rooms.by_room.get(message.room)
+        refusal = not_serving or self._unserved(peer, message, part)
         if refusal is not None:
+            # A part of its own, and not the room's: the refusal settles this handoff id for good,
+            # so that a repetition is answered alike, and whoever has the room goes on.
             stranger = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(stranger, peer, message.handoff)
             self._refuse(stranger, refusal)
@@ -201,22 +221,25 @@ class Prefiller:
         if part is None or part.state is P.AWAIT_ENGINE:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             part.deadline_s = self._deadline(message.deadline_s)
-            self.rooms.enter(part)
+            self.rooms.add_part(part)
         self._join(part, peer, message.handoff)
-        self.last_word.keep(part, message, kept_bytes)
-        self.posts.plan(part, message, peer)
+        self.settled_sends.keep_offer(part, message, kept_bytes)
+        self.posts.plan_part(part, message, peer)
         if part.state is P.AWAIT_OFFER:
-            self._stream(part, T.OFFERED)
+            self._await_engine_or_await_offer_to_streaming(part, T.OFFERED)
 
     def _unserved(self, peer: Peer, offer: Offer, part: SendPart | None) -> Refusal | None:
         """Why an Offer is not served; ``part`` has its room."""
-        refusal = self.drainer.refusal()
-        refusal = refusal or unacceptable(offer, peer, self.rooms, self._cargo, self._settings)
+        refusal = (
+            outdated(offer, peer, self._settings.name)
+            or self.rooms.refusal(offer.room, peer.name)
+            or unacceptable(offer, peer, self._payload, self._settings)
+        )
         if refusal is not None:
             return refusal
         if part is None or part.engine is None:
-            return self.lapsed.refusal(offer.room, self._out.at_s - offer.waited_s)
-        refusal = disagreement(offer, part.engine, self._cargo, self._settings.name)
+            return self.expired_rooms.refusal(offer.room, self._out.at_s - offer.waited_s)
+        refusal = disagreement(offer, part.engine, self._payload, self._settings.name)
         if refusal is not None:
             self._turned_away(part, peer.name, refusal)
         return refusal
@@ -224,31 +247,32 @@ class Prefiller:
     def _turned_away(self, part: SendPart, peer: str, refusal: Refusal) -> None:
         """The Offer of this peer is not what the engine waits for, and it waits on."""
         part.awaited.turned_away = f"the Offer of {peer} was refused: {refusal.message}"
-        part.story.tell(self._out.at_s, part.awaited.turned_away)
+        part.history.add_line(self._out.at_s, part.awaited.turned_away)
 
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
-        part = self.last_word.find(peer.incarnation, message.handoff)
+        part = self.settled_sends.find_part(peer.incarnation, message.handoff)
         said = message.reason[:MAX_REASON]  # our Settled quotes it, and must stay readable
         why = Refusal(Code.ABORTED, f"{peer.name} gave up: {said}", side=peer.name)
         if part is None and message.handoff < peer.offer_floor:
-            self.last_word.answer_below_floor(peer, message.handoff)
+            self.settled_sends.answer_below_floor(peer, message.handoff)
             return
         if part is None:
-            if self.last_word.is_full(peer, message.handoff):
+            # The Abort has overtaken its Offer, or that is lost. It leaves a tombstone, because
+            # Settled must stay true: an Offer that comes later must not be served.
+            if self.settled_sends.is_full(peer, message.handoff):
                 return
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
             part.outcome = Outcome.ABORTED
-            self._move(part, T.ABORTED, said)
-            self._stop(part, why)
+            self._end(part, T.ABORTED, said, why)
         else:
             self._answer_again(peer, part)
 
     def withdrawn(self, peer: Peer, message: Withdrawn) -> None:
         """The decode side gave a room up before it had pages for it: it will not come."""
-        part = self.by_room.get(message.room)
+        part = self.rooms.by_room.get(message.room)
         if part is None or part.state is not P.AWAIT_OFFER:
             return
         refusal = self.rooms.refusal(message.room, peer.name)
@@ -257,12 +281,15 @@ class Prefiller:
             return
         why = f"{peer.name} gave up before it offered pages: {message.reason}"
         part.awaited.withdrawn[peer.name] = message.reason[:MAX_REASON]
+        # One stranger must not end the wait of an engine that names nobody: all of them must.
         others = may_offer_still(part, self._peers)
         if others:
-            part.story.tell(self._out.at_s, f"{why}; {', '.join(others[:8])} may offer them still")
+            part.history.add_line(
+                self._out.at_s, f"{why}; {', '.join(others[:8])} may offer them still"
+            )
             return
         part.outcome = Outcome.ABORTED
-        self.give_up(part, Refusal(Code.ABORTED, why, side=peer.name))
+        self.give_up_send(part, Refusal(Code.ABORTED, why, side=peer.name))
 
     def outlived(self, incarnation: str) -> None:
         """The decode daemon restarted: nobody will say Closed, and nothing of it is wanted."""
@@ -271,131 +298,182 @@ class Prefiller:
             f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
             side=self._settings.name,
         )
-        for part in self.parts_of(incarnation):
-            self.give_up(part, refusal)
-        for part in list(self.last_word.settled.values()):
+        for part in self.parts_offered_by(incarnation):
+            self.give_up_send(part, refusal)
+        # Those that had settled before: nobody is left who would say Closed.
+        for part in list(self.settled_sends.settled.values()):
             if part.incarnation == incarnation:
-                self.last_word.outlive(part)
-        self.last_word.forget(incarnation)
+                self.settled_sends.outlive_part(part)
+        self.settled_sends.forget_incarnation(incarnation)
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: stop posting for it."""
         why = lost_because(peer, self._out.at_s)
         refusal = Refusal(Code.PEER_LOST, why, side=self._settings.name)
-        for part in self.parts_of(peer.incarnation):
-            self.give_up(part, refusal)
+        for part in self.parts_offered_by(peer.incarnation):
+            self.give_up_send(part, refusal)
 
     # ---- the transfer process ----------------------------------------------------------------
 
-    def parts_of(self, incarnation: str) -> list[SendPart]:
+    def parts_offered_by(self, incarnation: str) -> list[SendPart]:
         """The live parts that were offered by this incarnation."""
         return [part for part in self.rooms.live() if part.incarnation == incarnation]
 
-    def push(self, part: SendPart) -> None:
+    def push_part(self, part: SendPart) -> None:
         """Post what can be posted now, and settle if nothing is left."""
-        self.posts.push(part)
-        self._flush(part)
+        self.posts.push_part(part)
+        self._settle_if_flushed(part)
 
     def post_over(self, part: SendPart) -> None:
         """One of its posts can write no more."""
         if part.state is P.DRAINING:
-            self._drain(part)
+            self._settle_if_drained(part)
         else:
-            self._flush(part)
+            self._settle_if_flushed(part)
 
     # ---- time --------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
-        self.last_word.tick()
-        self.lapsed.expire(now_s)
+        self.settled_sends.tick()
+        self.expired_rooms.expire(now_s)
+        # ``live`` is a new list: parts leave their rooms meanwhile.
         for part in self.rooms.live():
             if part.state is P.DRAINING:
+                # Settled is never said for a deadline's sake: only the end of its agent makes
+                # sure that what is still outstanding is not written later.
                 if part.drain_s <= now_s:
                     self._peers.drop_agent(
                         part.incarnation, part.generation, "still posting at the drain deadline"
                     )
             elif part.deadline_s <= now_s:
                 part.outcome = Outcome.TIMED_OUT
-                self.give_up(part, too_late(part, now_s, self._settings))
+                self.give_up_send(part, too_late(part, now_s, self._settings))
             elif part.outstanding:
                 refusal = stalled(part, now_s, self._settings)
                 if refusal is not None:
-                    self.give_up(part, refusal)
+                    self.give_up_send(part, refusal)
 
     # ---- edges -------------------------------------------------------------------------------
 
-    def _stream(self, part: SendPart, trigger: PrefillTrigger) -> None:
-        """-> STREAMING: both halves are here and agree."""
+    def _await_engine_or_await_offer_to_streaming(
+        self, part: SendPart, trigger: PrefillTrigger
+    ) -> None:
+        """ENGINE_OPENED or OFFERED: both halves are here and agree."""
         self._move(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None:
             self._accept(peer, part)
         if part.engine is not None:
             self._out.answer(part.engine.session, accepted(part))
+        # After Accepted, which tells the engine its share: the failure names a send that it knows.
         if peer is not None and peer.agent is Agent.FAILED and not part.is_posted:
             why = f"no sending agent: {peer.agent_why}"
-            self.give_up(part, Refusal(Code.POST_FAILED, why, side=self._settings.name))
-            return
-        if part.aux is not None:
-            self._move(part, T.FINISHED, "")
-        self.push(part)
+            self.give_up_send(part, Refusal(Code.POST_FAILED, why, side=self._settings.name))
+        elif part.aux is not None:
+            self._streaming_to_flushing(part)
+        else:
+            self.push_part(part)
 
-    def _flush(self, part: SendPart) -> None:
-        """FLUSHING -> SETTLED when everything is posted and nothing outstanding."""
+    def _streaming_to_flushing(self, part: SendPart) -> None:
+        """FINISHED: the last page goes, whole or not, and what goes with it."""
+        self._move(part, T.FINISHED, "")
+        self.push_part(part)  # by the new state it sees that this is the last chunk
+
+    def _settle_if_flushed(self, part: SendPart) -> None:
         if part.state is P.FLUSHING and part.is_posted and not part.outstanding:
-            part.outcome = Outcome.DELIVERED
-            self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
-            del self.by_send[part.id]
-            self._settle(part, None)
+            self._flushing_to_settled(part)
 
-    def _stop(self, part: SendPart, refusal: Refusal) -> None:
-        """Given up or aborted: tell the engine at once, settle when nothing is outstanding."""
+    def _flushing_to_settled(self, part: SendPart) -> None:
+        """FLUSHED: everything is posted, and every post is done."""
+        part.outcome = Outcome.DELIVERED
+        self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
+        del self.by_send[part.id]
+        self._settle(part, None)
+
+    def _end(self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal) -> None:
+        """ABORTED or GIVEN_UP, in whatever state it is."""
+        match part.state:
+            case P.STREAMING | P.FLUSHING:
+                self._streaming_or_flushing_to_draining(part, trigger, why, refusal)
+            case P.AWAIT_ENGINE:
+                self._await_engine_to_settled(part, trigger, why, refusal)
+            case P.AWAIT_OFFER:
+                self._await_offer_to_forgotten(part, trigger, why, refusal)
+            case _:  # it drains already, for a reason that everybody has been told
+                self._move(part, trigger, why)
+
+    def _streaming_or_flushing_to_draining(
+        self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal
+    ) -> None:
+        """ABORTED or GIVEN_UP: the engine hears at once, the decode side when no post is left."""
+        self._move(part, trigger, why)
         part.drain_s = self._out.at_s + self._settings.drain_s
-        self.last_word.tell_engine(part, refusal)
+        self._tell_engine(part, refusal)
+        # A post that still waits for an event of the engine's may wait for ever, now that nobody
+        # computes: it comes back as Unposted, and with the last one the part has drained.
+        self.posts.forget_waiting(part)
+        self._settle_if_drained(part)
+
+    def _settle_if_drained(self, part: SendPart) -> None:
+        # The one line that Settled rests on: a post that is outstanding may still write.
+        if not part.outstanding:
+            self._draining_to_settled(part)
+
+    def _draining_to_settled(self, part: SendPart) -> None:
+        """DRAINED: no post is outstanding, or each of its agents is destroyed."""
+        self._move(part, T.DRAINED, "")
+        self._settle(part, part.ended)
+
+    def _await_engine_to_settled(
+        self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal
+    ) -> None:
+        """REFUSED, ABORTED or GIVEN_UP before an engine was here: nothing was posted."""
+        self._move(part, trigger, why)
+        self._settle(part, refusal)
+
+    def _await_offer_to_forgotten(
+        self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal
+    ) -> None:
+        """GIVEN_UP: no decode side knows of it, so there is nobody to settle with."""
+        self._move(part, trigger, why)
+        self._tell_engine(part, refusal)
+        self.rooms.remove_part(part)
+        if refusal.side == self._settings.name:  # not where the decode side gave up
+            self.expired_rooms.remember(part.room, refusal, self._out.at_s)
+        self.settled_sends.end_forgotten(part, refusal)
+
+    def _refuse(self, part: SendPart, refusal: Refusal) -> None:
+        """The two sides do not agree."""
+        part.outcome = Outcome.REFUSED
+        self._await_engine_to_settled(part, T.REFUSED, refusal.message, refusal)
+
+    def _settle(self, part: SendPart, refusal: Refusal | None) -> None:
+        self.rooms.remove_part(part)
+        self.settled_sends.settle_part(part, refusal)
+
+    # ---- small things ------------------------------------------------------------------------
+
+    def _tell_engine(self, part: SendPart, refusal: Refusal) -> None:
+        """The engine hears of the failure at once, and may name the send once more to end it."""
+        self.settled_sends.tell_engine(part, refusal)
         if self.by_send.pop(part.id, None) is not None and part.aux is None:
             # An engine that has finished names it in no further call.
             self.failed[part.id] = FailedSend(part.session, refusal)
             if len(self.failed) > MAX_FAILED_SENDS:
                 del self.failed[next(iter(self.failed))]
-        if part.state is P.DRAINING:
-            self.posts.forget(part)
-            self._drain(part)
-        elif part.state is P.SETTLED:
-            self._settle(part, refusal)
-        else:
-            self.rooms.leave(part)
-            if refusal.side == self._settings.name:  # not where the decode side gave up
-                self.lapsed.remember(part.room, refusal, self._out.at_s)
-            self.last_word.forgotten(part, refusal)
-
-    def _drain(self, part: SendPart) -> None:
-        if not part.outstanding:
-            self._move(part, T.DRAINED, "")
-            self._settle(part, part.ended)
-
-    def _refuse(self, part: SendPart, refusal: Refusal) -> None:
-        """AWAIT_ENGINE -> SETTLED(REFUSED): the two sides do not agree."""
-        part.outcome = Outcome.REFUSED
-        self._move(part, T.REFUSED, refusal.message)
-        self._settle(part, refusal)
-
-    def _settle(self, part: SendPart, refusal: Refusal | None) -> None:
-        self.rooms.leave(part)
-        self.last_word.settle(part, refusal)
-
-    # ---- small things ------------------------------------------------------------------------
 
     def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
-        return SendPart(self._last_part, room, state, self._out.at_s)
+        at_s = self._out.at_s
+        return SendPart(id=self._last_part, room=room, state=state, since_s=at_s, deadline_s=at_s)
 
     def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name
         part.incarnation = peer.incarnation
         part.handoff = handoff
-        self.last_word.join(part)
+        self.settled_sends.add_part(part)
 
     def _accept(self, peer: Peer, part: SendPart) -> None:
         mine = self._settings.incarnation
@@ -412,10 +490,10 @@ class Prefiller:
         if part.state in WRITING:
             self._accept(peer, part)
         elif part.state in {P.SETTLED, P.CLOSED}:
-            self.last_word.say(part)
+            self.settled_sends.say_settled(part)
 
     def _deadline(self, deadline_s: float) -> float:
-        # In this order a NaN of the caller loses.
+        # In this order a NaN of the caller loses: nothing is smaller than the first one then.
         return self._out.at_s + min(self._settings.max_deadline_s, deadline_s)
 
     def _move(self, part: SendPart, trigger: PrefillTrigger, why: str) -> None:

@@ -1,5 +1,7 @@
 """The end of the prefill side: Settled is said until Closed is heard, and tombstones answer.
 
+What happens from SETTLED on, and what is remembered of every handoff that has an id.
+
 ``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
 outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
 incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
@@ -20,10 +22,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
-from kvd.core.handoff.frames import page_bytes
+from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.sources import span_of
-from kvd.core.peers.peer_drain import as_told
+from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES
 from kvd.wire import client, events
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import SendPart
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 
 
-class Records:
+class HandoffRecords:
     """The handoffs of one decode incarnation that this side answers for."""
 
     __slots__ = ("closed", "kept_bytes", "open", "parts")
@@ -53,12 +56,12 @@ class Records:
         self.kept_bytes = 0
         """Of page ids in the Offers of the open ones."""
 
-    def join(self, part: SendPart) -> None:
+    def add_part(self, part: SendPart) -> None:
         """It has met its Offer or Abort."""
         self.parts[part.handoff] = part
         insort(self.open, part.handoff)
 
-    def bury(self, handoff: int) -> None:
+    def bury_part(self, handoff: int) -> None:
         """It is CLOSED: a tombstone from now on."""
         del self.open[bisect_left(self.open, handoff)]
         insort(self.closed, handoff)
@@ -95,7 +98,7 @@ class SettledSends:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
-        self.records: dict[str, Records] = {}
+        self.records: dict[str, HandoffRecords] = {}
         """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
         self.settled: dict[int, SendPart] = {}
         """By send id: those that wait for Closed."""
@@ -114,19 +117,19 @@ class SettledSends:
         """Handoffs of all peers, tombstones included."""
         return sum(len(one.parts) for one in self.records.values())
 
-    def join(self, part: SendPart) -> None:
+    def add_part(self, part: SendPart) -> None:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""
         records = self.records.get(part.incarnation)
         if records is None:
-            records = self.records[part.incarnation] = Records()
-        records.join(part)
+            records = self.records[part.incarnation] = HandoffRecords()
+        records.add_part(part)
 
-    def keep(self, part: SendPart, offer: Offer, kept_bytes: int) -> None:
+    def keep_offer(self, part: SendPart, offer: Offer, kept_bytes: int) -> None:
         """The Offer stays with its part until that is CLOSED, and so many bytes of page ids."""
         part.offer = offer
         self.records[part.incarnation].kept_bytes += kept_bytes
 
-    def find(self, incarnation: str, handoff: int) -> SendPart | None:
+    def find_part(self, incarnation: str, handoff: int) -> SendPart | None:
         """The part that answers for this handoff."""
         records = self.records.get(incarnation)
         return None if records is None else records.parts.get(handoff)
@@ -141,7 +144,7 @@ class SettledSends:
         """
         records = self.records.get(peer.incarnation)
         if records is None:
-            return False
+            return False  # the first handoff of a peer is always taken
         n_open, n_records = len(records.open), len(records.parts)
         kept = records.kept_bytes + kept_bytes
         if n_open < MAX_OPEN and n_records < MAX_RECORDS and kept <= self.max_kept_bytes:
@@ -160,27 +163,31 @@ class SettledSends:
         )
         return True
 
-    def settle(self, part: SendPart, refusal: Refusal | None) -> None:
+    def settle_part(self, part: SendPart, refusal: Refusal | None) -> None:
         """The part is SETTLED: let the source lease go, and say so from now on."""
         part.ended = refusal
         self.settled[part.id] = part
+        # No post is outstanding, so nothing reads the source pages any more.
         self._let_go(part, "sent")
+        # No answer for so long means that nobody will give one: the tombstone answers who asks yet.
         part.linger_s = self._out.at_s + self._settings.linger_s
         if part.offer is not None and part.share.parts > 1:
             # Closed comes when the other sources have settled too, or that side gives up.
             limit_s = self._settings.max_deadline_s
             part.linger_s += max(0.0, min(limit_s, part.offer.deadline_s))
+        # ``finish`` waits for the outcome, but not longer than its engine asked for.
         part.answer_s = max(part.deadline_s, self._out.at_s + GRACE_S)
         part.resend_gap_s = self._settings.resend_s
         if part.incarnation in self._peers.by_incarnation:
-            self.say(part)
+            self.say_settled(part)
         else:  # a newer process of that node has said Hello meanwhile: nobody will answer
-            self.outlive(part)
+            self.outlive_part(part)
             self._fold(part.incarnation, FOREVER)
 
-    def forgotten(self, part: SendPart, refusal: Refusal) -> None:
+    def end_forgotten(self, part: SendPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
         self._let_go(part, "never-offered")
+        # Somebody wished it, the engine or the decode side: that is no failure of ours.
         if refusal.code is Code.ABORTED:
             part.outcome = Outcome.ABORTED
         self._tell_ended(part, refusal)
@@ -191,10 +198,11 @@ class SettledSends:
             self._leases.release(part.engine.lease, f"send {part.id}", cause)
             part.engine = None
 
-    def say(self, part: SendPart) -> None:
+    def say_settled(self, part: SendPart) -> None:
         """Say Settled, now, and again later."""
         part.resend_s = self._out.at_s + part.resend_gap_s
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+        # Said at the link where it speaks now, which may be another one than the Offer came by.
         peer = self._peers.by_incarnation.get(part.incarnation)
         outcome, why = part.outcome, part.ended
         if outcome is Outcome.DELIVERED and part.state is Prefill.CLOSED:
@@ -235,26 +243,22 @@ class SettledSends:
 
     def closed(self, peer: Peer, message: Closed) -> None:
         """How it ended over there: what ``finish`` waits for."""
-        part = self.find(peer.incarnation, message.handoff)
+        part = self.find_part(peer.incarnation, message.handoff)
+        # A Closed that comes twice, or before we have settled, changes nothing.
         if part is None or part.state is not Prefill.SETTLED:
             return
         refusal = None
         if message.outcome is not Outcome.COMMITTED:
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
-        move_prefill(part, PrefillTrigger.CLOSED, message.outcome.value, self._out)
-        self._bury(part, refusal)
+        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
 
-    def outlive(self, part: SendPart) -> None:
-        """Nobody will say Closed: SETTLED -> CLOSED without an answer."""
-        move_prefill(part, PrefillTrigger.OUTLIVED, "", self._out)
-        self._bury(
-            part,
-            part.ended
-            or self._unknown(
-                "never said whether it committed: it restarted, or was silent for "
-                f"{self._settings.linger_s:.0f} s"
-            ),
+    def outlive_part(self, part: SendPart) -> None:
+        """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""
+        unknown = self._unknown(
+            "never said whether it committed: it restarted, or was silent for "
+            f"{self._settings.linger_s:.0f} s"
         )
+        self._settled_to_closed(part, PrefillTrigger.OUTLIVED, "", part.ended or unknown)
 
     def _unknown(self, what: str) -> Refusal:
         return Refusal(
@@ -266,22 +270,24 @@ class SettledSends:
     def tick(self) -> None:
         """Repeat, and stop waiting for who never answers."""
         now_s = self._out.at_s
+        # A copy: who is outlived leaves.
         for part in list(self.settled.values()):
             if part.linger_s <= now_s:
-                self.outlive(part)
+                self.outlive_part(part)
                 continue
+            # Asked at every tick; the second time ``finish_call`` is None and nothing is answered.
             if part.answer_s <= now_s:
                 self._answer_finish(
                     part, self._unknown("has not said whether it committed by the deadline")
                 )
             if part.resend_s <= now_s:
-                self.say(part)
+                self.say_settled(part)
 
-    def fold(self, peer: Peer) -> None:
+    def fold_tombstones(self, peer: Peer) -> None:
         """Drop tombstones below the decode side's floor: they are never asked about again."""
         self._fold(peer.incarnation, peer.offer_floor)
 
-    def forget(self, incarnation: str) -> None:
+    def forget_incarnation(self, incarnation: str) -> None:
         """The decode side's process is over: its tombstones answer nobody."""
         self._fold(incarnation, FOREVER)
 
@@ -299,6 +305,7 @@ class SettledSends:
         there, and its outcome must be kept for us.
         """
         records = self.records.get(peer.incarnation)
+        # The lowest: below it every handoff that we have met is closed here.
         still_open = records.open[:1] if records is not None else []
         return min([peer.offer_floor, *still_open])
 
@@ -323,13 +330,17 @@ class SettledSends:
             )
             part.finish_call = None
 
-    def _bury(self, part: SendPart, refusal: Refusal | None) -> None:
-        """CLOSED: answer ``finish``, tell everybody, keep a small tombstone."""
+    def _settled_to_closed(
+        self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal | None
+    ) -> None:
+        """CLOSED or OUTLIVED: answer ``finish``, tell everybody, keep a small tombstone."""
+        move_prefill(part, trigger, why, self._out)
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
         records = self.records[part.incarnation]
-        records.bury(part.handoff)
+        records.bury_part(part.handoff)
+        # What is large goes; the tombstone must only answer an Offer or Abort that comes late.
         if part.offer is not None:
             records.kept_bytes -= page_bytes(part.offer)
             part.offer = None

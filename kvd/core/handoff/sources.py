@@ -51,9 +51,11 @@ Area = tuple[int, ...]
 """By layer of the model, a bit for each head."""
 
 
-def is_whole(lanes: tuple[ShardRoute, ...], n_shards: int) -> bool:
-    """Whether these lanes fill every page of each of so many shards."""
-    return len(lanes) == n_shards and all(lane.window is None for lane in lanes)
+def is_whole(shard_routes: tuple[ShardRoute, ...], n_shards: int) -> bool:
+    """Whether these shard_routes fill every page of each of so many shards."""
+    return len(shard_routes) == n_shards and all(
+        shard_route.window is None for shard_route in shard_routes
+    )
 
 
 @lru_cache(maxsize=1024)

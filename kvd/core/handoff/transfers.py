@@ -4,7 +4,7 @@ A post that is done lets its part go on. A post that failed ends its part, but s
 until its sending agent is destroyed: its bytes are in doubt until then. The agent's end takes every
 other post through it along.
 
-What must not live here: transitions and Settled (``prefill``, ``last_word``), choosing what to
+What must not live here: transitions and Settled (``send``, ``settled``), choosing what to
 post (``posts``), the life of an agent (``agents``).
 """
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
-    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 
@@ -39,7 +40,8 @@ class Transfers:
 
     def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
-        part = self._posts.moved(got.post, got.moved_bytes)
+        part = self._posts.note_moved(got.post, got.moved_bytes)
+        # A part that drains tells nothing: nobody over there looks any more.
         if part is not None and part.state in WRITING:
             self._tell_progress(part, part.moved_bytes + got.moved_bytes)
 
@@ -51,61 +53,72 @@ class Transfers:
         """Its bytes are in doubt: only the end of its sending agent makes them certain."""
         part = self._posts.parts.get(got.post)
         if part is not None:
-            self._prefiller.give_up(part, self._failed(got.why))
+            # Given up before its agent is dropped: with DRAINING nothing more is posted through
+            # it. The post itself stays outstanding until AgentDropped says that it cannot write.
+            self._prefiller.give_up_send(part, self._failed(got.why))
             self._peers.drop_agent(part.incarnation, part.generation, got.why)
 
     def unposted(self, got: Unposted) -> None:
         """It never began, so nothing is in doubt, and the agent serves others as before."""
         part = self._posts.parts.get(got.post)
         if part is not None:
-            self._prefiller.give_up(part, self._failed(got.why))
+            # Given up first, here and in ``agent_dropped``: a part that is FLUSHING with nothing
+            # outstanding would count as delivered.
+            self._prefiller.give_up_send(part, self._failed(got.why))
             self._over(got.post, 0)
 
     # ---- agents ------------------------------------------------------------------------------
 
     def agent_loaded(self, incarnation: str) -> None:
         """Post what waited for the agent."""
-        for part in self._prefiller.parts_of(incarnation):
+        for part in self._prefiller.parts_offered_by(incarnation):
             if part.state in WRITING:
-                self._prefiller.push(part)
+                self._prefiller.push_part(part)
 
     def agent_failed(self, incarnation: str, why: str) -> None:
         """Nothing can be posted to this peer."""
-        for part in self._prefiller.parts_of(incarnation):
+        for part in self._prefiller.parts_offered_by(incarnation):
+            # A part with nothing left to post needs no agent: a full hit has none.
             if part.state in WRITING and not part.is_posted:
-                self._prefiller.give_up(part, self._failed(f"no sending agent: {why}"))
+                self._prefiller.give_up_send(part, self._failed(f"no sending agent: {why}"))
 
     def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:
         """We send nothing more through that agent: its posts are over."""
-        for post in self._posts.through(incarnation, generation):
+        for post in self._posts.posts_through(incarnation, generation):
             part = self._posts.parts[post]
+            # Before the post is over: with the last one Settled leaves, and tells it.
             part.in_doubt = part.in_doubt or unconfirmed_bytes > 0
-            self._prefiller.give_up(part, self._failed("its agent was destroyed"))
+            self._prefiller.give_up_send(part, self._failed("its agent was destroyed"))
             self._over(post, 0)
 
     # ---- processes ---------------------------------------------------------------------------
 
     def gone(self) -> None:
-        """Our transfer process is reaped: every agent of it is destroyed."""
+        """Our transfer process is reaped: every agent of it is destroyed.
+
+        How much of each post had been sent died with it, so all of it is in doubt.
+        """
         for post, part in list(self._posts.parts.items()):
             part.in_doubt = True
-            self._prefiller.give_up(part, self._failed("the transfer process of this node ended"))
+            self._prefiller.give_up_send(
+                part, self._failed("the transfer process of this node ended")
+            )
             self._over(post, 0)
 
     def generation_changed(self, peer: Peer) -> None:
         """The decode side's receiving process was replaced: granted pages are out of reach."""
-        for part in self._prefiller.parts_of(peer.incarnation):
+        for part in self._prefiller.parts_offered_by(peer.incarnation):
             if part.generation < peer.generation:
                 why = (
                     f"{peer.name} restarted its transfer process: generation "
                     f"{part.generation} is over, {peer.generation} serves"
                 )
-                self._prefiller.give_up(part, self._failed(why))
+                self._prefiller.give_up_send(part, self._failed(why))
 
     # ---- small things ------------------------------------------------------------------------
 
     def _over(self, post: int, moved_bytes: int, sums: bytes = b"") -> None:
-        part = self._posts.over(post, moved_bytes, sums)
+        part = self._posts.end_post(post, moved_bytes, sums)
         if part is not None:
             if part.state in WRITING:
                 self._tell_progress(part, part.moved_bytes)

@@ -5,7 +5,7 @@ pages and compares, off the loop. The answer ends the wait, and nothing else doe
 settled, so nobody writes the pages any more, and no timer is needed to be safe. A transfer process
 that ends meanwhile takes the question along; its successor is asked again.
 
-What must not live here: transitions, and what becomes of the pages (``decode``).
+What must not live here: transitions, and what becomes of the pages (``receive``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 SHOWN_PAGES = 8
@@ -51,22 +51,23 @@ class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
     def __init__(
-        self, settings: Settings, cargo: Payload, peers: Peers, out: effects.Outbox
+        self, settings: Settings, payload: Payload, peers: Peers, out: effects.Outbox
     ) -> None:
         self.parts: dict[int, ReceivePart] = {}
         """By ticket: what has been asked and not answered."""
-        self._legs: dict[int, int] = {}
-        """By ticket: which leg of the part it is about."""
+        self._routes: dict[int, int] = {}
+        """By ticket: which route of the part it is about."""
         self._settings = settings
-        self._cargo = cargo
+        self._payload = payload
         self._peers = peers
         self._out = out
         self._last_ticket = 0
 
-    def begin(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
+    def begin_part(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
         sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
         wanted_bytes = sum(sizes)
+        # Integrity is off, or it was a full hit: there is nothing to look at.
         if not wanted_bytes:
             return SumFinding.GOOD
         if len(checksums) != wanted_bytes:
@@ -78,8 +79,9 @@ class Verifying:
                 at += size
                 self._last_ticket += 1
                 self.parts[self._last_ticket] = part
-                self._legs[self._last_ticket] = index
-        part.story.tell(self._out.at_s, f"{self._told(part)} pages to verify")
+                self._routes[self._last_ticket] = index
+        part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
+        # Otherwise ``ask_again`` asks when one serves: the question outlives the process.
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
         return SumFinding.ASKED
@@ -88,33 +90,35 @@ class Verifying:
         """The transfer process that was asked is gone, and a new one serves."""
         self._ask(list(self.parts))
 
-    def judge(self, got: Verified) -> SumFinding | Refusal:
-        """Our transfer process has looked at the pages of one leg."""
+    def judge_answer(self, got: Verified) -> SumFinding | Refusal:
+        """Our transfer process has looked at the pages of one route."""
+        # ``Decoder.verified`` has found the ticket: one of a part that is over is forgotten.
         part = self.parts.pop(got.ticket)
-        index = self._legs.pop(got.ticket)
+        index = self._routes.pop(got.ticket)
         checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
-            self.forget(part)
+            self.forget_part(part)
             return Refusal(
                 Code.CORRUPT,
                 f"room {part.room} from {part.peer} cannot be verified: {got.why}",
                 side=self._settings.name,
             )
         if got.bad_pages:
-            self.forget(part)
+            self.forget_part(part)
             return self._corrupt(part, index, got.bad_pages, checked)
         return SumFinding.ASKED if part.sums else SumFinding.GOOD
 
-    def forget(self, part: ReceivePart) -> None:
+    def forget_part(self, part: ReceivePart) -> None:
         """It is decided: no further answer about it matters."""
+        # An answer may be under way: it finds no ticket then, and is dropped.
         for ticket in [one for one, of in self.parts.items() if of is part]:
-            del self.parts[ticket], self._legs[ticket]
+            del self.parts[ticket], self._routes[ticket]
         part.sums = {}
 
     def _ask(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
-            part, index = self.parts[ticket], self._legs[ticket]
-            grant, lane = _grant(part, index), part.legs[index].lane
+            part, index = self.parts[ticket], self._routes[ticket]
+            grant, shard_route = _grant(part, index), part.routes[index].shard_route
             self._out.effects.append(
                 effects.Verify(
                     ticket=ticket,
@@ -122,8 +126,8 @@ class Verifying:
                     seal=part.seals[index],
                     pages=Pages(grant.pages),
                     sums=part.sums[index],
-                    shard=lane.peer_shard,
-                    window=lane.window,
+                    shard=shard_route.peer_shard,
+                    window=shard_route.window,
                 )
             )
 
@@ -148,9 +152,9 @@ class Verifying:
     ) -> Refusal:
         """Name the wrong pages, in a refusal and an event."""
         seal, grant, out = part.seals[index], _grant(part, index), self._out
-        leg = part.legs[index]
-        size = self._cargo.freights[leg.grant].component.page_size
-        shard = f" of shard {leg.lane.peer_shard}" if self._settings.spec.held else ""
+        route = part.routes[index]
+        size = self._payload.parts[route.grant].component.page_size
+        shard = f" of shard {route.shard_route.peer_shard}" if self._settings.spec.held else ""
         total, n_bad = seal.end - seal.first, len(bad_pages)
         shown = bad_pages[:SHOWN_PAGES]
         ids = np.frombuffer(grant.pages, dtype="<i4")
@@ -195,10 +199,10 @@ class Verifying:
 
 
 def _grant(part: ReceivePart, index: int) -> Grant:
-    """The grant of a leg; the Offer is what it said last while its pages are verified."""
+    """The grant of a route; the Offer is what it said last while its pages are verified."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
-    return offer.grants[part.legs[index].grant]
+    return offer.grants[part.routes[index].grant]
 
 
 def _sent_pages(part: ReceivePart) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvd.core import effects
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.inspect.words import receive_waits_for, send_waits_for
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
 from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
@@ -141,8 +141,8 @@ class Inquiries:
         parts: list[ReceivePart | SendPart] = [
             part for part in decoder.known() if part.room == room
         ]
-        parts += prefiller.rooms.of(room)
-        parts += [part for part in prefiller.last_word.settled.values() if part.room == room]
+        parts += prefiller.rooms.parts_of(room)
+        parts += [part for part in prefiller.settled_sends.settled.values() if part.room == room]
         return parts
 
     def _ask_about(self, inquiry: Inquiry, part: ReceivePart | SendPart) -> None:
@@ -204,7 +204,7 @@ class Inquiries:
             if receive is not None:
                 story = self._of_receive(receive, message.ask)
         elif message.side == PREFILL:
-            send = self._node.prefiller.last_word.find(peer.incarnation, message.handoff)
+            send = self._node.prefiller.settled_sends.find_part(peer.incarnation, message.handoff)
             if send is not None and send.room == message.room:
                 story = self._of_send(send, message.ask)
         self._out.send(peer.link, story)
@@ -246,7 +246,7 @@ class Inquiries:
             total_bytes=part.total_bytes,
             outstanding_posts=n_posts,
             deadline_in_s=part.deadline_s - now_s,
-            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.story.marks(now_s)),
+            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.history.marks(now_s)),
         )
 
 

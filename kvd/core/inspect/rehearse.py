@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.core.cache.eviction import victims
 from kvd.core.cache.lease import ENGINE
-from kvd.core.handoff.endings import ASKING
 from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import WRITING
 from kvd.core.inspect import why
 from kvd.core.layout.spec import device_number, has_bytes
@@ -110,7 +110,7 @@ def _said_of_victim(node: Node, edge: TreeEdge) -> str:
 def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
     """Give up every part of the room; pages that a remote may write go to quarantine."""
     receives = [part for part in node.decoder.parts.values() if part.room == got.room]
-    sends = node.prefiller.rooms.of(got.room)
+    sends = node.prefiller.rooms.parts_of(got.room)
     if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
     drained = {
@@ -144,7 +144,7 @@ def _said_of_receive(part: ReceivePart) -> str:
         return f"{what}: in quarantine until {writer} settles or restarts, or a fence"
     if part.state is Decode.DRAINING:
         return f"{what}: given up already, in quarantine until {writer} settles or restarts"
-    if any(_would_drain(one) for one in part.reception.parts):
+    if any(_would_drain(one) for one in part.attempt.parts):
         return f"{what}: {part.peer} has sent all of its part, which is dropped"
     return f"{what}: everything has arrived; they are verified first, and then let go"
 
@@ -181,7 +181,7 @@ def fence(node: Node, got: admin.Fence) -> admin.Report:
     receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
     sends = [
         part
-        for part in node.prefiller.by_room.values()
+        for part in node.prefiller.rooms.by_room.values()
         if part.state in WRITING and part.outstanding
     ]
     notes = [

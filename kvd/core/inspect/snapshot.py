@@ -22,7 +22,7 @@ from kvd.core.inspect.words import (
     send_waits_for,
 )
 from kvd.core.leases.owners import owner_of
-from kvd.core.peers.peer_drain import drain_words
+from kvd.core.peers.peer import drain_words
 from kvd.types import count
 from kvd.wire.snapshot import (
     ClientState,
@@ -128,8 +128,8 @@ def totals(node: Node) -> Totals:
         events=node.out.seq,
         leases_opened=node.leases.opened,
         leases_released=node.leases.released,
-        handoffs_delivered=decoder.delivered + prefiller.last_word.delivered,
-        handoffs_failed=decoder.failed + prefiller.last_word.failed,
+        handoffs_delivered=decoder.delivered + prefiller.settled_sends.delivered,
+        handoffs_failed=decoder.failed + prefiller.settled_sends.failed,
         sent_bytes=prefiller.posts.sent_bytes,
         received_bytes=decoder.received_bytes,
         saved_bytes=decoder.saved_bytes,
@@ -185,7 +185,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
 def room_states(node: Node) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     decoder, prefiller = node.decoder, node.prefiller
-    prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
+    prefill = prefiller.known()
     return [decode_room(node, part) for part in decoder.known()] + [
         prefill_room(node, part) for part in prefill
     ]
@@ -216,7 +216,7 @@ def decode_room(node: Node, part: ReceivePart) -> RoomState:
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=receive_waits_for(node, part),
-        story=part.story.lines(node.out.at_s),
+        story=part.history.lines(node.out.at_s),
         share=receive_share(node, part),
     )
 
@@ -246,7 +246,7 @@ def prefill_room(node: Node, part: SendPart) -> RoomState:
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=send_waits_for(part),
-        story=part.story.lines(node.out.at_s),
+        story=part.history.lines(node.out.at_s),
         share=send_share(node, part),
     )
 

@@ -58,7 +58,7 @@ def of_lease(node: Node, number: int) -> Explanation | Refusal:
         f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
         facts=tuple(said),
         links=links_of(*refs),
-        marks=tuple(mark for _, part in parts for mark in part.story.marks(node.out.at_s)),
+        marks=tuple(mark for _, part in parts for mark in part.history.marks(node.out.at_s)),
     )
 
 

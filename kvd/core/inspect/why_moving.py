@@ -9,8 +9,7 @@ from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
 from kvd.core.inspect.words import agent_words, layout_words
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import shards_of
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer_drain import drain_words
+from kvd.core.peers.peer import Life, drain_words
 from kvd.errors import Code, Refusal
 from kvd.types import short
 
@@ -54,7 +53,7 @@ def of_room(node: Node, room: int) -> Explanation | Refusal:
 
 def _sends(node: Node) -> list[SendPart]:
     prefiller = node.prefiller
-    return [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
+    return prefiller.known()
 
 
 def _handoff(
@@ -77,7 +76,7 @@ def _handoff(
     leases = [part.lease for part in states if part.lease]
     sessions = [part.session for part in parts if part.session]
     peers = [part.peer for part in states if part.peer]
-    marks = [mark for part in parts for mark in part.story.marks(node.out.at_s)]
+    marks = [mark for part in parts for mark in part.history.marks(node.out.at_s)]
     return Explanation(
         sentence=said[0],
         facts=tuple(said[1:]),
@@ -169,7 +168,7 @@ def _shard_facts(node: Node, peer: Peer) -> list[str]:
         return []
     return [
         f"shards: {len(peer.shards)} there, of {listed(lacking(peer.shards, ()))}, and {len(ours)} "
-        f"here, of {listed(lacking(ours, ()))}; ours fill {len(peer.lanes)} of theirs, theirs "
+        f"here, of {listed(lacking(ours, ()))}; ours fill {len(peer.outgoing)} of theirs, theirs "
         f"{len(peer.incoming)} of ours"
     ]
 

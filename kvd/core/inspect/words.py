@@ -68,7 +68,7 @@ def lease_word(lease: Lease) -> str:
 def lease_waits_for(node: Node, lease: Lease) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
-        return node.decoder.settling.waits_for(lease)
+        return node.decoder.quarantines.waits_for(lease)
     session = node.sessions.by_id.get(lease.session)
     if session is not None and session.hang_up is not None and ENGINE in lease.holders:
         return death_of(session)
@@ -107,9 +107,9 @@ def _running_waits_for(lease: Lease) -> str:
 def receive_waits_for(node: Node, part: ReceivePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
-        return node.decoder.settling.waits_for(part.lease)
+        return node.decoder.quarantines.waits_for(part.lease)
     if waits_for_others(part):
-        late = [one for one in part.reception.parts if not one.is_verified]
+        late = [one for one in part.attempt.parts if not one.is_verified]
         said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
         return f"what the other sources send: {said}"
     if part.state is Decode.VERIFYING and not part.sums:

@@ -175,13 +175,13 @@ class Sessions:
         node = self._node
         # All of them before anything else: each page given back below may admit somebody.
         node.admission.withdraw_session(session.id)
-        receives = [r for r in node.decoder.receptions.values() if r.session == session.id]
+        receives = [r for r in node.decoder.attempts.values() if r.session == session.id]
         sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
         for receive in receives:
-            node.decoder.cancel(receive, why)
+            node.decoder.cancel_attempt(receive, why)
         for send in sends:
-            node.prefiller.abandon(send, why)
-        node.prefiller.end_session(session.id)
+            node.prefiller.abandon_send(send, why)
+        node.prefiller.forget_session(session.id)
         return len(receives) + len(sends)
 
     def _leases_of(self, session: Session) -> list[Lease]:

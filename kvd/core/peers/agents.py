@@ -19,11 +19,10 @@ What must not live here: posts and parts (``posts``, ``prefill``); whether a pee
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.peers.life import Life
+from kvd.core.peers.peer import RETRY_S, Agent, Life
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -32,21 +31,8 @@ if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
 
 
-RETRY_S = 2.0
-"""A failed agent is tried again after this; a send that comes earlier fails at once."""
-
 MAX_REST_S = 30.0
 """Longest rest of an agent during whose loading our transfer process ended, again and again."""
-
-
-class Agent(enum.Enum):
-    """The sending agent towards a peer's current incarnation and generation."""
-
-    NONE = "none"
-    LOADING = "loading"
-    LOADED = "loaded"
-    FAILED = "failed"
-    DROPPING = "dropping"
 
 
 class Agents:
@@ -59,6 +45,8 @@ class Agents:
 
     def load(self, peer: Peer) -> None:
         """Make a sending agent where there is none and the layouts agree."""
+        # What a peer says may be what ended our last process: nothing of a lost one is loaded
+        # again.
         is_wanted = peer.refusal is None and peer.life is not Life.LOST
         if peer.agent is Agent.NONE and is_wanted and self.is_serving:
             self._set(peer, Agent.LOADING, "")
@@ -68,6 +56,7 @@ class Agents:
 
     def drop(self, peer: Peer, why: str) -> None:
         """Destroy the sending agent: every post through it fails, and no byte leaves later."""
+        # Only a loaded one has posts; one that is LOADING fails by itself, DROPPING is under way.
         if peer.agent is Agent.LOADED:
             self._set(peer, Agent.DROPPING, why)
             self._destroy(peer)
@@ -80,6 +69,7 @@ class Agents:
 
     def loaded(self, peer: Peer, streams: tuple[str, ...]) -> bool:
         """The agent can post, over these connections; False where nobody waits for it."""
+        # The report may be of a load that we stopped waiting for, and have ordered the end of.
         is_awaited = self._end_loading(peer, Agent.LOADED, "")
         if peer.agent is Agent.LOADED:
             peer.streams = streams
@@ -103,6 +93,7 @@ class Agents:
     def dropped(self, peer: Peer) -> None:
         """The agent is destroyed; a living peer gets a new one."""
         peer.streams = ()
+        # A peer that was replaced meanwhile has an agent of its own by now.
         if peer.agent is Agent.DROPPING:
             self._set(peer, Agent.NONE, "")
             self.load(peer)
@@ -114,6 +105,8 @@ class Agents:
             peer.streams = ()
             if peer.agent is Agent.LOADING:
                 self._set(peer, Agent.FAILED, "the transfer process ended while it was loading")
+                # It may be what killed the process: twice the rest each time, or it would kill each
+                # one.
                 peer.agent_rest_s = min(2 * peer.agent_rest_s, MAX_REST_S)
             elif peer.agent is not Agent.FAILED:
                 peer.agent = Agent.NONE

@@ -5,10 +5,8 @@ the node with the smaller ones, if that takes them into host memory; never the o
 because nobody puts pages together.
 
 Which shards of the model either node has is no difference: what goes from which to which are
-``lanes``, worked out here once for each Hello. A node that has nothing, or not all, of what the
-other keeps may still be one of several sources.
-
-When two pools that differ in page size hold the same: one page there is several here.
+*routes* (``ShardRoute``), worked out here once for each Hello. A node that has nothing, or not all,
+of what the other keeps may still be one of several sources.
 
 Only what lies token by token can be cut into smaller pages: opaque bytes, windows and states must
 be equal on both sides. Whether such a peer is accepted is decided elsewhere.
@@ -36,6 +34,7 @@ from kvd.core.layout.spec import (
     read_shards,
     shards_of,
 )
+from kvd.core.peers.peer import Layout
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class LayoutMatch(msgspec.Struct, frozen=True):
     """Why nothing is sent to a peer and taken from it, each None where something is.
 
     ``split``: how many of its pages each of ours is, for each component that peers compare.
-    ``shards`` are the peer's; ``lanes`` go to them from ours, ``incoming`` from them to ours.
+    ``shards`` are the peer's; ``outgoing`` go to them from ours, ``incoming`` from them to ours.
     """
 
     sending: Refusal | None
@@ -111,15 +110,8 @@ class LayoutMatch(msgspec.Struct, frozen=True):
     split: tuple[int, ...]
     difference: str
     shards: tuple[Shard, ...] = ()
-    lanes: tuple[ShardRoute, ...] = WHOLE
+    outgoing: tuple[ShardRoute, ...] = WHOLE
     incoming: tuple[ShardRoute, ...] = WHOLE
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """Which layout of a peer was read last: the SHA-256 of its text, and how it differs."""
-
-    digest: bytes
-    difference: str = ""
 
 
 def read_layout(peer: Peer, text: str, mine: Settings) -> None:
@@ -129,7 +121,7 @@ def read_layout(peer: Peer, text: str, mine: Settings) -> None:
         return
     match = layout_match(mine.spec, text, mine.name, peer.name)
     peer.refusal, peer.source_refusal, peer.split = match.sending, match.receiving, match.split
-    peer.shards, peer.lanes, peer.incoming = match.shards, match.lanes, match.incoming
+    peer.shards, peer.outgoing, peer.incoming = match.shards, match.outgoing, match.incoming
     peer.layout = Layout(digest, match.difference)
 
 
@@ -213,11 +205,11 @@ def _between_shards(
             split=(),
             difference=f"its shards: {why}",
             shards=(),
-            lanes=(),
+            outgoing=(),
             incoming=(),
         )
-    sending, out = _lanes(mine, theirs, here, there)
-    receiving, incoming = _lanes(theirs, mine, here, there)
+    sending, out = _routes(mine, theirs, here, there)
+    receiving, incoming = _routes(theirs, mine, here, there)
     difference = ""
     if sending is not None and receiving is not None:
         difference = sending.message
@@ -227,12 +219,12 @@ def _between_shards(
         split=(),
         difference=difference,
         shards=theirs,
-        lanes=out,
+        outgoing=out,
         incoming=incoming,
     )
 
 
-def _lanes(
+def _routes(
     source: tuple[Shard, ...], target: tuple[Shard, ...], here: str, there: str
 ) -> tuple[Refusal | None, tuple[ShardRoute, ...]]:
     try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire.peer import PROTOCOL, Hello
 
 if TYPE_CHECKING:
-    from kvd.core.peers.peer import Peers
+    from kvd.core.peers.peer import Dialed, Peer
     from kvd.core.settings import Settings
     from kvd.wire.peer import Message
 
@@ -28,7 +28,16 @@ MAX_LAYOUT_CHARS: Final = 65_536
 """Of a pool layout as text: hundreds of components. Nothing longer is read."""
 
 
-def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
+class KnownPeers(Protocol):
+    """Who has said Hello and who is called by configuration: ``Peers``, as a Hello is judged."""
+
+    by_name: dict[str, Peer]
+    by_incarnation: dict[str, Peer]
+    dialed: dict[str, Dialed]
+    allow: tuple[str, ...]
+
+
+def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
     is_named = INCARNATION.fullmatch(message.source) and NODE.fullmatch(message.node)
     if not is_named or message.generation < 1:
@@ -53,12 +62,14 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             side=mine.name,
             numbers={"theirs": message.protocol, "ours": PROTOCOL},
         )
+    # Before its name is looked up or kept: who may not speak leaves no trace but this refusal.
     if peers.allow and message.node not in peers.allow:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"{message.node!r} is not in peers.allow of {mine.name}",
             side=mine.name,
         )
+    # Names are kept, so a stranger that invents names must meet a limit; known ones always may.
     if message.node not in peers.by_name and len(peers.by_name) >= MAX_PEERS:
         return Refusal(
             Code.NO_ROOM,
@@ -70,7 +81,7 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
     return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
 
 
-def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Refusal | None:
+def impostor(message: Message, proven: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
     """Why a message is not acted on though its sender may connect: it speaks as another node.
 
     ``proven`` is whose key the sender has; empty where links need no keys, and then anyone may.
@@ -105,7 +116,7 @@ def _too_long(message: Hello, side: str) -> Refusal | None:
     )
 
 
-def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
+def _unexpected_name(message: Hello, link: str, peers: KnownPeers, side: str) -> Refusal | None:
     """One link and one process have one name each, and a superseded process never comes back."""
     dialed = peers.dialed.get(link)
     if dialed is not None and dialed.name != message.node:
@@ -123,6 +134,8 @@ def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refu
             f"it was {speaker.name!r} before",
             side=side,
         )
+    # Incarnations grow with the time at which they began. A delayed Hello of a former process must
+    # not take the name back: it would prove the living one gone, and free pages that it writes.
     known = peers.by_name.get(message.node)
     if known is not None and message.source < known.incarnation:
         return Refusal(

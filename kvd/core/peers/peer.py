@@ -1,398 +1,181 @@
-"""Other daemons: who they are now, and whether they live.
+"""What is known of one other daemon: who it is now, how it lives, what it said of itself.
 
-A peer is known by its node name; its incarnation is one process lifetime of it. Nothing is held
-for a peer before its Hello. A Hello with a new incarnation is the proof that the old one will never
-write again, because a daemon says it only after it has reaped its old transfer process; the old
-incarnation is then superseded, and whatever still arrives from it is refused. What it had sent may
-still be on its way: ``settling`` waits for that.
+Plain records. Who writes them: ``Peers`` (``registry``), with ``Agents`` the sending agent and with
+``Pulse`` what pings bring; ``Drainer`` what a peer says of its draining.
 
-Silence makes a peer suspect, then lost. That is a guess, not a proof: its rooms are drained, and
-their pages stay in quarantine until it settles, is replaced, or is fenced.
+A daemon that drains says so in its Pings, at once and then with every heartbeat; so whoever wants
+something of it is refused at once, and not after a deadline. A daemon that does not say so knows
+nothing of it, nor of the codes that came with it: it is told in words that it has.
 
-What must not live here: the sending agent towards a peer (``agents``), pings (``pulse``), and
-handoffs.
+What must not live here: when a record changes.
 """
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.core.layout.spec import fingerprint
-from kvd.core.peers.agents import RETRY_S, Agent, Agents
-from kvd.core.peers.compatibility import Layout, read_layout
-from kvd.core.peers.dialed import Dialed
-from kvd.core.peers.hello import unwelcome
-from kvd.core.peers.life import Life
-from kvd.core.peers.peer_drain import UNSAID, lost_because
-from kvd.core.peers.pulse import NO_CLAIM, Pulse
-from kvd.wire import events
-from kvd.wire.peer import Hello, Message, Reject
+import msgspec
+
+from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
-    from kvd.core.inputs import HandshakeFailed
     from kvd.core.layout.shards import Shard, ShardRoute
-    from kvd.core.settings import Settings
-    from kvd.errors import Refusal
 
 
+RETRY_S = 2.0
+"""A failed agent is tried again after this; a send that comes earlier fails at once."""
+
+SERVING, DRAINING, LEAVING = "serving", "draining", "leaving"
+
+
+class Life(enum.Enum):
+    """How sure we are that a peer lives."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class Agent(enum.Enum):
+    """The sending agent towards a peer's current incarnation and generation."""
+
+    NONE = "none"
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+    DROPPING = "dropping"
+
+
+class PeerDrain(msgspec.Struct, frozen=True):
+    """What it said last: its ``state``, empty before it has said any, why, and since when."""
+
+    state: str = ""
+    why: str = ""
+    since_s: float = 0.0
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether something new can be asked of it."""
+        return self.state not in {DRAINING, LEAVING}
+
+
+UNSAID = PeerDrain()
+
+
+class StreamClaim(msgspec.Struct, frozen=True):
+    """The streams that a peer called its own when it echoed our ping ``number``."""
+
+    number: int = 0
+    streams: tuple[str, ...] = ()
+
+
+NO_CLAIM = StreamClaim()
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Which layout of a peer was read last: the SHA-256 of its text, and how it differs."""
+
+    digest: bytes
+    difference: str = ""
+
+
+UNREAD = Layout(b"")
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Peer:
-    """One other daemon. Read it; only ``Peers`` writes it, and ``Drainer`` its ``drain``."""
+    """One other daemon. Read it; the module says who writes it."""
 
-    __slots__ = (
-        "agent",
-        "agent_rest_s",
-        "agent_since_s",
-        "agent_why",
-        "claim",
-        "drain",
-        "generation",
-        "heard_s",
-        "incarnation",
-        "incoming",
-        "lanes",
-        "layout",
-        "life",
-        "link",
-        "max_aux_bytes",
-        "max_frame_bytes",
-        "max_prompt_tokens",
-        "metadata",
-        "name",
-        "offer_floor",
-        "ping",
-        "ping_sent_s",
-        "refusal",
-        "round_trip_s",
-        "settled_floor",
-        "shards",
-        "source_refusal",
-        "split",
-        "streams",
+    name: str
+    link: str = ""
+    incarnation: str = ""
+    generation: int = 0
+    metadata: bytes = b""
+    max_prompt_tokens: int = 0
+    max_aux_bytes: int = 0
+    max_frame_bytes: int = 0
+    life: Life = Life.LOST
+    heard_s: float = 0.0
+    layout: Layout = UNREAD
+    refusal: Refusal | None = None
+    """Why we send it nothing."""
+    source_refusal: Refusal | None = None
+    """Why we take nothing from it."""
+    split: tuple[int, ...] = ()
+    """How many of its pages each of ours is, for each component compared."""
+    shards: tuple[Shard, ...] = ()
+    """What of the model it has."""
+    outgoing: tuple[ShardRoute, ...] = ()
+    """What of its shards ours can fill."""
+    incoming: tuple[ShardRoute, ...] = ()
+    """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
+    agent: Agent = Agent.NONE
+    agent_since_s: float = 0.0
+    agent_rest_s: float = RETRY_S
+    agent_why: str = ""
+    streams: tuple[str, ...] = ()
+    """The connections of the agent, if it is loaded."""
+    claim: StreamClaim = NO_CLAIM
+    """What it said last of the connections of its agent to us."""
+    offer_floor: int = 0
+    settled_floor: int = 0
+    ping: int = 0
+    ping_sent_s: float = 0.0
+    round_trip_s: float = 0.0
+    drain: PeerDrain = UNSAID
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Dialed:
+    """A configured link and the name that must answer on it."""
+
+    name: str
+    address: str
+    answered: bool = False
+    trouble: str = ""
+    """Why the last handshake on it failed, and when."""
+    trouble_s: float = 0.0
+
+
+def peer_drains(peer: Peer, now_s: float, side: str) -> Refusal | None:
+    """Why nothing is received from this peer now; None while it serves."""
+    if peer.drain.is_serving:
+        return None
+    return Refusal(
+        Code.PEER_DRAINING,
+        f"{drain_words(peer, now_s)}: receive from another node, or ask again when it is back",
+        side=side,
+        numbers={"since_s": round(now_s - peer.drain.since_s, 3)},
     )
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.link = ""
-        self.incarnation = ""
-        self.generation = 0
-        self.metadata = b""
-        self.max_prompt_tokens = 0
-        self.max_aux_bytes = self.max_frame_bytes = 0
-        self.life = Life.LOST
-        self.heard_s = 0.0
-        self.layout = Layout(b"")
-        self.refusal: Refusal | None = None
-        """Why we send it nothing."""
-        self.source_refusal: Refusal | None = None
-        """Why we take nothing from it."""
-        self.split: tuple[int, ...] = ()
-        """How many of its pages each of ours is, for each component compared."""
-        self.shards: tuple[Shard, ...] = ()
-        """What of the model it has."""
-        self.lanes: tuple[ShardRoute, ...] = ()
-        """What of its shards ours can fill."""
-        self.incoming: tuple[ShardRoute, ...] = ()
-        """What of ours its shards can fill; ``shards.lacking`` says what they cannot."""
-        self.agent = Agent.NONE
-        self.agent_since_s = 0.0
-        self.agent_rest_s = RETRY_S
-        self.agent_why = ""
-        self.streams: tuple[str, ...] = ()
-        """The connections of the agent, if it is loaded."""
-        self.claim = NO_CLAIM
-        """What it said last of the connections of its agent to us."""
-        self.offer_floor = 0
-        self.settled_floor = 0
-        self.ping = 0
-        self.ping_sent_s = 0.0
-        self.round_trip_s = 0.0
-        self.drain = UNSAID
 
-
-class Peers:
-    """All peers, by name and by incarnation."""
-
-    def __init__(self, settings: Settings, out: Outbox) -> None:
-        self.agents = Agents(settings.load_limit_s, out)
-        self.by_name: dict[str, Peer] = {}
-        self.by_incarnation: dict[str, Peer] = {}
-        self.dialed: dict[str, Dialed] = {}
-        self.generation = 0
-        """Of our own receiving transfer process; 0: none serves now."""
-        self.metadata = b""
-        self.allow = settings.allow
-        """Who may say Hello; an operator may change it."""
-        self._settings = settings
-        self._layout = fingerprint(settings.spec)
-        self._out = out
-        self.pulse = Pulse(settings, out)
-
-    # ---- links and Hello ---------------------------------------------------------------------
-
-    def dial(self, link: str, name: str, address: str) -> None:
-        """A configured peer: say Hello there until it answers by its name."""
-        self.dialed[link] = Dialed(name, address)
-        self._say_hello(link, "")
-
-    def announce(self, generation: int, metadata: bytes) -> None:
-        """Our transfer process serves: tell everybody, as a new generation."""
-        self.generation = generation
-        self.metadata = metadata
-        self.agents.is_serving = True
-        for link, dialed in self.dialed.items():
-            known = self.by_name.get(dialed.name)
-            self._say_hello(link, known.incarnation if known else "")
-        for peer in self.by_name.values():
-            if peer.link not in self.dialed:
-                self._say_hello(peer.link, peer.incarnation)
-
-    def transfer_gone(self) -> None:
-        """Our transfer process is reaped, and all agents with it."""
-        self.generation = 0
-        self.agents.gone(self.by_name.values())
-
-    def ask_hello(self, peer: Peer) -> None:
-        """It speaks of a generation that we have not heard of: its Hello was lost."""
-        self._say_hello(peer.link, "")
-
-    def sender(self, link: str, message: Message) -> Peer | None:
-        """The peer that speaks, if it may: the right incarnation, to the right incarnation.
-
-        Anything else is answered with our Hello or a Reject, and None is returned.
-        """
-        peer = self.by_incarnation.get(message.source)
-        if peer is None or message.target != self._settings.incarnation:
-            if isinstance(message, Reject):
-                return None
-            self._say_hello(link, peer.incarnation if peer else "")
-            return None
-        # A link that broke comes back under another identity: answer where it speaks now.
-        peer.link = link
-        peer.heard_s = self._out.at_s
-        if peer.life is not Life.UP:
-            peer.life = Life.UP
-            self._tell_up(peer)
-            self.agents.load(peer)
-        return peer
-
-    def handshake_failed(self, got: HandshakeFailed) -> None:
-        """Remember why a dialed peer cannot be talked to, and tell everybody who watches."""
-        out = self._out
-        dialed = self.dialed.get(got.link)
-        name = ""
-        if dialed is not None:
-            name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, out.at_s
-        out.emit(
-            events.PeerHandshakeFailed,
-            peer=name,
-            address=got.address,
-            reason=got.reason,
-            why=got.why,
-            times=got.times,
-        )
-
-    def trouble(self, name: str) -> str:
-        """Why a dialed peer was not heard again, if its handshake says so; empty if not."""
-        peer = self.by_name.get(name)
-        for dialed in self.dialed.values():
-            if dialed.name == name and (peer is None or dialed.trouble_s > peer.heard_s):
-                return dialed.trouble
+def drain_words(peer: Peer, now_s: float) -> str:
+    """That it begins nothing new, or has said goodbye; empty while it serves."""
+    said = peer.drain
+    if said.is_serving:
         return ""
-
-    def hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
-        """Take a Hello.
-
-        Returns:
-            The peer, and the incarnation that this Hello proves gone (empty: none); or None where
-            it was refused.
-        """
-        refusal = unwelcome(message, link, self, self._settings)
-        if refusal is not None:
-            self.reject(link, message.source, refusal)
-            return None
-        peer = self.by_name.get(message.node)
-        if peer is None:
-            peer = self.by_name[message.node] = Peer(message.node)
-        gone = self._take_incarnation(peer, message)
-        dialed = self.dialed.get(link)
-        if dialed is not None:
-            dialed.answered = True
-        peer.link = link
-        was_up = peer.life is Life.UP and not gone
-        peer.life = Life.UP
-        peer.heard_s = self._out.at_s
-        if not was_up or message.generation > peer.generation:
-            self._take_generation(peer, message)
-            self._tell_up(peer)
-            self.agents.load(peer)
-        if message.target != self._settings.incarnation:
-            self._say_hello(link, peer.incarnation)
-        return peer, gone
-
-    def _take_incarnation(self, peer: Peer, message: Hello) -> str:
-        """Returns the incarnation that is over now, empty where the peer is the same process."""
-        gone = peer.incarnation
-        if gone == message.source:
-            return ""
-        if gone:
-            self.by_incarnation.pop(gone, None)
-            self.agents.leave(peer)
-            out = self._out
-            out.emit(events.PeerReplaced, peer=peer.name, before=gone, after=message.source)
-        peer.incarnation = message.source
-        peer.generation = 0
-        peer.offer_floor = peer.settled_floor = 0
-        peer.round_trip_s = 0.0
-        peer.claim = NO_CLAIM
-        peer.drain = UNSAID
-        self.by_incarnation[message.source] = peer
-        return gone
-
-    def _take_generation(self, peer: Peer, message: Hello) -> None:
-        if message.generation <= peer.generation:
-            return
-        self.agents.leave(peer)
-        peer.generation = message.generation
-        peer.metadata = message.metadata
-        peer.max_prompt_tokens = message.max_prompt_tokens
-        peer.max_aux_bytes = message.max_aux_bytes
-        peer.max_frame_bytes = message.max_frame_bytes
-        read_layout(peer, message.layout, self._settings)
-        if peer.refusal is not None and peer.source_refusal is not None:
-            out = self._out
-            why = peer.layout.difference
-            out.emit(events.PeerRefused, peer=peer.name, code=peer.refusal.code.value, why=why)
-        self.agents.load(peer)
-
-    def _tell_up(self, peer: Peer) -> None:
-        out = self._out
-        out.emit(
-            events.PeerUp, peer=peer.name, incarnation=peer.incarnation, generation=peer.generation
-        )
-
-    def _say_hello(self, link: str, target: str) -> None:
-        if not self.generation:
-            return
-        mine = self._settings
-        self._out.send(
-            link,
-            Hello(
-                source=mine.incarnation,
-                target=target,
-                node=mine.name,
-                layout=self._layout,
-                generation=self.generation,
-                metadata=self.metadata,
-                max_prompt_tokens=mine.max_prompt_tokens,
-                max_aux_bytes=mine.max_aux_bytes,
-                max_frame_bytes=mine.max_frame_bytes,
-            ),
-        )
-
-    def reject(self, link: str, source: str, refusal: Refusal) -> None:
-        """Tell whoever sent it why it was not acted on, and everybody who watches."""
-        self._out.send(link, Reject(self._settings.incarnation, source, refusal))
-        out = self._out
-        out.emit(
-            events.MessageRefused,
-            socket="peers",
-            sender=link,
-            code=refusal.code.value,
-            why=refusal.message,
-        )
-
-    def not_ready(self, name: str) -> str | None:
-        """What a receive from this node waits for; None when an Offer can go out."""
-        peer = self.by_name.get(name)
-        if peer is None or not peer.incarnation:
-            return f"{name} has not said Hello yet{_because(self.trouble(name))}"
-        if peer.source_refusal is not None:
-            return peer.source_refusal.message
-        if peer.life is Life.LOST:
-            return f"{lost_because(peer, self._out.at_s)}{_because(self.trouble(name))}"
-        if not self.generation:
-            return "the transfer process of this node is restarting"
-        return None
-
-    def is_lost(self, incarnation: str) -> bool:
-        """Whether it was silent for so long that nothing is asked of it."""
-        peer = self.by_incarnation.get(incarnation)
-        return peer is not None and peer.life is Life.LOST
-
-    def drop_agent(self, incarnation: str, generation: int, why: str) -> None:
-        """Destroy this agent; one of an older generation is being destroyed already."""
-        peer = self.current(incarnation, generation)
-        if peer is not None:
-            self.agents.drop(peer, why)
-
-    # ---- finding one -------------------------------------------------------------------------
-
-    def current(self, incarnation: str, generation: int) -> Peer | None:
-        """The peer, if this incarnation and generation of it are the ones that serve."""
-        peer = self.by_incarnation.get(incarnation)
-        return peer if peer is not None and peer.generation == generation else None
-
-    def find(self, source: str) -> str | None:
-        """The node name behind a configured name or address, or of a peer that came to us."""
-        if source in self.by_name:
-            return source
-        for dialed in self.dialed.values():
-            if source in {dialed.name, dialed.address}:
-                return dialed.name
-        return None
-
-    def names(self) -> list[str]:
-        """Every node name that ``find`` knows."""
-        return sorted({*self.by_name, *(dialed.name for dialed in self.dialed.values())})
-
-    # ---- time --------------------------------------------------------------------------------
-
-    def is_stale(self, peer: Peer) -> bool:
-        """Whether it came to us, and has been silent for so long that it need not be known."""
-        silent_s = self._out.at_s - peer.heard_s
-        if peer.life is not Life.LOST or silent_s < self._settings.forget_s:
-            return False
-        return all(dialed.name != peer.name for dialed in self.dialed.values())
-
-    def forget(self, peer: Peer) -> None:
-        """Nothing is open with it: whoever comes by this name again says Hello first."""
-        self.agents.leave(peer)
-        self.by_incarnation.pop(peer.incarnation, None)
-        del self.by_name[peer.name]
-
-    def redial(self) -> None:
-        """Say Hello again where nobody has answered yet, or the answerer is lost."""
-        lost = {p.name for p in self.by_name.values() if p.life is Life.LOST}
-        for link, dialed in self.dialed.items():
-            if not dialed.answered or dialed.name in lost:
-                self._say_hello(link, "")
-
-    def lose(self, peer: Peer) -> None:
-        """It is gone: silent for too long, or it said so."""
-        out = self._out
-        peer.life, silent_s = Life.LOST, out.at_s - peer.heard_s
-        out.emit(events.PeerLost, peer=peer.name, incarnation=peer.incarnation, silent_s=silent_s)
-
-    def age(self) -> list[Peer]:
-        """Make silent peers suspect, then lost; returns those that became lost just now."""
-        out = self._out
-        lost = []
-        for peer in self.by_name.values():
-            silent_s = out.at_s - peer.heard_s
-            if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
-                lost.append(peer)
-                self.lose(peer)
-            elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
-                peer.life = Life.SUSPECT
-                out.emit(
-                    events.PeerSuspect,
-                    peer=peer.name,
-                    incarnation=peer.incarnation,
-                    silent_s=silent_s,
-                )
-        return lost
+    ago_s = now_s - said.since_s
+    why = f" ({said.why})" if said.why else ""
+    if said.state == LEAVING:
+        return f"{peer.name} said goodbye {ago_s:.1f} s ago{why}"
+    return f"{peer.name} has been draining for {ago_s:.1f} s{why} and begins nothing new"
 
 
-def _because(why: str) -> str:
-    return f": {why}" if why else ""
+def lost_because(peer: Peer, now_s: float) -> str:
+    """Why it counts as lost: it said goodbye, or has been silent."""
+    if peer.drain.state == LEAVING:
+        return drain_words(peer, now_s)
+    return f"{peer.name} has been silent for {now_s - peer.heard_s:.1f} s"
+
+
+def as_told(refusal: Refusal | None, peer: Peer) -> Refusal | None:
+    """The refusal as it crosses the link: over there it is the *peer* that drains.
+
+    A daemon that never said its state cannot read the new code, so it hears an older one.
+    """
+    if refusal is None or refusal.code not in {Code.DRAINING, Code.PEER_DRAINING}:
+        return refusal
+    code = Code.PEER_DRAINING if peer.drain.state else Code.SHUTTING_DOWN
+    return msgspec.structs.replace(refusal, code=code)

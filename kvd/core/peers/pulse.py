@@ -20,9 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvd.core.peers.peer_drain import SERVING
+from kvd.core.peers.peer import SERVING, StreamClaim
 from kvd.wire.peer import MAX_STREAMS, Ping
 
 if TYPE_CHECKING:
@@ -33,22 +31,12 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
-class StreamClaim(msgspec.Struct, frozen=True):
-    """The streams that a peer called its own when it echoed our ping ``number``."""
-
-    number: int = 0
-    streams: tuple[str, ...] = ()
-
-
-NO_CLAIM = StreamClaim()
-
-
 class Pulse:
     """The pings of this node, numbered through whoever they go to."""
 
     def __init__(self, settings: Settings, out: Outbox) -> None:
-        self.saying = (SERVING, "")
-        """The state of this node as every Ping tells it, and why."""
+        self.state, self.why = SERVING, ""
+        """Of this node, as every Ping tells it."""
         self.last_ping = self.claims = 0
         """Numbers: of the ping that left last, and of the claims that were heard."""
         self._settings = settings
@@ -67,12 +55,21 @@ class Pulse:
         self.last_ping += 1
         peer.ping = self.last_ping
         peer.ping_sent_s = self._out.at_s
-        mine, theirs = self._settings.incarnation, peer.incarnation
-        ping = Ping(mine, theirs, peer.ping, 0, offer_floor, settled_floor, *self.saying)
+        ping = Ping(
+            source=self._settings.incarnation,
+            target=peer.incarnation,
+            number=peer.ping,
+            echo=0,
+            offer_floor=offer_floor,
+            settled_floor=settled_floor,
+            state=self.state,
+            why=self.why,
+        )
         self._out.send(peer.link, ping)
 
     def heard(self, peer: Peer, message: Ping) -> None:
         """Take the floors; answer a ping, or take what an echo of our own says."""
+        # Pings may overtake each other, and a floor never goes back.
         peer.offer_floor = max(peer.offer_floor, message.offer_floor)
         peer.settled_floor = max(peer.settled_floor, message.settled_floor)
         if message.echo:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.handoff.frames import MESSAGE_BYTES, offer_bytes, settled_bytes
+from kvd.core.handoff.message_sizes import MESSAGE_BYTES, offer_bytes, settled_bytes
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, most_chosen
 from kvd.core.layout.shards import tp_shards
 from kvd.core.node import Node
@@ -108,7 +108,7 @@ def test_a_cached_prefix_makes_room():
 def test_the_prefill_side_refuses_what_a_decode_side_could_not_read():
     """For one that does not look itself."""
     world = small(D_BYTES - 1, integrity=Integrity.FULL)
-    world.d.node.decoder.offering.too_long = lambda _: None  # type: ignore[method-assign]
+    world.d.node.decoder.offers.unsendable = lambda _: None  # type: ignore[method-assign]
     Sender(world, LONG)
     world.d.call(client.Receive, LONG, room=7, source=("p",))
     (failed,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
