@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.console.named import owner
-from kvd.console.view import Field, View
+from kvd.console.view import Field, View, owner
 from kvd.core.leases.sessions import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
     from kvd.core.cache.lease import Lease
     from kvd.wire.console import Query
 
 
-class Held:
+class ClientRow:
     """One session, its leases, and how many handoffs it has open."""
 
     __slots__ = ("leases", "receives", "sends", "session")
@@ -27,17 +26,17 @@ class Held:
         self.receives = self.sends = 0
 
 
-def sessions_held(scene: Scene) -> dict[int, Held]:
+def sessions_held(context: Context) -> dict[int, ClientRow]:
     """By session, those that are gone and still have leases too; one look at all leases."""
-    node = scene.node
-    held = {one.id: Held(one) for one in node.sessions.by_id.values()}
+    node = context.node
+    held = {one.id: ClientRow(one) for one in node.sessions.by_id.values()}
     for lease in node.leases.leases.values():
         found = held.get(lease.session)
         if found is None and not lease.session:
             continue  # the node's own: what may still be read of before a restart
         if found is None:
-            gone = Session(lease.session, owner(scene, lease.session), lease.since_s)
-            found = held[lease.session] = Held(gone)
+            gone = Session(lease.session, owner(context, lease.session), lease.since_s)
+            found = held[lease.session] = ClientRow(gone)
         found.leases.append(lease)
     for receive in node.decoder.parts.values():
         if receive.session in held:
@@ -48,22 +47,22 @@ def sessions_held(scene: Scene) -> dict[int, Held]:
     return held
 
 
-def _clients(scene: Scene, _: Query) -> Iterator[Held]:
-    yield from sessions_held(scene).values()
+def _clients(context: Context, _: Query) -> Iterator[ClientRow]:
+    yield from sessions_held(context).values()
 
 
-def _state(scene: Scene, one: Held) -> str:
+def _state(context: Context, one: ClientRow) -> str:
     if one.session.hang_up is not None:
         return "hung up on"
     if one.session.is_former:
         return "awaited"
-    alive = [scene.engines.is_alive(pid) for pid in one.session.pids]
+    alive = [context.engines.is_alive(pid) for pid in one.session.pids]
     if not any(alive):
         return "gone"
     return "alive" if all(alive) else "partly gone"
 
 
-CLIENTS: View[Held] = View(
+CLIENTS: View[ClientRow] = View(
     "clients",
     (
         Field("name", "text", lambda _, one: one.session.name),
@@ -95,7 +94,7 @@ CLIENTS: View[Held] = View(
         ),
         Field("receives", "count", lambda _, one: one.receives),
         Field("sends", "count", lambda _, one: one.sends),
-        Field("calls", "count", lambda scene, one: scene.engines.calls(one.session.id)),
+        Field("calls", "count", lambda context, one: context.engines.calls(one.session.id)),
         Field("since", "since", lambda _, one: one.session.since_s, "attached"),
     ),
     objects=_clients,

@@ -6,44 +6,43 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.console.named import client_ref, owner
-from kvd.console.view import Field, View
+from kvd.console.view import Field, View, client_ref, owner
 from kvd.core.cache.lease import Lease
 from kvd.core.cache.lease_state import Standing
 from kvd.core.inspect.words import lease_waits_for, lease_word
 from kvd.types import count
 
 if TYPE_CHECKING:
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
 
 
 _AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
 
 
-def _pid(scene: Scene, lease: Lease) -> int | None:
-    session = scene.node.sessions.by_id.get(lease.session)
+def _pid(context: Context, lease: Lease) -> int | None:
+    session = context.node.sessions.by_id.get(lease.session)
     return session.pids[0] if session is not None else None
 
 
-def _held(_: Scene, lease: Lease) -> int:
+def _held(_: Context, lease: Lease) -> int:
     return 0 if lease.quarantine is not None else lease.held_pages
 
 
-def _quarantined(_: Scene, lease: Lease) -> int:
+def _quarantined(_: Context, lease: Lease) -> int:
     return lease.held_pages if lease.quarantine is not None else 0
 
 
-def _beside(scene: Scene, lease: Lease) -> str:
+def _beside(context: Context, lease: Lease) -> str:
     """``swa 12, state 1``."""
-    own = [(one.component.name, count(one.own(lease))) for one in scene.node.leases.beside.each]
+    own = [(one.component.name, count(one.own(lease))) for one in context.node.leases.beside.each]
     return ", ".join(f"{name} {pages}" for name, pages in own if pages)
 
 
-def _why(_: Scene, lease: Lease) -> str:
+def _why(_: Context, lease: Lease) -> str:
     return lease.quarantine.why if lease.quarantine is not None else ""
 
 
-def _away(_: Scene, lease: Lease) -> float | None:
+def _away(_: Context, lease: Lease) -> float | None:
     if lease.quarantine is not None:
         return lease.quarantine.since_s
     return lease.retracted_s if lease.standing in _AWAY else None
@@ -53,9 +52,9 @@ class Leases(View[Lease]):
     """Leases may be gone before their row is made."""
 
     @override
-    def is_there(self, scene: Scene, one: Lease) -> bool:
+    def is_there(self, context: Context, one: Lease) -> bool:
         """Whether it has not been released meanwhile."""
-        return one.id in scene.node.leases.leases
+        return one.id in context.node.leases.leases
 
 
 LEASES = Leases(
@@ -63,7 +62,7 @@ LEASES = Leases(
     (
         Field("id", "count", lambda _, one: one.id),
         Field("state", "state", lambda _, one: lease_word(one)),
-        Field("owner", "text", lambda scene, one: owner(scene, one.session)),
+        Field("owner", "text", lambda context, one: owner(context, one.session)),
         Field("client", "ref", lambda _, one: client_ref(one.session)),
         Field("pid", "count", _pid, "of the first process of its session"),
         Field("reason", "text", lambda _, one: one.reason),
@@ -87,7 +86,7 @@ LEASES = Leases(
             "where its lock begins; everything above is locked too",
         ),
         Field("holders", "text", lambda _, one: ", ".join(sorted(one.holders))),
-        Field("waiting_for", "text", lambda scene, one: lease_waits_for(scene.node, one)),
+        Field("waiting_for", "text", lambda context, one: lease_waits_for(context.node, one)),
         Field("why", "text", _why, "why it is in quarantine"),
         Field("since", "since", lambda _, one: one.since_s),
         Field(
@@ -101,7 +100,7 @@ LEASES = Leases(
         Field("priority", "count", lambda _, one: one.priority),
         Field("namespace", "text", lambda _, one: one.namespace),
     ),
-    objects=lambda scene, _: scene.node.leases.leases.values(),
+    objects=lambda context, _: context.node.leases.leases.values(),
     key=lambda one: f"lease:{one.id}",
     sort="since",
 )

@@ -56,8 +56,7 @@ from kvd.daemon.supervisor import Supervisor
 from kvd.daemon.watchdog import Watchdog
 from kvd.journal.reader import Verify
 from kvd.observe.bus import Bus
-from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import gauges_of
+from kvd.observe.exposition import Build, Exposition, gauges_of
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena

@@ -11,7 +11,7 @@ from kvd import __version__
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import PoolSpec
 from kvd.observe.exposition import CONTENT_TYPE
-from kvd.observe.http import PLAIN, Pages, Response
+from kvd.observe.http import PLAIN, HttpPages, Response
 from kvd.wire import peer
 from kvd.wire.attach import PROTOCOL
 
@@ -39,7 +39,7 @@ class Info(msgspec.Struct, frozen=True):
     pool: PoolSpec
 
 
-def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
+def http_pages(daemon: Daemon, exposition: Exposition) -> HttpPages:
     """The pages of ``daemon``; each is answered from the state between two steps."""
     node = daemon.node
     config = daemon.config
@@ -62,7 +62,7 @@ def http_pages(daemon: Daemon, exposition: Exposition) -> Pages:
             return Response(200, PLAIN, b"ready\n")
         return Response(503, PLAIN, b"the transfer process is restarting\n")
 
-    return Pages(
+    return HttpPages(
         livez=lambda: Response(200, PLAIN, b"alive\n"),
         readyz=readyz,
         metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvd.core import effects, inputs
-from kvd.core.audit import beside_rules
+from kvd.core.audit import component_rules
 from kvd.core.audit.invariants import violations
 from kvd.core.layout.spec import companion_pages
 from kvd.sim.memory import Memory
@@ -322,7 +322,7 @@ class Host:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
         for keeper in table.beside.each:
-            if beside_rules.is_uncounted(keeper):
+            if component_rules.is_uncounted(keeper):
                 raise Violated(f"I1: {self.name}: pages of {keeper.component.name} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
         if (free, cached) == self._balance:

@@ -6,19 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvd.console.desk import Desk
-from kvd.console.pagemap import _highest
-from kvd.console.plane import Is
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
-from kvd.console.watch import Watch
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.page_map import _highest
+from kvd.console.page_owners import Is
+from kvd.console.server import ConsoleServer, Watch
 from kvd.types import page_ids
 from kvd.wire import client
 from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES
 from kvd.wire.console import MapQuery, PageMap
 from tests.console.looked import map_of, pages_by_level, surveyed
-from tests.console.test_desk import NoEngines
+from tests.console.test_server import NoEngines
 from tests.core.families import SPECS, worked
 from tests.core.world import PAGE, World, tokens
 
@@ -39,18 +38,18 @@ def world() -> World:
 
 
 class Service:
-    """A desk over a world's prefill node; what it spends is what it is told."""
+    """A server over a world's prefill node; what it spends is what it is told."""
 
     def __init__(self, world: World, budget: float = 0.5) -> None:
         self.spent_s = 0.0
-        self.scene = Scene(world.p.node, Recent(), NoEngines())
-        self.desk = Desk(self.scene, lambda _: (0, ()), budget, lambda: self.spent_s)
+        self.context = Context(world.p.node, Recent(), NoEngines())
+        self.server = ConsoleServer(self.context, lambda _: (0, ()), budget, lambda: self.spent_s)
         self.now_s = 100.0
 
     def maps(self, *queries: MapQuery) -> list[PageMap]:
         self.now_s += 1.0
         frame = ADMIN_REPLIES.decode(
-            self.desk.frame(Watch(Look(1, queries), self.now_s), self.now_s)
+            self.server.frame(Watch(Look(1, queries), self.now_s), self.now_s)
         )
         assert isinstance(frame, Frame)
         return [msgspec.msgpack.decode(one, type=PageMap) for one in frame.answers]
@@ -236,7 +235,7 @@ def test_consoles_with_different_windows_share_one_survey(world):
     service = Service(world)
     queries = [MapQuery("", "state", first_page=first) for first in range(6)]
     maps = service.maps(*queries)
-    survey = service.scene.surveyor._last
+    survey = service.context.surveyor._last
 
     assert {one.at_s for one in maps} == {survey.at_s}
     assert [len(one.cells) for one in maps] == [64, 63, 62, 61, 60, 59]
@@ -244,7 +243,7 @@ def test_consoles_with_different_windows_share_one_survey(world):
 
 def test_until_the_first_survey_is_over_the_map_says_so(world):
     service = Service(world)
-    service.scene.surveyor._credit_s = -1.0
+    service.context.surveyor._credit_s = -1.0
     [first] = service.maps(MapQuery("", "state"))
 
     assert "not over yet" in first.trouble

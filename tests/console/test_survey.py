@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from kvd.console.plane import FREE, Is
+from kvd.console.page_owners import FREE, Is
 from kvd.console.survey import FORGET_S, REST_S, Survey, Surveyor
 from kvd.core.inputs import FromOperator
-from kvd.core.inspect.pool_snapshot import pool_states
+from kvd.core.inspect.snapshot import pool_states
 from kvd.types import page_ids
 from kvd.wire import admin, client
 from tests.console.looked import cells_by_level, map_of, pages_by_level, surveyed

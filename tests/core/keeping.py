@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ARRIVAL, Claim, Lease
 from kvd.core.cache.lease_state import Standing

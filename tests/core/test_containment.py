@@ -10,8 +10,8 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
-from kvd.core.audit.fault import Fault
 from kvd.core.audit.invariants import violations
+from kvd.core.audit.rules import Fault
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import because
 from kvd.errors import Code, Refusal

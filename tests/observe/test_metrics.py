@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
-from kvd.observe.gauges import Gauges, gauges_of
+from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition, Gauges, gauges_of
 from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogram, Metrics
 from kvd.wire import events
 from kvd.wire.snapshot import (

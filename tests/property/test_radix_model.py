@@ -17,6 +17,7 @@ from collections import Counter
 
 import pytest
 
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import LockUnderflow, RadixNode, RadixTree
@@ -247,7 +248,7 @@ class Machine:
         self.audit()
 
     def audit(self) -> None:
-        assert self.tree.check() == []
+        assert tree_faults(self.tree) == []
         found: dict[Key, int] = {}
         for node in self.tree.nodes():
             ids = page_ids(node.pages)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvd.console.recent import Recent
+from kvd.console.history import Recent
 from kvd.core import inputs
 from kvd.core.layout.spec import (
     Component,

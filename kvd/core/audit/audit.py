@@ -27,17 +27,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.backrefs import Cross
+from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.containment import misgiven_fault
 from kvd.core.audit.findings import Findings
 from kvd.core.audit.sweep import Sweep, SweepPhase, pools
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault
+    from kvd.core.audit.rules import Fault
     from kvd.core.cache.pages import Misgiven
     from kvd.core.inputs import AuditTurn, Recalled
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 EVERY_S = 0.25
 """From the beginning of one sweep to that of the next, at least."""
@@ -49,7 +49,7 @@ class StandingAudit:
     ``work_done`` is what the last turn took, in the units of ``AuditTurn.work``.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.findings = Findings(node)
         self.work_done = 0
         self.sweeps = 0
@@ -75,7 +75,7 @@ class StandingAudit:
             return
         node = self._node
         sweep.learn(node)
-        cross = Cross(node)
+        cross = Backrefs(node)
         while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
             self.work_done += sweep.look(node, cross, got.work - self.work_done)
         faults, sweep.faults = sweep.faults, []

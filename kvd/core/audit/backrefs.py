@@ -9,20 +9,20 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.beside_rules import needs
+from kvd.core.audit.component_rules import needs
 from kvd.core.handoff.protocol import Decode
 
 if TYPE_CHECKING:
-    from kvd.core.audit.beside_rules import Needs
+    from kvd.core.audit.component_rules import Needs
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 
-class Cross:
+class Backrefs:
     """The cross-references of one node at one moment. Each costs one pass, once."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self._node = node
 
     @cached_property

@@ -48,9 +48,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvd.core.audit.backrefs import Cross
-from kvd.core.audit.fault import Fault
-from kvd.core.audit.rules import missing_locks
+from kvd.core.audit.backrefs import Backrefs
+from kvd.core.audit.rules import Fault, missing_locks
 from kvd.core.cache.lease import ARRIVAL, ENGINE, Lease
 from kvd.core.cache.radix import drop, hide, recount, subtree
 from kvd.core.inspect.page_states import has_any
@@ -63,8 +62,8 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.pages import Misgiven, PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.node import Node
 
 MAX_REASONS = 256
 """Kept: one bug breaks many things, and the first ones say which."""
@@ -84,7 +83,7 @@ class Condemned(msgspec.Struct, frozen=True):
 class Containment:
     """What to do about each check; ``contain`` says what was done."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.condemned: list[Condemned] = []
         """Why, for whoever asks about a page; the first of them."""
         self._node = node
@@ -244,7 +243,7 @@ class Containment:
 
     def _raise_reads(self, fault: Fault) -> str:
         lease = self._node.leases.leases.get(fault.lease)
-        under_way = Cross(self._node).reads[fault.lease]
+        under_way = Backrefs(self._node).reads[fault.lease]
         if lease is None or lease.reads >= under_way:
             return TOLD
         lease.reads = under_way
@@ -276,7 +275,7 @@ class Containment:
         return "; ".join(one for one in done if one)
 
     def _raise_locks(self, fault: Fault) -> str:
-        tree, cross = self._node.leases.tree, Cross(self._node)
+        tree, cross = self._node.leases.tree, Backrefs(self._node)
         raised = 0
         edge = self._edge(fault.node)
         while edge is not None:
@@ -326,7 +325,9 @@ class Containment:
 
     def _strike_waiters(self, _: Fault) -> str:
         node = self._node
-        gone = [one for one in node.admission.queue if not Cross(node).is_alive(one.claim.session)]
+        gone = [
+            one for one in node.admission.queue if not Backrefs(node).is_alive(one.claim.session)
+        ]
         refusal = Refusal(Code.CLIENT_GONE, "its session is gone", side=node.settings.name)
         node.admission.turn_away(gone, refusal)
         return f"{len(gone)} requests left the queue"

@@ -19,10 +19,10 @@ from kvd.types import count, page_ids
 from kvd.wire import events, snapshot
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault, Key
+    from kvd.core.audit.rules import Fault, Key
     from kvd.core.cache.lease import Lease
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 MAX_FINDINGS = 64
 """Kept; further ones are counted. One bug breaks many things, and the first ones say which."""
@@ -74,7 +74,7 @@ class AuditFinding:
 class Findings:
     """By fault. Invariant: at most ``MAX_FINDINGS``, and a broken one never gives way."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.by_key: dict[Key, AuditFinding] = {}
         self.containment = Containment(node)
         self._node = node

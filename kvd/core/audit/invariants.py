@@ -15,42 +15,42 @@ piece.
 - I8 event numbers are contiguous (the outbox numbers them; the shell checks on the way out)
 - I9 what is held is held for somebody: see ``rules``
 
-I1 to I4 and I9 hold of every component with pages of its own: see ``beside_rules``.
+I1 to I4 and I9 hold of every component with pages of its own: see ``component_rules``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.backrefs import Cross
-from kvd.core.audit.beside_rules import beside_faults
-from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.audit.backrefs import Backrefs
+from kvd.core.audit.component_rules import component_faults
 from kvd.core.audit.rules import (
     lease_faults,
     lock_faults,
+    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
     receive_faults,
     register_faults,
+    saved_faults,
     send_faults,
+    tree_faults,
 )
-from kvd.core.audit.saved_rules import saved_faults
-from kvd.core.inspect.page_states import page_faults
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault
-    from kvd.core.node import Node
+    from kvd.core.audit.rules import Fault
+    from kvd.core.inspect.view import NodeView
 
 
-def violations(node: Node) -> list[str]:
+def violations(node: NodeView) -> list[str]:
     """Every violation found, one sentence each; empty when all is well."""
     return [fault.sentence for fault in faults(node)]
 
 
-def faults(node: Node) -> list[Fault]:
+def faults(node: NodeView) -> list[Fault]:
     """Every rule that does not hold now."""
-    cross = Cross(node)
+    cross = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
     found = page_faults(node) + saved_faults(node) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
@@ -67,5 +67,5 @@ def faults(node: Node) -> list[Fault]:
         found += post_faults(node, post, send)
     found += queue_faults(node, cross)
     found += register_faults(node)
-    found += beside_faults(node, cross)
+    found += component_faults(node, cross)
     return found

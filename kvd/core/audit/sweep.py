@@ -33,37 +33,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit import beside_rules
-from kvd.core.audit.radix_rules import is_linked, is_sound, node_faults, total_faults
+from kvd.core.audit import component_rules
 from kvd.core.audit.rules import (
+    count_faults,
+    is_linked,
+    is_sound,
     lease_faults,
     lock_faults,
     missing_locks,
+    node_faults,
+    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
     receive_faults,
     register_faults,
+    saved_faults,
     send_faults,
+    total_faults,
 )
-from kvd.core.audit.saved_rules import saved_faults
-from kvd.core.inspect.page_states import count_faults, page_faults
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvd.core.audit.backrefs import Cross
-    from kvd.core.audit.fault import Fault
+    from kvd.core.audit.backrefs import Backrefs
+    from kvd.core.audit.rules import Fault
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
     from kvd.types import Pages
 
 
-class PageTally:
+class PageCounts:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
 
     __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
@@ -161,7 +165,7 @@ class Sweep:
         "was_refuted",
     )
 
-    def __init__(self, node: Node, at_s: float) -> None:
+    def __init__(self, node: NodeView, at_s: float) -> None:
         self.began_s = at_s
         self.phase = SweepPhase.FREE
         self.objects = 0
@@ -169,11 +173,11 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._tallies = [PageTally(pool.total_pages) for pool in pools(node)]
+        self._tallies = [PageCounts(pool.total_pages) for pool in pools(node)]
         for tally, pool in zip(self._tallies, pools(node), strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()
-        self._needs: beside_rules.Needs = ()
+        self._needs: component_rules.Needs = ()
         self._pool = 0
         """Index of the pool whose free list is looked at, or that is judged."""
         self._next = 0
@@ -181,12 +185,12 @@ class Sweep:
         self._stack: list[TreeNode] = []
         self._parts: list[tuple[str, int]] = []
 
-    def learn(self, node: Node) -> None:
+    def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
         for tally, pool in zip(self._tallies, pools(node), strict=True):
             tally.learn(pool.moves.drain())
 
-    def look(self, node: Node, cross: Cross, work: int) -> int:
+    def look(self, node: NodeView, cross: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
         used = work
         match self.phase:
@@ -208,7 +212,7 @@ class Sweep:
 
     # ---- phases ------------------------------------------------------------------------------
 
-    def _look_at_free(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_free(self, node: NodeView, cross: Backrefs, work: int) -> int:
         pool = pools(node)[self._pool]
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
@@ -221,7 +225,7 @@ class Sweep:
             self._needs = cross.needs
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
 
-    def _look_at_tree(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_tree(self, node: NodeView, cross: Backrefs, work: int) -> int:
         stack = self._stack
         tree = node.leases.tree
         order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
@@ -253,7 +257,7 @@ class Sweep:
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
-    def _look_at_locks(self, edge: TreeNode, cross: Cross) -> None:
+    def _look_at_locks(self, edge: TreeNode, cross: Backrefs) -> None:
         """Counting who is anchored where takes one look at all leases: an old count does, mostly.
 
         Where it does not fit, the present one decides, and is the old one from then on.
@@ -263,7 +267,7 @@ class Sweep:
             self.faults += lock_faults(edge, cross)
 
     def _look_beside(
-        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], cross: Cross
+        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], cross: Backrefs
     ) -> int:
         """What a component has at these nodes; returns how many pages.
 
@@ -275,11 +279,11 @@ class Sweep:
                 continue
             if keeper.locks_at(edge) != self._needs[index][edge]:
                 self._needs = cross.needs
-            self.faults += beside_rules.node_faults(keeper, edge, self._needs[index])
+            self.faults += component_rules.component_node_faults(keeper, edge, self._needs[index])
             pieces.append(keeper.pages_at(edge))
         return self._tallies[1 + index].see(pieces)
 
-    def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_leases(self, node: NodeView, cross: Backrefs, work: int) -> int:
         leases: list[Lease] = []
         used = 0
         keepers = node.leases.beside.each
@@ -291,7 +295,7 @@ class Sweep:
                 leases.append(lease)
                 used += LEASE_UNITS + len(lease.row) // ID_BYTES // PAGES_SEEN_PER_UNIT
                 if keepers:
-                    self.faults += beside_rules.lease_faults(node, lease)
+                    self.faults += component_rules.component_lease_faults(node, lease)
                     used += LEASE_UNITS * len(keepers)
         self.objects += len(leases)
         self._tallies[0].see([lease.held for lease in leases])
@@ -302,7 +306,7 @@ class Sweep:
             self._parts = list(_all_parts(node))
         return 1 + used
 
-    def _look_at_parts(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_parts(self, node: NodeView, cross: Backrefs, work: int) -> int:
         last = min(len(self._parts), self._next + max(1, work // PART_UNITS))
         for kind, number in self._parts[self._next : last]:
             self.faults += _part_faults(node, cross, kind, number)
@@ -313,7 +317,7 @@ class Sweep:
             self._begin(SweepPhase.TOTALS)
         return 1 + used * PART_UNITS
 
-    def _look_at_totals(self, node: Node, cross: Cross) -> int:
+    def _look_at_totals(self, node: NodeView, cross: Backrefs) -> int:
         self.faults += total_faults(node.leases.tree)
         self.faults += queue_faults(node, cross)
         self.faults += register_faults(node)
@@ -321,15 +325,15 @@ class Sweep:
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
             self.faults += saved_faults(node)
         self._tallies[0].is_suspicious |= bool(count_faults(node))
-        self.faults += beside_rules.register_faults(node)
+        self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.last_word.n_records
         for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
-            tally.is_suspicious |= beside_rules.is_uncounted(keeper)
+            tally.is_suspicious |= component_rules.is_uncounted(keeper)
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
         self._begin(SweepPhase.PAGES)
         return 1 + things // 16
 
-    def _judge(self, node: Node, work: int) -> int:
+    def _judge(self, node: NodeView, work: int) -> int:
         """Pages that lay still and were not seen exactly once; who has them, if there are any."""
         tally = self._tallies[self._pool]
         first = self._next
@@ -359,20 +363,20 @@ class Sweep:
         return self._pool == len(self._tallies)
 
 
-def pools(node: Node) -> tuple[PagePool, ...]:
+def pools(node: NodeView) -> tuple[PagePool, ...]:
     """The pool of each component with pages of its own, the first one first."""
     table = node.leases
     return (table.pool, *[keeper.pool for keeper in table.beside.each])
 
 
-def _page_faults(node: Node, pool: int) -> list[Fault]:
+def _page_faults(node: NodeView, pool: int) -> list[Fault]:
     """All pages of one pool at once."""
     if pool:
-        return beside_rules.page_faults(node, node.leases.beside.each[pool - 1])
+        return component_rules.component_page_faults(node, node.leases.beside.each[pool - 1])
     return page_faults(node)
 
 
-def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
+def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
     """What is under way now, by kind and number."""
     decoder, prefiller = node.decoder, node.prefiller
     yield from (("receive", one) for one in decoder.parts)
@@ -382,7 +386,7 @@ def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
     yield from (("post", one) for one in prefiller.posts.parts)
 
 
-def _part_faults(node: Node, cross: Cross, kind: str, number: int) -> Iterable[Fault]:
+def _part_faults(node: NodeView, cross: Backrefs, kind: str, number: int) -> Iterable[Fault]:
     """What is wrong with one of them, if it is still there."""
     decoder, prefiller = node.decoder, node.prefiller
     match kind:

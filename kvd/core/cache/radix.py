@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit.radix_rules import tree_faults
 from kvd.core.cache.moves import Moves
 from kvd.core.cache.radix_node import (
     NO_CHILDREN,
@@ -453,12 +452,6 @@ class RadixTree:
             keeper.dropped(gone)
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
-
-    # --- audit ---------------------------------------------------------------------------------
-
-    def check(self) -> list[str]:
-        """Every violation of I2, I3 and I4, in words; empty when the tree is sound."""
-        return [fault.sentence for fault in tree_faults(self)]
 
 
 def subtree(node: RadixNode) -> list[RadixNode]:

@@ -25,7 +25,7 @@ from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inputs import FromOperator
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
     from kvd.core.peers.peer import Peer
 
 MAX_INQUIRIES = 64
@@ -75,7 +75,7 @@ class Question:
 class Inquiries:
     """Both halves: what we ask others, and what we tell them."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.open: list[Inquiry] = []
         """The oldest first."""
         self.questions: dict[int, Question] = {}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 UNLOCKED = "unlocked"
 STRICT = "strict"
@@ -39,10 +39,10 @@ MAX_NOTES = 16
 """Of what would happen, in words: a screen of them; the figures count everything."""
 
 
-def rehearse(node: Node, got: admin.Rehearse) -> admin.Report | Refusal:
+def rehearse(node: NodeView, got: admin.Rehearse) -> admin.Report | Refusal:
     """What ``got.verb`` would answer now."""
     # One function per verb: Any, because each takes its own type of message.
-    verbs: dict[type, Callable[[Node, Any], admin.Report | Refusal]] = {
+    verbs: dict[type, Callable[[NodeView, Any], admin.Report | Refusal]] = {
         admin.Flush: flush,
         admin.Evict: evict,
         admin.AbortRoom: abort,
@@ -59,7 +59,7 @@ def rehearse(node: Node, got: admin.Rehearse) -> admin.Report | Refusal:
 # ---- the cache -------------------------------------------------------------------------------
 
 
-def flush(node: Node, got: admin.Flush) -> admin.Report | Refusal:
+def flush(node: NodeView, got: admin.Flush) -> admin.Report | Refusal:
     """Drop what nobody locks; what is locked is refused, with its holders."""
     if got.mode not in {UNLOCKED, STRICT}:
         return Refusal(
@@ -81,7 +81,7 @@ def flush(node: Node, got: admin.Flush) -> admin.Report | Refusal:
     return admin.Report(got.call, changed, kept)
 
 
-def evict(node: Node, got: admin.Evict) -> admin.Report:
+def evict(node: NodeView, got: admin.Evict) -> admin.Report:
     """Whole unlocked leaves, in the order of eviction, until so many pages are out."""
     tree = node.leases.tree
     wanted = max(0, got.pages)
@@ -96,7 +96,7 @@ def evict(node: Node, got: admin.Evict) -> admin.Report:
     return admin.Report(got.call, {"evicted_pages": freed}, refused, notes=notes)
 
 
-def _said_of_victim(node: Node, edge: TreeEdge) -> str:
+def _said_of_victim(node: NodeView, edge: TreeEdge) -> str:
     return (
         f"node {edge.id} goes, {edge.n_pages} pages, tokens to {edge.end_tokens}"
         f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, "
@@ -107,7 +107,7 @@ def _said_of_victim(node: Node, edge: TreeEdge) -> str:
 # ---- handoffs --------------------------------------------------------------------------------
 
 
-def abort(node: Node, got: admin.AbortRoom) -> admin.Report | Refusal:
+def abort(node: NodeView, got: admin.AbortRoom) -> admin.Report | Refusal:
     """Give up every part of the room; pages that a remote may write go to quarantine."""
     receives = [part for part in node.decoder.parts.values() if part.room == got.room]
     sends = node.prefiller.rooms.of(got.room)
@@ -171,7 +171,7 @@ def _said_of_send(part: SendPart, freed: int) -> str:
     return f"{who}: lease {lease.id} stays with {others or 'nobody, and has no pages of its own'}"
 
 
-def fence(node: Node, got: admin.Fence) -> admin.Report:
+def fence(node: NodeView, got: admin.Fence) -> admin.Report:
     """Restart the transfer process: what is under way through it ends, no quarantine outlives it.
 
     A receive is cut because its pages cannot be reached any more; the peer says so when it hears
@@ -213,7 +213,7 @@ def fence(node: Node, got: admin.Fence) -> admin.Report:
 # ---- the node --------------------------------------------------------------------------------
 
 
-def drain(node: Node, got: admin.Drain) -> admin.Report | Refusal:
+def drain(node: NodeView, got: admin.Drain) -> admin.Report | Refusal:
     """Refuse those who wait for something new; what is under way goes on, leases stay."""
     refusal = _is_stopping(node)
     if refusal is not None:
@@ -237,7 +237,7 @@ def drain(node: Node, got: admin.Drain) -> admin.Report | Refusal:
     return admin.Report(got.call, changed, (), notes=(*told, f"what is under way is {until}"))
 
 
-def undrain(node: Node, got: admin.Undrain) -> admin.Report | Refusal:
+def undrain(node: NodeView, got: admin.Undrain) -> admin.Report | Refusal:
     """Begin new things again."""
     refusal = _is_stopping(node)
     if refusal is not None:
@@ -249,7 +249,7 @@ def undrain(node: Node, got: admin.Undrain) -> admin.Report | Refusal:
     )
 
 
-def _is_stopping(node: Node) -> Refusal | None:
+def _is_stopping(node: NodeView) -> Refusal | None:
     drainer = node.drainer
     if drainer.drain is None or not drainer.drain.is_stop:
         return None

@@ -1,15 +1,21 @@
 """The node's state as plain data: one snapshot between two steps. Reads everything, only reads.
 
 Why each request in the admission queue waits: which budget, how much is missing, who has it.
+
+The pages of every component as plain data: how many, and in which state. Only reads.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvd import __version__
 from kvd.core.cache.lease_state import Standing
-from kvd.core.inspect.pool_snapshot import held_states, pool_states
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.windows import WindowPages
+from kvd.core.inspect.page_states import component_places, needed_nodes, nobodys, places
 from kvd.core.inspect.words import (
     agent_words,
     layout_words,
@@ -21,29 +27,44 @@ from kvd.core.inspect.words import (
     send_share,
     send_waits_for,
 )
+from kvd.core.layout.geometry import shard_places
+from kvd.core.layout.spec import (
+    companion_factor,
+    extent_tokens,
+    has_bytes,
+    is_companion,
+    kind,
+    node_page_bytes,
+)
 from kvd.core.leases.owners import owner_of
 from kvd.core.peers.peer_drain import drain_words
-from kvd.types import count
+from kvd.types import Pages, count
 from kvd.wire.snapshot import (
+    BufferState,
     ClientState,
+    CompanionState,
+    HeldState,
     LeaseState,
     PeerState,
+    PoolState,
     RoomState,
     Snapshot,
     Totals,
     WaitingState,
+    WindowState,
 )
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Waiter
     from kvd.core.leases.sessions import Session
-    from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
 
 
-def waiting_states(node: Node) -> list[WaitingState]:
+def waiting_states(node: NodeView) -> list[WaitingState]:
     """Every waiter in the order of the queue."""
     holders: dict[str, tuple[str, ...]] = {}
     """By budget: many wait for the same."""
@@ -57,7 +78,7 @@ def waiting_states(node: Node) -> list[WaitingState]:
     return states
 
 
-def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
+def _state(node: NodeView, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
     return WaitingState(
         kind=kind_of(waiter),
         owner=owner_of(node, waiter.claim.session)[0],
@@ -80,7 +101,7 @@ def lacks_pages(waiter: Waiter) -> bool:
     return bool(waiter.budget) and waiter.asker.blocked() is None
 
 
-def why_waits(node: Node, waiter: Waiter, ahead: int) -> str:
+def why_waits(node: NodeView, waiter: Waiter, ahead: int) -> str:
     """For its peer, for pages, or for ``ahead`` others."""
     other = waiter.asker.blocked()
     if other is not None:
@@ -95,7 +116,7 @@ def kind_of(waiter: Waiter) -> str:
     return "receive" if waiter.claim.room else "lease"
 
 
-def snapshot(node: Node) -> Snapshot:
+def snapshot(node: NodeView) -> Snapshot:
     """Everything there is to see, ages computed against the time of the running step."""
     return Snapshot(
         node=node.settings.name,
@@ -120,7 +141,7 @@ def snapshot(node: Node) -> Snapshot:
     )
 
 
-def totals(node: Node) -> Totals:
+def totals(node: NodeView) -> Totals:
     """Counters since the incarnation began."""
     decoder, prefiller = node.decoder, node.prefiller
     return Totals(
@@ -146,7 +167,7 @@ def totals(node: Node) -> Totals:
 _AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
 
 
-def lease_state(node: Node, lease: Lease) -> LeaseState:
+def lease_state(node: NodeView, lease: Lease) -> LeaseState:
     """One claim in words and figures."""
     name, pid = owner_of(node, lease.session)
     because, quarantined_s = "", 0.0
@@ -182,7 +203,7 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
     )
 
 
-def room_states(node: Node) -> list[RoomState]:
+def room_states(node: NodeView) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     decoder, prefiller = node.decoder, node.prefiller
     prefill = [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
@@ -191,7 +212,7 @@ def room_states(node: Node) -> list[RoomState]:
     ]
 
 
-def decode_room(node: Node, part: ReceivePart) -> RoomState:
+def decode_room(node: NodeView, part: ReceivePart) -> RoomState:
     """One part of the decode side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.prefix_tokens
@@ -221,7 +242,7 @@ def decode_room(node: Node, part: ReceivePart) -> RoomState:
     )
 
 
-def prefill_room(node: Node, part: SendPart) -> RoomState:
+def prefill_room(node: NodeView, part: SendPart) -> RoomState:
     """One part of the prefill side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.decode_prefix_len
@@ -251,7 +272,7 @@ def prefill_room(node: Node, part: SendPart) -> RoomState:
     )
 
 
-def peer_state(node: Node, peer: Peer) -> PeerState:
+def peer_state(node: NodeView, peer: Peer) -> PeerState:
     """One other daemon."""
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
     sends = [p for p in node.prefiller.rooms.live() if p.incarnation == peer.incarnation]
@@ -273,7 +294,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
     )
 
 
-def _unanswered_peers(node: Node) -> list[PeerState]:
+def _unanswered_peers(node: NodeView) -> list[PeerState]:
     return [
         PeerState(
             name=dialed.name,
@@ -294,7 +315,7 @@ def _unanswered_peers(node: Node) -> list[PeerState]:
     ]
 
 
-def _client_states(node: Node) -> list[ClientState]:
+def _client_states(node: NodeView) -> list[ClientState]:
     out = []
     for session in node.sessions.by_id.values():
         leases = [one for one in node.leases.leases.values() if one.session == session.id]
@@ -320,3 +341,136 @@ def _session_word(session: Session) -> str:
     if session.hang_up is not None:
         return "hung-up-on"
     return "awaited" if session.is_former else "attached"
+
+
+def pool_states(node: NodeView) -> tuple[PoolState, ...]:
+    """Each component with page ids of its own, the first one first (I1)."""
+    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.beside.each))
+
+
+def held_states(node: NodeView, lease: Lease) -> tuple[HeldState, ...]:
+    """What the lease has of each component beside the first."""
+    return tuple(
+        HeldState(
+            keeper.component.name,
+            count(keeper.own(lease)),
+            _mapped(keeper.row(lease)),
+            *_use(keeper, lease),
+            needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
+        )
+        for keeper in node.leases.beside.each
+    )
+
+
+def _use(keeper: ComponentPages, lease: Lease) -> tuple[int, int]:
+    """Hits and misses of the lease in its buffer."""
+    if not isinstance(keeper, Buffers) or lease.id not in keeper.resident:
+        return (0, 0)
+    resident = keeper.resident[lease.id]
+    return (resident.hits, resident.misses)
+
+
+def _mapped(row: Pages) -> int:
+    """Ids in a row that are of a page; the null page stands for none."""
+    return int(np.count_nonzero(np.frombuffer(row, dtype="<i4")))
+
+
+def _first(node: NodeView) -> PoolState:
+    table, spec = node.leases, node.settings.spec
+    first = spec.components[0]
+    held = quarantined = 0
+    for lease in table.leases.values():
+        if lease.quarantine is None:
+            held += lease.held_pages
+        else:
+            quarantined += lease.held_pages
+    return PoolState(
+        pool=spec.name,
+        component=table.pool.name,
+        page_size=table.page_size,
+        page_bytes=node_page_bytes(spec, first) if has_bytes(first) else 0,
+        total_pages=table.pool.total_pages,
+        free_pages=table.pool.free_pages,
+        held_pages=held,
+        cached_pages=table.tree.cached_pages,
+        quarantined_pages=quarantined,
+        evictable_pages=table.tree.evictable_pages,
+        locked_pages=table.tree.protected_pages,
+        saved_pages=table.saved.used_pages(first.name),
+        saved_capacity_pages=table.saved.capacity_pages(first.name),
+        placeholder_bytes=0 if has_bytes(first) else node_page_bytes(spec, first),
+        tier=kind(first.tier),
+        extent=kind(first.extent),
+        companions=_companions(node),
+        shards=shard_places(spec),
+        condemned_pages=nobodys(places(node), table.pool),
+    )
+
+
+def _companions(node: NodeView) -> tuple[CompanionState, ...]:
+    spec = node.settings.spec
+    return tuple(
+        CompanionState(
+            component=one.name,
+            page_size=one.page_size,
+            page_bytes=node_page_bytes(spec, one),
+            pages_each=companion_factor(spec, one),
+            total_pages=pages,
+            tier=kind(one.tier),
+        )
+        for one, pages in zip(spec.components, spec.pages, strict=True)
+        if is_companion(spec, one)
+    )
+
+
+def _beside(node: NodeView, keeper: ComponentPages) -> PoolState:
+    held = quarantined = 0
+    for lease in node.leases.leases.values():
+        if lease.quarantine is None:
+            held += count(keeper.own(lease))
+        else:
+            quarantined += count(keeper.own(lease))
+    component, cached = keeper.component, keeper.cached_pages
+    return PoolState(
+        pool=node.settings.spec.name,
+        component=component.name,
+        page_size=component.page_size,
+        page_bytes=node_page_bytes(node.settings.spec, component),
+        total_pages=keeper.pool.total_pages,
+        free_pages=keeper.pool.free_pages,
+        held_pages=held,
+        cached_pages=cached,
+        quarantined_pages=quarantined,
+        evictable_pages=keeper.evictable_pages,
+        locked_pages=cached - keeper.evictable_pages,
+        condemned_pages=nobodys(component_places(node, keeper), keeper.pool),
+        saved_pages=node.leases.saved.used_pages(component.name),
+        saved_capacity_pages=node.leases.saved.capacity_pages(component.name),
+        tier=kind(component.tier),
+        extent=kind(component.extent),
+        window=_window(node, keeper),
+        buffer=_buffer(keeper),
+    )
+
+
+def _window(node: NodeView, keeper: ComponentPages) -> WindowState | None:
+    if not isinstance(keeper, WindowPages):
+        return None
+    running = [one for one in node.leases.leases.values() if one.quarantine is None]
+    return WindowState(
+        window_tokens=extent_tokens(keeper.component),
+        mapped_pages=sum(_mapped(keeper.row(lease)) for lease in running),
+        full_pages=sum(count(lease.row) for lease in running),
+        slides=keeper.slides,
+    )
+
+
+def _buffer(keeper: ComponentPages) -> BufferState | None:
+    if not isinstance(keeper, Buffers):
+        return None
+    return BufferState(
+        request_tokens=extent_tokens(keeper.component),
+        hits=keeper.hits,
+        misses=keeper.misses,
+        copied_bytes=keeper.copied_bytes,
+    )

@@ -17,8 +17,8 @@ from kvd.core.layout.seal import SUM_BYTES
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.sessions import Session
-    from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
 
 _STANDING_WAITS = {
@@ -44,7 +44,7 @@ _PREFILL_WAITS = {
 }
 
 
-def node_word(node: Node) -> str:
+def node_word(node: NodeView) -> str:
     """``serving``, or why it does nothing new: it drains, is drained, stops, or cannot transfer."""
     drainer = node.drainer
     if drainer.drain is not None and drainer.drain.is_stop:
@@ -65,7 +65,7 @@ def lease_word(lease: Lease) -> str:
     return "held" if is_somebodys else "lingering"
 
 
-def lease_waits_for(node: Node, lease: Lease) -> str:
+def lease_waits_for(node: NodeView, lease: Lease) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
         return node.decoder.settling.waits_for(lease)
@@ -86,7 +86,7 @@ def death_of(session: Session) -> str:
     return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
 
 
-def _former_waits_for(node: Node, lease: Lease) -> str:
+def _former_waits_for(node: NodeView, lease: Lease) -> str:
     if lease is node.former.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
@@ -104,7 +104,7 @@ def _running_waits_for(lease: Lease) -> str:
     return "the last post that reads its pages"
 
 
-def receive_waits_for(node: Node, part: ReceivePart) -> str:
+def receive_waits_for(node: NodeView, part: ReceivePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
         return node.decoder.settling.waits_for(part.lease)
@@ -136,14 +136,14 @@ def offer_awaited(part: SendPart) -> str:
     return f"{waits}{withdrawn}{turned_away}"
 
 
-def receive_share(node: Node, part: ReceivePart) -> str:
+def receive_share(node: NodeView, part: ReceivePart) -> str:
     """Which part of its prompt a source sends; empty where it sends all of it."""
     size = node.settings.spec.components[0].page_size
     span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
     return share_words(part.share, span, size)
 
 
-def send_share(node: Node, part: SendPart) -> str:
+def send_share(node: NodeView, part: SendPart) -> str:
     """The same of a send, in pages of the decode side."""
     span = TokenSpan(part.start_tokens, part.end_tokens)
     return share_words(part.share, span, node.prefiller.posts.page_tokens(part))

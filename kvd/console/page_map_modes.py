@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.console.plane import Is, Shown
+from kvd.console.page_owners import Is, MapValues
 from kvd.core.leases.owners import owner_of
 from kvd.wire.console import Level
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.console.plane import Plane
-    from kvd.core.node import Node
+    from kvd.console.page_owners import PageOwners
+    from kvd.core.inspect.view import NodeView
 
     Values = npt.NDArray[np.uint8]
+
 
 OWNERS_NAMED = 12
 """Sessions with a level of their own, those with the most pages."""
@@ -55,12 +56,12 @@ _TIERS = (("d", "device"), ("h", "host"), ("n", "nowhere"))
 _CACHED = (Is.CACHED, Is.LOCKED)
 
 
-def state(plane: Plane, _: Node, __: float) -> Shown:
+def state(plane: PageOwners, _: NodeView, __: float) -> MapValues:
     """Free, cached, held, and what is under way."""
     return _shown(plane, plane.things.what, _STATES)
 
 
-def owner(plane: Plane, node: Node, _: float) -> Shown:
+def owner(plane: PageOwners, node: NodeView, _: float) -> MapValues:
     """Whose they are: kvd's own cache, the sessions with the most pages, the others."""
     things = plane.things
     owned = np.flatnonzero(things.session)  # nodes are nobody's, and there are many of them
@@ -78,7 +79,7 @@ def owner(plane: Plane, node: Node, _: float) -> Shown:
     return _shown(plane, _apart(things.what, values, len(words)), (*words, _NOBODY))
 
 
-def age(plane: Plane, _: Node, at_s: float) -> Shown:
+def age(plane: PageOwners, _: NodeView, at_s: float) -> MapValues:
     """Since their last use; of what a lease holds, since it has it."""
     bounds = [bound for bound, _, _ in _AGES]
     values = 1 + np.searchsorted(bounds, at_s - plane.things.since_s, side="right")
@@ -86,17 +87,17 @@ def age(plane: Plane, _: Node, at_s: float) -> Shown:
     return _shown(plane, _apart(plane.things.what, values, len(words)), (*words, _NOBODY))
 
 
-def hits(plane: Plane, _: Node, __: float) -> Shown:
+def hits(plane: PageOwners, _: NodeView, __: float) -> MapValues:
     """How many leases have used what is cached there."""
     return _counted(plane, plane.things.hits, _HITS, _MOST_HITS)
 
 
-def locks(plane: Plane, _: Node, __: float) -> Shown:
+def locks(plane: PageOwners, _: NodeView, __: float) -> MapValues:
     """How many leases keep what is cached there."""
     return _counted(plane, plane.things.locks, _LOCKS, _MOST_LOCKS)
 
 
-def tier(plane: Plane, _: Node, __: float) -> Shown:
+def tier(plane: PageOwners, _: NodeView, __: float) -> MapValues:
     """In which memory they are, and of which there is a copy in the saved area."""
     names = [name for _, name in _TIERS]
     values = np.full(plane.things.what.size, 1 + names.index(plane.tier))
@@ -106,7 +107,7 @@ def tier(plane: Plane, _: Node, __: float) -> Shown:
     return _shown(plane, _apart(plane.things.what, values, len(words)), (*words, _NOBODY))
 
 
-LENSES: dict[str, Callable[[Plane, Node, float], Shown]] = {
+MODES: dict[str, Callable[[PageOwners, NodeView, float], MapValues]] = {
     "state": state,
     "owner": owner,
     "age": age,
@@ -117,11 +118,11 @@ LENSES: dict[str, Callable[[Plane, Node, float], Shown]] = {
 
 
 def _counted(
-    plane: Plane,
+    plane: PageOwners,
     counts: npt.NDArray[np.int64],
     buckets: Sequence[tuple[int, str, str]],
     most: tuple[str, str],
-) -> Shown:
+) -> MapValues:
     """By how many; what is held and not cached is a level of its own."""
     bounds = [bound for bound, _, _ in buckets]
     values = 2 + np.searchsorted(bounds, counts, side="right")
@@ -139,9 +140,9 @@ def _apart(what: Values, values: npt.NDArray[np.intp], nobody: int) -> Values:
     return out
 
 
-def _shown(plane: Plane, values: Values, words: Sequence[tuple[str, str]]) -> Shown:
+def _shown(plane: PageOwners, values: Values, words: Sequence[tuple[str, str]]) -> MapValues:
     pages = np.bincount(values, weights=plane.pages, minlength=len(words))
-    return Shown(
+    return MapValues(
         values,
         tuple(
             Level(letter, name, int(count))

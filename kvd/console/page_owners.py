@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.inspect.view import NodeView
     from kvd.core.layout.spec import Component
-    from kvd.core.node import Node
     from kvd.wire.console import Level
 
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
+
 
 UNSEEN, FREE, NULL = range(3)
 """Things that are neither nodes nor leases."""
@@ -117,14 +118,14 @@ class Things(NamedTuple):
         return Things(*columns)
 
 
-class Shown(NamedTuple):
+class MapValues(NamedTuple):
     """A value for each thing of a plane, and what the values mean."""
 
     values: npt.NDArray[np.uint8]
     levels: tuple[Level, ...]
 
 
-class Plane:
+class PageOwners:
     """One component, or one saved area, during a survey and after it.
 
     ``keeper`` is None for the first component and for saved areas, ``saves`` is the component whose
@@ -157,9 +158,9 @@ class Plane:
         """By thing; the null page is not counted."""
         self.runs = (0, 0)
         """Pages of the median and of the largest run of free pages."""
-        self._shown: dict[str, Shown] = {}
+        self._shown: dict[str, MapValues] = {}
 
-    def through(self, lens: str, look: Callable[[], Shown]) -> Shown:
+    def through(self, lens: str, look: Callable[[], MapValues]) -> MapValues:
         """What the lens of that name shows, once the survey is over: looked at once."""
         found = self._shown.get(lens)
         if found is None:
@@ -214,14 +215,14 @@ class Plane:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def suspects(self, before: Plane | None) -> npt.NDArray[np.intp]:
+    def suspects(self, before: PageOwners | None) -> npt.NDArray[np.intp]:
         """Pages that were not seen, and not ``before`` either."""
         unseen = np.flatnonzero(self.thing == UNSEEN)
         if before is None or not unseen.size or before.total_pages != self.total_pages:
             return unseen[:0]
         return unseen[before.things.missed[before.thing[unseen]] > 0]
 
-    def keep(self, before: Plane | None, found: npt.NDArray[np.intp]) -> None:
+    def keep(self, before: PageOwners | None, found: npt.NDArray[np.intp]) -> None:
         """Pages that were not seen are as they were ``before``; or nobody's.
 
         Those ``found`` since are somewhere, which the next survey will see.
@@ -268,15 +269,17 @@ class Plane:
             self.runs = (median, int(lengths.max()))
 
 
-def planes_of(node: Node) -> list[Plane]:
+def page_owners_of(node: NodeView) -> list[PageOwners]:
     """One for each component with pages of its own, the first one first; then the saved areas."""
     table, spec = node.leases, node.settings.spec
     by_name = {one.name: one for one in spec.components}
 
-    def plane(pool: PagePool, name: str, keeper: ComponentPages | None, saves: str = "") -> Plane:
+    def plane(
+        pool: PagePool, name: str, keeper: ComponentPages | None, saves: str = ""
+    ) -> PageOwners:
         component = by_name[name]
         n_bytes = node_page_bytes(spec, component) if has_bytes(component) else 0
-        return Plane(pool, component, keeper, saves=saves, page_bytes=n_bytes)
+        return PageOwners(pool, component, keeper, saves=saves, page_bytes=n_bytes)
 
     return [
         plane(table.pool, spec.components[0].name, None),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvd.console.lenses import LENSES
-from kvd.console.plane import FIRST_NODE
-from kvd.core.audit.beside_rules import needed_nodes
+from kvd.console.page_map_modes import MODES
+from kvd.console.page_owners import FIRST_NODE
+from kvd.core.inspect.page_states import needed_nodes
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.wire.console import PageMap
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.console.plane import Plane
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
+    from kvd.console.page_owners import PageOwners
     from kvd.console.survey import Survey
     from kvd.core.cache.lease import Lease
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
     from kvd.wire.console import MapQuery
+
 
 PAGES_AT_ONCE = 262_144
 LEASES_AT_ONCE = 256
@@ -62,15 +63,15 @@ class MapFeed:
         """Of what ``answer`` says; 0 where it says why there is nothing."""
         return self._shown.revision
 
-    def look(self, scene: Scene) -> Iterator[None]:
+    def look(self, context: Context) -> Iterator[None]:
         """The pages as they were seen last, a step at a time."""
-        survey = scene.surveyor.ask(scene.now_s)
+        survey = context.surveyor.ask(context.now_s)
         yield
         if survey is None or survey is self._survey:
-            self.at_s = scene.now_s
+            self.at_s = context.now_s
             return
-        made = yield from map_in_steps(self._query, survey, scene.node)
-        self.at_s = scene.now_s
+        made = yield from map_in_steps(self._query, survey, context.node)
+        self.at_s = context.now_s
         self._survey = survey
         self._answers.clear()
         cells = made.cells or b""
@@ -93,14 +94,14 @@ class MapFeed:
         return found
 
 
-def map_in_steps(query: MapQuery, survey: Survey, node: Node) -> Generator[None, None, PageMap]:
+def map_in_steps(query: MapQuery, survey: Survey, node: NodeView) -> Generator[None, None, PageMap]:
     """What a survey says of a query; ``revision`` is not set. Each step some 2 ms at most."""
     plane = survey.plane(query.component)
     if plane is None:
         return _nothing(query, _no_plane(query.component, survey, node))
-    if query.lens not in LENSES:
-        return _nothing(query, f"there is no lens {query.lens!r}: it is {', '.join(LENSES)}")
-    values, levels = plane.through(query.lens, lambda: LENSES[query.lens](plane, node, survey.at_s))
+    if query.lens not in MODES:
+        return _nothing(query, f"there is no lens {query.lens!r}: it is {', '.join(MODES)}")
+    values, levels = plane.through(query.lens, lambda: MODES[query.lens](plane, node, survey.at_s))
     yield
     marked = np.zeros(values.size, np.uint8)
     if query.mark:
@@ -154,7 +155,7 @@ def _highest(values: npt.NDArray[np.uint8], each: int) -> npt.NDArray[np.uint8]:
 
 
 def _mark(
-    marked: npt.NDArray[np.uint8], mark: str, plane: Plane, survey: Survey, node: Node
+    marked: npt.NDArray[np.uint8], mark: str, plane: PageOwners, survey: Survey, node: NodeView
 ) -> Iterator[None]:
     """Write 1 at the things that ``lease:7``, ``node:3`` or ``client:2`` is, or needs."""
     what, _, number = mark.partition(":")
@@ -177,7 +178,9 @@ def _mark(
             pass
 
 
-def _things(leases: Iterable[Lease], plane: Plane, survey: Survey, seen: set[int]) -> list[int]:
+def _things(
+    leases: Iterable[Lease], plane: PageOwners, survey: Survey, seen: set[int]
+) -> list[int]:
     """The leases, and the nodes whose part of this component they need, but for those ``seen``."""
     found = []
     needed: list[int] = []
@@ -198,7 +201,7 @@ def _things(leases: Iterable[Lease], plane: Plane, survey: Survey, seen: set[int
 # ---- what there is not ---------------------------------------------------------------------------
 
 
-def _no_plane(component: str, survey: Survey, node: Node) -> str:
+def _no_plane(component: str, survey: Survey, node: NodeView) -> str:
     spec = node.settings.spec
     for one in spec.components:
         if one.name == component and is_companion(spec, one):

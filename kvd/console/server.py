@@ -9,32 +9,56 @@ bounded by the budget, at once by ``MAX_CREDIT_S`` and a step, whatever is asked
 the node is. A feed that nobody asks for is forgotten.
 
 What must not live here: what a table says (the views), who asks (``daemon.admins``).
+
+One console's look, answered frame by frame: what it has by now, and when the next one is due.
+
+Whether an event is about a thing: by the fields that name it.
+
+The head of every frame: which daemon, how it is, and its counters.
+
+One window of a table over time: which of its rows changed with which revision.
+
+Revisions come from one counter of the daemon, so a console that says what it has need not be
+known: what is older than this feed, or from another one, is answered with the whole window.
+
+All tables by name.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from kvd.console.about import is_about
-from kvd.console.feed import Feed
-from kvd.console.pagemap import MapFeed
+from kvd import __version__
+from kvd.console.clients import CLIENTS
+from kvd.console.concerns import AUDIT, CONCERNS, Worry, worry
+from kvd.console.leases import LEASES
+from kvd.console.page_map import MapFeed
+from kvd.console.peers import PEERS
+from kvd.console.pools import POOLS
+from kvd.console.rooms import ROOMS
 from kvd.console.survey import Surveyor
-from kvd.console.views import VIEWS, worry
-from kvd.console.vitals import Loop, Worry, vitals
+from kvd.console.tree import EVICTION, LOCKED, ORPHANS, TREE
+from kvd.console.view import NoWindow
+from kvd.console.waiting import WAITING
+from kvd.core.inspect.snapshot import totals
+from kvd.core.inspect.words import node_word
+from kvd.core.peers.life import Life
 from kvd.wire.admin import Frame
-from kvd.wire.console import Latency, MapQuery, Query, Table, Vitals
+from kvd.wire.console import Latency, MapQuery, Query, Table, TableRow, Vitals
+from kvd.wire.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvd.console.scene import Scene
-    from kvd.console.watch import Watch
+    from kvd.console.context import Context
+    from kvd.console.view import View
+    from kvd.wire.admin import Look
     from kvd.wire.console import EventQuery
-    from kvd.wire.events import Event
+
 
 FRESH_S = 0.08
 """A look this young is good enough for anybody: a console paints ten times a second."""
@@ -56,20 +80,198 @@ SHARE_OVER_S = 2.0
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
-class Desk:
+class Watch:
+    """Plain record; the server writes what the console has, the shell when it is due."""
+
+    __slots__ = ("after", "asked", "due_s", "have", "left", "queries")
+
+    def __init__(self, asked: Look, now_s: float) -> None:
+        self.asked = asked
+        self.queries = tuple([msgspec.structs.replace(query, have=0) for query in asked.queries])
+        """What is asked, whoever asks it."""
+        self.have = [query.have for query in asked.queries]
+        """The revision of each answer that it was sent last."""
+        self.after = asked.events.after if asked.events is not None else 0
+        self.left = asked.frames
+        self.due_s = now_s
+
+    def sent(self, now_s: float) -> None:
+        """One frame less; the next one is due in its turn, or later if this one came late."""
+        self.left -= 1
+        self.due_s = max(self.due_s + self.asked.every_s, now_s)
+
+
+_FIELDS = {
+    "lease": "lease",
+    "room": "room",
+    "session": "client",
+    "peer": "peer",
+    "locked_node": "node",
+    "tree_node": "node",
+}
+"""Fields of events that name a thing, and how a reference calls its kind."""
+
+_NAMED: dict[type, tuple[tuple[str, str], ...]] = {
+    kind: tuple((name, _FIELDS[name]) for name in kind.__struct_fields__ if name in _FIELDS)
+    for kind in get_args(Event)
+}
+
+
+def refs_of(event: Event) -> Iterator[str]:
+    """What it names: ``lease:7``, ``room:12``."""
+    for field, kind in _NAMED[type(event)]:
+        name = getattr(event, field)
+        if name:
+            yield f"{kind}:{name}"
+
+
+def is_about(event: Event, ref: str) -> bool:
+    """Whether ``event`` names ``ref``; of a kind that no event names: never."""
+    return ref in refs_of(event)
+
+
+class Loop(msgspec.Struct, frozen=True):
+    """How the event loop does: see ``Vitals``."""
+
+    lag_s: float = 0.0
+    console_share: float = 0.0
+
+
+def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
+    """One walk over the open parts and the peers; everything else is counted already."""
+    node = context.node
+    decoder, prefiller = node.decoder, node.prefiller
+    return Vitals(
+        at_s=context.now_s,
+        node=node.settings.name,
+        incarnation=node.settings.incarnation,
+        version=__version__,
+        state=node_word(node),
+        transport=node.transport,
+        generation=node.peers.generation,
+        started_s=node.started_s,
+        lag_s=loop.lag_s,
+        clients=len(node.sessions.by_id),
+        leases=len(node.leases.leases),
+        rooms=len(decoder.parts) + len(prefiller.by_room),
+        waiting=len(node.admission),
+        peers=len({*node.peers.by_name, *(one.name for one in node.peers.dialed.values())}),
+        peers_up=sum(peer.life is Life.UP for peer in node.peers.by_name.values()),
+        findings=worry.count,
+        worst=worry.worst,
+        last_event=node.out.seq,
+        totals=totals(node),
+        sources=context.recent.sources(),
+        latency=latency,
+        moving_bytes_in=sum(part.moved_bytes for part in decoder.parts.values()),
+        moving_bytes_out=sum(part.moved_bytes for part in prefiller.rooms.live()),
+        console_share=loop.console_share,
+    )
+
+
+MAX_ANSWERS = 16
+"""Encoded answers that are kept until the next look: consoles have the last revisions, or none."""
+
+_ENCODE_TABLE = msgspec.msgpack.Encoder().encode
+
+
+class Feed:
+    """What a query was last answered with. ``look`` now and then, ``answer`` anybody."""
+
+    def __init__(self, view: View[Any], query: Query, revisions: Iterator[int]) -> None:
+        self.asked_s = self.at_s = float("-inf")
+        """``at_s``: when the last look was over."""
+        self._view = view
+        self._query = query
+        self._revisions = revisions
+        self._born = self._revision = next(revisions)
+        self._order: tuple[str, ...] = ()
+        self._order_changed = self._born
+        self._rows: dict[str, tuple[TableRow, int]] = {}
+        self._total = self._of = 0
+        self._trouble = "not looked at yet: the daemon spends only so much on consoles"
+        self._answers: dict[int, bytes] = {}
+
+    @property
+    def revision(self) -> int:
+        """Of what ``answer`` says; 0 where it says why there is nothing."""
+        return 0 if self._trouble else self._revision
+
+    def look(self, context: Context) -> Iterator[None]:
+        """The window as it is now, a step at a time: answered when it is over."""
+        window = yield from self._view.look(context, self._query)
+        self.at_s = context.now_s
+        self._answers.clear()
+        if isinstance(window, NoWindow):
+            self._trouble = window.why
+            return
+        self._trouble = ""
+        self._total, self._of = window.total, window.of
+        before = self._rows
+        revision = 0
+        rows: dict[str, tuple[TableRow, int]] = {}
+        for row in window.rows:
+            known = before.get(row.key)
+            if known is None or known[0] != row:
+                revision = revision or next(self._revisions)
+                known = (row, revision)
+            rows[row.key] = known
+        order = tuple(rows)
+        if order != self._order:
+            revision = revision or next(self._revisions)
+            self._order, self._order_changed = order, revision
+        self._rows = rows
+        self._revision = revision or self._revision
+
+    def answer(self, have: int) -> bytes:
+        """What a console with that revision lacks: a ``Table``, encoded once for all who ask."""
+        since = have if self._born <= have <= self._revision else 0
+        found = self._answers.get(since)
+        if found is None:
+            if len(self._answers) >= MAX_ANSWERS:
+                self._answers.clear()
+            found = self._answers[since] = _ENCODE_TABLE(self._table(since))
+        return found
+
+    def _table(self, since: int) -> Table:
+        """All of it if ``since`` is 0."""
+        return Table(
+            view=self._view.name,
+            revision=self.revision,
+            since=since,
+            at_s=self.at_s,
+            total=self._total,
+            of=self._of,
+            columns=() if since else self._view.columns,
+            order=None if self._order_changed <= since else self._order,
+            rows=tuple([row for row, changed in self._rows.values() if changed > since]),
+            trouble=self._trouble,
+        )
+
+
+__all__ = ["VIEWS", "worry"]
+
+HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
+CACHED = (TREE, LOCKED, ORPHANS, EVICTION)
+
+# Any, because each view has objects of its own kind.
+VIEWS: dict[str, View[Any]] = {view.name: view for view in (CONCERNS, AUDIT, *HELD, *CACHED)}
+
+
+class ConsoleServer:
     """Serves every console of a node. ``events`` is ``Bus.after``."""
 
     def __init__(
         self,
-        scene: Scene,
+        context: Context,
         events: Callable[[int], tuple[int, Sequence[Event]]],
         budget: float,
         timer: Callable[[], float] = time.thread_time,
     ) -> None:
         self.lag_s = 0.0
         """How late the loop's timer was, at worst lately; the shell writes it."""
-        self._scene = scene
-        scene.surveyor = Surveyor(scene.node, budget * SURVEY_SHARE, timer)
+        self._scene = context
+        context.surveyor = Surveyor(context.node, budget * SURVEY_SHARE, timer)
         self._events = events
         self._budget = budget
         self._timer = timer

@@ -19,26 +19,25 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.fault import Fault
-from kvd.core.audit.radix_rules import is_linked
-from kvd.core.audit.saved_rules import AWAY
+from kvd.core.audit.rules import AWAY, Fault, is_linked, tile_faults
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
-from kvd.core.inspect.page_states import Place, tile_faults
+from kvd.core.inspect.page_states import component_places, needed_nodes, nodes_behind
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.audit.backrefs import Cross
+    from kvd.core.audit.backrefs import Backrefs
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates
     from kvd.core.components.window_pages import LeaseWindow
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
+
 
 Needs = tuple[Counter["TreeNode"], ...]
 """For each keeper: by node, how many leases need what lies there."""
@@ -47,38 +46,7 @@ Needs = tuple[Counter["TreeNode"], ...]
 # ---- who needs what ------------------------------------------------------------------------------
 
 
-def needed_nodes(keeper: ComponentPages, lease: Lease) -> list[TreeNode]:
-    """The nodes whose part of this component the lease needs, the deepest first.
-
-    Found by walking up from its anchor, not by what is locked.
-    """
-    match keeper:
-        case WindowPages():
-            held = keeper.held.get(lease.id)
-            return [] if held is None else _behind(keeper, lease, held)
-        case StatePages():
-            state = keeper.held.get(lease.id)
-            return [] if state is None or state.source is None else [state.source]
-        case _:
-            return []
-
-
-def _behind(keeper: WindowPages, lease: Lease, held: LeaseWindow) -> list[TreeNode]:
-    """The nodes of ``[fence, start)`` on the lease's path."""
-    if held.fence >= held.start:
-        return []
-    page = keeper.component.page_size
-    fence, start = held.fence * page, held.start * page
-    found = []
-    step = lease.anchor
-    while step is not None and step.end_tokens > fence:
-        if step.end_tokens <= start:
-            found.append(step)
-        step = step.parent
-    return found
-
-
-def needs(node: Node) -> Needs:
+def needs(node: NodeView) -> Needs:
     """Every lease's, counted from scratch: one walk for each lease that needs anything."""
     leases = node.leases.leases
     return tuple(
@@ -97,41 +65,32 @@ def needs(node: Node) -> Needs:
 # ---- everything at once --------------------------------------------------------------------------
 
 
-def beside_faults(node: Node, cross: Cross) -> list[Fault]:
+def component_faults(node: NodeView, cross: Backrefs) -> list[Fault]:
     """Every rule here that does not hold now."""
     table = node.leases
-    found = [*register_faults(node)]
+    found = [*component_register_faults(node)]
     for keeper in table.beside.each:
         found += _gone_faults(keeper)
     for lease in table.leases.values():
-        found += lease_faults(node, lease)
+        found += component_lease_faults(node, lease)
     for keeper, needed in zip(table.beside.each, cross.needs, strict=True):
         for edge in table.tree.nodes():
-            found += node_faults(keeper, edge, needed)
+            found += component_node_faults(keeper, edge, needed)
         found += _tile_faults(node, keeper)
     return found
 
 
-def page_faults(node: Node, keeper: ComponentPages) -> list[Fault]:
+def component_page_faults(node: NodeView, keeper: ComponentPages) -> list[Fault]:
     """I1 of one keeper, and I9 of what lies at its nodes: exact, and as long as its pool."""
     return [*_tile_faults(node, keeper), *_gone_faults(keeper)]
 
 
-def _tile_faults(node: Node, keeper: ComponentPages) -> list[Fault]:
-    places = list(beside_places(node, keeper))
+def _tile_faults(node: NodeView, keeper: ComponentPages) -> list[Fault]:
+    places = list(component_places(node, keeper))
     return tile_faults(places, keeper.pool, keeper.component.name)
 
 
-def beside_places(node: Node, keeper: ComponentPages) -> Iterator[Place]:
-    """All places of one keeper's pages."""
-    yield Place("the free list", keeper.pool.free_ids())
-    for edge in keeper.nodes:
-        yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
-    for lease in node.leases.leases.values():
-        yield Place(f"lease {lease.id}", keeper.own(lease), lease=lease.id)
-
-
-def register_faults(node: Node) -> Iterator[Fault]:
+def component_register_faults(node: NodeView) -> Iterator[Fault]:
     """I3 by sums over what lies at nodes, I9 of what is noted of leases; and the lockstep."""
     for keeper in node.leases.beside.each:
         yield from _evictable_faults(keeper)
@@ -182,7 +141,7 @@ def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
         yield Fault("I3", "beside-evictable", what, component=keeper.component.name)
 
 
-def _record_faults(node: Node, keeper: ComponentPages) -> Iterator[Fault]:
+def _record_faults(node: NodeView, keeper: ComponentPages) -> Iterator[Fault]:
     """I9: nothing is kept for a lease that is gone."""
     for lease_id in keeper.leases:
         if lease_id not in node.leases.leases:
@@ -192,7 +151,7 @@ def _record_faults(node: Node, keeper: ComponentPages) -> Iterator[Fault]:
             )
 
 
-def _lockstep_faults(node: Node) -> Iterator[Fault]:
+def _lockstep_faults(node: NodeView) -> Iterator[Fault]:
     """I4: a companion has its fixed number of pages for each page of the first component."""
     spec = node.settings.spec
     for component, pages in zip(spec.components[1:], spec.pages[1:], strict=True):
@@ -209,7 +168,7 @@ def _lockstep_faults(node: Node) -> Iterator[Fault]:
 # ---- one node ------------------------------------------------------------------------------------
 
 
-def node_faults(
+def component_node_faults(
     keeper: ComponentPages, edge: TreeNode, needed: Counter[TreeNode]
 ) -> Iterator[Fault]:
     """I2, I3 and I4 of what lies at one node, and of what does not."""
@@ -232,7 +191,7 @@ def node_faults(
 # ---- one lease -----------------------------------------------------------------------------------
 
 
-def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
+def component_lease_faults(node: NodeView, lease: Lease) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
     if lease.lost is not None:
         return
@@ -246,7 +205,7 @@ def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
             )
 
 
-def _broken(node: Node, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken(node: NodeView, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
     if is_noted == (lease.standing in AWAY):
         what = f"is noted, and it is {lease.standing.value}" if is_noted else "is not noted"
@@ -281,7 +240,7 @@ def _broken_stretch(
         at = held.floor + memoryview(held.pages).cast("i").tolist().index(NULL_PAGE)
         yield "null-mapped", f"maps the null page at page {at} of its row"
     elif held.floor < held.start:
-        path = [keeper.pages_at(step) for step in reversed(_behind(keeper, lease, held))]
+        path = [keeper.pages_at(step) for step in reversed(nodes_behind(keeper, lease, held))]
         shared = held.pages[: (held.start - held.floor) * ID_BYTES]
         if b"".join(path)[(held.floor - held.fence) * ID_BYTES :] != shared:
             yield "beside-row", "is not the windows of the path that it locks"
@@ -300,7 +259,7 @@ def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterat
         yield "beside-row", f"goes on from {held.source.describe()}, where it has no snapshot"
 
 
-def _broken_buffer(node: Node, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken_buffer(node: NodeView, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
     """Never more pages than are configured; a slot for each, and copies only into taken ones."""
     has = count(keeper.own(lease))
     if has > keeper.most_pages:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.console.seen import Biggest, Progress, Since
+from kvd.console.history import Biggest, LastMoved, Since
 from kvd.console.survey import Surveyor
 
 if TYPE_CHECKING:
-    from kvd.console.recent import Recent
-    from kvd.core.node import Node
+    from kvd.console.history import Recent
+    from kvd.core.inspect.view import NodeView
 
 
-class Engines(Protocol):
+class EngineProcesses(Protocol):
     """What the shell knows of the sessions, beside the core."""
 
     def calls(self, session: int) -> int:
@@ -22,7 +22,7 @@ class Engines(Protocol):
         """Whether that process still runs."""
 
 
-class Scene:
+class Context:
     """The node, what happened lately, and what the shell knows. Read, never written."""
 
     __slots__ = (
@@ -30,16 +30,16 @@ class Scene:
         "surveyor",
     )
 
-    def __init__(self, node: Node, recent: Recent, engines: Engines) -> None:
+    def __init__(self, node: NodeView, recent: Recent, engines: EngineProcesses) -> None:
         self.node = node
         self.recent = recent
         self.engines = engines
         self.surveyor = Surveyor(node)
-        """Asked for all pages by what is about them; the desk says what that may cost."""
+        """Asked for all pages by what is about them; the server says what that may cost."""
         self.now_s = node.out.at_s
         """Of this look; ages are told by those who show them."""
         self.lag_s = 0.0
         """How late the loop's timer was, at worst lately."""
-        self.progress = Progress()
+        self.progress = LastMoved()
         self.biggest = Biggest()
         self.since = Since()

@@ -1,4 +1,4 @@
-"""The desk: deltas by revision, a window of a table, filters, and a budget that is kept."""
+"""The server: deltas by revision, a window of a table, filters, and a budget that is kept."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import itertools
 import msgspec
 import pytest
 
-from kvd.console.desk import MAX_CREDIT_S, MAX_FEEDS, Desk
-from kvd.console.feed import MAX_ANSWERS
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
-from kvd.console.watch import Watch
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.server import MAX_ANSWERS, MAX_CREDIT_S, MAX_FEEDS, ConsoleServer, Watch
 from kvd.observe.bus import Bus
 from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES
@@ -30,7 +28,7 @@ class NoEngines:
 
 
 class Service:
-    """A desk over a decode node, at moments that the test chooses; a step costs 0.1 ms."""
+    """A server over a decode node, at moments that the test chooses; a step costs 0.1 ms."""
 
     def __init__(self, world: World, budget: float = 0.5, step_s: float = 0.0001) -> None:
         self.node = world.d.node
@@ -39,13 +37,13 @@ class Service:
         self.bus.subscribe(recent.take, wants=recent.wants)
         ticks = itertools.count(0.0, step_s)
         self.timer = lambda: next(ticks)
-        scene = Scene(self.node, recent, NoEngines())
-        self.desk = Desk(scene, self.bus.after, budget, self.timer)
+        context = Context(self.node, recent, NoEngines())
+        self.server = ConsoleServer(context, self.bus.after, budget, self.timer)
         self.now_s = 100.0
 
     def look(self, *queries: Query | MapQuery, events: EventQuery | None = None) -> Frame:
         frame = ADMIN_REPLIES.decode(
-            self.desk.frame(Watch(Look(1, queries, events), self.now_s), self.now_s)
+            self.server.frame(Watch(Look(1, queries, events), self.now_s), self.now_s)
         )
         assert isinstance(frame, Frame)
         return frame
@@ -129,7 +127,7 @@ def test_without_credit_the_last_look_is_answered_and_says_how_old_it_is():
     service = Service(World(), budget=0.01)
     first = service.table(Query("clients"))
     service.node.sessions.by_id[1].pids.append(99)
-    service.desk._credit_s = -1.0
+    service.server._credit_s = -1.0
     poor = service.table(Query("clients", have=first.revision))
     service.now_s += 200.0
     rich = service.table(Query("clients", have=first.revision))
@@ -178,11 +176,11 @@ def test_a_look_that_nobody_waits_for_is_given_up(service):
     many_sessions(service)
     service.look(Query("clients", sort="name"))
     service.now_s += 0.05
-    service.desk.turn(service.now_s)
-    assert service.desk._looks
+    service.server.turn(service.now_s)
+    assert service.server._looks
     service.now_s += 2.0
-    service.desk.turn(service.now_s)
-    assert not service.desk._looks
+    service.server.turn(service.now_s)
+    assert not service.server._looks
 
 
 def test_of_too_many_feeds_the_one_asked_for_longest_ago_is_dropped(service):
@@ -194,11 +192,11 @@ def test_of_too_many_feeds_the_one_asked_for_longest_ago_is_dropped(service):
         if number % 10 == 0:
             assert service.table(Query("pools", have=first.revision)).since == first.revision
 
-    assert len(service.desk._feeds) <= MAX_FEEDS
+    assert len(service.server._feeds) <= MAX_FEEDS
 
 
 def test_answers_to_revisions_that_were_never_sent_are_not_kept(service):
-    feed_of = service.desk._feeds
+    feed_of = service.server._feeds
     query = Query("clients")
     service.table(query)
     for have in range(1000):
@@ -231,7 +229,7 @@ def test_a_watch_is_answered_with_what_changed_since_its_last_frame(service):
 
     def table() -> Table:
         service.now_s += 1.0
-        frame = ADMIN_REPLIES.decode(service.desk.frame(watch, service.now_s))
+        frame = ADMIN_REPLIES.decode(service.server.frame(watch, service.now_s))
         return msgspec.msgpack.decode(frame.answers[0], type=Table)
 
     first, second = table(), table()
