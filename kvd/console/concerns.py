@@ -170,7 +170,7 @@ def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
     who = owner(context, claim.session)
     what = f"{kind_of(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
     others = f", and {n_waiting - 1} more" if n_waiting > 1 else ""
-    why = why_waits(context.node, waiter, oldest.ahead)
+    why = why_waits(context.node.admission, waiter, oldest.ahead)
     action, by = f"open client:{claim.session}", ""
     if lacks_pages(waiter):
         holders = context.biggest.of(context, waiter.budget)

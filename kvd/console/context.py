@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from kvd.console.history import Biggest, LastMoved, Since
 from kvd.console.survey import Surveyor
+from kvd.core.inspect.view import NodeView
 
 if TYPE_CHECKING:
     from kvd.console.history import Recent
-    from kvd.core.inspect.view import NodeView
+    from kvd.core.audit.audit import StandingAudit
 
 
 class EngineProcesses(Protocol):
@@ -22,6 +25,15 @@ class EngineProcesses(Protocol):
         """Whether that process still runs."""
 
 
+class ConsoleView(NodeView, Protocol):
+    """Consoles see what the audit has found, too."""
+
+    @property
+    @override
+    def audit(self) -> StandingAudit:
+        """With its findings."""
+
+
 class Context:
     """The node, what happened lately, and what the shell knows. Read, never written."""
 
@@ -30,7 +42,7 @@ class Context:
         "surveyor",
     )
 
-    def __init__(self, node: NodeView, recent: Recent, engines: EngineProcesses) -> None:
+    def __init__(self, node: ConsoleView, recent: Recent, engines: EngineProcesses) -> None:
         self.node = node
         self.recent = recent
         self.engines = engines

@@ -138,14 +138,14 @@ def _waits_for(context: Context, one: HandoffRow) -> str:
     if one.end is not None:
         return f"{one.end.code}: {one.end.reason}" if one.end.code else ""
     if isinstance(one.part, ReceivePart):
-        return receive_waits_for(context.node, one.part)
+        return receive_waits_for(context.node.decoder, one.part)
     return send_waits_for(one.part) if one.part is not None else ""
 
 
 def _share(context: Context, one: HandoffRow) -> str:
     if isinstance(one.part, ReceivePart):
-        return receive_share(context.node, one.part)
-    return send_share(context.node, one.part) if one.part is not None else ""
+        return receive_share(context.node.settings, one.part)
+    return send_share(context.node.prefiller, one.part) if one.part is not None else ""
 
 
 def _total_pages(context: Context, one: HandoffRow) -> int:

@@ -168,7 +168,7 @@ def name_of(node: TreeNode) -> str:
 def beside_of(context: Context, node: TreeNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
-    for one in beside(context.node, node) if node.parent is not None else ():
+    for one in beside(context.node.leases, node) if node.parent is not None else ():
         locks = f" ({one.locks} locks)" if one.locks else ""
         said.append(f"{one.component} {one.pages or 'gone'}{locks}")
     return ", ".join(said)

@@ -76,7 +76,11 @@ WAITING: View[WaitingRow] = View(
         Field("missing_pages", "pages", lambda _, one: one.waiter.missing_pages),
         Field("ahead", "count", lambda _, one: one.ahead, "requests that come first"),
         Field("overtaken", "count", lambda _, one: one.waiter.overtaken, "how many went past it"),
-        Field("why", "text", lambda context, one: why_waits(context.node, one.waiter, one.ahead)),
+        Field(
+            "why",
+            "text",
+            lambda context, one: why_waits(context.node.admission, one.waiter, one.ahead),
+        ),
         Field("held_by", "holders", _held_by, "who has the most of what is short"),
     ),
     objects=_turns,

@@ -68,7 +68,7 @@ class Node:
         self.settings = settings
         self.started_s = at_s
         self.steps = 0
-        self.refused = self.violations = 0
+        self.refused = 0
         self.transport = ""
         self.out = Outbox()
         self.out.at_s = at_s
@@ -83,9 +83,10 @@ class Node:
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
         self.sessions = Sessions(self)
         self.former = Adoption(self)
-        self.copies = Copies(self.out)
-        self.retractor = Retractor(self)
-        self.fetcher = self.decoder.fetcher = Fetcher(self)
+        self.copies: Copies = Copies(self.out)
+        self.retractor: Retractor = Retractor(self)
+        self.fetcher: Fetcher = Fetcher(self)
+        self.decoder.fetcher = self.fetcher
         self.drainer = self.prefiller.drainer = Drainer(self)
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)

@@ -66,7 +66,7 @@ class Operators:
 
     def _tree(self, got: admin.ShowTree) -> admin.Tree:
         edges = why.in_display_order(self._node.leases.tree)
-        by_edge = why.holders(self._node)
+        by_edge = why.holders(self._node.leases)
         shown = tuple(
             why.tree_node(self._node, edge, by_edge.get(edge.id, []))
             for edge in edges[: max(0, got.limit)]
@@ -126,7 +126,7 @@ class Operators:
         return admin.Report(
             call=got.call,
             changed={
-                "pages": sum(pool.total_pages for pool in pools(self._node)),
+                "pages": sum(pool.total_pages for pool in pools(self._node.leases)),
                 "leases": len(table.leases),
                 "nodes": sum(1 for _ in table.tree.nodes()),
                 "violations": len(found),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.console.concerns import concerns, worry
-from kvd.console.concerns import Worry
+from kvd.console.concerns import Worry, concerns, worry
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.errors import Code, Refusal

@@ -138,7 +138,7 @@ def test_holders_are_counted_as_the_locks_are(family):
     node = worked(family, 7, 300).node
     leases = node.leases.leases.values()
     counts = holder_counts(leases)
-    expected = holders(node)
+    expected = holders(node.leases)
 
     assert {one.id: n for one, n in counts.items()} == {k: len(v) for k, v in expected.items()}
     assert all(locks_of(one) == n for one, n in counts.items())

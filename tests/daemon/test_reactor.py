@@ -177,4 +177,4 @@ def test_a_reactor_that_is_not_paranoid_asks_nothing() -> None:
 
     shell.reactor.feed(inputs.Tick(1.0))
 
-    assert shell.reactor.node.violations == 0
+    assert shell.reactor.node.audit.violations == 0

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from kvd.core.inputs import FromOperator
-from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import gauges_of
+from kvd.observe.exposition import Build, Exposition, gauges_of
 from kvd.observe.metrics import Metrics
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import Plan, run_seed

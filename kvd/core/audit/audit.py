@@ -109,11 +109,20 @@ class StandingAudit:
             sweep_s=self._took_s,
             last_sweep_ago_s=self._node.out.at_s - self._ended_s,
             objects=self._last.objects if self._last is not None else 0,
-            pages=sum(pool.total_pages for pool in pools(self._node)),
+            pages=sum(pool.total_pages for pool in pools(self._node.leases)),
             spent_s=self.spent_s,
             share=self._share,
             found=self.findings.states(),
         )
+
+    @property
+    def violations(self) -> int:
+        """Told since the incarnation began; must stay 0."""
+        return self.findings.violations
+
+    def why_condemned(self, component: str, page: int) -> str:
+        """Why nobody gets this page, as far as it is still known."""
+        return self.findings.containment.why(component, page)
 
     def _begin(self) -> Sweep | None:
         """A new sweep, when it is time for one."""
@@ -122,14 +131,14 @@ class StandingAudit:
             return None
         self._next_s = at_s + EVERY_S
         self._look += 1
-        for pool in pools(self._node):
+        for pool in pools(self._node.leases):
             pool.moves.watch()
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
-        for pool in pools(node):
+        for pool in pools(node.leases):
             pool.moves.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s

@@ -33,7 +33,7 @@ class Backrefs:
     @cached_property
     def needs(self) -> Needs:
         """For each component beside the first, by tree node, the leases that need what is there."""
-        return needs(self._node)
+        return needs(self._node.leases)
 
     @cached_property
     def receives(self) -> dict[int, ReceivePart]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvd.core.components.state import LeaseStates
     from kvd.core.components.window_pages import LeaseWindow
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.settings import Settings
 
 
 Needs = tuple[Counter["TreeNode"], ...]
@@ -46,9 +48,9 @@ Needs = tuple[Counter["TreeNode"], ...]
 # ---- who needs what ------------------------------------------------------------------------------
 
 
-def needs(node: NodeView) -> Needs:
+def needs(table: LeaseTable) -> Needs:
     """Every lease's, counted from scratch: one walk for each lease that needs anything."""
-    leases = node.leases.leases
+    leases = table.leases
     return tuple(
         Counter(
             [
@@ -58,7 +60,7 @@ def needs(node: NodeView) -> Needs:
                 for one in needed_nodes(keeper, leases[number])
             ]
         )
-        for keeper in node.leases.beside.each
+        for keeper in table.beside.each
     )
 
 
@@ -76,17 +78,17 @@ def component_faults(node: NodeView, cross: Backrefs) -> list[Fault]:
     for keeper, needed in zip(table.beside.each, cross.needs, strict=True):
         for edge in table.tree.nodes():
             found += component_node_faults(keeper, edge, needed)
-        found += _tile_faults(node, keeper)
+        found += _tile_faults(node.leases, keeper)
     return found
 
 
-def component_page_faults(node: NodeView, keeper: ComponentPages) -> list[Fault]:
+def component_page_faults(table: LeaseTable, keeper: ComponentPages) -> list[Fault]:
     """I1 of one keeper, and I9 of what lies at its nodes: exact, and as long as its pool."""
-    return [*_tile_faults(node, keeper), *_gone_faults(keeper)]
+    return [*_tile_faults(table, keeper), *_gone_faults(keeper)]
 
 
-def _tile_faults(node: NodeView, keeper: ComponentPages) -> list[Fault]:
-    places = list(component_places(node, keeper))
+def _tile_faults(table: LeaseTable, keeper: ComponentPages) -> list[Fault]:
+    places = list(component_places(table, keeper))
     return tile_faults(places, keeper.pool, keeper.component.name)
 
 
@@ -94,8 +96,8 @@ def component_register_faults(node: NodeView) -> Iterator[Fault]:
     """I3 by sums over what lies at nodes, I9 of what is noted of leases; and the lockstep."""
     for keeper in node.leases.beside.each:
         yield from _evictable_faults(keeper)
-        yield from _record_faults(node, keeper)
-    yield from _lockstep_faults(node)
+        yield from _record_faults(node.leases, keeper)
+    yield from _lockstep_faults(node.settings)
 
 
 def is_uncounted(keeper: ComponentPages) -> bool:
@@ -141,19 +143,19 @@ def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
         yield Fault("I3", "beside-evictable", what, component=keeper.component.name)
 
 
-def _record_faults(node: NodeView, keeper: ComponentPages) -> Iterator[Fault]:
+def _record_faults(table: LeaseTable, keeper: ComponentPages) -> Iterator[Fault]:
     """I9: nothing is kept for a lease that is gone."""
     for lease_id in keeper.leases:
-        if lease_id not in node.leases.leases:
+        if lease_id not in table.leases:
             what = f"{keeper.component.name} is kept for lease {lease_id}, which is gone"
             yield Fault(
                 "I9", "beside-record", what, lease=lease_id, component=keeper.component.name
             )
 
 
-def _lockstep_faults(node: NodeView) -> Iterator[Fault]:
+def _lockstep_faults(settings: Settings) -> Iterator[Fault]:
     """I4: a companion has its fixed number of pages for each page of the first component."""
-    spec = node.settings.spec
+    spec = settings.spec
     for component, pages in zip(spec.components[1:], spec.pages[1:], strict=True):
         if is_companion(spec, component):
             due = spec.pages[0] * companion_factor(spec, component)

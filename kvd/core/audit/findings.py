@@ -80,6 +80,8 @@ class Findings:
         self._node = node
         self._out = node.out
         self._last_id = 0
+        self.violations = 0
+        """Told since the incarnation began; must stay 0."""
         self._untold: dict[Key, int] = {}
         """Those beyond ``MAX_FINDINGS``, by the look that saw them last."""
 
@@ -144,7 +146,7 @@ class Findings:
         """Who it is about, and what was done, for everybody."""
         out, fault = self._out, found.fault
         found.told_s = out.at_s
-        self._node.violations += 1
+        self.violations += 1
         out.emit(
             events.Violation,
             what=fault.sentence,
@@ -172,7 +174,7 @@ class Findings:
             session, found.room = lease.session, lease.room
             lines.append(describe_holder(node, lease))
         elif fault.node:
-            crossing = holders(node).get(fault.node, [])
+            crossing = holders(node.leases).get(fault.node, [])
             session = crossing[0].session if crossing else 0
             lines += [f"locked by {describe_holder(node, one)}" for one in crossing[:HOLDERS_NAMED]]
         if part is not None:

@@ -52,7 +52,7 @@ def faults(node: NodeView) -> list[Fault]:
     """Every rule that does not hold now."""
     cross = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
-    found = page_faults(node) + saved_faults(node) + tree_faults(tree)
+    found = page_faults(node.leases) + saved_faults(node.leases) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
         found += lock_faults(edge, cross)
     for lease in node.leases.leases.values():
@@ -60,11 +60,11 @@ def faults(node: NodeView) -> list[Fault]:
     for receive in decoder.parts.values():
         found += receive_faults(node, receive, cross)
     for lease_id, reception in decoder.ready.items():
-        found += ready_faults(node, lease_id, reception)
+        found += ready_faults(node.leases, lease_id, reception)
     for send in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
         found += send_faults(node, send, cross)
     for post, send in prefiller.posts.parts.items():
-        found += post_faults(node, post, send)
+        found += post_faults(node.prefiller, post, send)
     found += queue_faults(node, cross)
     found += register_faults(node)
     found += component_faults(node, cross)

@@ -58,8 +58,11 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Waiter
+    from kvd.core.leases.lease_table import LeaseTable
 
 
 Key = tuple[str, str, int, int, str, int]
@@ -210,15 +213,15 @@ COPYING = {SAVE: Standing.SAVING, RESTORE: Standing.RESTORING}
 """The standing in which each of these holds a lease."""
 
 
-def saved_faults(node: NodeView) -> list[Fault]:
+def saved_faults(table: LeaseTable) -> list[Fault]:
     """I1 of the saved area: null + free + saved = total, per component; each page in one place."""
     found = []
-    for component, pool in node.leases.saved.pools.items():
+    for component, pool in table.saved.pools.items():
         held_at = [
             Place("the free list", pool.free_ids()),
             *(
                 Place(f"lease {lease.id}", part.slots, lease=lease.id)
-                for lease, part in _parts(node)
+                for lease, part in _parts(table)
                 if part.component == component
             ),
         ]
@@ -226,11 +229,11 @@ def saved_faults(node: NodeView) -> list[Fault]:
     return found
 
 
-def saved_count_faults(node: NodeView) -> Iterator[Fault]:
+def saved_count_faults(table: LeaseTable) -> Iterator[Fault]:
     """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
-    area = node.leases.saved
+    area = table.saved
     saved: Counter[str] = Counter()
-    for _, part in _parts(node):
+    for _, part in _parts(table):
         saved[part.component] += count(part.slots)
     for component, pool in area.pools.items():
         taken = area.used_pages(component)
@@ -239,9 +242,9 @@ def saved_count_faults(node: NodeView) -> Iterator[Fault]:
             yield Fault("I1", "saved-count", what, component=pool.name)
 
 
-def _parts(node: NodeView) -> Iterator[tuple[Lease, SavedPart]]:
+def _parts(table: LeaseTable) -> Iterator[tuple[Lease, SavedPart]]:
     """What every lease has there."""
-    for lease in node.leases.leases.values():
+    for lease in table.leases.values():
         if lease.saved is not None:
             yield from ((lease, part) for part in lease.saved.parts)
 
@@ -296,9 +299,9 @@ MAX_PLACES = 8
 """Different sets of places named in one answer; a broken free list would name thousands."""
 
 
-def page_faults(node: NodeView) -> list[Fault]:
+def page_faults(table: LeaseTable) -> list[Fault]:
     """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
-    return tile_faults(list(places(node)), node.leases.pool)
+    return tile_faults(list(places(table)), table.pool)
 
 
 def tile_faults(everything: list[Place], pool: PagePool, component: str = "") -> list[Fault]:
@@ -319,9 +322,8 @@ def tile_faults(everything: list[Place], pool: PagePool, component: str = "") ->
     ]
 
 
-def count_faults(node: NodeView) -> list[Fault]:
+def count_faults(table: LeaseTable) -> list[Fault]:
     """I1 by the numbers alone: cheap, and blind to a page that is lost while another is double."""
-    table = node.leases
     held = sum([lease.held_pages for lease in table.leases.values()])
     free, cached = table.pool.free_pages, table.tree.cached_pages
     if 1 + free + cached + held == table.pool.total_pages or table.pool.condemned_pages:
@@ -550,22 +552,22 @@ def _unclaimed(node: NodeView, part: ReceivePart, cross: Backrefs) -> str:
     is_kept = lease.quarantine is not None if state is Decode.DRAINING else ARRIVAL in lease.holders
     if not is_kept or not _is_named(part, lease):
         return f"is not what lease {lease.id} is kept for"
-    return _unfound(node, part, cross) or _unjoined(node, part)
+    return _unfound(node.decoder, part, cross) or _unjoined(node.decoder, part)
 
 
-def _unfound(node: NodeView, part: ReceivePart, cross: Backrefs) -> str:
+def _unfound(decoder: Decoder, part: ReceivePart, cross: Backrefs) -> str:
     """Why nobody would hear of it; empty where somebody does."""
-    if node.decoder.by_handoff.get(part.handoff) is not part:
+    if decoder.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     if part.state in ASKING and not cross.is_alive(part.session):
         return f"goes on for session {part.session}, which is gone"
     return ""
 
 
-def _unjoined(node: NodeView, part: ReceivePart) -> str:
+def _unjoined(decoder: Decoder, part: ReceivePart) -> str:
     """Why it does not go together with the other parts of its receive; empty where it does."""
     reception = part.reception
-    if part not in reception.parts or node.decoder.receptions.get(reception.id) is not reception:
+    if part not in reception.parts or decoder.receptions.get(reception.id) is not reception:
         return f"is no part of receive {reception.id}"
     if part.state in ASKING and part.ended is not None:
         return "goes on, and its receive has ended"
@@ -580,9 +582,9 @@ def _is_named(part: ReceivePart, lease: Lease) -> bool:
     return any(writer.incarnation == part.incarnation for writer in held.writers)
 
 
-def ready_faults(node: NodeView, lease_id: int, reception: ReceiveAttempt) -> Iterator[Fault]:
+def ready_faults(table: LeaseTable, lease_id: int, reception: ReceiveAttempt) -> Iterator[Fault]:
     """I9 at a delivered receive, which stays until its lease is released."""
-    lease = node.leases.leases.get(lease_id)
+    lease = table.leases.get(lease_id)
     for part in reception.parts:
         if lease is None or part.lease is not lease or part.state is not Decode.READY:
             what = f"is delivered as lease {lease_id}, which is not"
@@ -624,14 +626,13 @@ def send_faults(node: NodeView, part: SendPart, cross: Backrefs) -> Iterator[Fau
     posts = node.prefiller.posts.parts
     if any(posts.get(post) is not part for post in part.outstanding):
         yield fault("I9", "post-lost", f"waits for a post of {sorted(part.outstanding)} in vain")
-    wrong = _misfiled(node, part) or _unowned(node, part, cross)
+    wrong = _misfiled(node.prefiller, part) or _unowned(node.leases, part, cross)
     if wrong:
         yield fault("I9", "send", wrong)
 
 
-def _misfiled(node: NodeView, part: SendPart) -> str:
+def _misfiled(prefiller: Prefiller, part: SendPart) -> str:
     """Why a part of this state cannot be found where it should be; empty where it can."""
-    prefiller = node.prefiller
     last_word = prefiller.last_word
     if part.state in LIVE:
         if not prefiller.rooms.has(part):
@@ -643,7 +644,7 @@ def _misfiled(node: NodeView, part: SendPart) -> str:
     return ""
 
 
-def _unowned(node: NodeView, part: SendPart, cross: Backrefs) -> str:
+def _unowned(table: LeaseTable, part: SendPart, cross: Backrefs) -> str:
     """Why the lease that it reads, or the engine it works for, is not there; empty: they are."""
     engine = part.engine
     if engine is None:
@@ -651,16 +652,16 @@ def _unowned(node: NodeView, part: SendPart, cross: Backrefs) -> str:
     lease = engine.lease
     if part.state is Prefill.SETTLED:
         return f"is settled, and keeps lease {lease.id}"
-    if node.leases.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
+    if table.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
         return f"reads lease {lease.id}, which is not held for it"
     if part.state is not Prefill.DRAINING and not cross.is_alive(engine.session):
         return f"goes on for session {engine.session}, which is gone"
     return ""
 
 
-def post_faults(node: NodeView, post: int, part: SendPart) -> Iterator[Fault]:
+def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
-    is_live = node.prefiller.by_room.get(part.room) is part
+    is_live = prefiller.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "
         what += "does not wait for it" if is_live else f"is {part.state.value}"
@@ -723,8 +724,8 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
             what = f"send {send} has failed for session {failed.session}, which is gone"
             yield Fault("I9", "failed", what, side="prefill", part=send)
     yield from _former_faults(node)
-    yield from _record_faults(node)
-    yield from saved_count_faults(node)
+    yield from _record_faults(node.prefiller)
+    yield from saved_count_faults(node.leases)
 
 
 def _former_faults(node: NodeView) -> Iterator[Fault]:
@@ -741,8 +742,8 @@ def _former_faults(node: NodeView) -> Iterator[Fault]:
         yield Fault("I9", "unproven", what, lease=former.unproven.id)
 
 
-def _record_faults(node: NodeView) -> Iterator[Fault]:
-    for incarnation, records in node.prefiller.last_word.records.items():
+def _record_faults(prefiller: Prefiller) -> Iterator[Fault]:
+    for incarnation, records in prefiller.last_word.records.items():
         parts = records.parts.items()
         is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))

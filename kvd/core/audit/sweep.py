@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.types import Pages
 
 
@@ -173,8 +174,8 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._tallies = [PageCounts(pool.total_pages) for pool in pools(node)]
-        for tally, pool in zip(self._tallies, pools(node), strict=True):
+        self._tallies = [PageCounts(pool.total_pages) for pool in pools(node.leases)]
+        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()
         self._needs: component_rules.Needs = ()
@@ -187,7 +188,7 @@ class Sweep:
 
     def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
-        for tally, pool in zip(self._tallies, pools(node), strict=True):
+        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
             tally.learn(pool.moves.drain())
 
     def look(self, node: NodeView, cross: Backrefs, work: int) -> int:
@@ -213,7 +214,7 @@ class Sweep:
     # ---- phases ------------------------------------------------------------------------------
 
     def _look_at_free(self, node: NodeView, cross: Backrefs, work: int) -> int:
-        pool = pools(node)[self._pool]
+        pool = pools(node.leases)[self._pool]
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
         self._tallies[self._pool].see([pages])
@@ -323,8 +324,8 @@ class Sweep:
         self.faults += register_faults(node)
         area = node.leases.saved
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
-            self.faults += saved_faults(node)
-        self._tallies[0].is_suspicious |= bool(count_faults(node))
+            self.faults += saved_faults(node.leases)
+        self._tallies[0].is_suspicious |= bool(count_faults(node.leases))
         self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.last_word.n_records
         for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
@@ -341,7 +342,7 @@ class Sweep:
         self._next = last = min(tally.total_pages, first + slice_pages)
         has_doubt = tally.judge(first, last)
         if has_doubt or (tally.is_suspicious and last == tally.total_pages):
-            found = _page_faults(node, self._pool)
+            found = _page_faults(node.leases, self._pool)
             self.was_refuted |= has_doubt and not found
             self.faults += found
             last = tally.total_pages
@@ -363,17 +364,16 @@ class Sweep:
         return self._pool == len(self._tallies)
 
 
-def pools(node: NodeView) -> tuple[PagePool, ...]:
+def pools(table: LeaseTable) -> tuple[PagePool, ...]:
     """The pool of each component with pages of its own, the first one first."""
-    table = node.leases
     return (table.pool, *[keeper.pool for keeper in table.beside.each])
 
 
-def _page_faults(node: NodeView, pool: int) -> list[Fault]:
+def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
     """All pages of one pool at once."""
     if pool:
-        return component_rules.component_page_faults(node, node.leases.beside.each[pool - 1])
-    return page_faults(node)
+        return component_rules.component_page_faults(table, table.beside.each[pool - 1])
+    return page_faults(table)
 
 
 def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
@@ -393,12 +393,12 @@ def _part_faults(node: NodeView, cross: Backrefs, kind: str, number: int) -> Ite
         case "receive" if number in decoder.parts:
             return receive_faults(node, decoder.parts[number], cross)
         case "ready" if number in decoder.ready:
-            return ready_faults(node, number, decoder.ready[number])
+            return ready_faults(node.leases, number, decoder.ready[number])
         case "send" if number in cross.sends:
             return send_faults(node, cross.sends[number], cross)
         case "settled" if number in prefiller.last_word.settled:
             return send_faults(node, prefiller.last_word.settled[number], cross)
         case "post" if number in prefiller.posts.parts:
-            return post_faults(node, number, prefiller.posts.parts[number])
+            return post_faults(node.prefiller, number, prefiller.posts.parts[number])
         case _:
             return ()

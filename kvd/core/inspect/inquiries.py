@@ -218,7 +218,7 @@ class Inquiries:
         return part if is_its_own and part is not None and part.room == message.room else None
 
     def _of_receive(self, part: ReceivePart, ask: int) -> Story:
-        waits_for = receive_waits_for(self._node, part)
+        waits_for = receive_waits_for(self._node.decoder, part)
         return self._story(part, ask, waits_for, part.prefix_tokens, 0)
 
     def _of_send(self, part: SendPart, ask: int) -> Story:

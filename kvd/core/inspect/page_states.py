@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.window_pages import LeaseWindow
-    from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -34,9 +34,8 @@ class Place(msgspec.Struct, frozen=True):
     node: int = 0
 
 
-def places(node: NodeView) -> Iterator[Place]:
+def places(table: LeaseTable) -> Iterator[Place]:
     """All of them: what they have tiles the pool."""
-    table = node.leases
     yield Place("the free list", table.pool.free_ids())
     for edge in table.tree.nodes():
         yield Place(f"node {edge.id}", edge.pages, node=edge.id)
@@ -57,12 +56,12 @@ def has_any(pages: bytes, ids: np.ndarray) -> bool:
     return bool(np.isin(np.frombuffer(pages, "<u4"), ids).any())
 
 
-def component_places(node: NodeView, keeper: ComponentPages) -> Iterator[Place]:
+def component_places(table: LeaseTable, keeper: ComponentPages) -> Iterator[Place]:
     """All places of one keeper's pages."""
     yield Place("the free list", keeper.pool.free_ids())
     for edge in keeper.nodes:
         yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
-    for lease in node.leases.leases.values():
+    for lease in table.leases.values():
         yield Place(f"lease {lease.id}", keeper.own(lease), lease=lease.id)
 
 

@@ -69,7 +69,7 @@ def flush(node: NodeView, got: admin.Flush) -> admin.Report | Refusal:
         )
     tree = node.leases.tree
     locked = [edge for edge in tree.nodes() if edge.lock_ref]
-    by_edge = why.holders(node)
+    by_edge = why.holders(node.leases)
     kept = tuple(
         f"node {edge.id} kept, {len(edge.pages) // ID_BYTES} pages: "
         + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))

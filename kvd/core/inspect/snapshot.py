@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
-    from kvd.core.leases.admission import Waiter
+    from kvd.core.leases.admission import Admission, Waiter
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Session
-    from kvd.core.peers.peer import Peer
+    from kvd.core.peers.peer import Peer, Peers
+    from kvd.core.settings import Settings
 
 
 def waiting_states(node: NodeView) -> list[WaitingState]:
@@ -87,7 +89,7 @@ def _state(node: NodeView, waiter: Waiter, ahead: int, holders: tuple[str, ...])
         waited_s=node.out.at_s - waiter.since_s,
         deadline_in_s=waiter.deadline_s - node.out.at_s,
         needed_pages=waiter.needed_pages,
-        why=why_waits(node, waiter, ahead),
+        why=why_waits(node.admission, waiter, ahead),
         budget=waiter.budget or node.leases.pool.name,
         missing_pages=waiter.missing_pages,
         ahead=ahead,
@@ -101,12 +103,12 @@ def lacks_pages(waiter: Waiter) -> bool:
     return bool(waiter.budget) and waiter.asker.blocked() is None
 
 
-def why_waits(node: NodeView, waiter: Waiter, ahead: int) -> str:
+def why_waits(admission: Admission, waiter: Waiter, ahead: int) -> str:
     """For its peer, for pages, or for ``ahead`` others."""
     other = waiter.asker.blocked()
     if other is not None:
         return other
-    return node.admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
+    return admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
 
 
 def kind_of(waiter: Waiter) -> str:
@@ -132,7 +134,7 @@ def snapshot(node: NodeView) -> Snapshot:
         waiting=tuple(waiting_states(node)),
         rooms=tuple(room_states(node)),
         peers=tuple(peer_state(node, peer) for peer in node.peers.by_name.values())
-        + tuple(_unanswered_peers(node)),
+        + tuple(_unanswered_peers(node.peers)),
         clients=tuple(_client_states(node)),
         totals=totals(node),
         recorder=node.recorded.state,
@@ -156,7 +158,7 @@ def totals(node: NodeView) -> Totals:
         saved_bytes=decoder.saved_bytes,
         evicted_pages=node.leases.evicted_pages,
         messages_refused=node.refused,
-        violations=node.violations,
+        violations=node.audit.violations,
         leases_retracted=node.retractor.retracted,
         leases_resumed=node.retractor.resumed,
         restored_bytes=node.retractor.restored_bytes,
@@ -199,7 +201,7 @@ def lease_state(node: NodeView, lease: Lease) -> LeaseState:
         saved_bytes=lease.saved_bytes,
         retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
         row_pages=count(lease.row),
-        beside=held_states(node, lease),
+        beside=held_states(node.leases, lease),
     )
 
 
@@ -236,9 +238,9 @@ def decode_room(node: NodeView, part: ReceivePart) -> RoomState:
         outstanding_posts=0,
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
-        waiting_for=receive_waits_for(node, part),
+        waiting_for=receive_waits_for(node.decoder, part),
         story=part.story.lines(node.out.at_s),
-        share=receive_share(node, part),
+        share=receive_share(node.settings, part),
     )
 
 
@@ -268,7 +270,7 @@ def prefill_room(node: NodeView, part: SendPart) -> RoomState:
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=send_waits_for(part),
         story=part.story.lines(node.out.at_s),
-        share=send_share(node, part),
+        share=send_share(node.prefiller, part),
     )
 
 
@@ -294,7 +296,7 @@ def peer_state(node: NodeView, peer: Peer) -> PeerState:
     )
 
 
-def _unanswered_peers(node: NodeView) -> list[PeerState]:
+def _unanswered_peers(peers: Peers) -> list[PeerState]:
     return [
         PeerState(
             name=dialed.name,
@@ -308,10 +310,10 @@ def _unanswered_peers(node: NodeView) -> list[PeerState]:
             layout="unknown",
             open_receives=0,
             open_sends=0,
-            trouble=node.peers.trouble(dialed.name),
+            trouble=peers.trouble(dialed.name),
         )
-        for dialed in node.peers.dialed.values()
-        if dialed.name not in node.peers.by_name
+        for dialed in peers.dialed.values()
+        if dialed.name not in peers.by_name
     ]
 
 
@@ -348,7 +350,7 @@ def pool_states(node: NodeView) -> tuple[PoolState, ...]:
     return (_first(node), *(_beside(node, keeper) for keeper in node.leases.beside.each))
 
 
-def held_states(node: NodeView, lease: Lease) -> tuple[HeldState, ...]:
+def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
     """What the lease has of each component beside the first."""
     return tuple(
         HeldState(
@@ -358,7 +360,7 @@ def held_states(node: NodeView, lease: Lease) -> tuple[HeldState, ...]:
             *_use(keeper, lease),
             needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
         )
-        for keeper in node.leases.beside.each
+        for keeper in table.beside.each
     )
 
 
@@ -401,14 +403,14 @@ def _first(node: NodeView) -> PoolState:
         placeholder_bytes=0 if has_bytes(first) else node_page_bytes(spec, first),
         tier=kind(first.tier),
         extent=kind(first.extent),
-        companions=_companions(node),
+        companions=_companions(node.settings),
         shards=shard_places(spec),
-        condemned_pages=nobodys(places(node), table.pool),
+        condemned_pages=nobodys(places(node.leases), table.pool),
     )
 
 
-def _companions(node: NodeView) -> tuple[CompanionState, ...]:
-    spec = node.settings.spec
+def _companions(settings: Settings) -> tuple[CompanionState, ...]:
+    spec = settings.spec
     return tuple(
         CompanionState(
             component=one.name,
@@ -443,20 +445,20 @@ def _beside(node: NodeView, keeper: ComponentPages) -> PoolState:
         quarantined_pages=quarantined,
         evictable_pages=keeper.evictable_pages,
         locked_pages=cached - keeper.evictable_pages,
-        condemned_pages=nobodys(component_places(node, keeper), keeper.pool),
+        condemned_pages=nobodys(component_places(node.leases, keeper), keeper.pool),
         saved_pages=node.leases.saved.used_pages(component.name),
         saved_capacity_pages=node.leases.saved.capacity_pages(component.name),
         tier=kind(component.tier),
         extent=kind(component.extent),
-        window=_window(node, keeper),
+        window=_window(node.leases, keeper),
         buffer=_buffer(keeper),
     )
 
 
-def _window(node: NodeView, keeper: ComponentPages) -> WindowState | None:
+def _window(table: LeaseTable, keeper: ComponentPages) -> WindowState | None:
     if not isinstance(keeper, WindowPages):
         return None
-    running = [one for one in node.leases.leases.values() if one.quarantine is None]
+    running = [one for one in table.leases.values() if one.quarantine is None]
     return WindowState(
         window_tokens=extent_tokens(keeper.component),
         mapped_pages=sum(_mapped(keeper.row(lease)) for lease in running),

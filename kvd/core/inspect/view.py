@@ -43,6 +43,10 @@ class AuditView(Protocol):
     def state(self) -> AuditState:
         """As the snapshot shows it."""
 
+    @property
+    def violations(self) -> int:
+        """Told since the incarnation began; must stay 0."""
+
     def why_condemned(self, component: str, page: int) -> str:
         """Why nobody gets this page."""
 

@@ -50,8 +50,11 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
     from kvd.types import Pages
     from kvd.wire.admin import Why
     from kvd.wire.snapshot import RoomState
@@ -89,13 +92,13 @@ def because(node: NodeView, got: Why) -> Because | Refusal:
     )
 
 
-def holders(node: NodeView) -> dict[int, list[Lease]]:
+def holders(table: LeaseTable) -> dict[int, list[Lease]]:
     """By node id, the leases whose path crosses it; their number is its lock_ref (I2).
 
     One walk up from each lease, whatever the size of the tree.
     """
     found: dict[int, list[Lease]] = {}
-    for lease in node.leases.leases.values():
+    for lease in table.leases.values():
         step = lease.anchor
         while step is not None:
             found.setdefault(step.id, []).append(lease)
@@ -136,13 +139,13 @@ def tree_node(node: NodeView, edge: TreeEdge, crossing: list[Lease]) -> TreeNode
         hits=edge.hits,
         holders=tuple(describe_holder(node, lease) for lease in crossing),
         first_tokens=tuple(tokens[:FIRST_TOKENS_SHOWN].tolist()),
-        beside=beside(node, edge),
+        beside=beside(node.leases, edge),
     )
 
 
 def _page_of(node: NodeView, component: str, page: int) -> Explanation | Refusal:
     """A page of any component: one in lockstep with the first is where that one's page is."""
-    first = first_page(node, component, page)
+    first = first_page(node.settings, component, page)
     if first is None:
         return page_beside(node, component, page)
     said = _page(node, first)
@@ -203,7 +206,7 @@ def _node(node: NodeView, number: int) -> Explanation | Refusal:
 def _root(node: NodeView, namespace: str) -> Explanation:
     """A root has no pages; every lease of its namespace locks it, cached or not."""
     root = node.leases.tree.roots[namespace]
-    crossing = holders(node).get(root.id, [])
+    crossing = holders(node.leases).get(root.id, [])
     first = [describe_holder(node, lease) for lease in crossing[:MAX_LINKS]]
     of = f"namespace {namespace!r}" if namespace else "no namespace"
     by = f"{len(crossing)} leases" if crossing else "nobody"
@@ -221,7 +224,7 @@ def _more(n_leases: int) -> list[str]:
 
 
 def _edge(node: NodeView, edge: TreeEdge) -> Explanation:
-    crossing = holders(node).get(edge.id, [])
+    crossing = holders(node.leases).get(edge.id, [])
     shown = tree_node(node, edge, crossing[:MAX_LINKS])
     where = (
         f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
@@ -286,13 +289,13 @@ def has_page(pages: bytes, wanted: bytes, first: int = 0) -> bool:
     return at >= 0
 
 
-def first_page(node: NodeView, component: str, page: int) -> int | None:
+def first_page(settings: Settings, component: str, page: int) -> int | None:
     """The page of the first component that a page of ``component`` belongs to.
 
     That is the page itself for the first one (also where none is named), and follows from the
     lockstep for a companion; None where the component has page ids of its own.
     """
-    spec = node.settings.spec
+    spec = settings.spec
     if component in {"", spec.components[0].name}:
         return page
     for one in spec.components:
@@ -327,7 +330,7 @@ def page_beside(node: NodeView, component: str, page: int) -> Explanation | Refu
 
 def condemned(node: NodeView, what: str, page: int, component: str) -> Explanation:
     """Nobody has it, or nobody should: it was in two places, or its lease was broken."""
-    why = node.audit.findings.containment.why(component, page)
+    why = node.audit.why_condemned(component, page)
     return Explanation(
         f"{what} is condemned: nobody gets it before the daemon is started again",
         (f"because {why}",),
@@ -426,11 +429,11 @@ def _needing(node: NodeView, leases: list[Lease]) -> list[str]:
 # ---- nodes and leases ----------------------------------------------------------------------------
 
 
-def beside(node: NodeView, edge: TreeEdge) -> tuple[Beside, ...]:
+def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
     """What lies beside a node, of each component that can; a window that is gone has no pages."""
     return tuple(
         Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
-        for keeper in node.leases.beside.each
+        for keeper in table.beside.each
         if isinstance(keeper, WindowPages) or edge in keeper.nodes
     )
 
@@ -452,10 +455,10 @@ def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
     return said
 
 
-def said_of_lease(node: NodeView, lease: Lease) -> list[str]:
+def said_of_lease(table: LeaseTable, lease: Lease) -> list[str]:
     """Where in its row a lease has pages, and what of the tree it needs."""
     said = []
-    for keeper in node.leases.beside.each:
+    for keeper in table.beside.each:
         name, size = keeper.component.name, keeper.component.page_size
         needed = [edge.id for edge in needed_nodes(keeper, lease)]
         if isinstance(keeper, WindowPages) and lease.id in keeper.leases:
@@ -485,7 +488,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
         for one in state.beside
     ]
-    said += said_of_lease(node, lease)
+    said += said_of_lease(node.leases, lease)
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
     if lease.standing not in {Standing.RUNNING, Standing.FORMER}:
@@ -595,7 +598,7 @@ def of_receive(node: NodeView, number: int) -> Explanation | Refusal:
 
 def of_send(node: NodeView, number: int) -> Explanation | Refusal:
     """One part of the prefill side."""
-    part = next((one for one in _sends(node) if one.id == number), None)
+    part = next((one for one in _sends(node.prefiller) if one.id == number), None)
     if part is None:
         return Refusal(
             Code.BAD_REQUEST, f"there is no send {number}: over, or never was; see its events"
@@ -607,14 +610,13 @@ def of_room(node: NodeView, room: int) -> Explanation | Refusal:
     """Every part of a room on this node."""
     decoder = node.decoder
     receives = [one for one in decoder.known() if one.room == room]
-    sends = [one for one in _sends(node) if one.room == room]
+    sends = [one for one in _sends(node.prefiller) if one.room == room]
     if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
     return _handoff(node, receives, sends, f"room:{room}")
 
 
-def _sends(node: NodeView) -> list[SendPart]:
-    prefiller = node.prefiller
+def _sends(prefiller: Prefiller) -> list[SendPart]:
     return [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]
 
 
@@ -689,7 +691,7 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
         known = ", ".join(peers.names()) or "nobody"
         return Refusal(Code.BAD_REQUEST, f"there is no peer {name!r}: this node knows {known}")
     receives = [one for one in node.decoder.parts.values() if one.peer == name]
-    sends = [one for one in _sends(node) if one.peer == name]
+    sends = [one for one in _sends(node.prefiller) if one.peer == name]
     trouble = peers.trouble(name)
     facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
     facts += [f"the last handshake failed: {trouble}"] if trouble else []
@@ -723,9 +725,9 @@ def _how(node: NodeView, name: str, peer: Peer | None) -> str:
     )
 
 
-def _shard_facts(node: NodeView, peer: Peer) -> list[str]:
+def _shard_facts(settings: Settings, peer: Peer) -> list[str]:
     """What of the model it has, where that is not what we have, in one shard."""
-    ours = shards_of(node.settings.spec)
+    ours = shards_of(settings.spec)
     if len(ours) == 1 and peer.shards in {ours, ()}:
         return []
     return [
@@ -744,6 +746,6 @@ def _peer_facts(node: NodeView, peer: Peer) -> list[str]:
         f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
         f"{agent}",
         f"layout: {layout_words(peer)}",
-        *_shard_facts(node, peer),
+        *_shard_facts(node.settings, peer),
         f"round trip {peer.round_trip_s * 1e3:.2f} ms",
     ]

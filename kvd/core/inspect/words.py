@@ -17,9 +17,12 @@ from kvd.core.layout.seal import SUM_BYTES
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.sessions import Session
     from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
 
 _STANDING_WAITS = {
     Standing.SAVING: "its pages to be copied to the saved area",
@@ -104,10 +107,10 @@ def _running_waits_for(lease: Lease) -> str:
     return "the last post that reads its pages"
 
 
-def receive_waits_for(node: NodeView, part: ReceivePart) -> str:
+def receive_waits_for(decoder: Decoder, part: ReceivePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
-        return node.decoder.settling.waits_for(part.lease)
+        return decoder.settling.waits_for(part.lease)
     if waits_for_others(part):
         late = [one for one in part.reception.parts if not one.is_verified]
         said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
@@ -136,17 +139,17 @@ def offer_awaited(part: SendPart) -> str:
     return f"{waits}{withdrawn}{turned_away}"
 
 
-def receive_share(node: NodeView, part: ReceivePart) -> str:
+def receive_share(settings: Settings, part: ReceivePart) -> str:
     """Which part of its prompt a source sends; empty where it sends all of it."""
-    size = node.settings.spec.components[0].page_size
+    size = settings.spec.components[0].page_size
     span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
     return share_words(part.share, span, size)
 
 
-def send_share(node: NodeView, part: SendPart) -> str:
+def send_share(prefiller: Prefiller, part: SendPart) -> str:
     """The same of a send, in pages of the decode side."""
     span = TokenSpan(part.start_tokens, part.end_tokens)
-    return share_words(part.share, span, node.prefiller.posts.page_tokens(part))
+    return share_words(part.share, span, prefiller.posts.page_tokens(part))
 
 
 def agent_words(peer: Peer) -> str:

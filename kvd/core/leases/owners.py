@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import Standing
@@ -11,13 +11,25 @@ from kvd.types import count
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
-    from kvd.core.node import Node
+    from kvd.core.effects import Outbox
+    from kvd.core.leases.adopt import Adoption
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.sessions import Sessions
 
 HOLDERS_NAMED = 3
 """Of the leases that hold the most pages: enough to act on, few enough for a sentence."""
 
 
-def owner_of(node: Node, session: int) -> tuple[str, int]:
+class HolderView(Protocol):
+    """What is read to name a holder; a node has it."""
+
+    leases: LeaseTable
+    sessions: Sessions
+    former: Adoption
+    out: Outbox
+
+
+def owner_of(node: HolderView, session: int) -> tuple[str, int]:
     """Name and first pid of a session; a dead one says so."""
     if not session:
         return "kvd", 0
@@ -25,7 +37,7 @@ def owner_of(node: Node, session: int) -> tuple[str, int]:
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
 
 
-def describe_holder(node: Node, lease: Lease) -> str:
+def describe_holder(node: HolderView, lease: Lease) -> str:
     """A lease as one short phrase."""
     name, pid = owner_of(node, lease.session)
     shunned = hung_up_words(node, lease)
@@ -38,7 +50,7 @@ def describe_holder(node: Node, lease: Lease) -> str:
     return f"{said}, {shunned}" if shunned else said
 
 
-def hung_up_words(node: Node, lease: Lease) -> str:
+def hung_up_words(node: HolderView, lease: Lease) -> str:
     """That kvd hung up on its engine, which holds it until it is dead; empty where it did not."""
     session = node.sessions.by_id.get(lease.session)
     if session is None or session.hang_up is None or ENGINE not in lease.holders:
@@ -46,7 +58,7 @@ def hung_up_words(node: Node, lease: Lease) -> str:
     return f"hung up on for {node.out.at_s - session.hang_up.since_s:.1f} s"
 
 
-def said_of_former(node: Node, lease: Lease) -> str:
+def said_of_former(node: HolderView, lease: Lease) -> str:
     """Why it is there, of a lease of before the restart."""
     age_s = node.out.at_s - lease.since_s
     session = node.sessions.by_id.get(lease.session)
@@ -72,7 +84,7 @@ class Kept(NamedTuple):
 class Owners:
     """Who holds most of the pool."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: HolderView) -> None:
         self._node = node
 
     def of_most_pages(self, budget: str) -> tuple[str, ...]:
