@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import inputs
-from kvd.wire.config_events import ConfigRefused, ConfigReloaded
+from kvd.wire.events import ConfigRefused, ConfigReloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

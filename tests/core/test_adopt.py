@@ -21,7 +21,7 @@ from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
-from kvd.wire import admin, client, events, restart_events
+from kvd.wire import admin, client, events
 from kvd.wire.snapshot import ClientState
 from tests.core.keeping import pool_spec
 from tests.core.noted import tree_of
@@ -150,7 +150,7 @@ def test_what_was_not_proven_is_free_and_noted_so_where_nobody_may_read_it():
 
 def test_it_is_told_in_one_event():
     daemon = adopted()
-    assert daemon.events == [restart_events.Adopted(1, NOW_S, 2, 7, 5, 1, 2, 3, 2)]
+    assert daemon.events == [events.Adopted(1, NOW_S, 2, 7, 5, 1, 2, 3, 2)]
 
 
 def test_nothing_at_all_can_be_adopted():
@@ -253,7 +253,7 @@ def test_a_pool_with_windows_adopts_nothing():
 def test_an_engine_that_returns_keeps_what_it_names_and_the_rest_is_free():
     daemon = adopted()
     assert returned(daemon, 7) == [NoteEnded(9), NoteFreed(ids(13))]
-    assert daemon.events[-1] == restart_events.ClientReturned(3, NOW_S, 3, "works-0", 4711, 1, 1)
+    assert daemon.events[-1] == events.ClientReturned(3, NOW_S, 3, "works-0", 4711, 1, 1)
     assert list(daemon.node.former.leases) == [7]
     assert not daemon.node.sessions.by_id[3].is_former
 

@@ -24,7 +24,7 @@ from kvd.core.cache.lease import UNPROVEN, Claim, Lease
 from kvd.core.cache.lease_state import Standing
 from kvd.core.effects import NoteFreed
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
-from kvd.wire import restart_events
+from kvd.wire import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,7 @@ class Adoption:
         elif got.unproven and node.settings.is_journaled:
             out.effects.append(NoteFreed(got.unproven))
         out.emit(
-            restart_events.Adopted,
+            events.Adopted,
             generation=got.generation,
             pages=table.tree.cached_pages,
             nodes=len(table.tree.order),

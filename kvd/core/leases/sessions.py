@@ -23,7 +23,7 @@ import msgspec
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import Standing
 from kvd.errors import Code, Refusal
-from kvd.wire import events, restart_events, session_events
+from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
@@ -106,7 +106,7 @@ class Sessions:
         self._node.former.settle()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
-            restart_events.ClientReturned,
+            events.ClientReturned,
             session=session.id,
             name=session.name,
             pid=got.pid,
@@ -132,7 +132,7 @@ class Sessions:
                 self.end_lease(lease, Code.CLIENT_GONE.value)
         out = self._out
         out.emit(
-            session_events.ClientHungUpOn,
+            events.ClientHungUpOn,
             session=session.id,
             name=session.name,
             pids=tuple(session.pids),
