@@ -233,10 +233,10 @@ def gone_clients(scene: Scene) -> Iterator[Concern]:
 def awaited_clients(scene: Scene) -> Iterator[Concern]:
     """Engines of before the restart that have not come back, and whose pages are kept for them."""
     node = scene.node
-    if not node.former.leases:
+    if not node.former_leases.leases:
         return
     for session in node.sessions.by_id.values():
-        leases = node.former.of_session(session.id) if session.is_former else []
+        leases = node.former_leases.of_session(session.id) if session.is_former else []
         if leases and scene.now_s - session.since_s > AWAITED_S:
             pages = sum(lease.held_pages for lease in leases)
             yield Concern(

@@ -13,7 +13,6 @@ from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.cache_mode import gate_of
-from kvd.core.leases.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.leases.tiers import bad_tier
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
@@ -101,7 +100,7 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
-        refusal = self._node.sessions.refusal(got.session)
+        refusal = self._node.owners.sessions.refusal(got.session)
         if refusal is not None:
             pass
         elif verb is None:
@@ -151,7 +150,7 @@ class Engines:
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if message.n_tokens < 0:
@@ -165,7 +164,7 @@ class Engines:
         return None
 
     def _slide_lease(self, session: int, message: client.SlideLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if not 0 <= message.upto_tokens <= lease.room_tokens:
@@ -181,7 +180,7 @@ class Engines:
     def _commit_lease(
         self, session: int, message: client.CommitLease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         first = self._node.leases.commit(lease, tokens)
@@ -193,7 +192,7 @@ class Engines:
     def _release_lease(
         self, session: int, message: client.ReleaseLease, _: Tokens
     ) -> Refusal | None:
-        lease = lease_of(self._node, session, message.lease)
+        lease = self._node.owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         self._release(session, message.call, lease)
@@ -202,9 +201,9 @@ class Engines:
     def _commit_and_release(
         self, session: int, message: client.CommitAndRelease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
-            former = former_lease_of(self._node, session, message.lease)
+            former = self._node.owners.former_lease_of(session, message.lease)
             if former is None or tokens:
                 return lease
             self._release(session, message.call, former)
@@ -296,7 +295,7 @@ class Engines:
         refusal = self._bad_room(message.room) or self._node.drainer.refusal()
         if refusal is not None:
             return refusal
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if (

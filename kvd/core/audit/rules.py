@@ -375,7 +375,7 @@ def register_faults(node: Node) -> Iterator[Fault]:
 
 
 def _former_faults(node: Node) -> Iterator[Fault]:
-    former = node.former
+    former = node.former_leases
     standing = [one for one in node.leases.leases.values() if one.standing is Standing.FORMER]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
     if {one.id for one in standing} != {one.id for one in registered}:

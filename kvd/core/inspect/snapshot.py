@@ -309,7 +309,7 @@ def _client_states(node: Node) -> list[ClientState]:
                 receives=sum(p.session == session.id for p in node.decoder.parts.values()),
                 sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
                 state=_session_word(session),
-                former_leases=len(node.former.of_session(session.id)),
+                former_leases=len(node.former_leases.of_session(session.id)),
                 why=session.hang_up.why.message if session.hang_up is not None else "",
             )
         )

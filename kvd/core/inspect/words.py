@@ -87,7 +87,7 @@ def death_of(session: Session) -> str:
 
 
 def _former_waits_for(node: Node, lease: Lease) -> str:
-    if lease is node.former.unproven:
+    if lease is node.former_leases.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
     is_away = session is not None and session.is_former
