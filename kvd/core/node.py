@@ -34,7 +34,6 @@ from kvd.core.peers.hello import impostor
 from kvd.core.peers.life import Life
 from kvd.core.peers.peer import Peers
 from kvd.core.recorded import FlightRecorder
-from kvd.core.retuned import Retuned
 from kvd.errors import Code
 from kvd.types import short
 from kvd.wire import events
@@ -146,7 +145,8 @@ class Node:
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecorderSaved: self.recorded.saved,
-            **Retuned(self).handlers,
+            i.Reconfigured: self._reconfigured,
+            i.ReloadRefused: self._reload_refused,
         }
 
     def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
@@ -189,6 +189,18 @@ class Node:
             code=got.refusal.code.value,
             why=got.refusal.message,
         )
+
+    def _reconfigured(self, got: i.Reconfigured) -> None:
+        """New figures: for the next Hello, and for the queue as it is now.
+
+        Every other figure of ``settings`` stays as it was when the node was made.
+        """
+        self.peers.allow = got.allow
+        self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
+        self.out.emit(events.ConfigReloaded, changed=got.changed, needs_restart=got.needs_restart)
+
+    def _reload_refused(self, got: i.ReloadRefused) -> None:
+        self.out.emit(events.ConfigRefused, errors=got.errors)
 
     # ---- peers -------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from kvd.core.audit.radix_rules import tree_faults
 from kvd.core.cache.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
-from kvd.core.cache.radix import RadixNode, RadixTree
+from kvd.core.cache.radix import RadixTree
+from kvd.core.cache.radix_node import RadixNode
 from kvd.types import Pages, Tokens, pack_ids
 
 PAGE = 4
@@ -33,7 +35,7 @@ class Shelf:
         self._next_page += n_new
         start = anchor.end_tokens
         grown = self.tree.extend(anchor, tokens, pages, start_tokens=start, priority=priority)
-        assert self.tree.check() == []
+        assert tree_faults(self.tree) == []
         return grown.node
 
     def get(self, word: str) -> None:
@@ -51,7 +53,7 @@ class Shelf:
         out = []
         while evicted := self.tree.evict(1).victims:
             out += [words[victim.id] for victim in evicted]
-            assert self.tree.check() == []
+            assert tree_faults(self.tree) == []
         return out
 
 

@@ -17,9 +17,11 @@ from collections import Counter
 
 import pytest
 
+from kvd.core.audit.radix_rules import tree_faults
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import LockUnderflow, RadixNode, RadixTree
+from kvd.core.cache.radix import RadixTree
+from kvd.core.cache.radix_node import LockUnderflow, RadixNode
 from kvd.types import NO_PAGES, Pages, Tokens, count, pack_ids, page_ids
 
 STEPS = int(os.environ.get("KVD_RADIX_STEPS", "300"))
@@ -247,7 +249,7 @@ class Machine:
         self.audit()
 
     def audit(self) -> None:
-        assert self.tree.check() == []
+        assert tree_faults(self.tree) == []
         found: dict[Key, int] = {}
         for node in self.tree.nodes():
             ids = page_ids(node.pages)

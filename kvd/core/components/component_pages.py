@@ -160,7 +160,7 @@ class AllComponentPages:
     def __init__(self, spec: PoolSpec, tree: RadixTree, out: Outbox) -> None:
         self.each = _made(spec, tree, out)
         self._tree = tree
-        tree.beside = self.each
+        tree.components.extend(self.each)
 
     def named(self, component: str) -> ComponentPages | None:
         """The keeper of that component; None for the first, and for those in lockstep."""
