@@ -13,7 +13,7 @@ from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, amount, first_seen, 
 from kvd.console.named import owner
 from kvd.console.waiting import turns
 from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def old_leases(scene: Scene) -> Iterator[Concern]:
         if now_s - lease.since_s <= OLD_S:
             break
         untouched_s = now_s - lease.touched_s
-        if untouched_s <= OLD_S or lease.standing is not Standing.RUNNING:
+        if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
             continue
         if (lease.cache or untouched_s > OLD_UNCACHED_S) and lease.holders == {ENGINE}:
             groups.setdefault(lease.session, []).append(lease)

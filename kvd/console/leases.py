@@ -9,7 +9,7 @@ from typing_extensions import override
 from kvd.console.named import client_ref, owner
 from kvd.console.view import Field, View
 from kvd.core.cache.lease import Lease
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.words import lease_waits_for, lease_word
 from kvd.types import count
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvd.console.scene import Scene
 
 
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+_AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
 
 
 def _pid(scene: Scene, lease: Lease) -> int | None:
@@ -35,7 +35,10 @@ def _quarantined(_: Scene, lease: Lease) -> int:
 
 def _beside(scene: Scene, lease: Lease) -> str:
     """``swa 12, state 1``."""
-    own = [(one.component.name, count(one.own(lease))) for one in scene.node.leases.beside.each]
+    own = [
+        (one.component.name, count(one.own_pages(lease)))
+        for one in scene.node.leases.components.each
+    ]
     return ", ".join(f"{name} {pages}" for name, pages in own if pages)
 
 
@@ -46,7 +49,7 @@ def _why(_: Scene, lease: Lease) -> str:
 def _away(_: Scene, lease: Lease) -> float | None:
     if lease.quarantine is not None:
         return lease.quarantine.since_s
-    return lease.retracted_s if lease.standing in _AWAY else None
+    return lease.retracted_s if lease.state in _AWAY else None
 
 
 class Leases(View[Lease]):
@@ -69,7 +72,9 @@ LEASES = Leases(
         Field("reason", "text", lambda _, one: one.reason),
         Field("room", "count", lambda _, one: one.room or None),
         Field("held", "pages", _held, "pages of its own"),
-        Field("row", "pages", lambda _, one: count(one.row), "cached ones of its prefix too"),
+        Field(
+            "row", "pages", lambda _, one: count(one.page_table), "cached ones of its prefix too"
+        ),
         Field("quarantined", "pages", _quarantined, "that a remote may still write"),
         Field("beside", "text", _beside, "pages of the other components"),
         Field(

@@ -41,14 +41,14 @@ class LeaseAsker:
 
     def admitted(self, lease: Lease) -> None:
         """Answer with the lease."""
-        rows = self._leases.beside.rows(lease)
+        rows = self._leases.components.page_tables(lease)
         self._out.answer(
             self._session,
             client.Leased(
                 call=self._call,
                 lease=lease.id,
                 prefix_tokens=lease.prefix_tokens,
-                pages=lease.row,
+                pages=lease.page_table,
                 beside=rows,
             ),
         )
@@ -155,7 +155,7 @@ class Engines:
             return lease
         if message.n_tokens < 0:
             return self._wrong(f"extend by {message.n_tokens} tokens")
-        first = count(lease.row)
+        first = count(lease.page_table)
         leases = self._node.leases
         shortage = leases.extend(lease, message.n_tokens)
         if shortage is not None:
@@ -174,7 +174,7 @@ class Engines:
             )
         refusal = self._node.leases.slide(lease, message.upto_tokens)
         if refusal is None:
-            self._answer_row(session, message.call, lease, count(lease.row))
+            self._answer_row(session, message.call, lease, count(lease.page_table))
         return refusal
 
     def _commit_lease(
@@ -220,11 +220,11 @@ class Engines:
         self._out.answer(session, client.Done(call))
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
-        rows = self._node.leases.beside.rows(lease)
+        rows = self._node.leases.components.page_tables(lease)
         self._out.answer(
             session,
             client.PageTable(
-                call=call, first=first, pages=lease.row[first * ID_BYTES :], beside=rows
+                call=call, first=first, pages=lease.page_table[first * ID_BYTES :], beside=rows
             ),
         )
 

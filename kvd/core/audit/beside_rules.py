@@ -90,7 +90,7 @@ def needs(node: Node) -> Needs:
                 for one in needed_nodes(keeper, leases[number])
             ]
         )
-        for keeper in node.leases.beside.each
+        for keeper in node.leases.components.each
     )
 
 
@@ -101,11 +101,11 @@ def beside_faults(node: Node, cross: Cross) -> list[Fault]:
     """Every rule here that does not hold now."""
     table = node.leases
     found = [*register_faults(node)]
-    for keeper in table.beside.each:
+    for keeper in table.components.each:
         found += _gone_faults(keeper)
     for lease in table.leases.values():
         found += lease_faults(node, lease)
-    for keeper, needed in zip(table.beside.each, cross.needs, strict=True):
+    for keeper, needed in zip(table.components.each, cross.needs, strict=True):
         for edge in table.tree.nodes():
             found += node_faults(keeper, edge, needed)
         found += _tile_faults(node, keeper)
@@ -128,12 +128,12 @@ def beside_places(node: Node, keeper: ComponentPages) -> Iterator[Place]:
     for edge in keeper.nodes:
         yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
     for lease in node.leases.leases.values():
-        yield Place(f"lease {lease.id}", keeper.own(lease), lease=lease.id)
+        yield Place(f"lease {lease.id}", keeper.own_pages(lease), lease=lease.id)
 
 
 def register_faults(node: Node) -> Iterator[Fault]:
     """I3 by sums over what lies at nodes, I9 of what is noted of leases; and the lockstep."""
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         yield from _evictable_faults(keeper)
         yield from _record_faults(node, keeper)
     yield from _lockstep_faults(node)
@@ -236,7 +236,7 @@ def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
     if lease.lost is not None:
         return
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         for check, what in _broken(node, keeper, lease):
             rule = "I9" if check == "beside-record" else "I4"
             at = lease.anchor.id if lease.anchor is not None else 0
@@ -248,8 +248,8 @@ def lease_faults(node: Node, lease: Lease) -> Iterator[Fault]:
 
 def _broken(node: Node, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
-    if is_noted == (lease.standing in AWAY):
-        what = f"is noted, and it is {lease.standing.value}" if is_noted else "is not noted"
+    if is_noted == (lease.state in AWAY):
+        what = f"is noted, and it is {lease.state.value}" if is_noted else "is not noted"
         yield "beside-record", what
     elif is_noted:
         match keeper:
@@ -267,7 +267,7 @@ def _broken_stretch(
     keeper: WindowPages, lease: Lease, held: LeaseWindow
 ) -> Iterator[tuple[str, str]]:
     """What is mapped is one stretch of the row; up to its own it is what the path has."""
-    room = held.room if lease.quarantine is not None else count(lease.row)
+    room = held.room if lease.quarantine is not None else count(lease.page_table)
     if not (held.fence <= held.start and held.floor <= held.top <= held.room == room):
         yield (
             "stretch",
@@ -302,7 +302,7 @@ def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterat
 
 def _broken_buffer(node: Node, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
     """Never more pages than are configured; a slot for each, and copies only into taken ones."""
-    has = count(keeper.own(lease))
+    has = count(keeper.own_pages(lease))
     if has > keeper.most_pages:
         yield "buffer", f"has {has} pages, at most {keeper.most_pages} are any lease's"
     resident = keeper.resident.get(lease.id)

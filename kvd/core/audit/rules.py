@@ -19,7 +19,7 @@ from kvd.core.audit.fault import Fault
 from kvd.core.audit.radix_rules import is_linked
 from kvd.core.audit.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.endings import ASKING
 from kvd.core.handoff.frames import page_bytes
 from kvd.core.handoff.parts import waits_for_others
@@ -104,11 +104,11 @@ def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[st
 
 def _broken_claim(node: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    if lease.standing not in AWAY and lease.lost is None:
+    if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
-        yield "I1", "standing", f"lease {lease.id} is {lease.standing.value}, but {what}"
+        yield "I1", "standing", f"lease {lease.id} is {lease.state.value}, but {what}"
     for check, what in _missing_holders(lease, cross):
         yield "I9", check, what
 
@@ -128,7 +128,7 @@ def _broken_row(node: Node, lease: Lease) -> Iterator[tuple[str, str]]:
             f"lease {lease.id} owns from page {lease.owned}, its lock ends at token "
             f"{anchor.end_tokens}",
         )
-    elif table.tree.path_pages(anchor) != lease.row[: lease.owned * ID_BYTES]:
+    elif table.tree.path_pages(anchor) != lease.page_table[: lease.owned * ID_BYTES]:
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
@@ -143,7 +143,7 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
             receive = cross.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
-            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
+            is_there = lease.state is COPYING[holder] and cross.copies[lease.id] > 0
         elif holder == UNPROVEN:
             is_there = cross.may_read_former
         elif holder == FETCH:
@@ -333,7 +333,7 @@ def _forgotten(node: Node) -> Iterator[Fault]:
     Those who wait for one peer wait for the same thing: whether that is there is asked once.
     """
     peers = node.peers
-    for name, waiters in node.admission.apart.by_name.items():
+    for name, waiters in node.admission.side_queue.by_name.items():
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():
@@ -376,7 +376,7 @@ def register_faults(node: Node) -> Iterator[Fault]:
 
 def _former_faults(node: Node) -> Iterator[Fault]:
     former = node.former_leases
-    standing = [one for one in node.leases.leases.values() if one.standing is Standing.FORMER]
+    standing = [one for one in node.leases.leases.values() if one.state is LeaseStage.FORMER]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
     if {one.id for one in standing} != {one.id for one in registered}:
         what = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.audit.fault import Fault
 from kvd.core.cache.lease import RESTORE, SAVE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.page_states import Place, tile_faults
 from kvd.types import count
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease, SavedPart
     from kvd.core.node import Node
 
-AWAY = {Standing.RETRACTED, Standing.RESUMING}
+AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING}
 """Neither lock nor page of the pool."""
 
-COPYING = {SAVE: Standing.SAVING, RESTORE: Standing.RESTORING}
+COPYING = {SAVE: LeaseStage.SAVING, RESTORE: LeaseStage.RESTORING}
 """The standing in which each of these holds a lease."""
 
 
@@ -65,10 +65,10 @@ def _parts(node: Node) -> Iterator[tuple[Lease, SavedPart]]:
 
 def broken_standing(node: Node, lease: Lease) -> Iterator[str]:
     """What a lease has that its standing does not allow, or lacks."""
-    standing = lease.standing
-    if standing in AWAY and (lease.anchor is not None or lease.row):
+    standing = lease.state
+    if standing in AWAY and (lease.anchor is not None or lease.page_table):
         yield "it has a lock or pages"
-    if standing is Standing.RUNNING and lease.saved is not None:
+    if standing is LeaseStage.RUNNING and lease.saved is not None:
         yield f"it has {lease.saved_pages} saved pages"
     wanted = {holder for holder, when in COPYING.items() if when is standing}
     if lease.holders & COPYING.keys() != wanted:

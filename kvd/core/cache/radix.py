@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvd.core.cache.moves import Moves
+from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.radix_node import (
     NO_CHILDREN,
     EvictedNodes,
@@ -112,7 +112,7 @@ class RadixTree:
     __slots__ = (
         "_add",
         "_last_id",
-        "_moves",
+        "_moved",
         "_page_bytes",
         "_release",
         "_sweep_above",
@@ -128,7 +128,7 @@ class RadixTree:
     )
 
     def __init__(
-        self, match_page_tokens: int, order: EvictionOrder, moves: Moves | None = None
+        self, match_page_tokens: int, order: EvictionOrder, moved: MovedPages | None = None
     ) -> None:
         if match_page_tokens < 1:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
@@ -140,9 +140,9 @@ class RadixTree:
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self.order = order
-        self._moves = moves or Moves()
+        self._moved = moved or MovedPages()
         self._add = order.add
-        self._take = order.take
+        self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
         self.roots: dict[str, RadixNode] = {}
@@ -389,7 +389,7 @@ class RadixTree:
 
     def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
-        self._moves.log.append(pages)
+        self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
         upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])

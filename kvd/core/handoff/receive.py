@@ -114,7 +114,7 @@ class Decoder:
         """The engine wants a prompt's KV from known peers: queue for room."""
         reception = self._new_reception(session, message, count(tokens))
         reception.is_preloaded = message.tier == DEVICE
-        fresh = self._leases.beside.fresh_tokens(reception.prompt_tokens, cached=message.cache)
+        fresh = self._leases.components.fresh_tokens(reception.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
             call=message.call,
@@ -348,11 +348,11 @@ class Decoder:
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = reception
-            rows = self._leases.beside.rows(lease)
+            rows = self._leases.components.page_tables(lease)
             received = client.Received(
                 receive=reception.id,
                 lease=lease.id,
-                pages=lease.row,
+                pages=lease.page_table,
                 aux=reception.aux,
                 beside=rows,
             )

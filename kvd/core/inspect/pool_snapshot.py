@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def pool_states(node: Node) -> tuple[PoolState, ...]:
     """Each component with page ids of its own, the first one first (I1)."""
-    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.beside.each))
+    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.components.each))
 
 
 def held_states(node: Node, lease: Lease) -> tuple[HeldState, ...]:
@@ -38,12 +38,12 @@ def held_states(node: Node, lease: Lease) -> tuple[HeldState, ...]:
     return tuple(
         HeldState(
             keeper.component.name,
-            count(keeper.own(lease)),
-            _mapped(keeper.row(lease)),
+            count(keeper.own_pages(lease)),
+            _mapped(keeper.page_table(lease)),
             *_use(keeper, lease),
             needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
         )
-        for keeper in node.leases.beside.each
+        for keeper in node.leases.components.each
     )
 
 
@@ -112,9 +112,9 @@ def _beside(node: Node, keeper: ComponentPages) -> PoolState:
     held = quarantined = 0
     for lease in node.leases.leases.values():
         if lease.quarantine is None:
-            held += count(keeper.own(lease))
+            held += count(keeper.own_pages(lease))
         else:
-            quarantined += count(keeper.own(lease))
+            quarantined += count(keeper.own_pages(lease))
     component, cached = keeper.component, keeper.cached_pages
     return PoolState(
         pool=node.settings.spec.name,
@@ -144,8 +144,8 @@ def _window(node: Node, keeper: ComponentPages) -> WindowState | None:
     running = [one for one in node.leases.leases.values() if one.quarantine is None]
     return WindowState(
         window_tokens=extent_tokens(keeper.component),
-        mapped_pages=sum(_mapped(keeper.row(lease)) for lease in running),
-        full_pages=sum(count(lease.row) for lease in running),
+        mapped_pages=sum(_mapped(keeper.page_table(lease)) for lease in running),
+        full_pages=sum(count(lease.page_table) for lease in running),
         slides=keeper.slides,
     )
 

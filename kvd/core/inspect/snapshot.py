@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.pool_snapshot import held_states, pool_states
 from kvd.core.inspect.words import (
     agent_words,
@@ -143,7 +143,7 @@ def totals(node: Node) -> Totals:
     )
 
 
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+_AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
 
 
 def lease_state(node: Node, lease: Lease) -> LeaseState:
@@ -176,8 +176,8 @@ def lease_state(node: Node, lease: Lease) -> LeaseState:
         because=because,
         saved_pages=lease.saved_pages,
         saved_bytes=lease.saved_bytes,
-        retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
-        row_pages=count(lease.row),
+        retracted_s=node.out.at_s - lease.retracted_s if lease.state in _AWAY else 0.0,
+        row_pages=count(lease.page_table),
         beside=held_states(node, lease),
     )
 

@@ -144,7 +144,7 @@ def _page(node: Node, page: int) -> Explanation | Refusal:
     if table.pool.is_condemned(page):
         return why_beside.condemned(node, f"page {page}", page, "")
     for lease in table.leases.values():
-        if has_page(lease.row, wanted, lease.owned) or has_page(lease.deferred, wanted):
+        if has_page(lease.page_table, wanted, lease.owned) or has_page(lease.deferred, wanted):
             return _held(node, lease, page)
     for edge in table.tree.nodes():
         if has_page(edge.pages, wanted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect import why_beside
 from kvd.core.inspect.answer import MAX_LINKS, Explanation, lease_refs, links_of
 from kvd.core.inspect.snapshot import lease_state
@@ -35,7 +35,7 @@ def of_lease(node: Node, number: int) -> Explanation | Refusal:
     said += why_beside.said_of_lease(node, lease)
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
-    if lease.standing not in {Standing.RUNNING, Standing.FORMER}:
+    if lease.state not in {LeaseStage.RUNNING, LeaseStage.FORMER}:
         since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
         said.append(
             f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "

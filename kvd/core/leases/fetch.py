@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvd.core.cache.lease import FETCH
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages, Tokens, count, page_ids
@@ -164,7 +164,9 @@ class Fetcher:
         self._name = settings.name
         self._family = settings.spec.family
         self._region = settings.spec.components[0].name
-        self._buffers = next((one for one in leases.beside.each if isinstance(one, Buffers)), None)
+        self._buffers = next(
+            (one for one in leases.components.each if isinstance(one, Buffers)), None
+        )
 
     # ---- the verbs ---------------------------------------------------------------------------
 
@@ -213,8 +215,8 @@ class Fetcher:
 
     def _bad_numbers(self, lease: Lease, frame: bytes) -> Refusal | None:
         """Why these are no logical pages of the lease's row. The cost is bounded by the row."""
-        n_pages = count(lease.row)
-        if len(frame) % ID_BYTES or len(frame) > len(lease.row):
+        n_pages = count(lease.page_table)
+        if len(frame) % ID_BYTES or len(frame) > len(lease.page_table):
             return self._refusal(
                 Code.BAD_PAGES,
                 f"{len(frame)} bytes are no page numbers of lease {lease.id}: they are {ID_BYTES} "
@@ -264,11 +266,11 @@ class Fetcher:
         """Do what can be done now; whether nothing is left to do."""
         if isinstance(turn, Retreat):
             return self._retreated(lease, turn)
-        if lease.standing is not Standing.RUNNING or self._buffers is None:
+        if lease.state is not LeaseStage.RUNNING or self._buffers is None:
             turn.asker.refused(
                 self._refusal(
                     Code.WRONG_STATE,
-                    f"lease {lease.id} is {lease.standing.value} since it was asked to fetch: "
+                    f"lease {lease.id} is {lease.state.value} since it was asked to fetch: "
                     "resume it first",
                 )
             )
@@ -320,7 +322,7 @@ class Fetcher:
         self, buffers: Buffers, lease: Lease, missing: list[int], fetch: Fetch | None
     ) -> None:
         """Order the copy of these pages into their slots, and keep the lease until it is over."""
-        host = Pages(np.frombuffer(lease.row, dtype="<i4")[missing].tobytes())
+        host = Pages(np.frombuffer(lease.page_table, dtype="<i4")[missing].tobytes())
         device = buffers.device_pages(lease, missing)
         ticket = self._copies.order(self, self._region, host, buffers.component.name, device)
         self.copies[ticket] = Filling(lease, fetch)

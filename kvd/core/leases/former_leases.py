@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core.cache.lease import UNPROVEN, Claim, Lease
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.effects import NoteFreed
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import events
@@ -76,7 +76,7 @@ class FormerLeases:
         if wrong:
             raise NotAdopted(wrong)
         table = self._table
-        table.pool.set_apart(_pages_of(got))
+        table.pool.take_these(_pages_of(got))
         self._grow(got.branches)
         former = [(one, lease) for one in got.sessions for lease in one.leases]
         for session in got.sessions:
@@ -118,8 +118,8 @@ class FormerLeases:
 
     def _not_new(self) -> Iterator[str]:
         table, n_sessions = self._table, len(self._sessions.by_id)
-        if table.beside.each:
-            names = ", ".join(one.component.name for one in table.beside.each)
+        if table.components.each:
+            names = ", ".join(one.component.name for one in table.components.each)
             yield f"this pool has pages of {names} beside {table.pool.name}, which are not kept"
         if table.pool.free_pages != table.capacity_pages or table.leases or n_sessions:
             yield (
@@ -192,7 +192,7 @@ class FormerLeases:
         anchor = table.tree.hold(claim.tokens, claim.namespace)
         lease = Lease(number, claim, anchor, Pages(table.tree.path_pages(anchor) + held))
         lease.owned = anchor.end_tokens // table.page_size
-        lease.standing = Standing.FORMER
+        lease.state = LeaseStage.FORMER
         lease.since_s = lease.touched_s = self._out.at_s
         table.leases[number] = lease
         return lease

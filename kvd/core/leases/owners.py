@@ -10,7 +10,7 @@ import heapq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvd.core.cache.lease import ARRIVAL, ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.errors import Code, Refusal
 from kvd.types import count
 
@@ -63,7 +63,7 @@ def describe_holder(held_in: HolderView, lease: Lease) -> str:
     """A lease as one short phrase."""
     name, pid = owner_of(held_in, lease.session)
     shunned = hung_up_words(held_in, lease)
-    if lease.standing is Standing.FORMER:
+    if lease.state is LeaseStage.FORMER:
         former = f"lease {lease.id} of {name} (pid {pid}), {said_of_former(held_in, lease)}"
         return f"{former}, {shunned}" if shunned else former
     room = f" room {lease.room}" if lease.room else ""
@@ -141,17 +141,17 @@ class Owners:
             return lease
         if lease.lost is not None:
             return lease.lost
-        if lease.standing is Standing.RUNNING:
+        if lease.state is LeaseStage.RUNNING:
             return lease
-        if lease.standing is Standing.FORMER:
+        if lease.state is LeaseStage.FORMER:
             return self.before_restart(lease)
         todo = {
-            Standing.RETRACTED: "resume it first",
-            Standing.SAVING: "wait until it is retracted, then resume it",
-        }.get(lease.standing, "wait until it runs again")
+            LeaseStage.RETRACTED: "resume it first",
+            LeaseStage.SAVING: "wait until it is retracted, then resume it",
+        }.get(lease.state, "wait until it runs again")
         return Refusal(
             Code.WRONG_STATE,
-            f"lease {lease_id} is {lease.standing.value}: {todo}",
+            f"lease {lease_id} is {lease.state.value}: {todo}",
             side=self._name,
         )
 
@@ -191,7 +191,7 @@ class Owners:
         ``budget`` is its name; an unknown one stands for the first component, of whose cached
         pages a lease locks those of its prefix, maybe with others.
         """
-        of = "" if self._leases.beside.named(budget) is None else f" of {budget}"
+        of = "" if self._leases.components.named(budget) is None else f" of {budget}"
         return tuple(
             f"{describe_holder(self, one.lease)} ({one.pages} pages{of}"
             f"{' in quarantine' if one.lease.quarantine else ''}"
@@ -202,9 +202,11 @@ class Owners:
     def biggest(self, budget: str) -> tuple[Kept, ...]:
         """The same as they are, the biggest first; one look at all leases."""
         table = self._leases
-        keeper = table.beside.named(budget)
+        keeper = table.components.named(budget)
         kept = [
-            (one.held_pages, one.owned, one) if keeper is None else (count(keeper.own(one)), 0, one)
+            (one.held_pages, one.owned, one)
+            if keeper is None
+            else (count(keeper.own_pages(one)), 0, one)
             for one in table.leases.values()
         ]
         found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, Standing
+from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.copies import LeaseCopies
 from kvd.core.leases.owners import describe_holder
@@ -153,7 +153,7 @@ class Retractor:
                 Code.WRONG_STATE,
                 f"lease {lease.id} is read by {who}: finish or abort that before retracting it",
             )
-        room_tokens = count(lease.row) * self._leases.page_size
+        room_tokens = count(lease.page_table) * self._leases.page_size
         if count(tokens) > room_tokens:
             return self._refusal(
                 Code.BAD_REQUEST,
@@ -193,12 +193,12 @@ class Retractor:
         lease = self._owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        if lease.lost is not None or lease.standing is Standing.FORMER:
+        if lease.lost is not None or lease.state is LeaseStage.FORMER:
             return lease.lost or self._owners.before_restart(lease)
-        if lease.standing is not Standing.RETRACTED:
+        if lease.state is not LeaseStage.RETRACTED:
             return self._refusal(
                 Code.WRONG_STATE,
-                f"lease {lease.id} is {lease.standing.value}: only a retracted one can resume",
+                f"lease {lease.id} is {lease.state.value}: only a retracted one can resume",
             )
         self._leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
@@ -263,7 +263,7 @@ class Retractor:
 
     def _fresh_tokens(self, lease: Lease) -> int | None:
         """From where on it gets windows and states back; None: it goes on from the tree's."""
-        if lease.saved is None or not self._leases.beside.each:
+        if lease.saved is None or not self._leases.components.each:
             return None
         return lease.saved.fresh_tokens
 
@@ -290,7 +290,7 @@ class Retractor:
             return
         if all_over.why:
             self._refused(all_over.lease, all_over.why)
-        elif all_over.lease.standing is Standing.SAVING:
+        elif all_over.lease.state is LeaseStage.SAVING:
             self._saved(all_over.lease)
         else:
             self._restored(all_over.lease, all_over.n_bytes)
@@ -313,7 +313,7 @@ class Retractor:
         refusal = self._refusal(
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
-        if lease.standing is Standing.SAVING:
+        if lease.state is LeaseStage.SAVING:
             self._leases.saved.cut_save(lease)
         else:
             self._leases.saved.undo_restore(lease)
@@ -323,7 +323,7 @@ class Retractor:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
         area = self._leases.saved
         for lease in self.copies.cut():
-            if lease.standing is Standing.SAVING:
+            if lease.state is LeaseStage.SAVING:
                 area.cut_save(lease)
                 self._answer_failed(
                     lease,
@@ -410,8 +410,8 @@ class Retractor:
                 prefix_tokens=lease.prefix_tokens,
                 restored_tokens=restored_tokens,
                 kv_tokens=kv_tokens,
-                pages=lease.row,
-                beside=self._leases.beside.rows(lease),
+                pages=lease.page_table,
+                beside=self._leases.components.page_tables(lease),
             ),
         )
 

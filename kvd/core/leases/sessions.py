@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.retraction import Retractor
 
 
-KEEPS_PAGES = {Standing.RUNNING, Standing.FORMER}
+KEEPS_PAGES = {LeaseStage.RUNNING, LeaseStage.FORMER}
 """Standings of leases whose engine knows their pages, and may be writing them."""
 
 
@@ -184,7 +184,7 @@ class Sessions:
         handoffs = self._give_up(session, got.why)
         kept = []
         for lease in self._leases_of(session):
-            if lease.standing in KEEPS_PAGES:
+            if lease.state in KEEPS_PAGES:
                 kept.append(lease)
             else:
                 self.end_lease(lease, Code.CLIENT_GONE.value)
@@ -225,7 +225,7 @@ class Sessions:
         if session is None:
             return False
         return session.is_former or any(
-            lease.standing in KEEPS_PAGES for lease in self._leases_of(session)
+            lease.state in KEEPS_PAGES for lease in self._leases_of(session)
         )
 
     def _give_up(self, session: Session, why: Refusal) -> int:
@@ -266,5 +266,5 @@ class Sessions:
         self._retractor.lease_ends(lease)
         self._leases.release(lease, ENGINE, cause)
         self._receiving.lease_ended(lease.id)
-        if lease.standing is Standing.FORMER:
+        if lease.state is LeaseStage.FORMER:
             self._former_leases.ended(lease)

@@ -119,7 +119,7 @@ def test_everything_else_is_free_and_goes_out_in_the_old_order():
 
 def test_a_former_lease_keeps_its_number_its_path_and_its_pages():
     lease = adopted().node.leases.leases[7]
-    assert page_ids(lease.row) == [4, 5, 6, 11, 12]
+    assert page_ids(lease.page_table) == [4, 5, 6, 11, 12]
     assert page_ids(lease.held) == [11, 12]
     assert lease.anchor is not None
     assert lease.anchor.end_tokens == 48
