@@ -35,7 +35,7 @@ from kvd.console.clients import sessions_held
 from kvd.console.view import Field, View, owner
 from kvd.console.waiting import turns
 from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
 from kvd.core.peers.agents import Agent
@@ -225,7 +225,7 @@ def old_leases(context: Context) -> Iterator[Concern]:
         if now_s - lease.since_s <= OLD_S:
             break
         untouched_s = now_s - lease.touched_s
-        if untouched_s <= OLD_S or lease.standing is not Standing.RUNNING:
+        if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
             continue
         if (lease.cache or untouched_s > OLD_UNCACHED_S) and lease.holders == {ENGINE}:
             groups.setdefault(lease.session, []).append(lease)
@@ -306,10 +306,10 @@ def gone_clients(context: Context) -> Iterator[Concern]:
 def awaited_clients(context: Context) -> Iterator[Concern]:
     """Engines of before the restart that have not come back, and whose pages are kept for them."""
     node = context.node
-    if not node.former.leases:
+    if not node.former_leases.leases:
         return
     for session in node.sessions.by_id.values():
-        leases = node.former.of_session(session.id) if session.is_former else []
+        leases = node.former_leases.of_session(session.id) if session.is_former else []
         if leases and context.now_s - session.since_s > AWAITED_S:
             pages = sum(lease.held_pages for lease in leases)
             yield Concern(

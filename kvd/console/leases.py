@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from kvd.console.view import Field, View, client_ref, owner
 from kvd.core.cache.lease import Lease
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.words import lease_waits_for, lease_word
 from kvd.types import count
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvd.console.context import Context
 
 
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+_AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
 
 
 def _pid(context: Context, lease: Lease) -> int | None:
@@ -34,7 +34,10 @@ def _quarantined(_: Context, lease: Lease) -> int:
 
 def _beside(context: Context, lease: Lease) -> str:
     """``swa 12, state 1``."""
-    own = [(one.component.name, count(one.own(lease))) for one in context.node.leases.beside.each]
+    own = [
+        (one.component.name, count(one.own_pages(lease)))
+        for one in context.node.leases.components.each
+    ]
     return ", ".join(f"{name} {pages}" for name, pages in own if pages)
 
 
@@ -45,7 +48,7 @@ def _why(_: Context, lease: Lease) -> str:
 def _away(_: Context, lease: Lease) -> float | None:
     if lease.quarantine is not None:
         return lease.quarantine.since_s
-    return lease.retracted_s if lease.standing in _AWAY else None
+    return lease.retracted_s if lease.state in _AWAY else None
 
 
 class Leases(View[Lease]):
@@ -68,7 +71,9 @@ LEASES = Leases(
         Field("reason", "text", lambda _, one: one.reason),
         Field("room", "count", lambda _, one: one.room or None),
         Field("held", "pages", _held, "pages of its own"),
-        Field("row", "pages", lambda _, one: count(one.row), "cached ones of its prefix too"),
+        Field(
+            "row", "pages", lambda _, one: count(one.page_table), "cached ones of its prefix too"
+        ),
         Field("quarantined", "pages", _quarantined, "that a remote may still write"),
         Field("beside", "text", _beside, "pages of the other components"),
         Field(

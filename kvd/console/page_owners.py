@@ -189,7 +189,7 @@ class PageOwners:
             parts = () if lease.saved is None else lease.saved.parts
             own = [part.slots for part in parts if part.component == self.saves]
             return Pages(b"".join(own)) if own else NO_PAGES
-        return lease.held if self.keeper is None else self.keeper.own(lease)
+        return lease.held if self.keeper is None else self.keeper.own_pages(lease)
 
     # ---- writing down ------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ def page_owners_of(node: NodeView) -> list[PageOwners]:
 
     return [
         plane(table.pool, spec.components[0].name, None),
-        *[plane(one.pool, one.component.name, one) for one in table.beside.each],
+        *[plane(one.pool, one.component.name, one) for one in table.components.each],
         *[
             plane(pool, name, None, name)
             for name, pool in table.saved.pools.items()

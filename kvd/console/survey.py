@@ -23,7 +23,7 @@ import numpy as np
 
 from kvd.console.page_owners import FIRST_NODE, FREE, Is, PageOwners, Things, page_owners_of
 from kvd.core.cache.lease import ARRIVAL, ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.radix_node import RadixNode as TreeNode
 from kvd.types import ID_BYTES
 
@@ -248,19 +248,19 @@ def _things_of_leases(leases: Sequence[Lease], plane: PageOwners) -> Things:
 def _in_pool(lease: Lease) -> Is:
     if lease.quarantine is not None:
         return Is.QUARANTINED
-    if ARRIVAL in lease.holders or lease.standing is Standing.RESTORING:
+    if ARRIVAL in lease.holders or lease.state is LeaseStage.RESTORING:
         return Is.ARRIVING
-    if lease.standing is Standing.RUNNING and ENGINE not in lease.holders:
+    if lease.state is LeaseStage.RUNNING and ENGINE not in lease.holders:
         return Is.LINGERING
-    if lease.reads or lease.standing is Standing.SAVING:
+    if lease.reads or lease.state is LeaseStage.SAVING:
         return Is.SENDING
     return Is.HELD
 
 
 def _in_area(lease: Lease) -> Is:
-    if lease.standing is Standing.SAVING:
+    if lease.state is LeaseStage.SAVING:
         return Is.ARRIVING
-    return Is.SENDING if lease.standing is Standing.RESTORING else Is.SAVED
+    return Is.SENDING if lease.state is LeaseStage.RESTORING else Is.SAVED
 
 
 class Surveyor:

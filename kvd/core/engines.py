@@ -13,7 +13,6 @@ from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.cache_mode import gate_of
-from kvd.core.leases.holding import former_lease_of, lease_of, running_lease_of
 from kvd.core.leases.tiers import bad_tier
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
@@ -42,14 +41,14 @@ class LeaseAsker:
 
     def admitted(self, lease: Lease) -> None:
         """Answer with the lease."""
-        rows = self._leases.beside.rows(lease)
+        rows = self._leases.components.page_tables(lease)
         self._out.answer(
             self._session,
             client.Leased(
                 call=self._call,
                 lease=lease.id,
                 prefix_tokens=lease.prefix_tokens,
-                pages=lease.row,
+                pages=lease.page_table,
                 beside=rows,
             ),
         )
@@ -101,7 +100,7 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
-        refusal = self._node.sessions.refusal(got.session)
+        refusal = self._node.owners.sessions.refusal(got.session)
         if refusal is not None:
             pass
         elif verb is None:
@@ -151,12 +150,12 @@ class Engines:
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if message.n_tokens < 0:
             return self._wrong(f"extend by {message.n_tokens} tokens")
-        first = count(lease.row)
+        first = count(lease.page_table)
         leases = self._node.leases
         shortage = leases.extend(lease, message.n_tokens)
         if shortage is not None:
@@ -165,7 +164,7 @@ class Engines:
         return None
 
     def _slide_lease(self, session: int, message: client.SlideLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if not 0 <= message.upto_tokens <= lease.room_tokens:
@@ -175,13 +174,13 @@ class Engines:
             )
         refusal = self._node.leases.slide(lease, message.upto_tokens)
         if refusal is None:
-            self._answer_row(session, message.call, lease, count(lease.row))
+            self._answer_row(session, message.call, lease, count(lease.page_table))
         return refusal
 
     def _commit_lease(
         self, session: int, message: client.CommitLease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         first = self._node.leases.commit(lease, tokens)
@@ -193,7 +192,7 @@ class Engines:
     def _release_lease(
         self, session: int, message: client.ReleaseLease, _: Tokens
     ) -> Refusal | None:
-        lease = lease_of(self._node, session, message.lease)
+        lease = self._node.owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         self._release(session, message.call, lease)
@@ -202,9 +201,9 @@ class Engines:
     def _commit_and_release(
         self, session: int, message: client.CommitAndRelease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
-            former = former_lease_of(self._node, session, message.lease)
+            former = self._node.owners.former_lease_of(session, message.lease)
             if former is None or tokens:
                 return lease
             self._release(session, message.call, former)
@@ -221,11 +220,11 @@ class Engines:
         self._out.answer(session, client.Done(call))
 
     def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
-        rows = self._node.leases.beside.rows(lease)
+        rows = self._node.leases.components.page_tables(lease)
         self._out.answer(
             session,
             client.PageTable(
-                call=call, first=first, pages=lease.row[first * ID_BYTES :], beside=rows
+                call=call, first=first, pages=lease.page_table[first * ID_BYTES :], beside=rows
             ),
         )
 
@@ -296,7 +295,7 @@ class Engines:
         refusal = self._bad_room(message.room) or self._node.drainer.refusal()
         if refusal is not None:
             return refusal
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._node.owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if (

@@ -22,19 +22,18 @@ from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
-from kvd.core.leases.adopt import Adoption
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.fetch import Fetcher
+from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
 from kvd.core.leases.retraction import Retractor
-from kvd.core.leases.sessions import Sessions
+from kvd.core.leases.sessions import Sessions, SessionTable
 from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.life import Life
 from kvd.core.peers.peer import Peers
 from kvd.core.recorded import FlightRecorder
-from kvd.core.retuned import Retuned
 from kvd.errors import Code
 from kvd.types import short
 from kvd.wire import events
@@ -75,18 +74,32 @@ class Node:
         self.leases = LeaseTable(
             settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
         )
-        self.owners = Owners(self)
-        self.admission = Admission(settings, self.leases, self.owners, self.out)
-        self.peers = Peers(settings, self.out)
-        self.decoder = Decoder(settings, self.leases, self.admission, self.peers, self.out)
-        self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
-        self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
-        self.sessions = Sessions(self)
-        self.former = Adoption(self)
-        self.copies: Copies = Copies(self.out)
-        self.retractor: Retractor = Retractor(self)
-        self.fetcher: Fetcher = Fetcher(self)
-        self.decoder.fetcher = self.fetcher
+        out, leases = self.out, self.leases
+        open_sessions = SessionTable(settings.name, out)
+        self.former_leases = FormerLeases(settings, leases, open_sessions, out)
+        self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
+        self.admission = Admission(settings, leases, self.owners, out)
+        self.peers = Peers(settings, out)
+        self.copies = Copies(out)
+        self.retractor = Retractor(
+            settings, leases, self.owners, self.admission, self.peers, self.copies, out
+        )
+        self.fetcher = Fetcher(
+            settings, leases, self.owners, self.retractor, self.peers, self.copies, out
+        )
+        self.decoder = Decoder(settings, leases, self.admission, self.peers, self.fetcher, out)
+        self.prefiller = Prefiller(settings, leases, self.peers, out)
+        self.transfers = Transfers(settings, self.prefiller, self.peers, out)
+        self.sessions = Sessions(
+            owners=self.owners,
+            leases=leases,
+            admission=self.admission,
+            retractor=self.retractor,
+            fetcher=self.fetcher,
+            receiving=self.decoder,
+            sending=self.prefiller,
+            out=out,
+        )
         self.drainer = self.prefiller.drainer = Drainer(self)
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
@@ -101,11 +114,11 @@ class Node:
         """One handler per input type: Any, because each takes its own type of input."""
         return {
             i.FromClient: self.engines.request,
-            i.ClientJoined: self.sessions.joined,
+            i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
-            i.PoolAdopted: self.former.adopted,
+            i.PoolAdopted: self.former_leases.adopted,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop,
             i.FromPeer: self._from_peer,
@@ -132,7 +145,8 @@ class Node:
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecorderSaved: self.recorded.saved,
-            **Retuned(self).handlers,
+            i.Reconfigured: self._reconfigured,
+            i.ReloadRefused: self._reload_refused,
         }
 
     def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
@@ -175,6 +189,18 @@ class Node:
             code=got.refusal.code.value,
             why=got.refusal.message,
         )
+
+    def _reconfigured(self, got: i.Reconfigured) -> None:
+        """New figures: for the next Hello, and for the queue as it is now.
+
+        Every other figure of ``settings`` stays as it was when the node was made.
+        """
+        self.peers.allow = got.allow
+        self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
+        self.out.emit(events.ConfigReloaded, changed=got.changed, needs_restart=got.needs_restart)
+
+    def _reload_refused(self, got: i.ReloadRefused) -> None:
+        self.out.emit(events.ConfigRefused, errors=got.errors)
 
     # ---- peers -------------------------------------------------------------------------------
 

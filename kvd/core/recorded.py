@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.wire import recording_events as events
+from kvd.wire import events
 from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from kvd.core.inputs import (
 )
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.words import node_word
-from kvd.core.leases.adopt import why_not
 from kvd.core.node import Node
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachServer
@@ -193,7 +192,7 @@ class Daemon:
         if taken is None:
             return
         if taken.adopted is not None:
-            wrong = why_not(self.node, taken.adopted)
+            wrong = self.node.former_leases.why_not(taken.adopted)
             if wrong:
                 raise Unfit(
                     f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
@@ -342,7 +341,7 @@ class Daemon:
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; the leases that it can still release."""
         self.reactor.feed(ClientCameBack(self._clock(), session, pid, leases))
-        return tuple(lease.id for lease in self.node.former.of_session(session))
+        return tuple(lease.id for lease in self.node.former_leases.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
         self.clients.hang_up(session)

@@ -273,9 +273,9 @@ class Host:
 
     def own_pages(self, lease: Lease, component: str) -> Pages:
         """The pages of a component that are this lease's and nobody else's."""
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
-            return keeper.own(lease)
+            return keeper.own_pages(lease)
         for name, factor, _ in self.memory.kinds.companions:
             if name == component:
                 return companion_pages(lease.held, factor)
@@ -321,7 +321,7 @@ class Host:
     def _check_balance(self) -> None:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
-        for keeper in table.beside.each:
+        for keeper in table.components.each:
             if component_rules.is_uncounted(keeper):
                 raise Violated(f"I1: {self.name}: pages of {keeper.component.name} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
@@ -353,7 +353,7 @@ class Host:
             contents = of(tree.path_tokens(node), node.namespace)[-len(units) :]
             what = f"cached {node.describe()}"
             self.check(units, contents, count(node.edge), what)
-            for keeper in self.node.leases.beside.each:
+            for keeper in self.node.leases.components.each:
                 # A window is as long as the node, a snapshot stands for the end of it.
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]

@@ -130,7 +130,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
     The pages of the delta are cut among the ``ranks`` sources that have the same, of which it is
     number ``rank``: see ``kvd.core.layout.shards.page_share``. One of all sources is
-    ``authoritative``: it sends the aux, and what does not belong to single tokens (windows, states).
+    ``authoritative``: it sends the aux, and what belongs to no single token (windows, states).
     """
 
     part: Counter = 0

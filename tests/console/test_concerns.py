@@ -69,7 +69,7 @@ def test_a_busy_world_in_which_everything_moves_has_none():
 def test_a_page_that_nobody_has_is_found_by_the_audit_and_told():
     world = World()
     stage = Stage(world.d)
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
     world.now_s += EVERY_S
     while not world.d.node.audit.sweeps:
         world.d.node.step(inputs.AuditTurn(world.now_s, 100))

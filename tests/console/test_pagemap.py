@@ -33,7 +33,7 @@ def world() -> World:
         lease = side.lease(tokens((first, 3 * PAGE)))
         side.call(client.CommitAndRelease, lease=lease.lease)
     side.lease(tokens((1000, 3 * PAGE), (7, 2 * PAGE)))
-    assert page_ids(side.node.leases.leases[3].row) == [6, 5, 4, 8, 7]
+    assert page_ids(side.node.leases.leases[3].page_table) == [6, 5, 4, 8, 7]
     return world
 
 
@@ -172,9 +172,9 @@ def test_a_marked_node_lights_its_own_pages(world):
 def test_what_a_lease_needs_of_every_component_is_lit(family):
     node = worked(family, 4, 200).node
     survey = surveyed(node)
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         for lease in node.leases.leases.values():
-            row = {*page_ids(keeper.row(lease)), *page_ids(keeper.own(lease))} - {0}
+            row = {*page_ids(keeper.page_table(lease)), *page_ids(keeper.own_pages(lease))} - {0}
             lit = map_of(
                 node, survey, component=keeper.component.name, mark=f"lease:{lease.id}"
             ).lit

@@ -272,7 +272,7 @@ def test_a_page_that_nobody_has_is_not_hidden_by_adding_up():
     world = World()
     stage = Stage(world.d)
     assert stage.row("pools", "pool:kv")["state"] == "ok"
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
 
     assert stage.row("pools", "pool:kv")["state"] == "does not add up"
 
@@ -309,7 +309,7 @@ def test_the_audit_says_when_it_last_looked_and_what_that_took():
 
 def test_the_audit_is_broken_while_a_rule_is():
     world = World()
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
     world.d.node.step(inputs.FromOperator(world.now_s, b"op", admin.Audit(1)))
     row = Stage(world.d).row("audit", "audit:standing")
     assert cells(row, "state", "findings") == ("broken", 1)

@@ -478,7 +478,7 @@ class Side:
         if name != component:
             area = self.node.leases.saved.pools.get(name)
             return area.free_ids() if area is not None else NO_PAGES
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
             return keeper.pool.free_ids()
         return self.node.leases.pool.free_ids() if component == "kv" else NO_PAGES
@@ -486,7 +486,7 @@ class Side:
     def cached_of(self, component: str) -> set[int]:
         """The pages of a component that lie in the tree; none of what is in lockstep with kv."""
         component = component.partition("#")[0]
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
             return {page for node in keeper.nodes for page in page_ids(keeper.pages_at(node))}
         if component != "kv":
@@ -557,9 +557,9 @@ class Side:
         lease = self.node.leases.leases.get(grant.lease)
         assert lease is not None, f"page {page} of {grant} was written after its lease was freed"
         component = post.component
-        held, keeper = lease.held, self.node.leases.beside.named(component)
+        held, keeper = lease.held, self.node.leases.components.named(component)
         if keeper is not None:
-            held = keeper.own(lease)
+            held = keeper.own_pages(lease)
         elif component != "kv":
             spec = self.config.spec
             factor = companion_factor(spec, spec.components[spec.index(component)])

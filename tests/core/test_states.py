@@ -262,7 +262,7 @@ def test_a_snapshot_without_a_window_behind_it_is_not_gone_on_from():
     table = table_of(PAGE, 40, window=8, swa=40, states=4)
     prompt = tokens((1, 32))
     cached(table, Tokens(prompt[: 12 * 4]))
-    table.beside.each[0].make_room(40)
+    table.components.each[0].make_room(40)
     lease = opened(table, arrival(table, Tokens(prompt[: 24 * 4])))
     assert lease.prefix_tokens == 12
     finish(table, lease)

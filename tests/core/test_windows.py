@@ -426,11 +426,11 @@ def test_an_extension_of_a_lease_of_steps_takes_no_more_than_ever_turns():
 def test_an_extension_without_window_pages_changes_nothing():
     table = table_of(PAGE, 40, window=WINDOW, swa=5)
     lease = opened(table, claim(tokens((1, 16))))
-    before = row(table, lease), pages_left(table), lease.row
+    before = row(table, lease), pages_left(table), lease.page_table
 
     assert table.extend(lease, 8) == Shortage(2, 1, "swa")
 
-    assert (row(table, lease), pages_left(table), lease.row) == before
+    assert (row(table, lease), pages_left(table), lease.page_table) == before
     assert lease.room_tokens == 16
 
 
@@ -559,7 +559,7 @@ def test_the_windows_used_longest_ago_go_first(table):
     check(table)
 
     # Of the one that was used again, what lies before its window was not.
-    assert table.beside.lock_prefix(claim(tokens((1, 41)))).end_tokens == 40
+    assert table.components.lock_prefix(claim(tokens((1, 41)))).end_tokens == 40
 
 
 def test_a_locked_window_is_not_dropped(table):
@@ -601,9 +601,9 @@ def test_windows_that_a_remote_may_still_write_are_kept_from_everybody(table):
     table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
-    assert count(windows(table).own(lease)) == 3
+    assert count(windows(table).own_pages(lease)) == 3
     assert pages_left(table) == {"kv": (25, 6), "swa": (11, 6)}
-    assert table.beside.rows(lease) == (b"",)
+    assert table.components.page_tables(lease) == (b"",)
 
     table.end_quarantine(lease, "settled")
     check(table)

@@ -20,7 +20,7 @@ from kvd.journal.engines import Process
 from kvd.journal.reader import Dropped, FormerEngine, Found
 from kvd.types import Pages
 from kvd.wire.admin import EventPage, ListEvents
-from kvd.wire.restart_events import Adopted
+from kvd.wire.events import Adopted
 
 SHAPE = {
     "pool.layers": "2",

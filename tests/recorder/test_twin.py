@@ -18,7 +18,7 @@ from kvd.recorder.orders import Begin
 from kvd.recorder.player import Strayed
 from kvd.recorder.tape import mark_of, record_of, record_of_mark
 from kvd.recorder.twin import Twin
-from kvd.wire.drain_events import DrainEnded
+from kvd.wire.events import DrainEnded
 from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
 

@@ -101,7 +101,7 @@ def questions(leases) -> list[tuple[str, admin.AdminRequest]]:
         *[("why", admin.Why(1, kind, number)) for kind, numbers in kinds for number in numbers],
         *[("why", admin.Why(1, "peer", 0, "", name)) for name in ("p0", "p1", "d0", "d1")],
     ]
-    for keeper in leases.beside.each:
+    for keeper in leases.components.each:
         name = keeper.component.name
         asked += [("why", admin.Why(1, "page", page, name)) for page in range(PAGES)]
     return asked

@@ -132,14 +132,14 @@ class StandingAudit:
         self._next_s = at_s + EVERY_S
         self._look += 1
         for pool in pools(self._node.leases):
-            pool.moves.watch()
+            pool.moved.watch()
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
         for pool in pools(node.leases):
-            pool.moves.ignore()
+            pool.moved.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s
         self._share = (self.spent_s - self._spent_before_s) / max(at_s - self._ended_s, 1e-3)

@@ -65,7 +65,7 @@ class Backrefs:
     @cached_property
     def may_read_former(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
-        return self._node.former.may_read()
+        return self._node.former_leases.may_read()
 
     @cached_property
     def queued(self) -> set[int]:

@@ -60,7 +60,7 @@ def needs(table: LeaseTable) -> Needs:
                 for one in needed_nodes(keeper, leases[number])
             ]
         )
-        for keeper in table.beside.each
+        for keeper in table.components.each
     )
 
 
@@ -71,11 +71,11 @@ def component_faults(node: NodeView, cross: Backrefs) -> list[Fault]:
     """Every rule here that does not hold now."""
     table = node.leases
     found = [*component_register_faults(node)]
-    for keeper in table.beside.each:
+    for keeper in table.components.each:
         found += _gone_faults(keeper)
     for lease in table.leases.values():
         found += component_lease_faults(node, lease)
-    for keeper, needed in zip(table.beside.each, cross.needs, strict=True):
+    for keeper, needed in zip(table.components.each, cross.needs, strict=True):
         for edge in table.tree.nodes():
             found += component_node_faults(keeper, edge, needed)
         found += _tile_faults(node.leases, keeper)
@@ -94,7 +94,7 @@ def _tile_faults(table: LeaseTable, keeper: ComponentPages) -> list[Fault]:
 
 def component_register_faults(node: NodeView) -> Iterator[Fault]:
     """I3 by sums over what lies at nodes, I9 of what is noted of leases; and the lockstep."""
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         yield from _evictable_faults(keeper)
         yield from _record_faults(node.leases, keeper)
     yield from _lockstep_faults(node.settings)
@@ -197,7 +197,7 @@ def component_lease_faults(node: NodeView, lease: Lease) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
     if lease.lost is not None:
         return
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         for check, what in _broken(node, keeper, lease):
             rule = "I9" if check == "beside-record" else "I4"
             at = lease.anchor.id if lease.anchor is not None else 0
@@ -209,8 +209,8 @@ def component_lease_faults(node: NodeView, lease: Lease) -> Iterator[Fault]:
 
 def _broken(node: NodeView, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
-    if is_noted == (lease.standing in AWAY):
-        what = f"is noted, and it is {lease.standing.value}" if is_noted else "is not noted"
+    if is_noted == (lease.state in AWAY):
+        what = f"is noted, and it is {lease.state.value}" if is_noted else "is not noted"
         yield "beside-record", what
     elif is_noted:
         match keeper:
@@ -228,7 +228,7 @@ def _broken_stretch(
     keeper: WindowPages, lease: Lease, held: LeaseWindow
 ) -> Iterator[tuple[str, str]]:
     """What is mapped is one stretch of the row; up to its own it is what the path has."""
-    room = held.room if lease.quarantine is not None else count(lease.row)
+    room = held.room if lease.quarantine is not None else count(lease.page_table)
     if not (held.fence <= held.start and held.floor <= held.top <= held.room == room):
         yield (
             "stretch",
@@ -263,7 +263,7 @@ def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterat
 
 def _broken_buffer(node: NodeView, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
     """Never more pages than are configured; a slot for each, and copies only into taken ones."""
-    has = count(keeper.own(lease))
+    has = count(keeper.own_pages(lease))
     if has > keeper.most_pages:
         yield "buffer", f"has {has} pages, at most {keeper.most_pages} are any lease's"
     resident = keeper.resident.get(lease.id)

@@ -172,7 +172,7 @@ class Containment:
         name = component.removesuffix(".saved")
         if name != component:
             return table.saved.pools[name]
-        keeper = table.beside.named(component)
+        keeper = table.components.named(component)
         return table.pool if keeper is None else keeper.pool
 
     def _owns(self, component: str) -> Iterable[tuple[Lease, Pages]]:
@@ -182,13 +182,13 @@ class Containment:
         if name != component:
             parts = [(one, part) for one in leases if one.saved for part in one.saved.parts]
             return [(one, part.slots) for one, part in parts if part.component == name]
-        keeper = table.beside.named(component)
-        return [(one, one.held if keeper is None else keeper.own(one)) for one in leases]
+        keeper = table.components.named(component)
+        return [(one, one.held if keeper is None else keeper.own_pages(one)) for one in leases]
 
     def _caches(self, component: str) -> Iterable[tuple[TreeNode, Pages]]:
         if component.endswith(".saved"):
             return []
-        keeper = self._node.leases.beside.named(component)
+        keeper = self._node.leases.components.named(component)
         if keeper is None:
             return [(edge, edge.pages) for edge in self._node.leases.tree.nodes()]
         return [(edge, keeper.pages_at(edge)) for edge in list(keeper.nodes)]
@@ -214,11 +214,11 @@ class Containment:
             numbers={"lease": lease.id},
         )
         n_pages = self._condemn("", lease.held, fault)
-        for keeper in table.beside.each:
-            n_pages += self._condemn(keeper.component.name, keeper.own(lease), fault)
+        for keeper in table.components.each:
+            n_pages += self._condemn(keeper.component.name, keeper.own_pages(lease), fault)
         if ARRIVAL not in lease.holders and lease.quarantine is None:
             # Nobody has them; but where a remote may write, that it is this lease's has to be seen.
-            lease.row = Pages(lease.row[: lease.owned * ID_BYTES])
+            lease.page_table = Pages(lease.page_table[: lease.owned * ID_BYTES])
             lease.deferred = NO_PAGES
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
         if lease.quarantine is None:
@@ -267,7 +267,7 @@ class Containment:
         hide(table.tree, edge)
         if not any(one.lock_ref for one in below):
             pages = drop(table.tree, edge)
-            table.give(pages)
+            table.return_pages(pages)
             done.append(f"{len(below)} nodes dropped")
         else:
             done.append(f"node {edge.id} is found by no prompt any more")
@@ -334,7 +334,7 @@ class Containment:
 
     def _ask_again(self, _: Fault) -> str:
         admission = self._node.admission
-        for name in list(admission.apart.by_name):
+        for name in list(admission.side_queue.by_name):
             admission.changed(name)
         return "asked again"
 
@@ -345,7 +345,7 @@ class Containment:
 
 def all_pools(table: LeaseTable) -> list[PagePool]:
     """Of every component, and of the saved area."""
-    return [table.pool, *[one.pool for one in table.beside.each], *table.saved.pools.values()]
+    return [table.pool, *[one.pool for one in table.components.each], *table.saved.pools.values()]
 
 
 def one_list(table: LeaseTable) -> list[Misgiven]:

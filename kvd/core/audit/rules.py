@@ -37,7 +37,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, RESTORE, SAVE, UNPROVEN
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.endings import ASKING
 from kvd.core.handoff.frames import page_bytes
 from kvd.core.handoff.parts import waits_for_others
@@ -206,10 +206,10 @@ def _page_faults(nodes: list[RadixNode]) -> list[Fault]:
     return found
 
 
-AWAY = {Standing.RETRACTED, Standing.RESUMING}
+AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING}
 """Neither lock nor page of the pool."""
 
-COPYING = {SAVE: Standing.SAVING, RESTORE: Standing.RESTORING}
+COPYING = {SAVE: LeaseStage.SAVING, RESTORE: LeaseStage.RESTORING}
 """The standing in which each of these holds a lease."""
 
 
@@ -251,10 +251,10 @@ def _parts(table: LeaseTable) -> Iterator[tuple[Lease, SavedPart]]:
 
 def broken_standing(node: NodeView, lease: Lease) -> Iterator[str]:
     """What a lease has that its standing does not allow, or lacks."""
-    standing = lease.standing
-    if standing in AWAY and (lease.anchor is not None or lease.row):
+    standing = lease.state
+    if standing in AWAY and (lease.anchor is not None or lease.page_table):
         yield "it has a lock or pages"
-    if standing is Standing.RUNNING and lease.saved is not None:
+    if standing is LeaseStage.RUNNING and lease.saved is not None:
         yield f"it has {lease.saved_pages} saved pages"
     wanted = {holder for holder, when in COPYING.items() if when is standing}
     if lease.holders & COPYING.keys() != wanted:
@@ -459,11 +459,11 @@ def _broken_quarantine(
 
 def _broken_claim(node: NodeView, lease: Lease, cross: Backrefs) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    if lease.standing not in AWAY and lease.lost is None:
+    if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
-        yield "I1", "standing", f"lease {lease.id} is {lease.standing.value}, but {what}"
+        yield "I1", "standing", f"lease {lease.id} is {lease.state.value}, but {what}"
     for check, what in _missing_holders(lease, cross):
         yield "I9", check, what
 
@@ -483,7 +483,7 @@ def _broken_row(node: NodeView, lease: Lease) -> Iterator[tuple[str, str]]:
             f"lease {lease.id} owns from page {lease.owned}, its lock ends at token "
             f"{anchor.end_tokens}",
         )
-    elif table.tree.path_pages(anchor) != lease.row[: lease.owned * ID_BYTES]:
+    elif table.tree.path_pages(anchor) != lease.page_table[: lease.owned * ID_BYTES]:
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
@@ -498,7 +498,7 @@ def _missing_holders(lease: Lease, cross: Backrefs) -> Iterator[tuple[str, str]]
             receive = cross.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
-            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
+            is_there = lease.state is COPYING[holder] and cross.copies[lease.id] > 0
         elif holder == UNPROVEN:
             is_there = cross.may_read_former
         elif holder == FETCH:
@@ -687,7 +687,7 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
     Those who wait for one peer wait for the same thing: whether that is there is asked once.
     """
     peers = node.peers
-    for name, waiters in node.admission.apart.by_name.items():
+    for name, waiters in node.admission.side_queue.by_name.items():
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():
@@ -729,8 +729,8 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
 
 
 def _former_faults(node: NodeView) -> Iterator[Fault]:
-    former = node.former
-    standing = [one for one in node.leases.leases.values() if one.standing is Standing.FORMER]
+    former = node.former_leases
+    standing = [one for one in node.leases.leases.values() if one.state is LeaseStage.FORMER]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
     if {one.id for one in standing} != {one.id for one in registered}:
         what = (

@@ -189,7 +189,7 @@ class Sweep:
     def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
         for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
-            tally.learn(pool.moves.drain())
+            tally.learn(pool.moved.drain())
 
     def look(self, node: NodeView, cross: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
@@ -248,7 +248,7 @@ class Sweep:
             used += NODE_UNITS
         self.objects += len(edges)
         n_pages = self._tallies[0].see([edge.pages for edge in edges])
-        for index, keeper in enumerate(node.leases.beside.each):
+        for index, keeper in enumerate(node.leases.components.each):
             n_pages += self._look_beside(index, keeper, edges, cross)
             used += len(edges) * BESIDE_UNITS
         if not stack:
@@ -287,21 +287,21 @@ class Sweep:
     def _look_at_leases(self, node: NodeView, cross: Backrefs, work: int) -> int:
         leases: list[Lease] = []
         used = 0
-        keepers = node.leases.beside.each
+        keepers = node.leases.components.each
         while self._next < len(self._parts) and used < work:
             lease = node.leases.leases.get(self._parts[self._next][1])
             self._next += 1
             if lease is not None:
                 self.faults += lease_faults(node, lease, cross)
                 leases.append(lease)
-                used += LEASE_UNITS + len(lease.row) // ID_BYTES // PAGES_SEEN_PER_UNIT
+                used += LEASE_UNITS + len(lease.page_table) // ID_BYTES // PAGES_SEEN_PER_UNIT
                 if keepers:
                     self.faults += component_rules.component_lease_faults(node, lease)
                     used += LEASE_UNITS * len(keepers)
         self.objects += len(leases)
         self._tallies[0].see([lease.held for lease in leases])
         for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
-            tally.see([keeper.own(lease) for lease in leases])
+            tally.see([keeper.own_pages(lease) for lease in leases])
         if self._next >= len(self._parts):
             self._begin(SweepPhase.PARTS)
             self._parts = list(_all_parts(node))
@@ -328,7 +328,7 @@ class Sweep:
         self._tallies[0].is_suspicious |= bool(count_faults(node.leases))
         self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.last_word.n_records
-        for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
+        for tally, keeper in zip(self._tallies[1:], node.leases.components.each, strict=True):
             tally.is_suspicious |= component_rules.is_uncounted(keeper)
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
         self._begin(SweepPhase.PAGES)
@@ -366,13 +366,13 @@ class Sweep:
 
 def pools(table: LeaseTable) -> tuple[PagePool, ...]:
     """The pool of each component with pages of its own, the first one first."""
-    return (table.pool, *[keeper.pool for keeper in table.beside.each])
+    return (table.pool, *[keeper.pool for keeper in table.components.each])
 
 
 def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
     """All pages of one pool at once."""
     if pool:
-        return component_rules.component_page_faults(table, table.beside.each[pool - 1])
+        return component_rules.component_page_faults(table, table.components.each[pool - 1])
     return page_faults(table)
 
 

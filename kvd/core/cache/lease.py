@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class Lease:
         "lost",
         "namespace",
         "owned",
+        "page_table",
         "prefix_tokens",
         "priority",
         "quarantine",
@@ -172,19 +173,18 @@ class Lease:
         "retracted_s",
         "room",
         "room_tokens",
-        "row",
         "saved",
         "sent_from",
         "session",
         "since_s",
-        "standing",
+        "state",
         "step_tokens",
         "tokens",
         "touched_s",
         "written_tokens",
     )
 
-    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, row: Pages) -> None:
+    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, page_table: Pages) -> None:
         self.id = lease_id
         self.session = claim.session
         self.reason = claim.reason
@@ -196,7 +196,7 @@ class Lease:
         self.tokens = claim.tokens
         self.room_tokens = claim.room_tokens
         self.anchor: RadixNode | None = anchor
-        self.row = row
+        self.page_table = page_table
         self.owned = 0
         self.prefix_tokens = anchor.end_tokens
         self.written_tokens = anchor.end_tokens
@@ -214,7 +214,7 @@ class Lease:
         self.quarantine: Quarantine | None = None
         self.lost: Refusal | None = None
         """Why it can only be released: it was found broken (``containment``)."""
-        self.standing = Standing.RUNNING
+        self.state = LeaseStage.RUNNING
         self.saved: Saved | None = None
         self.retracted_s = 0.0
         """When it was last retracted."""
@@ -222,7 +222,7 @@ class Lease:
     @property
     def held(self) -> Pages:
         """The pages that are this lease's own, duplicates not yet given back included."""
-        own = self.row[self.owned * ID_BYTES :]
+        own = self.page_table[self.owned * ID_BYTES :]
         return Pages(own + self.deferred if self.deferred else own)
 
     @property
@@ -243,9 +243,9 @@ class Lease:
     @property
     def is_blank(self) -> bool:
         """Whether its own pages do not hold yet what they stand for: it is still to be restored."""
-        return self.standing is Standing.RESUMING or self.standing is Standing.RESTORING
+        return self.state is LeaseStage.RESUMING or self.state is LeaseStage.RESTORING
 
     @property
     def held_pages(self) -> int:
         """How many they are."""
-        return (len(self.row) + len(self.deferred)) // ID_BYTES - self.owned
+        return (len(self.page_table) + len(self.deferred)) // ID_BYTES - self.owned

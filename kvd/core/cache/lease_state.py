@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 
 
-class Standing(enum.Enum):
+class LeaseStage(enum.Enum):
     """Who has the sequence: the pool, the saved area, or both while bytes are copied."""
 
     RUNNING = "running"
@@ -53,9 +53,9 @@ class LeaseTransition(enum.Enum):
     pages go back, the saved bytes stay."""
 
 
-S, T = Standing, LeaseTransition
+S, T = LeaseStage, LeaseTransition
 
-STANDINGS: dict[tuple[Standing, LeaseTransition], Standing] = {
+LEASE_STAGES: dict[tuple[LeaseStage, LeaseTransition], LeaseStage] = {
     (S.RUNNING, T.RETRACT): S.SAVING,
     (S.RUNNING, T.DROP): S.RETRACTED,
     (S.SAVING, T.SAVED): S.RETRACTED,
@@ -71,13 +71,13 @@ STANDINGS: dict[tuple[Standing, LeaseTransition], Standing] = {
 """A pair without a row is a bug."""
 
 
-class IllegalTurn(Exception):
+class IllegalLeaseTransition(Exception):
     """A turn without a row: a bug in the daemon."""
 
 
-def standing_next(standing: Standing, turn: LeaseTransition) -> Standing:
-    """The standing after ``turn``; raises ``IllegalTurn`` where the table has no row."""
+def next_stage(stage: LeaseStage, turn: LeaseTransition) -> LeaseStage:
+    """The stage after ``turn``; raises ``IllegalLeaseTransition`` where the table has no row."""
     try:
-        return STANDINGS[standing, turn]
+        return LEASE_STAGES[stage, turn]
     except KeyError:
-        raise IllegalTurn(f"lease: no row for {turn.value} in {standing.value}") from None
+        raise IllegalLeaseTransition(f"lease: no row for {turn.value} in {stage.value}") from None

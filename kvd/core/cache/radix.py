@@ -15,30 +15,23 @@ How to use it: ``match``, ``lock`` the node at once, *then* read ``evictable_pag
 needed, and later ``extend`` from the locked node and ``relock`` to the new one. A node that nobody
 locked may be gone after the next ``evict``.
 
-What must not live here: owners and free pages (the lease table and the pools), clocks, I/O.
+What must not live here: owners and free pages (the lease table and the pools), clocks, I/O, and
+what is broken and what follows of it for leases (``audit``).
 
-Invariants, checked by ``check``:
+Invariants, checked by ``audit.radix_rules``:
     I2  parent.lock_ref >= child.lock_ref >= 0; a root carries one lock of its own for good
     I3  evictable_pages = pages of the nodes with lock_ref 0
     I4  every edge is a positive number of pages, one page id each; no page id occurs twice
-
-Comparisons of token and page sequences, where one memcmp does not say enough.
-
-What must not live here: nodes. These are the only places of the index that need numpy.
-
-What is done to a tree that is broken: hide what no prompt may find, drop it, count again.
-
-What must not live here: what is broken (``radix_audit``), and what follows for leases.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvd.core.cache.moves import Moves
+from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.radix_node import (
     NO_CHILDREN,
     EvictedNodes,
@@ -52,10 +45,9 @@ from kvd.core.cache.radix_node import (
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.components.component_pages import ComponentPages
 
 
 FIRST_SPAN_BYTES = 2048
@@ -92,10 +84,18 @@ def outdone_pages(mine: Pages, tree: Pages) -> tuple[Pages, Pages]:
     return Pages(losers.tobytes()), Pages(tree + mine[len(tree) :])
 
 
-__all__ = ["EvictedNodes", "Extension", "FlushedNodes", "LockUnderflow", "RadixNode", "RadixTree"]
-
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
+
+
+class PagesAtNodes(Protocol):
+    """What lies at the nodes beside their own pages: it hears when a node is split or leaves."""
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """``upper`` is the new upper half of ``lower``."""
+
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
+        """``nodes`` left the tree: what was at them is free."""
 
 
 class RadixTree:
@@ -106,20 +106,20 @@ class RadixTree:
             it sets this once per input, and it is stamped on the nodes that are made or matched.
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
-        beside: Who keeps something beside the nodes, told when one is split or leaves.
+        components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
     """
 
     __slots__ = (
         "_add",
         "_last_id",
-        "_moves",
+        "_moved",
         "_page_bytes",
         "_release",
         "_sweep_above",
         "_take",
         "_touch",
         "at",
-        "beside",
+        "components",
         "evictable_bytes",
         "match_page_tokens",
         "order",
@@ -128,21 +128,21 @@ class RadixTree:
     )
 
     def __init__(
-        self, match_page_tokens: int, order: EvictionOrder, moves: Moves | None = None
+        self, match_page_tokens: int, order: EvictionOrder, moved: MovedPages | None = None
     ) -> None:
         if match_page_tokens < 1:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
-        self.beside: tuple[ComponentPages, ...] = ()
+        self.components: list[PagesAtNodes] = []
         # In bytes of page ids: what a node has is len(node.pages), without a division.
         self.evictable_bytes = 0
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self.order = order
-        self._moves = moves or Moves()
+        self._moved = moved or MovedPages()
         self._add = order.add
-        self._take = order.take
+        self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
         self.roots: dict[str, RadixNode] = {}
@@ -389,7 +389,7 @@ class RadixTree:
 
     def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
-        self._moves.log.append(pages)
+        self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
         upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
@@ -402,8 +402,8 @@ class RadixTree:
         lower.key = lower.edge[: self._page_bytes]
         upper.children = {lower.key: lower}
         self.order.split(upper, lower)
-        for keeper in self.beside:
-            keeper.split(upper, lower)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.split(upper, lower)
         return upper
 
     def cut(self, node: RadixNode, at_tokens: int) -> None:
@@ -429,8 +429,8 @@ class RadixTree:
             pieces.append(node.pages)
         pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
         self.evictable_bytes -= len(pages)
-        for keeper in self.beside:
-            keeper.dropped(victims)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.dropped(victims)
         return EvictedNodes(pages, victims)
 
     def flush(self, namespace: str | None = None) -> FlushedNodes:
@@ -448,10 +448,13 @@ class RadixTree:
                     del node.parent.children[node.key]
         pages = Pages(b"".join(pieces))
         self.evictable_bytes -= len(pages)
-        for keeper in self.beside:
-            keeper.dropped(gone)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.dropped(gone)
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
+
+
+# What is done to a tree that is broken: hide what no prompt may find, drop it, count again.
 
 
 def subtree(node: RadixNode) -> list[RadixNode]:
@@ -492,8 +495,8 @@ def drop(tree: RadixTree, node: RadixNode) -> Pages:
         _unlink(node, node.parent)
     for one in gone:
         one.children = NO_CHILDREN
-    for keeper in tree.beside:
-        keeper.dropped(gone)
+    for pages_at_nodes in tree.components:
+        pages_at_nodes.dropped(gone)
     recount(tree)
     return Pages(b"".join([one.pages for one in gone]))
 

@@ -123,13 +123,13 @@ class ComponentPages(Protocol):
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from there on: give back what is behind, have what is ahead."""
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """What the engine is told; the null page stands for none."""
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """The pages that are this lease's own."""
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
         """The rows that the sequence needs to go on behind ``n_tokens``; or why they are not there.
 
         These are what is saved of a lease that is retracted, and what it must have back.
@@ -137,10 +137,10 @@ class ComponentPages(Protocol):
 
     # ---- and one that ends ----
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Give to the tree what may be kept, free the rest; nothing where it has none."""
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """A remote may still write them: keep them from everybody, unlock the rest."""
 
     # ---- the tree moves ----
@@ -160,7 +160,7 @@ class AllComponentPages:
     def __init__(self, spec: PoolSpec, tree: RadixTree, out: Outbox) -> None:
         self.each = _made(spec, tree, out)
         self._tree = tree
-        tree.beside = self.each
+        tree.components.extend(self.each)
 
     def named(self, component: str) -> ComponentPages | None:
         """The keeper of that component; None for the first, and for those in lockstep."""
@@ -242,19 +242,19 @@ class AllComponentPages:
                 return refusal
         return None
 
-    def rows(self, lease: Lease) -> tuple[Pages, ...]:
+    def page_tables(self, lease: Lease) -> tuple[Pages, ...]:
         """What the engine is told of each."""
-        return tuple([keeper.row(lease) for keeper in self.each]) if self.each else ()
+        return tuple([keeper.page_table(lease) for keeper in self.each]) if self.each else ()
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """A remote may still write its pages."""
         for keeper in self.each:
-            keeper.quarantine(lease)
+            keeper.quarantine_lease(lease)
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Give to the tree what may be kept, free the rest."""
         for keeper in self.each:
-            keeper.end(lease)
+            keeper.end_lease(lease)
 
 
 def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages, ...]:

@@ -124,7 +124,7 @@ class Buffers:
 
     def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages."""
-        self.held[lease.id] = self.pool.take(n_pages)
+        self.held[lease.id] = self.pool.take_pages(n_pages)
         self.resident[lease.id] = Residency(n_pages)
 
     def growth(self, lease: Lease, room_tokens: int) -> int:
@@ -133,7 +133,7 @@ class Buffers:
 
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """Take as many more."""
-        more = self.pool.take(self.growth(lease, room_tokens))
+        more = self.pool.take_pages(self.growth(lease, room_tokens))
         pages = self.held[lease.id] = Pages(self.held[lease.id] + more)
         self.resident[lease.id].grow(count(pages))
 
@@ -141,7 +141,7 @@ class Buffers:
         """Nothing: only windows slide."""
         return None
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """Its device pages, in the order of their slots."""
         return self.held.get(lease.id, NO_PAGES)
 
@@ -163,28 +163,28 @@ class Buffers:
         lease.reads += 1
         self.resident[lease.id].copying(pages, ticket)
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
         """None: all of it is in the first component too."""
         return Rows(0, NO_PAGES)
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """They hold copies: all are free."""
         self._forget(lease)
         pages = self.held.pop(lease.id, NO_PAGES)
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """No remote writes them, so they are not kept."""
         self._forget(lease)
         pages = self.held[lease.id]
         self.held[lease.id] = NO_PAGES
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
     def _forget(self, lease: Lease) -> None:
         resident = self.resident.pop(lease.id, None)

@@ -19,7 +19,7 @@ from kvd.types import ID_BYTES, Pages
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.cache.moves import Moves
+    from kvd.core.cache.moved_pages import MovedPages
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class LiveWindows:
     """The live nodes of one windowed component. Where pages come from and go is the caller's."""
 
-    __slots__ = ("_moves", "_page", "_tree", "at", "evictable_bytes", "unlocked")
+    __slots__ = ("_moved", "_page", "_tree", "at", "evictable_bytes", "unlocked")
 
-    def __init__(self, page_tokens: int, tree: RadixTree, moves: Moves) -> None:
+    def __init__(self, page_tokens: int, tree: RadixTree, moved: MovedPages) -> None:
         self.at: dict[RadixNode, NodeWindow] = {}
         self.unlocked: OrderedDict[RadixNode, None] = OrderedDict()
         """Live nodes without a lock, used longest ago first."""
@@ -37,7 +37,7 @@ class LiveWindows:
         """Of the ids of their pages."""
         self._page = page_tokens
         self._tree = tree
-        self._moves = moves
+        self._moved = moved
 
     @property
     def cached_pages(self) -> int:
@@ -102,7 +102,7 @@ class LiveWindows:
 
     # ---- coming and going --------------------------------------------------------------------
 
-    def adopt(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
+    def join_tree(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
         """Pages of the row from ``first`` to ``anchor`` go to tombstones; returns the others."""
         others: list[Pages] = []
         step = anchor
@@ -119,7 +119,7 @@ class LiveWindows:
             if step in self.at:
                 others.append(pages)
             else:
-                self._moves.log.append(pages)
+                self._moved.log.append(pages)
                 window = self.at[step] = NodeWindow(pages, 0)
                 self._let_go(step, window)
             step = step.parent
@@ -154,7 +154,7 @@ class LiveWindows:
         window = self.at.get(lower)
         if window is None:
             return
-        self._moves.log.append(window.pages)
+        self._moved.log.append(window.pages)
         size = len(upper.pages)
         self.at[upper] = NodeWindow(Pages(window.pages[:size]), window.locks)
         window.pages = Pages(window.pages[size:])

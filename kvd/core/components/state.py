@@ -163,7 +163,7 @@ class StatePages:
             return
         nodes = [self._unlocked.popitem(last=False)[0] for _ in range(short)]
         freed = Pages(b"".join([self.snapshots.pop(node).page for node in nodes]))
-        self.pool.give(freed)
+        self.pool.return_pages(freed)
         out = self._out
         out.emit(
             events.Evicted, pages=short, nodes=short, reason="room", component=self.component.name
@@ -172,7 +172,9 @@ class StatePages:
 
     def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the page."""
-        self.held[lease.id] = LeaseStates(self._source(anchor, claim), self.pool.take(n_pages))
+        self.held[lease.id] = LeaseStates(
+            self._source(anchor, claim), self.pool.take_pages(n_pages)
+        )
 
     def _source(self, anchor: RadixNode, claim: Claim) -> RadixNode | None:
         return anchor if claim.fresh_tokens is None and anchor.parent is not None else None
@@ -190,7 +192,7 @@ class StatePages:
         """Nothing: only windows slide."""
         return None
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """The snapshot that it reads, or the null page; then its own."""
         held = self.held.get(lease.id)
         if held is None:
@@ -198,18 +200,18 @@ class StatePages:
         source = NONE if held.source is None else self.snapshots[held.source].page
         return Pages(source + held.own)
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """The page that it writes."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
         """The page that it writes; its row has the snapshot before it."""
-        return Rows(1, self.own(lease))
+        return Rows(1, self.own_pages(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """A state of exactly the cached tokens becomes their snapshot."""
         held = self.held.pop(lease.id, None)
         if held is None:
@@ -225,13 +227,13 @@ class StatePages:
             and anchor not in self.snapshots
         )
         if is_exact and anchor is not None:
-            self.pool.moves.log.append(held.own)
+            self.pool.moved.log.append(held.own)
             self.snapshots[anchor] = StateSnapshot(held.own)
             self._unlocked[anchor] = None
         else:
-            self.pool.give(held.own)
+            self.pool.return_pages(held.own)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """Keep its own page, let go of the snapshot."""
         held = self.held[lease.id]
         self._let_go(held.source)
@@ -259,4 +261,4 @@ class StatePages:
                 del self._unlocked[node]
                 pieces.append(snapshot.page)
         if pieces:
-            self.pool.give(Pages(b"".join(pieces)))
+            self.pool.return_pages(Pages(b"".join(pieces)))

@@ -52,11 +52,11 @@ class LeaseWindow:
         self.spare = NO_PAGES
 
     @property
-    def own_pages(self) -> int:
+    def n_own_pages(self) -> int:
         """How many pages are its own."""
         return self.top - max(self.floor, self.start) + count(self.spare)
 
-    def row(self) -> Pages:
+    def page_table(self) -> Pages:
         """One id per page of the row, the null page where there is none."""
         before, after = bytes(self.floor * ID_BYTES), bytes((self.room - self.top) * ID_BYTES)
         return Pages(before + self.pages + after)
@@ -66,7 +66,7 @@ class LeaseWindow:
         skip = self.floor
         return Pages(bytes(self.pages[(first - skip) * ID_BYTES : (last - skip) * ID_BYTES]))
 
-    def own(self) -> Pages:
+    def own_mapped(self) -> Pages:
         """Its own that are mapped."""
         return self.mapped(max(self.floor, self.start), self.top)
 

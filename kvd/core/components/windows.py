@@ -46,7 +46,7 @@ class WindowPages:
         assert isinstance(component.extent, Tail)
         self.component = component
         self.pool = PagePool(component.name, total_pages)
-        self.live = LiveWindows(component.page_size, tree, self.pool.moves)
+        self.live = LiveWindows(component.page_size, tree, self.pool.moved)
         self.held: dict[int, LeaseWindow] = {}
         """By lease."""
         self.slides = 0
@@ -68,7 +68,7 @@ class WindowPages:
     @property
     def held_pages(self) -> int:
         """Window pages that are some lease's own."""
-        return sum([held.own_pages for held in self.held.values()])
+        return sum([held.n_own_pages for held in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
@@ -144,7 +144,7 @@ class WindowPages:
         while n_pages > self.pool.free_pages and self.live.unlocked:
             short = (n_pages - self.pool.free_pages) * ID_BYTES
             freed, n_nodes = self.live.drop_oldest(short)
-            self.pool.give(freed)
+            self.pool.return_pages(freed)
             out, name = self._out, self.component.name
             out.emit(
                 events.Evicted, pages=count(freed), nodes=n_nodes, reason="room", component=name
@@ -162,7 +162,7 @@ class WindowPages:
         held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
             held.pages += self.live.behind(anchor, fence * self._page)
-        held.spare = self.pool.take(n_pages)
+        held.spare = self.pool.take_pages(n_pages)
         held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
 
@@ -182,8 +182,9 @@ class WindowPages:
                 Code.WRONG_STATE,
                 f"slide of lease {lease.id} to {upto_tokens}: its window pages are still needed "
                 f"from token {floor * self._page} on, for a send or for a step longer than its "
-                f"step_tokens={held.step}; it has {held.own_pages} pages of {self.component.name}",
-                numbers={"upto_tokens": upto_tokens, "pages": held.own_pages},
+                f"step_tokens={held.step}; it has {held.n_own_pages} pages of "
+                f"{self.component.name}",
+                numbers={"upto_tokens": upto_tokens, "pages": held.n_own_pages},
             )
         self.slides += 1
         held.unmap_below(floor)
@@ -197,29 +198,29 @@ class WindowPages:
     def _trim(self, held: LeaseWindow) -> None:
         """Give back what the rest of the sequence can never need at once."""
         needed = self._budget(held.room - max(held.floor, held.start), held.step)
-        kept = len(held.spare) - min(len(held.spare), (held.own_pages - needed) * ID_BYTES)
+        kept = len(held.spare) - min(len(held.spare), (held.n_own_pages - needed) * ID_BYTES)
         if kept < len(held.spare):
-            self.pool.give(Pages(held.spare[kept:]))
+            self.pool.return_pages(Pages(held.spare[kept:]))
             held.spare = Pages(held.spare[:kept])
 
     def growth(self, lease: Lease, room_tokens: int) -> int:
         """Pages beyond those it has."""
         held = self.held[lease.id]
         rest = self._pages(room_tokens) - max(held.floor, held.start)
-        return max(0, self._budget(rest, held.step) - held.own_pages)
+        return max(0, self._budget(rest, held.step) - held.n_own_pages)
 
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """More room: more of it is mapped, as far as the step goes."""
         held = self.held[lease.id]
-        held.spare = Pages(held.spare + self.pool.take(self.growth(lease, room_tokens)))
+        held.spare = Pages(held.spare + self.pool.take_pages(self.growth(lease, room_tokens)))
         held.room = max(held.room, self._pages(room_tokens))
         top = min(self._top(held, held.upto), held.top + count(held.spare))
         held.map_up_to(max(held.top, top))
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """One id per page of the lease's row, the null page where there is none."""
         held = self.held.get(lease.id)
-        return NO_PAGES if held is None else held.row()
+        return NO_PAGES if held is None else held.page_table()
 
     def start_tokens(self, lease: Lease) -> int:
         """The first token that has a window page of the lease's own."""
@@ -231,12 +232,12 @@ class WindowPages:
         held = self.held[lease.id]
         return held.floor * self._page, held.top * self._page
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)
-        return NO_PAGES if held is None else Pages(held.own() + held.spare)
+        return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
@@ -255,32 +256,32 @@ class WindowPages:
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Window pages of cached tokens join the tree where it has none, the rest is free."""
         held = self.held.pop(lease.id, None)
         if held is None:
             return
         self._release_fence(held, lease)
-        first, own = max(held.floor, held.start), held.own()
+        first, own = max(held.floor, held.start), held.own_mapped()
         kept = 0
         freed = [held.spare]
         may_keep = lease.anchor is not None and lease.cache and not lease.is_blank
         if lease.anchor is not None and may_keep and lease.owned > first:
             kept = min(lease.owned, held.top) - first
             if kept == lease.owned - first:
-                freed.append(self.live.adopt(lease.anchor, first, own))
+                freed.append(self.live.join_tree(lease.anchor, first, own))
             else:
                 kept = 0
         freed.append(Pages(own[kept * ID_BYTES :]))
         pages = Pages(b"".join(freed))
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """Keep its own pages, unlock the tree's."""
         held = self.held[lease.id]
         self._release_fence(held, lease)
-        own = self.own(lease)
+        own = self.own_pages(lease)
         held.pages, held.spare = bytearray(), own
         held.floor = held.top = held.start = held.fence = held.room = 0
 
@@ -299,7 +300,7 @@ class WindowPages:
         """Their tokens are no longer cached, so their windows are free."""
         freed = self.live.forget(nodes)
         if freed:
-            self.pool.give(freed)
+            self.pool.return_pages(freed)
 
     # ---- arithmetic --------------------------------------------------------------------------
 

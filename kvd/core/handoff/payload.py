@@ -152,7 +152,7 @@ class Payload:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
         size, table = freight.component.page_size, self._table
         own = Pages(
-            lease.row[
+            lease.page_table[
                 span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
             ]
         )
@@ -171,11 +171,11 @@ class Payload:
         size = component.page_size
         match component.extent:
             case Tail():
-                keeper = table.beside.named(component.name)
+                keeper = table.components.named(component.name)
                 assert isinstance(keeper, WindowPages)
                 start = keeper.start_tokens(lease)
                 last = -(-prompt_tokens // size)
-                row = keeper.row(lease)
+                row = keeper.page_table(lease)
                 pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
             case PerRequest():
                 start, pages = 0, self._own(component, lease)
@@ -188,8 +188,8 @@ class Payload:
         )
 
     def _own(self, component: Component, lease: Lease) -> Pages:
-        keeper = self._table.beside.named(component.name)
-        return NO_PAGES if keeper is None else keeper.own(lease)
+        keeper = self._table.components.named(component.name)
+        return NO_PAGES if keeper is None else keeper.own_pages(lease)
 
     def granted_bytes(
         self, grants: tuple[Grant, ...], legs: tuple[PayloadRoute, ...], split: tuple[int, ...] = ()
@@ -225,7 +225,7 @@ class Payload:
     def windows(self) -> Iterator[tuple[int, WindowPages]]:
         """The keeper of each windowed component, with the number of its grant."""
         for index, freight in enumerate(self.freights):
-            keeper = self._table.beside.named(freight.component.name)
+            keeper = self._table.components.named(freight.component.name)
             if isinstance(keeper, WindowPages):
                 yield index, keeper
 
@@ -244,8 +244,8 @@ class Payload:
             case Whole():
                 return self._parts(lease, first, end, (freight.factor, parts))
             case Tail():
-                keeper = self._table.beside.named(component.name)
-                row = NO_PAGES if keeper is None else keeper.row(lease)
+                keeper = self._table.components.named(component.name)
+                row = NO_PAGES if keeper is None else keeper.page_table(lease)
                 return Pages(row[first * ID_BYTES : end * ID_BYTES])
             case PerRequest():
                 return self._own(component, lease)
@@ -259,7 +259,7 @@ class Payload:
         factor, parts = cut
         each = factor * parts
         row_first = first // each
-        row = Pages(lease.row[row_first * ID_BYTES : -(-end // each) * ID_BYTES])
+        row = Pages(lease.page_table[row_first * ID_BYTES : -(-end // each) * ID_BYTES])
         if each == 1:
             return row
         skip = first - row_first * each

@@ -60,9 +60,7 @@ OPEN = {D.OFFERED, D.RECEIVING, D.VERIFYING, D.DRAINING}
 
 
 class Decoder:
-    """The live parts of this node's decode side. The node sets ``fetcher``, which needs it too."""
-
-    fetcher: Fetcher
+    """The live parts of this node's decode side."""
 
     def __init__(
         self,
@@ -70,6 +68,7 @@ class Decoder:
         leases: LeaseTable,
         admission: Admission,
         peers: Peers,
+        fetcher: Fetcher,
         out: Outbox,
     ) -> None:
         cargo = Payload(settings.spec, leases)
@@ -89,6 +88,7 @@ class Decoder:
         self._leases = leases
         self._admission = admission
         self.peers = peers
+        self._fetcher = fetcher
         self._out = out
         self._last_part = 0
         self._last_handoff = 0
@@ -114,7 +114,7 @@ class Decoder:
         """The engine wants a prompt's KV from known peers: queue for room."""
         reception = self._new_reception(session, message, count(tokens))
         reception.is_preloaded = message.tier == DEVICE
-        fresh = self._leases.beside.fresh_tokens(reception.prompt_tokens, cached=message.cache)
+        fresh = self._leases.components.fresh_tokens(reception.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
             call=message.call,
@@ -132,6 +132,13 @@ class Decoder:
         asker = ReceiveAsker(self, reception, message.call)
         reception.waiter = Waiter(claim, reception.deadline_s, asker)
         self._admission.submit(reception.waiter)
+
+    def cancel_session(self, session: int, refusal: Refusal) -> int:
+        """End all receives of a session that is over; how many they were."""
+        receptions = [one for one in self.receptions.values() if one.session == session]
+        for one in receptions:
+            self.cancel(one, refusal)
+        return len(receptions)
 
     def cancel(self, reception: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
@@ -318,7 +325,7 @@ class Decoder:
         if lease is None or not all(one.is_verified for one in reception.parts):
             return
         if reception.is_preloaded and reception.ended is None:
-            self.fetcher.preload(lease, reception.prompt_tokens, PreloadAsker(self, reception))
+            self._fetcher.preload(lease, reception.prompt_tokens, PreloadAsker(self, reception))
         else:
             self._commit(reception, lease)
 
@@ -341,11 +348,11 @@ class Decoder:
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = reception
-            rows = self._leases.beside.rows(lease)
+            rows = self._leases.components.page_tables(lease)
             received = client.Received(
                 receive=reception.id,
                 lease=lease.id,
-                pages=lease.row,
+                pages=lease.page_table,
                 aux=reception.aux,
                 beside=rows,
             )

@@ -62,7 +62,7 @@ def component_places(table: LeaseTable, keeper: ComponentPages) -> Iterator[Plac
     for edge in keeper.nodes:
         yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
     for lease in table.leases.values():
-        yield Place(f"lease {lease.id}", keeper.own(lease), lease=lease.id)
+        yield Place(f"lease {lease.id}", keeper.own_pages(lease), lease=lease.id)
 
 
 def needed_nodes(keeper: ComponentPages, lease: Lease) -> list[TreeNode]:

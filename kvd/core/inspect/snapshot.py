@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd import __version__
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import component_places, needed_nodes, nobodys, places
@@ -166,7 +166,7 @@ def totals(node: NodeView) -> Totals:
     )
 
 
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
+_AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
 
 
 def lease_state(node: NodeView, lease: Lease) -> LeaseState:
@@ -199,8 +199,8 @@ def lease_state(node: NodeView, lease: Lease) -> LeaseState:
         because=because,
         saved_pages=lease.saved_pages,
         saved_bytes=lease.saved_bytes,
-        retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
-        row_pages=count(lease.row),
+        retracted_s=node.out.at_s - lease.retracted_s if lease.state in _AWAY else 0.0,
+        row_pages=count(lease.page_table),
         beside=held_states(node.leases, lease),
     )
 
@@ -332,7 +332,7 @@ def _client_states(node: NodeView) -> list[ClientState]:
                 receives=sum(p.session == session.id for p in node.decoder.parts.values()),
                 sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
                 state=_session_word(session),
-                former_leases=len(node.former.of_session(session.id)),
+                former_leases=len(node.former_leases.of_session(session.id)),
                 why=session.hang_up.why.message if session.hang_up is not None else "",
             )
         )
@@ -347,7 +347,7 @@ def _session_word(session: Session) -> str:
 
 def pool_states(node: NodeView) -> tuple[PoolState, ...]:
     """Each component with page ids of its own, the first one first (I1)."""
-    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.beside.each))
+    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.components.each))
 
 
 def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
@@ -355,12 +355,12 @@ def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
     return tuple(
         HeldState(
             keeper.component.name,
-            count(keeper.own(lease)),
-            _mapped(keeper.row(lease)),
+            count(keeper.own_pages(lease)),
+            _mapped(keeper.page_table(lease)),
             *_use(keeper, lease),
             needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
         )
-        for keeper in table.beside.each
+        for keeper in table.components.each
     )
 
 
@@ -429,9 +429,9 @@ def _beside(node: NodeView, keeper: ComponentPages) -> PoolState:
     held = quarantined = 0
     for lease in node.leases.leases.values():
         if lease.quarantine is None:
-            held += count(keeper.own(lease))
+            held += count(keeper.own_pages(lease))
         else:
-            quarantined += count(keeper.own(lease))
+            quarantined += count(keeper.own_pages(lease))
     component, cached = keeper.component, keeper.cached_pages
     return PoolState(
         pool=node.settings.spec.name,
@@ -461,8 +461,8 @@ def _window(table: LeaseTable, keeper: ComponentPages) -> WindowState | None:
     running = [one for one in table.leases.values() if one.quarantine is None]
     return WindowState(
         window_tokens=extent_tokens(keeper.component),
-        mapped_pages=sum(_mapped(keeper.row(lease)) for lease in running),
-        full_pages=sum(count(lease.row) for lease in running),
+        mapped_pages=sum(_mapped(keeper.page_table(lease)) for lease in running),
+        full_pages=sum(count(lease.page_table) for lease in running),
         slides=keeper.slides,
     )
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.admission import Admission
-    from kvd.core.leases.adopt import Adoption
     from kvd.core.leases.fetch import Fetcher
+    from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
@@ -67,7 +67,7 @@ class NodeView(Protocol):
     decoder: Decoder
     prefiller: Prefiller
     sessions: Sessions
-    former: Adoption
+    former_leases: FormerLeases
     retractor: Retractor
     fetcher: Fetcher
     drainer: Drainer

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
@@ -167,7 +167,7 @@ def _page(node: NodeView, page: int) -> Explanation | Refusal:
     if table.pool.is_condemned(page):
         return condemned(node, f"page {page}", page, "")
     for lease in table.leases.values():
-        if has_page(lease.row, wanted, lease.owned) or has_page(lease.deferred, wanted):
+        if has_page(lease.page_table, wanted, lease.owned) or has_page(lease.deferred, wanted):
             return _held(node, lease, page)
     for edge in table.tree.nodes():
         if has_page(edge.pages, wanted):
@@ -306,7 +306,7 @@ def first_page(settings: Settings, component: str, page: int) -> int | None:
 
 def page_beside(node: NodeView, component: str, page: int) -> Explanation | Refusal:
     """Who has this page of a component with page ids of its own, or of a saved area."""
-    keeper, area = node.leases.beside.named(component), node.leases.saved.pools
+    keeper, area = node.leases.components.named(component), node.leases.saved.pools
     saved = next((name for name, pool in area.items() if pool.name == component), "")
     if keeper is None and not saved:
         names = ", ".join(one.name for one in node.settings.spec.components)
@@ -345,7 +345,7 @@ def _saved(node: NodeView, component: str, page: int, what: str) -> Explanation:
                 kept = part.first + page_ids(part.slots).index(page)
                 return Explanation(
                     f"{what} is held by {describe_holder(node, lease)}, which is "
-                    f"{lease.standing.value}",
+                    f"{lease.state.value}",
                     (f"it keeps page {kept} of its row",),
                     links_of(*holder_refs(lease)),
                 )
@@ -355,7 +355,7 @@ def _saved(node: NodeView, component: str, page: int, what: str) -> Explanation:
 def _held_beside(node: NodeView, keeper: ComponentPages, page: int, what: str) -> Explanation:
     """Which lease, or which node of the tree, has it."""
     for lease in node.leases.leases.values():
-        if _has(keeper.own(lease), page):
+        if _has(keeper.own_pages(lease), page):
             verb = "in quarantine under" if lease.quarantine else "held by"
             waits_for = lease_waits_for(node, lease)
             said = [f"waits for {waits_for}"] if waits_for else []
@@ -388,15 +388,15 @@ def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
     match keeper:
         case _ if lease.quarantine is not None:
             return f"because {lease.quarantine.why}"
-        case WindowPages() if _has(keeper.row(lease), page):
-            at = page_ids(keeper.row(lease)).index(page)
+        case WindowPages() if _has(keeper.page_table(lease), page):
+            at = page_ids(keeper.page_table(lease)).index(page)
             return f"it is the window of tokens {at * size} to {(at + 1) * size}"
         case WindowPages():
             return "it is spare: the lease maps it further on when it slides"
         case StatePages():
             return "it is the state that the lease writes"
         case Buffers():
-            return _in_slot(keeper, lease, page_ids(keeper.own(lease)).index(page))
+            return _in_slot(keeper, lease, page_ids(keeper.own_pages(lease)).index(page))
         case _:
             return ""
 
@@ -404,7 +404,7 @@ def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
 def _in_slot(keeper: Buffers, lease: Lease, slot: int) -> str:
     """Which page of the lease is copied there."""
     size = keeper.component.page_size
-    where = f"it is slot {slot} of its {count(keeper.own(lease))}"
+    where = f"it is slot {slot} of its {count(keeper.own_pages(lease))}"
     for logical, taken in keeper.resident[lease.id].slots.items():
         if taken == slot:
             return f"{where}, for tokens {logical * size} to {(logical + 1) * size}"
@@ -433,7 +433,7 @@ def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
     """What lies beside a node, of each component that can; a window that is gone has no pages."""
     return tuple(
         Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
-        for keeper in table.beside.each
+        for keeper in table.components.each
         if isinstance(keeper, WindowPages) or edge in keeper.nodes
     )
 
@@ -441,7 +441,7 @@ def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
 def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
     """The same in words, with the leases that need it."""
     said = []
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         name = keeper.component.name
         if edge in keeper.nodes:
             n_pages = count(keeper.pages_at(edge))
@@ -458,7 +458,7 @@ def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
 def said_of_lease(table: LeaseTable, lease: Lease) -> list[str]:
     """Where in its row a lease has pages, and what of the tree it needs."""
     said = []
-    for keeper in table.beside.each:
+    for keeper in table.components.each:
         name, size = keeper.component.name, keeper.component.page_size
         needed = [edge.id for edge in needed_nodes(keeper, lease)]
         if isinstance(keeper, WindowPages) and lease.id in keeper.leases:
@@ -491,7 +491,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     said += said_of_lease(node.leases, lease)
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
-    if lease.standing not in {Standing.RUNNING, Standing.FORMER}:
+    if lease.state not in {LeaseStage.RUNNING, LeaseStage.FORMER}:
         since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
         said.append(
             f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 _STANDING_WAITS = {
-    Standing.SAVING: "its pages to be copied to the saved area",
-    Standing.RETRACTED: "its engine to resume or release it",
-    Standing.RESUMING: "room in the pool",
-    Standing.RESTORING: "its saved pages to be copied back",
+    LeaseStage.SAVING: "its pages to be copied to the saved area",
+    LeaseStage.RETRACTED: "its engine to resume or release it",
+    LeaseStage.RESUMING: "room in the pool",
+    LeaseStage.RESTORING: "its saved pages to be copied back",
 }
 
 _DECODE_WAITS = {
@@ -61,8 +61,8 @@ def lease_word(lease: Lease) -> str:
     """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
     if lease.quarantine is not None:
         return "quarantined"
-    if lease.standing is not Standing.RUNNING:
-        word: str = lease.standing.value
+    if lease.state is not LeaseStage.RUNNING:
+        word: str = lease.state.value
         return word
     is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
     return "held" if is_somebodys else "lingering"
@@ -75,10 +75,10 @@ def lease_waits_for(node: NodeView, lease: Lease) -> str:
     session = node.sessions.by_id.get(lease.session)
     if session is not None and session.hang_up is not None and ENGINE in lease.holders:
         return death_of(session)
-    if lease.standing is Standing.FORMER:
+    if lease.state is LeaseStage.FORMER:
         return _former_waits_for(node, lease)
-    if lease.standing is not Standing.RUNNING:
-        return _STANDING_WAITS[lease.standing]
+    if lease.state is not LeaseStage.RUNNING:
+        return _STANDING_WAITS[lease.state]
     return _running_waits_for(lease)
 
 
@@ -90,7 +90,7 @@ def death_of(session: Session) -> str:
 
 
 def _former_waits_for(node: NodeView, lease: Lease) -> str:
-    if lease is node.former.unproven:
+    if lease is node.former_leases.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
     is_away = session is not None and session.is_former

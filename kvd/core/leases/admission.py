@@ -43,7 +43,7 @@ OWN_TRANSFER = ""
 """What waits for this node's own transfer process: no peer has this name."""
 
 
-class Apart:
+class SideQueue:
     """Those who stand apart. ``waiters`` are all of them by number, in no order that counts."""
 
     __slots__ = ("by_name", "waiters")
@@ -68,7 +68,7 @@ class Apart:
                 del self.by_name[name]
         waiter.awaits = ()
 
-    def take(self, name: str) -> list[Waiter]:
+    def take_out(self, name: str) -> list[Waiter]:
         """All that wait for this; they stand here no longer."""
         found = list(self.by_name.get(name, {}).values())
         for waiter in found:
@@ -165,7 +165,7 @@ class Admission:
     def __init__(self, settings: Settings, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
         self.line: list[Waiter] = []
         """Who waits for memory; read it."""
-        self.apart = Apart()
+        self.side_queue = SideQueue()
         self.looks = 0
         """How many waiters were looked at, ever."""
         self._soonest_s = float("inf")
@@ -180,14 +180,14 @@ class Admission:
         """The table's releases and growth when the queue was last looked at."""
 
     def __len__(self) -> int:
-        return len(self.line) + len(self.apart.waiters)
+        return len(self.line) + len(self.side_queue.waiters)
 
     @property
     def queue(self) -> list[Waiter]:
         """Everybody who waits, by ``rank``; made for whoever asks."""
-        if not self.apart.waiters:
+        if not self.side_queue.waiters:
             return self.line.copy()
-        return sorted([*self.line, *self.apart.waiters.values()], key=_rank)
+        return sorted([*self.line, *self.side_queue.waiters.values()], key=_rank)
 
     def retune(self, *, max_queue: int, overtakers: int) -> None:
         """Other bounds from now on; who waits already waits on, and is looked at again."""
@@ -284,14 +284,14 @@ class Admission:
 
     def changed(self, name: str) -> None:
         """What ``Asker.awaits`` calls by this name is otherwise now: ask who waits for it again."""
-        for waiter in self.apart.take(name):
+        for waiter in self.side_queue.take_out(name):
             self._stand(waiter)
         self.wake()  # it may also be that somebody in the line waits for this from now on
 
     def withdraw(self, waiter: Waiter) -> None:
         """Leave the queue without a word; nothing is held yet."""
         if waiter.awaits:
-            self.apart.remove(waiter)
+            self.side_queue.remove(waiter)
         elif waiter in self.line:
             self.line.remove(waiter)
             self.wake()
@@ -334,13 +334,13 @@ class Admission:
         self.line.sort(key=_rank)
 
     def _all(self) -> Iterator[Waiter]:
-        return chain(self.line, self.apart.waiters.values())
+        return chain(self.line, self.side_queue.waiters.values())
 
     def _stand(self, waiter: Waiter) -> None:
         """Give it the place where it belongs now: in the line, or apart."""
         waiter.awaits = waiter.asker.awaits()
         if waiter.awaits:
-            self.apart.put(waiter)
+            self.side_queue.put(waiter)
         else:
             bisect.insort(self.line, waiter, key=_rank)
 
@@ -349,7 +349,7 @@ class Admission:
         gone = {waiter.number for waiter in waiters}
         for waiter in waiters:
             if waiter.awaits:
-                self.apart.remove(waiter)
+                self.side_queue.remove(waiter)
         self.line = [waiter for waiter in self.line if waiter.number not in gone]
 
     def shortage(self, waiter: Waiter) -> str:
@@ -417,7 +417,7 @@ class Admission:
                 break
         self.line = kept
         for waiter, waiter.awaits in aside:
-            self.apart.put(waiter)
+            self.side_queue.put(waiter)
         leases = self._leases.open_all(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)

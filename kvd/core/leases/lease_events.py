@@ -29,7 +29,7 @@ def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: 
             reason=lease.reason,
             room=lease.room,
             prefix_tokens=lease.prefix_tokens,
-            held_pages=len(lease.row) // ID_BYTES - lease.owned,
+            held_pages=len(lease.page_table) // ID_BYTES - lease.owned,
             prompt_tokens=len(lease.tokens) // ID_BYTES,
             missed_tokens=missed,
             why_missed=why,
@@ -85,7 +85,7 @@ def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
     out.emit(
         events.Quarantined,
         lease=lease.id,
-        pages=count(lease.row),
+        pages=count(lease.page_table),
         peer=held.peers,
         incarnation=held.writers[0].incarnation,
         why=held.why,

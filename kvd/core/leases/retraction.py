@@ -16,19 +16,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, Standing
+from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.core.leases.admission import Waiter
 from kvd.core.leases.copies import LeaseCopies
-from kvd.core.leases.holding import arriving, before_restart, lease_of, running_lease_of
 from kvd.core.leases.owners import describe_holder
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire import client, events
 
 if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
+    from kvd.core.leases.admission import Admission
+    from kvd.core.leases.copies import Copies, TransferProcess
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
     from kvd.core.leases.saved_area import SavedMove
-    from kvd.core.node import Node
+    from kvd.core.settings import Settings
 
 HOST = "host"
 """Keep the bytes in the saved area."""
@@ -83,16 +87,29 @@ class ResumeAsker:
 class Retractor:
     """Leases on their way out of the pool and back."""
 
-    def __init__(self, node: Node) -> None:
-        self.copies = LeaseCopies(node.settings.spec, node.copies)
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        owners: Owners,
+        admission: Admission,
+        transfer: TransferProcess,
+        copies: Copies,
+        out: Outbox,
+    ) -> None:
+        self.copies = LeaseCopies(settings.spec, copies)
         self.uncopied: dict[int, Lease] = {}
         """By lease id: to be restored as soon as a transfer process serves."""
         self.retracted = self.resumed = 0
         self.restored_bytes = self.spared_bytes = 0
         self._callers: dict[int, Caller] = {}
-        self._node = node
-        self._out = node.out
-        self._name = node.settings.name
+        self._leases = leases
+        self._owners = owners
+        self._admission = admission
+        self._transfer = transfer
+        self._out = out
+        self._name = settings.name
+        self._max_deadline_s = settings.max_deadline_s
 
     # ---- out ---------------------------------------------------------------------------------
 
@@ -100,12 +117,13 @@ class Retractor:
         self, session: int, message: client.RetractLease, new_tokens: Tokens
     ) -> Refusal | None:
         """Save what the lease holds, or not, and free its pages; or say why nothing was changed."""
-        lease = arriving(self._node, session, message.lease) or running_lease_of(
-            self._node, session, message.lease
+        owners = self._owners
+        lease = owners.arriving(session, message.lease) or owners.running_lease_of(
+            session, message.lease
         )
         if isinstance(lease, Refusal):
             return lease
-        table = self._node.leases
+        table = self._leases
         tokens = Tokens(lease.tokens + new_tokens)
         refusal = self._unfit(lease, message, tokens)
         if refusal is not None:
@@ -135,14 +153,14 @@ class Retractor:
                 Code.WRONG_STATE,
                 f"lease {lease.id} is read by {who}: finish or abort that before retracting it",
             )
-        room_tokens = count(lease.row) * self._node.leases.page_size
+        room_tokens = count(lease.page_table) * self._leases.page_size
         if count(tokens) > room_tokens:
             return self._refusal(
                 Code.BAD_REQUEST,
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
-        if message.keep == HOST and tokens and not self._node.peers.generation:
+        if message.keep == HOST and tokens and not self._transfer.generation:
             return self._refusal(
                 Code.ABORTED,
                 f"the transfer process is restarting, so lease {lease.id} cannot be saved now: it "
@@ -151,12 +169,11 @@ class Retractor:
         return None
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
-        node = self._node
-        area = node.leases.saved.pools[shortage.budget]
-        holding = [one for one in node.leases.leases.values() if one.saved_pages]
+        area = self._leases.saved.pools[shortage.budget]
+        holding = [one for one in self._leases.leases.values() if one.saved_pages]
         holding.sort(key=lambda one: -one.saved_pages)
         who = "; ".join(
-            f"{describe_holder(node, one)} ({one.saved_pages} saved pages)"
+            f"{describe_holder(self._owners, one)} ({one.saved_pages} saved pages)"
             for one in holding[:HOLDERS_NAMED]
         )
         return Refusal(
@@ -173,18 +190,17 @@ class Retractor:
 
     def resume(self, session: int, message: client.ResumeLease, _: Tokens) -> Refusal | None:
         """Queue for room, before every new request."""
-        node = self._node
-        lease = lease_of(node, session, message.lease)
+        lease = self._owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        if lease.lost is not None or lease.standing is Standing.FORMER:
-            return lease.lost or before_restart(node, lease)
-        if lease.standing is not Standing.RETRACTED:
+        if lease.lost is not None or lease.state is LeaseStage.FORMER:
+            return lease.lost or self._owners.before_restart(lease)
+        if lease.state is not LeaseStage.RETRACTED:
             return self._refusal(
                 Code.WRONG_STATE,
-                f"lease {lease.id} is {lease.standing.value}: only a retracted one can resume",
+                f"lease {lease.id} is {lease.state.value}: only a retracted one can resume",
             )
-        node.leases.saved.turn(lease, LeaseTransition.RESUME)
+        self._leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
             session=session,
             call=message.call,
@@ -202,20 +218,20 @@ class Retractor:
             step_tokens=lease.step_tokens,
         )
         caller = Caller(session, message.call, self._out.at_s)
-        wait_s = min(node.settings.max_deadline_s, message.deadline_s)
+        wait_s = min(self._max_deadline_s, message.deadline_s)
         asker = ResumeAsker(self, lease)
         caller.waiter = Waiter(claim, self._out.at_s + wait_s, asker)
         self._callers[lease.id] = caller
-        found = node.admission.at_once(claim)
+        found = self._admission.at_once(claim)
         if isinstance(found, Lease):
             self.admitted(found)
         else:
-            node.admission.submit(caller.waiter, found)
+            self._admission.submit(caller.waiter, found)
         return None
 
     def admitted(self, lease: Lease) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
-        area = self._node.leases.saved
+        area = self._leases.saved
         caller = self._callers[lease.id]
         caller.waiter = None
         moved = area.to_restore(lease)
@@ -235,19 +251,19 @@ class Retractor:
 
     def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
-        self._node.leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
+        self._leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
     def _restore(self, lease: Lease, moved: list[SavedMove]) -> None:
         """Order the copies now, or as soon as a transfer process serves."""
-        if not self._node.peers.generation:
+        if not self._transfer.generation:
             self.uncopied[lease.id] = lease
             return
         self.copies.restore(self, lease, moved)
 
     def _fresh_tokens(self, lease: Lease) -> int | None:
         """From where on it gets windows and states back; None: it goes on from the tree's."""
-        if lease.saved is None or not self._node.leases.beside.each:
+        if lease.saved is None or not self._leases.components.each:
             return None
         return lease.saved.fresh_tokens
 
@@ -274,21 +290,21 @@ class Retractor:
             return
         if all_over.why:
             self._refused(all_over.lease, all_over.why)
-        elif all_over.lease.standing is Standing.SAVING:
+        elif all_over.lease.state is LeaseStage.SAVING:
             self._saved(all_over.lease)
         else:
             self._restored(all_over.lease, all_over.n_bytes)
 
     def _saved(self, lease: Lease) -> None:
         caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
-        self._node.leases.saved.end_save(lease)
+        self._leases.saved.end_save(lease)
         if caller is not None:
             self._told_retracted(lease, caller, freed_pages)
 
     def _restored(self, lease: Lease, n_bytes: int) -> None:
         caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
         spared_bytes = lease.saved_bytes - n_bytes
-        self._node.leases.saved.end_restore(lease)
+        self._leases.saved.end_restore(lease)
         if caller is not None:
             self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
 
@@ -297,17 +313,17 @@ class Retractor:
         refusal = self._refusal(
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
-        if lease.standing is Standing.SAVING:
-            self._node.leases.saved.cut_save(lease)
+        if lease.state is LeaseStage.SAVING:
+            self._leases.saved.cut_save(lease)
         else:
-            self._node.leases.saved.undo_restore(lease)
+            self._leases.saved.undo_restore(lease)
         self._answer_failed(lease, refusal)
 
     def transfer_gone(self) -> None:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
-        area = self._node.leases.saved
+        area = self._leases.saved
         for lease in self.copies.cut():
-            if lease.standing is Standing.SAVING:
+            if lease.state is LeaseStage.SAVING:
                 area.cut_save(lease)
                 self._answer_failed(
                     lease,
@@ -327,7 +343,7 @@ class Retractor:
         """The next generation serves: restore what waited for it."""
         waiting, self.uncopied = self.uncopied, {}
         for lease in waiting.values():
-            moved = self._node.leases.saved.to_restore(lease)
+            moved = self._leases.saved.to_restore(lease)
             assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
             self._restore(lease, moved)
 
@@ -338,12 +354,12 @@ class Retractor:
         caller = self._callers.pop(lease.id, None)
         if caller is not None:
             if caller.waiter is not None:
-                self._node.admission.withdraw(caller.waiter)
-            if caller.session in self._node.sessions.by_id:
+                self._admission.withdraw(caller.waiter)
+            if caller.session in self._owners.sessions.by_id:
                 refusal = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")
                 self._out.answer(caller.session, client.Failed(caller.call, refusal))
         if self.uncopied.pop(lease.id, None) is not None:
-            self._node.leases.release(lease, RESTORE, "released")
+            self._leases.release(lease, RESTORE, "released")
 
     # ---- what is said ------------------------------------------------------------------------
 
@@ -394,8 +410,8 @@ class Retractor:
                 prefix_tokens=lease.prefix_tokens,
                 restored_tokens=restored_tokens,
                 kv_tokens=kv_tokens,
-                pages=lease.row,
-                beside=self._node.leases.beside.rows(lease),
+                pages=lease.page_table,
+                beside=self._leases.components.page_tables(lease),
             ),
         )
 

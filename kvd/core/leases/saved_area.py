@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.cache.lease import RESTORE, SAVE, Rows, Saved, SavedPart, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, standing_next
+from kvd.core.cache.lease_state import LeaseTransition, next_stage
 from kvd.core.cache.pages import PagePool
 from kvd.core.layout.spec import (
     Buffer,
@@ -101,7 +101,7 @@ class SavedArea:
                 return Shortage(needed, pool.free_pages, component)
         self.turn(lease, LeaseTransition.RETRACT)
         parts = tuple(
-            SavedPart(component, rows.first, self.pools[component].take(count(rows.pages)))
+            SavedPart(component, rows.first, self.pools[component].take_pages(count(rows.pages)))
             for component, rows in wanted.items()
         )
         n_pages, n_bytes = self._amount(parts)
@@ -116,10 +116,10 @@ class SavedArea:
         """By component, the rows that have to be saved."""
         table, wanted = self._table, {}
         if self._first in self.pools:
-            used = Pages(lease.row[: table.pages_for(n_tokens) * ID_BYTES])
+            used = Pages(lease.page_table[: table.pages_for(n_tokens) * ID_BYTES])
             wanted[self._first] = Rows(0, used)
-        for keeper in table.beside.each:
-            rows = keeper.content(lease, n_tokens)
+        for keeper in table.components.each:
+            rows = keeper.pages_to_keep(lease, n_tokens)
             if isinstance(rows, Refusal):
                 return rows
             if rows.pages and keeper.component.name in self.pools:
@@ -201,11 +201,11 @@ class SavedArea:
         saved, lease.saved = lease.saved, None
         if saved is not None:
             for part in saved.parts:
-                self.pools[part.component].give(part.slots)
+                self.pools[part.component].return_pages(part.slots)
 
     def turn(self, lease: Lease, turn: LeaseTransition) -> None:
         """The lease goes on to its next standing."""
-        lease.standing = standing_next(lease.standing, turn)
+        lease.state = next_stage(lease.state, turn)
 
     # ---- what is copied ----------------------------------------------------------------------
 

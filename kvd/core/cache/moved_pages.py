@@ -21,7 +21,7 @@ MAX_LOG = 16_384
 """Moves kept between two turns of the audit: half a second of a busy node."""
 
 
-class Moves:
+class MovedPages:
     """The moves since the last ``drain``, while somebody watches."""
 
     __slots__ = ("log",)

@@ -145,10 +145,10 @@ def test_a_cancelled_call_and_a_dead_session_leave_those_who_stand_apart():
     admission = world.d.node.admission
 
     world.d.call(client.CancelCall, of=2)
-    assert (len(admission), len(admission.apart.by_name["p"])) == (2, 2)
+    assert (len(admission), len(admission.side_queue.by_name["p"])) == (2, 2)
     world.d.hang_up()
 
-    assert (len(admission), admission.apart.by_name) == (0, {})
+    assert (len(admission), admission.side_queue.by_name) == (0, {})
 
 
 # ---- the naive queue: one list, everybody looked at always ---------------------------------------
@@ -268,7 +268,7 @@ def test_who_waits_for_a_layout_is_asked_again_when_its_peer_has_another():
     looks = admission.looks
     one_cycle(world)
     assert "lack" in waiting.why or "layers" in waiting.why, waiting.why
-    assert (list(admission.apart.by_name), admission.looks) == (["p"], looks)
+    assert (list(admission.side_queue.by_name), admission.looks) == (["p"], looks)
 
     p.config = msgspec.structs.replace(p.config, spec=d.config.spec)
     world.restart(p)

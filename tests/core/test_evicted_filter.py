@@ -71,7 +71,7 @@ def test_what_is_cached_without_its_window_is_missed_for_what_lies_beside_it():
     side = Side(World(), settings("p", 64, spec=SPECS["swa"]))
     side.attach()
     cached(side, tokens(HEAD))
-    keeper = side.node.leases.beside.each[0]
+    keeper = side.node.leases.components.each[0]
     keeper.make_room(keeper.pool.total_pages - 1)
 
     event = opened(side, tokens(HEAD))

@@ -21,17 +21,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core.cache.lease import UNPROVEN, Claim, Lease
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.effects import NoteFreed
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
-from kvd.wire import restart_events
+from kvd.wire import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.effects import Outbox
     from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
-    from kvd.core.node import Node
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.sessions import SessionTable
+    from kvd.core.settings import Settings
 
 REASON = "before the restart"
 """What such a lease was opened for is not known any more."""
@@ -41,18 +44,23 @@ class NotAdopted(Exception):
     """This cannot be what the pool held; the message says why. Nothing was changed."""
 
 
-class Adoption:
+class FormerLeases:
     """The leases of before the restart, and the one that keeps what their engines may still read.
 
     Invariant: ``leases`` are those with an engine that stand as FORMER; ``unproven`` is there only
     while somebody ``may_read`` it.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(
+        self, settings: Settings, table: LeaseTable, sessions: SessionTable, out: Outbox
+    ) -> None:
         self.leases: dict[int, Lease] = {}
         """By number, oldest first."""
         self.unproven: Lease | None = None
-        self._node = node
+        self._is_journaled = settings.is_journaled
+        self._table = table
+        self._sessions = sessions
+        self._out = out
 
     def of_session(self, session: int) -> list[Lease]:
         """Those of one engine."""
@@ -64,27 +72,26 @@ class Adoption:
         Raises:
             NotAdopted: it is not whole, or this node is not new; nothing was changed.
         """
-        node = self._node
-        wrong = why_not(node, got)
+        wrong = self.why_not(got)
         if wrong:
             raise NotAdopted(wrong)
-        table = node.leases
-        table.pool.set_apart(_pages_of(got))
+        table = self._table
+        table.pool.take_these(_pages_of(got))
         self._grow(got.branches)
         former = [(one, lease) for one in got.sessions for lease in one.leases]
         for session in got.sessions:
-            node.sessions.awaits(session)
+            self._sessions.awaits(session)
         for session, lease in former:
             self._take_in(session, lease)
         table.opened = len(former)
         table.number_above = got.last_lease - len(former)
-        out = node.out
+        out = self._out
         if got.sessions and got.unproven:
             self._keep_unproven(got.unproven)
-        elif got.unproven and node.settings.is_journaled:
+        elif got.unproven and self._is_journaled:
             out.effects.append(NoteFreed(got.unproven))
         out.emit(
-            restart_events.Adopted,
+            events.Adopted,
             generation=got.generation,
             pages=table.tree.cached_pages,
             nodes=len(table.tree.order),
@@ -94,6 +101,32 @@ class Adoption:
             unproven_pages=self.unproven.held_pages if self.unproven is not None else 0,
         )
 
+    def why_not(self, got: PoolAdopted) -> str:
+        """Why it cannot be taken in, the first reason found; empty when it can."""
+        page_bytes = self._table.page_size * ID_BYTES
+        for reasons in (
+            self._not_new(),
+            _bad_pages(got, self._table.pool.total_pages),
+            _bad_branches(got.branches, page_bytes),
+            _bad_sessions(got),
+            _bad_prefixes(got, page_bytes),
+        ):
+            wrong = next(reasons, "")
+            if wrong:
+                return wrong
+        return ""
+
+    def _not_new(self) -> Iterator[str]:
+        table, n_sessions = self._table, len(self._sessions.by_id)
+        if table.components.each:
+            names = ", ".join(one.component.name for one in table.components.each)
+            yield f"this pool has pages of {names} beside {table.pool.name}, which are not kept"
+        if table.pool.free_pages != table.capacity_pages or table.leases or n_sessions:
+            yield (
+                f"this node is not new: {table.pool.free_pages} of {table.capacity_pages} pages "
+                f"are free, {n_sessions} sessions are open; adopt before anything else"
+            )
+
     def ended(self, lease: Lease) -> None:
         """One of them was released."""
         del self.leases[lease.id]
@@ -102,7 +135,7 @@ class Adoption:
     def may_read(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
         return bool(self.leases) or any(
-            session.is_former for session in self._node.sessions.by_id.values()
+            session.is_former for session in self._sessions.by_id.values()
         )
 
     def settle(self) -> None:
@@ -110,11 +143,11 @@ class Adoption:
         unproven = self.unproven
         if unproven is not None and not self.may_read():
             self.unproven = None
-            self._node.leases.release(unproven, UNPROVEN, "nobody reads them any more")
+            self._table.release(unproven, UNPROVEN, "nobody reads them any more")
 
     def _grow(self, branches: tuple[Branch, ...]) -> None:
         """The tree; each branch is used later than those before it, and uses its parent."""
-        tree = self._node.leases.tree
+        tree = self._table.tree
         ends: list[TreeNode] = []
         for branch in branches:
             at_root = branch.parent < 0
@@ -129,14 +162,14 @@ class Adoption:
             room=0,
             namespace=one.namespace,
             tokens=one.prefix,
-            reserve_tokens=count(one.held) * self._node.leases.page_size,
+            reserve_tokens=count(one.held) * self._table.page_size,
             priority=0,
             cache=False,
         )
         self.leases[one.id] = self._lease(one.id, claim, one.held)
 
     def _keep_unproven(self, pages: Pages) -> None:
-        table = self._node.leases
+        table = self._table
         table.opened += 1
         reserve = count(pages) * table.page_size
         claim = Claim(
@@ -155,45 +188,17 @@ class Adoption:
 
     def _lease(self, number: int, claim: Claim, held: Pages) -> Lease:
         """A lease that locks the path of its tokens, and has ``held`` beside it."""
-        table = self._node.leases
+        table = self._table
         anchor = table.tree.hold(claim.tokens, claim.namespace)
         lease = Lease(number, claim, anchor, Pages(table.tree.path_pages(anchor) + held))
         lease.owned = anchor.end_tokens // table.page_size
-        lease.standing = Standing.FORMER
-        lease.since_s = lease.touched_s = self._node.out.at_s
+        lease.state = LeaseStage.FORMER
+        lease.since_s = lease.touched_s = self._out.at_s
         table.leases[number] = lease
         return lease
 
 
 # ---- what came ---------------------------------------------------------------------------------
-
-
-def why_not(node: Node, got: PoolAdopted) -> str:
-    """Why it cannot be taken in, the first reason found; empty when it can."""
-    page_bytes = node.leases.page_size * ID_BYTES
-    for reasons in (
-        _not_new(node),
-        _bad_pages(got, node.leases.pool.total_pages),
-        _bad_branches(got.branches, page_bytes),
-        _bad_sessions(got),
-        _bad_prefixes(got, page_bytes),
-    ):
-        wrong = next(reasons, "")
-        if wrong:
-            return wrong
-    return ""
-
-
-def _not_new(node: Node) -> Iterator[str]:
-    table = node.leases
-    if table.beside.each:
-        names = ", ".join(one.component.name for one in table.beside.each)
-        yield f"this pool has pages of {names} beside {table.pool.name}, which are not kept"
-    if table.pool.free_pages != table.capacity_pages or table.leases or node.sessions.by_id:
-        yield (
-            f"this node is not new: {table.pool.free_pages} of {table.capacity_pages} pages are "
-            f"free, {len(node.sessions.by_id)} sessions are open; adopt before anything else"
-        )
 
 
 def _pages_of(got: PoolAdopted) -> Pages:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.types import Pages
 
 
-class Notes:
+class JournalNotes:
     """The notes about the first component of one pool."""
 
     __slots__ = ("_out", "_pool")
@@ -36,7 +36,7 @@ class Notes:
         self._pool = pool
         self._out = out
 
-    def held(self, lease: Lease, pages: Pages) -> None:
+    def note_held(self, lease: Lease, pages: Pages) -> None:
         """``pages`` are new to the lease; nothing is noted while only a remote may touch them."""
         if ENGINE in lease.holders:
             self._out.effects.append(
@@ -48,7 +48,7 @@ class Notes:
                 )
             )
 
-    def cached(self, lease: Lease, extension: Extension) -> None:
+    def note_cached(self, lease: Lease, extension: Extension) -> None:
         """Pages of the lease joined the tree, and its lock is behind them."""
         node, joined = extension.node, extension.joined
         is_noted = ENGINE in lease.holders
@@ -73,17 +73,17 @@ class Notes:
             )
         )
 
-    def give(self, pages: Pages, giver: object = None) -> None:
+    def return_pages(self, pages: Pages, giver: object = None) -> None:
         """Put them back on the free list, as nobody's."""
-        self._pool.give(pages, giver)
-        self.freed(pages)
+        self._pool.return_pages(pages, giver)
+        self.note_freed(pages)
 
-    def freed(self, pages: Pages) -> None:
+    def note_freed(self, pages: Pages) -> None:
         """No engine may touch them any more."""
         if pages:
             self._out.effects.append(NoteFreed(pages))
 
-    def ended(self, lease: Lease) -> None:
+    def note_ended(self, lease: Lease) -> None:
         """Its engine has let go, or keeps nothing of it but its number.
 
         Call it before its lock goes: a lease that was retracted has none, and was noted then.

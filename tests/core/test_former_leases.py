@@ -15,13 +15,13 @@ from kvd.core.cache.eviction import Policy
 from kvd.core.effects import AnswerEngine, NoteEnded, NoteFreed, NoteHeld
 from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.leases.adopt import NotAdopted
+from kvd.core.leases.former_leases import NotAdopted
 from kvd.core.node import Node
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
-from kvd.wire import admin, client, events, restart_events
+from kvd.wire import admin, client, events
 from kvd.wire.snapshot import ClientState
 from tests.core.keeping import pool_spec
 from tests.core.noted import tree_of
@@ -119,7 +119,7 @@ def test_everything_else_is_free_and_goes_out_in_the_old_order():
 
 def test_a_former_lease_keeps_its_number_its_path_and_its_pages():
     lease = adopted().node.leases.leases[7]
-    assert page_ids(lease.row) == [4, 5, 6, 11, 12]
+    assert page_ids(lease.page_table) == [4, 5, 6, 11, 12]
     assert page_ids(lease.held) == [11, 12]
     assert lease.anchor is not None
     assert lease.anchor.end_tokens == 48
@@ -137,20 +137,20 @@ def test_a_new_lease_has_a_number_above_all_former_ones():
 
 def test_pages_that_were_not_proven_are_a_lease_of_the_node_itself():
     node = adopted().node
-    assert node.former.unproven is node.leases.leases[41]
+    assert node.former_leases.unproven is node.leases.leases[41]
     assert page_ids(node.leases.leases[41].held) == [14, 15]
 
 
 def test_what_was_not_proven_is_free_and_noted_so_where_nobody_may_read_it():
     daemon = Daemon()
     assert daemon.feed(changed(sessions=())) == [NoteFreed(ids(14, 15))]
-    assert daemon.node.former.unproven is None
+    assert daemon.node.former_leases.unproven is None
     assert daemon.free == [1, 2, 3, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
 
 def test_it_is_told_in_one_event():
     daemon = adopted()
-    assert daemon.events == [restart_events.Adopted(1, NOW_S, 2, 7, 5, 1, 2, 3, 2)]
+    assert daemon.events == [events.Adopted(1, NOW_S, 2, 7, 5, 1, 2, 3, 2)]
 
 
 def test_nothing_at_all_can_be_adopted():
@@ -177,7 +177,7 @@ def test_a_node_that_adopted_is_frozen_and_thawed_as_it_is():
         node.step(inputs.ClientCameBack(NOW_S, 3, 4711, (9,)))
         node.step(inputs.ClientHungUp(NOW_S, 3))
     assert state_hash(again) == state_hash(daemon.node)
-    assert again.former.leases == {}
+    assert again.former_leases.leases == {}
 
 
 # ---- refused -------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(why):
     node = Daemon().node
     before = state_hash(node)
     with pytest.raises(NotAdopted) as told:
-        node.former.adopted(BAD[why])
+        node.former_leases.adopted(BAD[why])
     assert why in str(told.value)
     assert state_hash(node) == before
 
@@ -253,8 +253,8 @@ def test_a_pool_with_windows_adopts_nothing():
 def test_an_engine_that_returns_keeps_what_it_names_and_the_rest_is_free():
     daemon = adopted()
     assert returned(daemon, 7) == [NoteEnded(9), NoteFreed(ids(13))]
-    assert daemon.events[-1] == restart_events.ClientReturned(3, NOW_S, 3, "works-0", 4711, 1, 1)
-    assert list(daemon.node.former.leases) == [7]
+    assert daemon.events[-1] == events.ClientReturned(3, NOW_S, 3, "works-0", 4711, 1, 1)
+    assert list(daemon.node.former_leases.leases) == [7]
     assert not daemon.node.sessions.by_id[3].is_former
 
 
@@ -267,7 +267,7 @@ def test_what_was_not_proven_is_free_after_the_last_former_lease():
         NoteFreed(ids(13)),
         NoteFreed(ids(14, 15)),
     ]
-    assert daemon.node.former.unproven is None
+    assert daemon.node.former_leases.unproven is None
     assert daemon.node.leases.tree.evictable_pages == 7
 
 
@@ -473,7 +473,7 @@ def test_the_audit_finds_nothing_wrong_with_what_was_adopted():
 
 def test_the_audit_finds_pages_that_are_kept_for_nobody():
     node = adopted().node
-    node.former.leases.clear()
+    node.former_leases.leases.clear()
     node.sessions.by_id.clear()
     node.leases.release(node.leases.leases[7], "engine", "forced")
     node.leases.release(node.leases.leases[9], "engine", "forced")
