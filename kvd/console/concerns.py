@@ -132,13 +132,13 @@ def violations(context: Context) -> Iterator[Concern]:
         whose = f"; {found.owner} {found.pid}" if found.owner else ""
         room = f", room {found.room}" if found.room else ""
         yield Concern(
-            HIGH,
-            "violation",
-            ref or f"pool:{fault.component or context.node.leases.pool.name}",
-            f"{fault.sentence}{whose}{room}",
-            found.first_seen_s,
-            RULES.get(fault.rule, fault.rule),
-            f"open {ref}" if ref else "audit",
+            severity=HIGH,
+            kind="violation",
+            subject=ref or f"pool:{fault.component or context.node.leases.pool.name}",
+            evidence=f"{fault.sentence}{whose}{room}",
+            since_s=found.first_seen_s,
+            rule=RULES.get(fault.rule, fault.rule),
+            action=f"open {ref}" if ref else "audit",
             apart=str(found.id),
         )
 
@@ -177,13 +177,13 @@ def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
         by = f"; most is kept by {kept_by(context, waiter.budget)}"
         action = f"open {holders[0].ref}" if holders else f"open pool:{waiter.budget}"
     return Concern(
-        HIGH if is_late else MEDIUM,
-        "waiting",
-        f"receive:{oldest.receive}" if oldest.receive else f"client:{claim.session}",
-        f"{what} {why}{others}{by}",
-        waiter.since_s,
-        f"a request has its pages within {WAITS_S:g} s",
-        action,
+        severity=HIGH if is_late else MEDIUM,
+        kind="waiting",
+        subject=f"receive:{oldest.receive}" if oldest.receive else f"client:{claim.session}",
+        evidence=f"{what} {why}{others}{by}",
+        since_s=waiter.since_s,
+        rule=f"a request has its pages within {WAITS_S:g} s",
+        action=action,
     )
 
 
@@ -206,14 +206,14 @@ def quarantines(context: Context) -> Iterator[Concern]:
         is_long = context.now_s - held.since_s > LONG_QUARANTINE_S
         others = f" and {amount(len(group) - 1, 'more lease')}" if len(group) > 1 else ""
         yield Concern(
-            MEDIUM if is_long else LOW,
-            "quarantine",
-            f"lease:{first.id}",
-            f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still write "
-            f"them ({held.why}); waits for {context.node.decoder.settling.waits_for(first)}",
-            held.since_s,
-            f"a writer says within {QUARANTINE_S:g} s that it is done",
-            "fence" if is_long else f"open lease:{first.id}",
+            severity=MEDIUM if is_long else LOW,
+            kind="quarantine",
+            subject=f"lease:{first.id}",
+            evidence=f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still "
+            f"write them ({held.why}); waits for {context.node.decoder.settling.waits_for(first)}",
+            since_s=held.since_s,
+            rule=f"a writer says within {QUARANTINE_S:g} s that it is done",
+            action="fence" if is_long else f"open lease:{first.id}",
         )
 
 
@@ -237,16 +237,17 @@ def old_leases(context: Context) -> Iterator[Concern]:
         pages = sum(lease.held_pages for lease in group)
         ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
         yield Concern(
-            MEDIUM if node.admission.queue else LOW,
-            "old-lease",
-            ref,
-            f"{client.name} {client.pids[0]} is there, and has neither extended nor committed "
-            f"{amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
+            severity=MEDIUM if node.admission.queue else LOW,
+            kind="old-lease",
+            subject=ref,
+            evidence=f"{client.name} {client.pids[0]} is there, and has neither extended nor "
+            f"committed {amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
             f"lease {first.id} ({first.reason})",
-            first.touched_s,
-            f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits for its "
+            since_s=first.touched_s,
+            rule=f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits "
+            "for its "
             "user may mean it, one that has forgotten it leaks",
-            f"open lease:{first.id}",
+            action=f"open lease:{first.id}",
         )
 
 
@@ -260,15 +261,15 @@ def lingering(context: Context) -> Iterator[Concern]:
         since_s = first_seen(context, "lingering", ref)
         if context.now_s - since_s > LINGERS_S:
             yield Concern(
-                LOW,
-                "lingering",
-                ref,
-                f"{amount(lease.held_pages, 'page')}, released by "
+                severity=LOW,
+                kind="lingering",
+                subject=ref,
+                evidence=f"{amount(lease.held_pages, 'page')}, released by "
                 f"{owner(context, lease.session)} and still read by send {part.id} of room "
                 f"{part.room}",
-                since_s,
-                f"a released lease is free within {LINGERS_S:g} s",
-                f"open send:{part.id}",
+                since_s=since_s,
+                rule=f"a released lease is free within {LINGERS_S:g} s",
+                action=f"open send:{part.id}",
             )
 
 
@@ -291,15 +292,16 @@ def gone_clients(context: Context) -> Iterator[Concern]:
         pages = sum(lease.held_pages for lease in has.leases)
         ref = f"client:{session.id}"
         yield Concern(
-            MEDIUM if living else HIGH,
-            "client-gone",
-            ref,
-            f"pid {gone[0]} of {session.name} is gone, its connection is kept open by {by}: "
+            severity=MEDIUM if living else HIGH,
+            kind="client-gone",
+            subject=ref,
+            evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
+            f"{by}: "
             f"{amount(len(has.leases), 'lease')} with {amount(pages, 'page')}, "
             f"{amount(has.receives + has.sends, 'handoff')}",
-            first_seen(context, "client-gone", ref),
-            "what a dead engine held is released when its last process hangs up",
-            f"stop {by}: what the session holds is released at once",
+            since_s=first_seen(context, "client-gone", ref),
+            rule="what a dead engine held is released when its last process hangs up",
+            action=f"stop {by}: what the session holds is released at once",
         )
 
 
@@ -313,15 +315,17 @@ def awaited_clients(context: Context) -> Iterator[Concern]:
         if leases and context.now_s - session.since_s > AWAITED_S:
             pages = sum(lease.held_pages for lease in leases)
             yield Concern(
-                MEDIUM if node.admission.queue else LOW,
-                "awaited",
-                f"client:{session.id}",
-                f"{session.name} {session.pids[0]} was there before the restart and has not come "
+                severity=MEDIUM if node.admission.queue else LOW,
+                kind="awaited",
+                subject=f"client:{session.id}",
+                evidence=f"{session.name} {session.pids[0]} was there before the restart and has "
+                "not come "
                 f"back: {amount(len(leases), 'lease')} with {amount(pages, 'page')} wait for it",
-                session.since_s,
-                f"an engine that lives comes back within {AWAITED_S:g} s; what it held is released "
+                since_s=session.since_s,
+                rule=f"an engine that lives comes back within {AWAITED_S:g} s; what it held is "
+                "released "
                 "when it does, or ends",
-                f"open client:{session.id}",
+                action=f"open client:{session.id}",
             )
 
 
@@ -335,14 +339,14 @@ def hung_up_clients(context: Context) -> Iterator[Concern]:
         pages = sum(lease.held_pages for lease in leases)
         pids = " ".join(map(str, session.pids))
         yield Concern(
-            MEDIUM,
-            "hung-up-on",
-            f"client:{session.id}",
-            f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
+            severity=MEDIUM,
+            kind="hung-up-on",
+            subject=f"client:{session.id}",
+            evidence=f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
             f"{amount(len(leases), 'lease')} with {amount(pages, 'page')} stay held",
-            session.hang_up.since_s,
-            "a process that lives may write its pages, so they come back when it ends",
-            f"stop pid {pids}: what the session holds is released within 1 s",
+            since_s=session.hang_up.since_s,
+            rule="a process that lives may write its pages, so they come back when it ends",
+            action=f"stop pid {pids}: what the session holds is released within 1 s",
         )
 
 
@@ -354,13 +358,13 @@ def full_pools(context: Context) -> Iterator[Concern]:
             continue
         holders = context.biggest.of(context, name)
         yield Concern(
-            MEDIUM,
-            "pool-full",
-            f"pool:{name}",
-            f"{name}: {budgets.told(name)}; most is kept by {kept_by(context, name)}",
-            first_seen(context, "pool-full", f"pool:{name}"),
-            "a page of each component can be had: it is free, or cached and not in use",
-            f"open {holders[0].ref}" if holders else f"open pool:{name}",
+            severity=MEDIUM,
+            kind="pool-full",
+            subject=f"pool:{name}",
+            evidence=f"{name}: {budgets.told(name)}; most is kept by {kept_by(context, name)}",
+            since_s=first_seen(context, "pool-full", f"pool:{name}"),
+            rule="a page of each component can be had: it is free, or cached and not in use",
+            action=f"open {holders[0].ref}" if holders else f"open pool:{name}",
         )
 
 
@@ -417,33 +421,33 @@ def peers(context: Context) -> Iterator[Concern]:
             kind, grave = ("peer-lost", HIGH) if peer.life is Life.LOST else ("peer-silent", MEDIUM)
             why = known.trouble(peer.name)
             yield Concern(
-                grave,
-                kind,
-                ref,
-                f"{peer.name} is {peer.life.value}{f': {why}' if why else ''}",
-                peer.heard_s,
-                f"a peer is heard every {context.node.settings.heartbeat_s:g} s",
-                f"look whether kvd runs on {peer.name}, and at the network between the two",
+                severity=grave,
+                kind=kind,
+                subject=ref,
+                evidence=f"{peer.name} is {peer.life.value}{f': {why}' if why else ''}",
+                since_s=peer.heard_s,
+                rule=f"a peer is heard every {context.node.settings.heartbeat_s:g} s",
+                action=f"look whether kvd runs on {peer.name}, and at the network between the two",
             )
         elif peer.refusal is not None and peer.source_refusal is not None:
             yield Concern(
-                MEDIUM,
-                "peer-refused",
-                ref,
-                peer.refusal.message,
-                first_seen(context, "peer-refused", ref),
-                "peers that exchange KV have the same layout of their pools",
-                "compare kvd config show on both nodes",
+                severity=MEDIUM,
+                kind="peer-refused",
+                subject=ref,
+                evidence=peer.refusal.message,
+                since_s=first_seen(context, "peer-refused", ref),
+                rule="peers that exchange KV have the same layout of their pools",
+                action="compare kvd config show on both nodes",
             )
         elif peer.agent is Agent.FAILED:
             yield Concern(
-                HIGH,
-                "peer-refused",
-                ref,
-                f"no sending agent: {peer.agent_why}",
-                peer.agent_since_s,
-                "there is a sending agent towards every peer that lives",
-                f"open {ref}",
+                severity=HIGH,
+                kind="peer-refused",
+                subject=ref,
+                evidence=f"no sending agent: {peer.agent_why}",
+                since_s=peer.agent_since_s,
+                rule="there is a sending agent towards every peer that lives",
+                action=f"open {ref}",
             )
     yield from _unanswered(context)
 
@@ -458,13 +462,13 @@ def _unanswered(context: Context) -> Iterator[Concern]:
         ref = f"peer:{dialed.name}"
         why = dialed.trouble or "nobody answers"
         yield Concern(
-            MEDIUM,
-            "peer-refused" if dialed.trouble else "peer-silent",
-            ref,
-            f"{dialed.name} at {dialed.address} has not said Hello: {why}",
-            dialed.trouble_s or context.node.started_s,
-            "a configured peer is there, and its keys are those we know",
-            f"look whether kvd runs on {dialed.name} as configured in peers.connect",
+            severity=MEDIUM,
+            kind="peer-refused" if dialed.trouble else "peer-silent",
+            subject=ref,
+            evidence=f"{dialed.name} at {dialed.address} has not said Hello: {why}",
+            since_s=dialed.trouble_s or context.node.started_s,
+            rule="a configured peer is there, and its keys are those we know",
+            action=f"look whether kvd runs on {dialed.name} as configured in peers.connect",
         )
 
 
@@ -474,14 +478,14 @@ def _unanswered(context: Context) -> Iterator[Concern]:
 def _late(context: Context, ref: str, part: ReceivePart | SendPart, done_bytes: int) -> Concern:
     whole = f" of {part.total_bytes}" if part.total_bytes else ""
     return Concern(
-        MEDIUM,
-        "late-handoff",
-        ref,
-        f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
+        severity=MEDIUM,
+        kind="late-handoff",
+        subject=ref,
+        evidence=f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
         f"{done_bytes}{whole} bytes",
-        part.deadline_s - LATE_HANDOFF * (part.deadline_s - part.since_s),
-        "a handoff is done before the last fifth of its time",
-        f"open {ref}",
+        since_s=part.deadline_s - LATE_HANDOFF * (part.deadline_s - part.since_s),
+        rule="a handoff is done before the last fifth of its time",
+        action=f"open {ref}",
     )
 
 
@@ -505,13 +509,13 @@ def _still_receive(context: Context, part: ReceivePart, moved_s: float) -> Conce
                 "engine does not compute, or bytes have stopped"
             )
     return Concern(
-        HIGH if silence else grave,
-        "stuck-handoff",
-        f"receive:{part.id}",
-        f"room {part.room} from {part.peer}: {what}{silence}",
-        moved_s,
-        _MOVES,
-        f"open peer:{part.peer}" if silence else f"open receive:{part.id}",
+        severity=HIGH if silence else grave,
+        kind="stuck-handoff",
+        subject=f"receive:{part.id}",
+        evidence=f"room {part.room} from {part.peer}: {what}{silence}",
+        since_s=moved_s,
+        rule=_MOVES,
+        action=f"open peer:{part.peer}" if silence else f"open receive:{part.id}",
     )
 
 
@@ -520,13 +524,13 @@ def _still_send(context: Context, part: SendPart, moved_s: float) -> Concern:
     is_long = context.now_s - moved_s > LONG_S
     grave, what, action = _what_keeps(context, part, is_long=is_long)
     return Concern(
-        HIGH if silence else grave,
-        "stuck-handoff",
-        f"send:{part.id}",
-        f"room {part.room} to {part.peer or 'nobody yet'}: {what}{silence}",
-        moved_s,
-        _MOVES,
-        f"open peer:{part.peer}" if silence else action,
+        severity=HIGH if silence else grave,
+        kind="stuck-handoff",
+        subject=f"send:{part.id}",
+        evidence=f"room {part.room} to {part.peer or 'nobody yet'}: {what}{silence}",
+        since_s=moved_s,
+        rule=_MOVES,
+        action=f"open peer:{part.peer}" if silence else action,
     )
 
 
@@ -573,13 +577,13 @@ def transfer(context: Context) -> Iterator[Concern]:
     """Without a transfer process nothing can be sent or received."""
     if not context.node.peers.generation:
         yield Concern(
-            HIGH,
-            "transfer-down",
-            "",
-            "the transfer process of this node does not serve",
-            first_seen(context, "transfer-down"),
-            "there is a transfer process; one that ends is started again at once",
-            "look at the daemon's log: it says why the last one ended",
+            severity=HIGH,
+            kind="transfer-down",
+            subject="",
+            evidence="the transfer process of this node does not serve",
+            since_s=first_seen(context, "transfer-down"),
+            rule="there is a transfer process; one that ends is started again at once",
+            action="look at the daemon's log: it says why the last one ended",
         )
 
 
@@ -589,13 +593,14 @@ def draining(context: Context) -> Iterator[Concern]:
     if drainer.drain is not None:
         receives, sends = drainer.under_way()
         yield Concern(
-            LOW,
-            "draining",
-            "",
-            f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends under way",
-            drainer.drain.since_s,
-            "a node serves; one that drains refuses every new lease, receive and send",
-            "kvd undrain serves again, unless it is stopping",
+            severity=LOW,
+            kind="draining",
+            subject="",
+            evidence=f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends under "
+            "way",
+            since_s=drainer.drain.since_s,
+            rule="a node serves; one that drains refuses every new lease, receive and send",
+            action="kvd undrain serves again, unless it is stopping",
         )
 
 
@@ -611,14 +616,15 @@ def refused(context: Context) -> Iterator[Concern]:
     last = lately[0]
     more = " or more" if len(lately) == context.recent.refused.maxlen else ""
     yield Concern(
-        LOW,
-        "refused-messages",
-        "",
-        f"{len(lately)}{more} messages refused within {REFUSED_OVER_S:g} s; the last on "
+        severity=LOW,
+        kind="refused-messages",
+        subject="",
+        evidence=f"{len(lately)}{more} messages refused within {REFUSED_OVER_S:g} s; the last on "
         f"{last.socket} from {last.sender}: {last.code}, {last.why}",
-        lately[-1].at_s,
-        "engines, operators and peers send what the daemon can read and act on",
-        "look for message-refused among the events: each says who sent it, and why it was refused",
+        since_s=lately[-1].at_s,
+        rule="engines, operators and peers send what the daemon can read and act on",
+        action="look for message-refused among the events: each says who sent it, and why it was "
+        "refused",
     )
 
 
@@ -627,13 +633,13 @@ def recorder(context: Context) -> Iterator[Concern]:
     state = context.node.recorded.state
     if state.state == "ended":
         yield Concern(
-            LOW,
-            "recorder-ended",
-            "",
-            state.why or "the flight recorder has ended",
-            context.node.recorded.since_s,
-            "where the recorder is enabled, every input is recorded",
-            "restart the daemon when it is idle, to record again",
+            severity=LOW,
+            kind="recorder-ended",
+            subject="",
+            evidence=state.why or "the flight recorder has ended",
+            since_s=context.node.recorded.since_s,
+            rule="where the recorder is enabled, every input is recorded",
+            action="restart the daemon when it is idle, to record again",
         )
 
 
@@ -641,13 +647,15 @@ def loop(context: Context) -> Iterator[Concern]:
     """Everybody waits when the loop does."""
     if context.lag_s >= LAG_S:
         yield Concern(
-            MEDIUM if context.lag_s >= LONG_LAG_S else LOW,
-            "loop-lag",
-            "",
-            f"its timer was late by {context.lag_s * 1e3:.0f} ms, at worst in the last second",
-            first_seen(context, "loop-lag"),
-            f"the daemon answers within {LAG_S * 1e3:.0f} ms",
-            "look at the processor of this host: pin the daemon, or give it a core of its own",
+            severity=MEDIUM if context.lag_s >= LONG_LAG_S else LOW,
+            kind="loop-lag",
+            subject="",
+            evidence=f"its timer was late by {context.lag_s * 1e3:.0f} ms, at worst in the last "
+            "second",
+            since_s=first_seen(context, "loop-lag"),
+            rule=f"the daemon answers within {LAG_S * 1e3:.0f} ms",
+            action="look at the processor of this host: pin the daemon, or give it a core of its "
+            "own",
         )
 
 

@@ -191,13 +191,13 @@ class Recent:
     def sources(self) -> Sources:
         """Where the tokens of all leases came from."""
         return Sources(
-            self.cached,
-            self.received,
-            self.restored,
-            self.new,
-            self.evicted,
-            self.lost,
-            self.unaligned,
+            cached=self.cached,
+            received=self.received,
+            restored=self.restored,
+            new=self.new,
+            evicted=self.evicted,
+            lost=self.lost,
+            unaligned=self.unaligned,
         )
 
     def latency(self, now_s: float) -> Latency:
@@ -213,7 +213,10 @@ class Recent:
             return Latency(len(lately), failed)
         last = len(took) - 1
         return Latency(
-            len(lately), failed, took[len(took) // 2], took[min(last, len(took) * 99 // 100)]
+            ended=len(lately),
+            failed=failed,
+            p50_s=took[len(took) // 2],
+            p99_s=took[min(last, len(took) * 99 // 100)],
         )
 
     def traffic(self, peer: str) -> PeerTraffic:

@@ -98,13 +98,13 @@ class Things(NamedTuple):
         """Things without hits and locks."""
         n = len(what)
         return Things(
-            np.array(what, np.uint8),
-            np.array(session, np.int64),
-            np.array(since_s, np.float64),
-            np.zeros(n, np.int64),
-            np.zeros(n, np.int64),
-            np.array(is_saved, np.bool_) if is_saved else np.zeros(n, np.bool_),
-            np.zeros(n, np.uint8),
+            what=np.array(what, np.uint8),
+            session=np.array(session, np.int64),
+            since_s=np.array(since_s, np.float64),
+            hits=np.zeros(n, np.int64),
+            locks=np.zeros(n, np.int64),
+            is_saved=np.array(is_saved, np.bool_) if is_saved else np.zeros(n, np.bool_),
+            missed=np.zeros(n, np.uint8),
         )
 
     def and_also(self, *others: Things) -> Things:

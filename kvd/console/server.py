@@ -309,7 +309,17 @@ class ConsoleServer:
         head = self._head(now_s)
         lost, skipped, events = self._happened(watch.asked.events, watch.after)
         watch.after = upto = self._scene.node.out.seq
-        frame = _ENCODE(Frame(watch.asked.call, head, tuple(answers), events, lost, skipped, upto))
+        frame = _ENCODE(
+            Frame(
+                call=watch.asked.call,
+                vitals=head,
+                answers=tuple(answers),
+                events=events,
+                lost=lost,
+                skipped=skipped,
+                upto=upto,
+            )
+        )
         self._pay()
         return frame
 
@@ -422,4 +432,4 @@ def _no_table(query: Query | MapQuery, now_s: float) -> bytes:
     name = query.view if isinstance(query, Query) else ""
     known = ", ".join(VIEWS)
     why = f"there is no table {name!r}: this daemon has {known}"
-    return _ENCODE(Table(name, 0, 0, now_s, 0, 0, trouble=why))
+    return _ENCODE(Table(view=name, revision=0, since=0, at_s=now_s, total=0, of=0, trouble=why))

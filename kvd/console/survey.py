@@ -209,13 +209,13 @@ class Survey:
         n_nodes = len(self._hits)
         lock_counts = np.array(locks, np.int64) if locks else np.zeros(n_nodes, np.int64)
         return Things(
-            np.where(lock_counts > 0, Is.LOCKED, Is.CACHED).astype(np.uint8),
-            np.zeros(n_nodes, np.int64),
-            np.array(self.used_s, np.float64),
-            np.array(self._hits, np.int64),
-            lock_counts,
-            np.zeros(n_nodes, np.bool_),
-            np.zeros(n_nodes, np.uint8),
+            what=np.where(lock_counts > 0, Is.LOCKED, Is.CACHED).astype(np.uint8),
+            session=np.zeros(n_nodes, np.int64),
+            since_s=np.array(self.used_s, np.float64),
+            hits=np.array(self._hits, np.int64),
+            locks=lock_counts,
+            is_saved=np.zeros(n_nodes, np.bool_),
+            missed=np.zeros(n_nodes, np.uint8),
         )
 
 

@@ -232,7 +232,7 @@ def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
     n_shown = 0
     while stack:
         node, depth = stack.pop()
-        yield TreeRow(node, depth, crossings, survey)
+        yield TreeRow(node=node, depth=depth, crossings=crossings, survey=survey)
         n_shown += 1
         if n_shown % SHOWN_AT_ONCE == 0:
             yield None
@@ -295,7 +295,7 @@ def _locked(context: Context, _: Query) -> Iterator[TreeRow | None]:
     yield None
     for node in reversed(counts):
         if node.parent is not None:
-            yield TreeRow(node, 0, crossings, None)
+            yield TreeRow(node=node, depth=0, crossings=crossings, survey=None)
 
 
 LOCKED: NodeTable[TreeRow] = NodeTable(
@@ -335,7 +335,7 @@ def _orphans(context: Context, _: Query) -> Iterator[TreeRow | None]:
     yield None
     crossings = Crossings(context)
     for node, why in whys.items():
-        yield TreeRow(node, 0, crossings, survey, why)
+        yield TreeRow(node=node, depth=0, crossings=crossings, survey=survey, why=why)
 
 
 ORPHANS: NodeTable[TreeRow] = NodeTable(
@@ -371,11 +371,11 @@ def _turns(context: Context, _: Query) -> Iterator[EvictionRow | None]:
     rank = pages = 0
     for node in context.node.leases.tree.order.peek(PEEKED):
         if node.lock_ref:
-            yield EvictionRow(node, None, None, crossings)
+            yield EvictionRow(node=node, rank=None, frees=None, crossings=crossings)
         else:
             rank += 1
             pages += node.n_pages
-            yield EvictionRow(node, rank, pages, crossings)
+            yield EvictionRow(node=node, rank=rank, frees=pages, crossings=crossings)
 
 
 def _skipped(_: Context, one: EvictionRow) -> str:

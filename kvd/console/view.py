@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from kvd.core.inspect.schema import session_name
 from kvd.core.inspect.words import lease_word
 from kvd.wire.console import Cell, Column, Filter, Holder, Query, TableRow
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvd.console.context import Context
     from kvd.core.cache.lease import Lease
+    from kvd.core.inspect.schema import StateField
     from kvd.core.leases.owners import Kept
 
 
@@ -51,6 +53,11 @@ class Field(Generic[T]):
     ) -> None:
         self.column = Column(name, kind, help_)
         self.get = get
+
+
+def field_of(row: StateField[T]) -> Field[T]:
+    """A column whose values are the node's own: see ``kvd.core.inspect.schema``."""
+    return Field(row.column, row.unit, lambda context, one: row.get(context.node, one), row.help)
 
 
 class TableWindow(msgspec.Struct, frozen=True):
@@ -260,10 +267,7 @@ def _is(cell: Cell, value: str | float) -> bool:
 
 def owner(context: Context, session: int) -> str:
     """The name of a session; of one that is gone its number, of none nothing."""
-    found = context.node.sessions.by_id.get(session)
-    if found is not None:
-        return found.name
-    return f"session {session} (gone)" if session else ""
+    return session_name(context.node, session)
 
 
 def client_ref(session: int) -> str | None:
@@ -291,7 +295,9 @@ def lease_holder(context: Context, lease: Lease, pages: str = "") -> Holder:
     )
     room = f" room {lease.room}" if lease.room else ""
     what = f"{who}: {lease.reason}{room}{pages}"
-    return Holder(what, lease.since_s, f"lease:{lease.id}", state_of(context, lease))
+    return Holder(
+        who=what, since_s=lease.since_s, ref=f"lease:{lease.id}", state=state_of(context, lease)
+    )
 
 
 def state_of(context: Context, lease: Lease) -> str:

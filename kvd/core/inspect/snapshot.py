@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvd import __version__
-from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.windows import WindowPages
-from kvd.core.inspect.page_states import component_places, needed_nodes, nobodys, places
+from kvd.core.inspect.page_states import component_places, nobodys, places
+from kvd.core.inspect.schema import lease_state, mapped_pages
 from kvd.core.inspect.words import (
     agent_words,
     layout_words,
-    lease_waits_for,
-    lease_word,
     node_word,
     receive_share,
     receive_waits_for,
@@ -38,13 +34,11 @@ from kvd.core.layout.spec import (
 )
 from kvd.core.leases.owners import owner_of
 from kvd.core.peers.peer_drain import drain_words
-from kvd.types import Pages, count
+from kvd.types import count
 from kvd.wire.snapshot import (
     BufferState,
     ClientState,
     CompanionState,
-    HeldState,
-    LeaseState,
     PeerState,
     PoolState,
     RoomState,
@@ -55,7 +49,6 @@ from kvd.wire.snapshot import (
 )
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
@@ -163,45 +156,6 @@ def totals(node: NodeView) -> Totals:
         leases_resumed=node.retractor.resumed,
         restored_bytes=node.retractor.restored_bytes,
         spared_bytes=node.retractor.spared_bytes,
-    )
-
-
-_AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
-
-
-def lease_state(node: NodeView, lease: Lease) -> LeaseState:
-    """One claim in words and figures."""
-    name, pid = owner_of(node, lease.session)
-    because, quarantined_s = "", 0.0
-    held, quarantined = lease.held_pages, 0
-    if lease.quarantine is not None:
-        held, quarantined = 0, lease.held_pages
-        quarantined_s = node.out.at_s - lease.quarantine.since_s
-        because = lease.quarantine.why
-    return LeaseState(
-        id=lease.id,
-        state=lease_word(lease),
-        owner=name,
-        pid=pid,
-        session=lease.session,
-        reason=lease.reason,
-        room=lease.room,
-        namespace=lease.namespace,
-        age_s=node.out.at_s - lease.since_s,
-        prompt_tokens=count(lease.tokens),
-        prefix_tokens=lease.prefix_tokens,
-        locked_node=lease.anchor.id if lease.anchor is not None else 0,
-        held_pages=held,
-        quarantined_pages=quarantined,
-        holders=tuple(sorted(lease.holders)),
-        waiting_for=lease_waits_for(node, lease),
-        quarantined_s=quarantined_s,
-        because=because,
-        saved_pages=lease.saved_pages,
-        saved_bytes=lease.saved_bytes,
-        retracted_s=node.out.at_s - lease.retracted_s if lease.state in _AWAY else 0.0,
-        row_pages=count(lease.page_table),
-        beside=held_states(node.leases, lease),
     )
 
 
@@ -350,33 +304,6 @@ def pool_states(node: NodeView) -> tuple[PoolState, ...]:
     return (_first(node), *(_beside(node, keeper) for keeper in node.leases.components.each))
 
 
-def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
-    """What the lease has of each component beside the first."""
-    return tuple(
-        HeldState(
-            keeper.component.name,
-            count(keeper.own_pages(lease)),
-            _mapped(keeper.page_table(lease)),
-            *_use(keeper, lease),
-            needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
-        )
-        for keeper in table.components.each
-    )
-
-
-def _use(keeper: ComponentPages, lease: Lease) -> tuple[int, int]:
-    """Hits and misses of the lease in its buffer."""
-    if not isinstance(keeper, Buffers) or lease.id not in keeper.resident:
-        return (0, 0)
-    resident = keeper.resident[lease.id]
-    return (resident.hits, resident.misses)
-
-
-def _mapped(row: Pages) -> int:
-    """Ids in a row that are of a page; the null page stands for none."""
-    return int(np.count_nonzero(np.frombuffer(row, dtype="<i4")))
-
-
 def _first(node: NodeView) -> PoolState:
     table, spec = node.leases, node.settings.spec
     first = spec.components[0]
@@ -461,7 +388,7 @@ def _window(table: LeaseTable, keeper: ComponentPages) -> WindowState | None:
     running = [one for one in table.leases.values() if one.quarantine is None]
     return WindowState(
         window_tokens=extent_tokens(keeper.component),
-        mapped_pages=sum(_mapped(keeper.page_table(lease)) for lease in running),
+        mapped_pages=sum(mapped_pages(keeper.page_table(lease)) for lease in running),
         full_pages=sum(count(lease.page_table) for lease in running),
         slides=keeper.slides,
     )

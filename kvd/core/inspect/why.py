@@ -31,7 +31,8 @@ from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import needed_nodes
-from kvd.core.inspect.snapshot import decode_room, lease_state, prefill_room, waiting_states
+from kvd.core.inspect.schema import PLAIN_OF_LEASE, lease_state
+from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
 from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
@@ -499,6 +500,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
+    said += [f"{field.column}: {field.get(node, lease)}" for field in PLAIN_OF_LEASE]
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []
     if lease.anchor is not None and lease.anchor.parent is not None:
