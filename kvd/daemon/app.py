@@ -55,7 +55,7 @@ from kvd.daemon.supervisor import Supervisor
 from kvd.daemon.watchdog import Watchdog
 from kvd.journal.reader import Verify
 from kvd.observe.bus import Bus
-from kvd.observe.exposition import Build, Exposition, gauges_of
+from kvd.observe.exposition import Build, Exposition
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
 from kvd.pools.arena import Arena
@@ -305,7 +305,7 @@ class Daemon:
         return Exposition(
             self.metrics,
             Build(version=__version__, proto=str(peer.PROTOCOL), nixl=self.node.transport),
-            lambda: gauges_of(snapshot(self.node)),
+            lambda: snapshot(self.node),
         )
 
     # ---- what happens ------------------------------------------------------------------------

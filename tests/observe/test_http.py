@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from kvd.observe import http
-from kvd.observe.http import HttpServer, HttpPages, Response
+from kvd.observe.http import HttpPages, HttpServer, Response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from kvd.core.inputs import FromOperator
-from kvd.observe.exposition import Build, Exposition, gauges_of
+from kvd.observe.exposition import Build, Exposition
 from kvd.observe.metrics import Metrics
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import Plan, run_seed
@@ -114,8 +114,7 @@ def _answer(node, request: admin.AdminRequest) -> bytes:
 
 def _page(metrics: Metrics, node) -> bytes:
     status = node.step(FromOperator(node.out.at_s, b"", admin.ShowStatus(1))).effects[0].message
-    gauges = gauges_of(status.snapshot)
-    page = Exposition(metrics, Build("1", "1", "1"), lambda: gauges).render()
+    page = Exposition(metrics, Build("1", "1", "1"), lambda: status.snapshot).render()
     lines = [line for line in page.splitlines() if b" process_" not in line[:20]]
     return b"\n".join(line for line in lines if not line.startswith(b"process_"))
 

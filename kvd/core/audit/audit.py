@@ -75,9 +75,9 @@ class StandingAudit:
             return
         node = self._node
         sweep.learn(node)
-        cross = Backrefs(node)
+        refs = Backrefs(node)
         while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
-            self.work_done += sweep.look(node, cross, got.work - self.work_done)
+            self.work_done += sweep.look(node, refs, got.work - self.work_done)
         faults, sweep.faults = sweep.faults, []
         for fault in faults:
             self.findings.saw(fault, self._look)

@@ -67,7 +67,7 @@ def needs(table: LeaseTable) -> Needs:
 # ---- everything at once --------------------------------------------------------------------------
 
 
-def component_faults(node: NodeView, cross: Backrefs) -> list[Fault]:
+def component_faults(node: NodeView, refs: Backrefs) -> list[Fault]:
     """Every rule here that does not hold now."""
     table = node.leases
     found = [*component_register_faults(node)]
@@ -75,7 +75,7 @@ def component_faults(node: NodeView, cross: Backrefs) -> list[Fault]:
         found += _gone_faults(keeper)
     for lease in table.leases.values():
         found += component_lease_faults(node, lease)
-    for keeper, needed in zip(table.components.each, cross.needs, strict=True):
+    for keeper, needed in zip(table.components.each, refs.needs, strict=True):
         for edge in table.tree.nodes():
             found += component_node_faults(keeper, edge, needed)
         found += _tile_faults(node.leases, keeper)

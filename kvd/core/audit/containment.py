@@ -275,11 +275,11 @@ class Containment:
         return "; ".join(one for one in done if one)
 
     def _raise_locks(self, fault: Fault) -> str:
-        tree, cross = self._node.leases.tree, Backrefs(self._node)
+        tree, refs = self._node.leases.tree, Backrefs(self._node)
         raised = 0
         edge = self._edge(fault.node)
         while edge is not None:
-            missing = missing_locks(edge, cross.anchored)
+            missing = missing_locks(edge, refs.anchored)
             if missing > 0:
                 edge.lock_ref += missing
                 raised += missing

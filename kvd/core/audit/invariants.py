@@ -50,22 +50,22 @@ def violations(node: NodeView) -> list[str]:
 
 def faults(node: NodeView) -> list[Fault]:
     """Every rule that does not hold now."""
-    cross = Backrefs(node)
+    refs = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
     found = page_faults(node.leases) + saved_faults(node.leases) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
-        found += lock_faults(edge, cross)
+        found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():
-        found += lease_faults(node, lease, cross)
+        found += lease_faults(node, lease, refs)
     for receive in decoder.parts.values():
-        found += receive_faults(node, receive, cross)
+        found += receive_faults(node, receive, refs)
     for lease_id, reception in decoder.ready.items():
         found += ready_faults(node.leases, lease_id, reception)
     for send in [*prefiller.rooms.live(), *prefiller.last_word.settled.values()]:
-        found += send_faults(node, send, cross)
+        found += send_faults(node, send, refs)
     for post, send in prefiller.posts.parts.items():
         found += post_faults(node.prefiller, post, send)
-    found += queue_faults(node, cross)
+    found += queue_faults(node, refs)
     found += register_faults(node)
-    found += component_faults(node, cross)
+    found += component_faults(node, refs)
     return found

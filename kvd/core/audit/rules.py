@@ -279,10 +279,10 @@ def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
     return below + anchored[edge] + (edge.parent is None) - edge.lock_ref
 
 
-def lock_faults(edge: TreeNode, cross: Backrefs) -> Iterator[Fault]:
+def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
     """I2 at one node, in words."""
-    if missing_locks(edge, cross.anchored):
-        anchored, own = cross.anchored[edge], edge.parent is None
+    if missing_locks(edge, refs.anchored):
+        anchored, own = refs.anchored[edge], edge.parent is None
         below = sum([child.lock_ref for child in edge.children.values()])
         yield Fault(
             "I2",
@@ -422,7 +422,7 @@ def _of(component: str) -> str:
 # ---- leases --------------------------------------------------------------------------------------
 
 
-def lease_faults(node: NodeView, lease: Lease, cross: Backrefs) -> Iterator[Fault]:
+def lease_faults(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[Fault]:
     """I1, I2, I4, I6, I7 and I9 at one lease."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -431,40 +431,38 @@ def lease_faults(node: NodeView, lease: Lease, cross: Backrefs) -> Iterator[Faul
 
     is_quarantined = lease.quarantine is not None
     broken = _broken_quarantine if is_quarantined else _broken_claim
-    for rule, check, what in broken(node, lease, cross):
+    for rule, check, what in broken(node, lease, refs):
         yield fault(rule, check, what)
     if lease.reads < 0 or (lease.deferred and not lease.reads):
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
-    if lease.reads != cross.reads[lease.id]:
+    if lease.reads != refs.reads[lease.id]:
         what = f"lease {lease.id} counts {lease.reads} posts and copies that read it, "
-        yield fault("I6", "reads", f"{what}{cross.reads[lease.id]} are under way")
+        yield fault("I6", "reads", f"{what}{refs.reads[lease.id]} are under way")
     if node.leases.leases.get(lease.id) is not lease:
         yield fault("I9", "lease-name", f"lease {lease.id} is known under another number")
 
 
-def _broken_quarantine(
-    _: NodeView, lease: Lease, cross: Backrefs
-) -> Iterator[tuple[str, str, str]]:
+def _broken_quarantine(_: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
     """I6, I7 and I9 of pages that a remote may still write."""
     writers = lease.quarantine.writers if lease.quarantine is not None else ()
     if not writers or not all(writer.incarnation for writer in writers):
         yield "I7", "nameless", f"quarantined lease {lease.id} names no incarnation"
     if lease.anchor is not None or lease.owned:
         yield "I6", "lock-kept", f"quarantined lease {lease.id} still locks a prefix"
-    if not cross.is_draining(lease.id):
+    if not refs.is_draining(lease.id):
         what = f"nothing would ever end the quarantine of lease {lease.id}: no part drains it"
         yield "I9", "quarantine-leaked", what
 
 
-def _broken_claim(node: NodeView, lease: Lease, cross: Backrefs) -> Iterator[tuple[str, str, str]]:
+def _broken_claim(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
     if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
         yield "I1", "standing", f"lease {lease.id} is {lease.state.value}, but {what}"
-    for check, what in _missing_holders(lease, cross):
+    for check, what in _missing_holders(lease, refs):
         yield "I9", check, what
 
 
@@ -487,24 +485,24 @@ def _broken_row(node: NodeView, lease: Lease) -> Iterator[tuple[str, str]]:
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
-def _missing_holders(lease: Lease, cross: Backrefs) -> Iterator[tuple[str, str]]:
+def _missing_holders(lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str]]:
     """Holders that are gone, or do not know of this lease."""
     if not lease.holders:
         yield "holder-none", f"lease {lease.id} has no holder: nobody would ever release it"
     for holder in sorted(lease.holders):
         if holder == ENGINE:
-            is_there = cross.is_alive(lease.session)
+            is_there = refs.is_alive(lease.session)
         elif holder == ARRIVAL:
-            receive = cross.receives.get(lease.id)
+            receive = refs.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
-            is_there = lease.state is COPYING[holder] and cross.copies[lease.id] > 0
+            is_there = lease.state is COPYING[holder] and refs.copies[lease.id] > 0
         elif holder == UNPROVEN:
-            is_there = cross.may_read_former
+            is_there = refs.may_read_former
         elif holder == FETCH:
-            is_there = cross.reads[lease.id] > 0
+            is_there = refs.reads[lease.id] > 0
         else:
-            send = cross.sends.get(int(holder.removeprefix("send ")))
+            send = refs.sends.get(int(holder.removeprefix("send ")))
             is_there = send is not None and send.engine is not None and send.engine.lease is lease
         if not is_there:
             what = f"session {lease.session}" if holder == ENGINE else holder
@@ -514,9 +512,9 @@ def _missing_holders(lease: Lease, cross: Backrefs) -> Iterator[tuple[str, str]]
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def receive_faults(node: NodeView, part: ReceivePart, cross: Backrefs) -> Iterator[Fault]:
+def receive_faults(node: NodeView, part: ReceivePart, refs: Backrefs) -> Iterator[Fault]:
     """I4 and I9 at one part of the decode side that is not over."""
-    wrong = _unqueued(part, cross) if part.state is Decode.QUEUED else _unclaimed(node, part, cross)
+    wrong = _unqueued(part, refs) if part.state is Decode.QUEUED else _unclaimed(node, part, refs)
     if node.decoder.parts.get(part.id) is not part:
         wrong = "is known under another number"
     if wrong:
@@ -535,14 +533,14 @@ def _is_preloading(node: NodeView, part: ReceivePart) -> bool:
     return part.lease is not None and part.lease.id in node.fetcher.turns
 
 
-def _unqueued(part: ReceivePart, cross: Backrefs) -> str:
+def _unqueued(part: ReceivePart, refs: Backrefs) -> str:
     """Why nobody would ever admit it; empty where somebody will."""
-    if part.waiter is None or id(part.waiter) not in cross.queued or part.lease is not None:
+    if part.waiter is None or id(part.waiter) not in refs.queued or part.lease is not None:
         return "is queued, and not in the queue"
     return ""
 
 
-def _unclaimed(node: NodeView, part: ReceivePart, cross: Backrefs) -> str:
+def _unclaimed(node: NodeView, part: ReceivePart, refs: Backrefs) -> str:
     """Why its pages are not kept for it as its state demands; empty where they are."""
     lease, state = part.lease, part.state
     if lease is None or node.leases.leases.get(lease.id) is not lease:
@@ -552,14 +550,14 @@ def _unclaimed(node: NodeView, part: ReceivePart, cross: Backrefs) -> str:
     is_kept = lease.quarantine is not None if state is Decode.DRAINING else ARRIVAL in lease.holders
     if not is_kept or not _is_named(part, lease):
         return f"is not what lease {lease.id} is kept for"
-    return _unfound(node.decoder, part, cross) or _unjoined(node.decoder, part)
+    return _unfound(node.decoder, part, refs) or _unjoined(node.decoder, part)
 
 
-def _unfound(decoder: Decoder, part: ReceivePart, cross: Backrefs) -> str:
+def _unfound(decoder: Decoder, part: ReceivePart, refs: Backrefs) -> str:
     """Why nobody would hear of it; empty where somebody does."""
     if decoder.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
-    if part.state in ASKING and not cross.is_alive(part.session):
+    if part.state in ASKING and not refs.is_alive(part.session):
         return f"goes on for session {part.session}, which is gone"
     return ""
 
@@ -605,7 +603,7 @@ def _receive_fault(rule: str, check: str, part: ReceivePart, wrong: str) -> Faul
     )
 
 
-def send_faults(node: NodeView, part: SendPart, cross: Backrefs) -> Iterator[Fault]:
+def send_faults(node: NodeView, part: SendPart, refs: Backrefs) -> Iterator[Fault]:
     """I4, I5, I6 and I9 at one part of the prefill side that is not CLOSED."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -626,7 +624,7 @@ def send_faults(node: NodeView, part: SendPart, cross: Backrefs) -> Iterator[Fau
     posts = node.prefiller.posts.parts
     if any(posts.get(post) is not part for post in part.outstanding):
         yield fault("I9", "post-lost", f"waits for a post of {sorted(part.outstanding)} in vain")
-    wrong = _misfiled(node.prefiller, part) or _unowned(node.leases, part, cross)
+    wrong = _misfiled(node.prefiller, part) or _unowned(node.leases, part, refs)
     if wrong:
         yield fault("I9", "send", wrong)
 
@@ -644,7 +642,7 @@ def _misfiled(prefiller: Prefiller, part: SendPart) -> str:
     return ""
 
 
-def _unowned(table: LeaseTable, part: SendPart, cross: Backrefs) -> str:
+def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
     """Why the lease that it reads, or the engine it works for, is not there; empty: they are."""
     engine = part.engine
     if engine is None:
@@ -654,7 +652,7 @@ def _unowned(table: LeaseTable, part: SendPart, cross: Backrefs) -> str:
         return f"is settled, and keeps lease {lease.id}"
     if table.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
         return f"reads lease {lease.id}, which is not held for it"
-    if part.state is not Prefill.DRAINING and not cross.is_alive(engine.session):
+    if part.state is not Prefill.DRAINING and not refs.is_alive(engine.session):
         return f"goes on for session {engine.session}, which is gone"
     return ""
 
@@ -671,14 +669,14 @@ def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fau
 # ---- the queue and the registers -----------------------------------------------------------------
 
 
-def queue_faults(node: NodeView, cross: Backrefs) -> Iterator[Fault]:
+def queue_faults(node: NodeView, refs: Backrefs) -> Iterator[Fault]:
     """The queue is in order, and everybody in it lives."""
     ranks = [waiter.rank for waiter in node.admission.line]
     if ranks != sorted(ranks):
         yield Fault("I9", "queue-order", "the admission queue is not sorted by priority and time")
     yield from _forgotten(node)
     for waiter in node.admission.queue:
-        yield from _waiter_faults(waiter, cross)
+        yield from _waiter_faults(waiter, refs)
 
 
 def _forgotten(node: NodeView) -> Iterator[Fault]:
@@ -697,9 +695,9 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
                 yield Fault("I9", f"forgotten-{session}-{call}", what)
 
 
-def _waiter_faults(waiter: Waiter, cross: Backrefs) -> Iterator[Fault]:
+def _waiter_faults(waiter: Waiter, refs: Backrefs) -> Iterator[Fault]:
     session = waiter.claim.session
-    if not cross.is_alive(session):
+    if not refs.is_alive(session):
         what = f"a request of session {session} (call {waiter.claim.call}) waits, and that is gone"
         yield Fault("I9", f"waiter-{session}-{waiter.claim.call}", what)
 

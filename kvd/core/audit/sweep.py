@@ -191,20 +191,20 @@ class Sweep:
         for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
             tally.learn(pool.moved.drain())
 
-    def look(self, node: NodeView, cross: Backrefs, work: int) -> int:
+    def look(self, node: NodeView, refs: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
         used = work
         match self.phase:
             case SweepPhase.FREE:
-                used = self._look_at_free(node, cross, work)
+                used = self._look_at_free(node, refs, work)
             case SweepPhase.TREE:
-                used = self._look_at_tree(node, cross, work)
+                used = self._look_at_tree(node, refs, work)
             case SweepPhase.LEASES:
-                used = self._look_at_leases(node, cross, work)
+                used = self._look_at_leases(node, refs, work)
             case SweepPhase.PARTS:
-                used = self._look_at_parts(node, cross, work)
+                used = self._look_at_parts(node, refs, work)
             case SweepPhase.TOTALS:
-                used = self._look_at_totals(node, cross)
+                used = self._look_at_totals(node, refs)
             case SweepPhase.PAGES:
                 used = self._judge(node, work)
             case SweepPhase.OVER:
@@ -213,7 +213,7 @@ class Sweep:
 
     # ---- phases ------------------------------------------------------------------------------
 
-    def _look_at_free(self, node: NodeView, cross: Backrefs, work: int) -> int:
+    def _look_at_free(self, node: NodeView, refs: Backrefs, work: int) -> int:
         pool = pools(node.leases)[self._pool]
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
@@ -222,11 +222,11 @@ class Sweep:
         if self._next >= pool.free_pages and self._is_last_pool():
             self._begin(SweepPhase.TREE)
             self._stack = list(node.leases.tree.roots.values())
-            self._anchored = cross.anchored
-            self._needs = cross.needs
+            self._anchored = refs.anchored
+            self._needs = refs.needs
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
 
-    def _look_at_tree(self, node: NodeView, cross: Backrefs, work: int) -> int:
+    def _look_at_tree(self, node: NodeView, refs: Backrefs, work: int) -> int:
         stack = self._stack
         tree = node.leases.tree
         order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
@@ -243,13 +243,13 @@ class Sweep:
                 self.faults += node_faults(edge, order, page_bytes)
             stack.extend(edge.children.values())
             if edge.lock_ref:
-                self._look_at_locks(edge, cross)
+                self._look_at_locks(edge, refs)
             edges.append(edge)
             used += NODE_UNITS
         self.objects += len(edges)
         n_pages = self._tallies[0].see([edge.pages for edge in edges])
         for index, keeper in enumerate(node.leases.components.each):
-            n_pages += self._look_beside(index, keeper, edges, cross)
+            n_pages += self._look_beside(index, keeper, edges, refs)
             used += len(edges) * BESIDE_UNITS
         if not stack:
             self._begin(SweepPhase.LEASES)
@@ -258,17 +258,17 @@ class Sweep:
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
-    def _look_at_locks(self, edge: TreeNode, cross: Backrefs) -> None:
+    def _look_at_locks(self, edge: TreeNode, refs: Backrefs) -> None:
         """Counting who is anchored where takes one look at all leases: an old count does, mostly.
 
         Where it does not fit, the present one decides, and is the old one from then on.
         """
         if missing_locks(edge, self._anchored):
-            self._anchored = cross.anchored
-            self.faults += lock_faults(edge, cross)
+            self._anchored = refs.anchored
+            self.faults += lock_faults(edge, refs)
 
     def _look_beside(
-        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], cross: Backrefs
+        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], refs: Backrefs
     ) -> int:
         """What a component has at these nodes; returns how many pages.
 
@@ -279,12 +279,12 @@ class Sweep:
             if edge.parent is None:
                 continue
             if keeper.locks_at(edge) != self._needs[index][edge]:
-                self._needs = cross.needs
+                self._needs = refs.needs
             self.faults += component_rules.component_node_faults(keeper, edge, self._needs[index])
             pieces.append(keeper.pages_at(edge))
         return self._tallies[1 + index].see(pieces)
 
-    def _look_at_leases(self, node: NodeView, cross: Backrefs, work: int) -> int:
+    def _look_at_leases(self, node: NodeView, refs: Backrefs, work: int) -> int:
         leases: list[Lease] = []
         used = 0
         keepers = node.leases.components.each
@@ -292,7 +292,7 @@ class Sweep:
             lease = node.leases.leases.get(self._parts[self._next][1])
             self._next += 1
             if lease is not None:
-                self.faults += lease_faults(node, lease, cross)
+                self.faults += lease_faults(node, lease, refs)
                 leases.append(lease)
                 used += LEASE_UNITS + len(lease.page_table) // ID_BYTES // PAGES_SEEN_PER_UNIT
                 if keepers:
@@ -307,10 +307,10 @@ class Sweep:
             self._parts = list(_all_parts(node))
         return 1 + used
 
-    def _look_at_parts(self, node: NodeView, cross: Backrefs, work: int) -> int:
+    def _look_at_parts(self, node: NodeView, refs: Backrefs, work: int) -> int:
         last = min(len(self._parts), self._next + max(1, work // PART_UNITS))
         for kind, number in self._parts[self._next : last]:
-            self.faults += _part_faults(node, cross, kind, number)
+            self.faults += _part_faults(node, refs, kind, number)
         used = last - self._next
         self.objects += used
         self._next = last
@@ -318,9 +318,9 @@ class Sweep:
             self._begin(SweepPhase.TOTALS)
         return 1 + used * PART_UNITS
 
-    def _look_at_totals(self, node: NodeView, cross: Backrefs) -> int:
+    def _look_at_totals(self, node: NodeView, refs: Backrefs) -> int:
         self.faults += total_faults(node.leases.tree)
-        self.faults += queue_faults(node, cross)
+        self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
         area = node.leases.saved
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
@@ -386,18 +386,18 @@ def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
     yield from (("post", one) for one in prefiller.posts.parts)
 
 
-def _part_faults(node: NodeView, cross: Backrefs, kind: str, number: int) -> Iterable[Fault]:
+def _part_faults(node: NodeView, refs: Backrefs, kind: str, number: int) -> Iterable[Fault]:
     """What is wrong with one of them, if it is still there."""
     decoder, prefiller = node.decoder, node.prefiller
     match kind:
         case "receive" if number in decoder.parts:
-            return receive_faults(node, decoder.parts[number], cross)
+            return receive_faults(node, decoder.parts[number], refs)
         case "ready" if number in decoder.ready:
             return ready_faults(node.leases, number, decoder.ready[number])
-        case "send" if number in cross.sends:
-            return send_faults(node, cross.sends[number], cross)
+        case "send" if number in refs.sends:
+            return send_faults(node, refs.sends[number], refs)
         case "settled" if number in prefiller.last_word.settled:
-            return send_faults(node, prefiller.last_word.settled[number], cross)
+            return send_faults(node, prefiller.last_word.settled[number], refs)
         case "post" if number in prefiller.posts.parts:
             return post_faults(node.prefiller, number, prefiller.posts.parts[number])
         case _:
