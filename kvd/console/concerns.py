@@ -1,28 +1,12 @@
-"""What an operator should look at, the gravest first.
+"""What an operator should look at, the gravest first; and the view of the standing audit.
 
 Each concern is a function of the node's state and of what looks remember; there is none on a
-healthy node, however busy. Rules are in ``concerns_holding``, ``concerns_moving`` and
-``concerns_running``.
+healthy node, however busy. They are about who holds what, about what should move, and about the
+daemon itself, in this order.
 
-One thing that an operator should look at.
-
-What must not live here: what is one (``concerns_*``), and which come first (``concerns``).
-
-Concerns about who holds what: broken rules, leases, quarantines, the queue and full pools.
-
-Nothing here looks at all leases while all is well: only those are that were opened a minute ago or
-longer, and a session's are added up only where one of its processes is gone.
-
-Concerns about what should move: handoffs and the peers they go to.
-
-A part that is waited for by nobody but its own node costs two comparisons, so a thousand of them
-are looked at in a millisecond.
-
-Concerns about the daemon itself: its transfer process, its recorder, its loop, its callers.
-
-The view of the standing audit: one row, how it runs and what it costs.
-
-What it has found is among the concerns, one row each.
+They must cost little while all is well: of the leases only those are looked at that were opened a
+minute ago or longer, a session's are added up only where one of its processes is gone, and a part
+that waits for its own node alone costs two comparisons, so that a thousand take a millisecond.
 """
 
 from __future__ import annotations
@@ -31,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.console.clients import sessions_held
+from kvd.console.leases import sessions_held
 from kvd.console.view import Field, View, owner
 from kvd.console.waiting import turns
 from kvd.core.cache.lease import ENGINE

@@ -1,12 +1,8 @@
-"""What looks remember from one to the next: when bytes last moved, who has most, since when.
+"""What is remembered from look to look, of what happened lately, and of a node's locks.
 
-Everything here is bounded by what the node has open now, and found out again after a restart.
-
-What happened lately: how long handoffs took, which ended, where tokens came from.
-
-A subscriber of the bus. Everything here is bounded; of a lease it takes one event, in 0.4 us.
-
-How a node of the tree came to its locks: told from the events that are remembered.
+``LastMoved``, ``Biggest`` and ``Since`` compare looks; they are bounded by what the node has open
+now, and found out again after a restart. ``Recent`` is a subscriber of the bus: bounded, and 0.4 us
+a lease. ``lock_changes`` tells from events how a node of the tree came to its locks.
 
 A lease that locks anything in a node's subtree locks the node. Events name the node at whose end a
 lease's lock is, so those that name one of the present subtree are about this node, and the changes

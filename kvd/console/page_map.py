@@ -4,7 +4,7 @@ Made anew when there is a new survey, a step at a time; the cells have a revisio
 they do. What is asked for with the same window, lens and mark is made and encoded once, what a lens
 says of a survey once for all.
 
-What must not live here: where pages are (``survey``), what a value means (``lenses``).
+What must not live here: where pages are (``survey``), what a value means (``page_map_modes``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lenses of the page map: what one value of each thing is shown, and what the values mean.
+"""The modes of the page map: what one value of each thing is shown, and what the values mean.
 
 Levels go from harmless to worth a look, because a cell shows the highest among its pages. The first
 one is always what is free, the last one what nobody has.

@@ -10,18 +10,8 @@ the node is. A feed that nobody asks for is forgotten.
 
 What must not live here: what a table says (the views), who asks (``daemon.admins``).
 
-One console's look, answered frame by frame: what it has by now, and when the next one is due.
-
-Whether an event is about a thing: by the fields that name it.
-
-The head of every frame: which daemon, how it is, and its counters.
-
-One window of a table over time: which of its rows changed with which revision.
-
 Revisions come from one counter of the daemon, so a console that says what it has need not be
-known: what is older than this feed, or from another one, is answered with the whole window.
-
-All tables by name.
+known: what is older than a feed, or from another one, is answered with the whole window.
 """
 
 from __future__ import annotations
@@ -33,9 +23,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from kvd import __version__
-from kvd.console.clients import CLIENTS
 from kvd.console.concerns import AUDIT, CONCERNS, Worry, worry
-from kvd.console.leases import LEASES
+from kvd.console.leases import CLIENTS, LEASES
 from kvd.console.page_map import MapFeed
 from kvd.console.peers import PEERS
 from kvd.console.pools import POOLS

@@ -9,7 +9,7 @@ When nobody has asked for a while, it is dropped.
 
 Costs (one core of a server): some 1.2 us a node, 10 ns a page.
 
-What must not live here: what is made of it (``pagemap``, ``tree``).
+What must not live here: what is made of it (``page_map``, ``tree``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ AGAIN = 2048
 """Leases and nodes that are looked at once more at once, where pages are missing: 2 ms."""
 SUMMED_NODES = 4096
 
-GONE = TreeNode(0, None, b"", b"", b"")
+GONE = TreeNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
 """In place of a node that left the tree before it was looked at."""
 
 

@@ -1,16 +1,10 @@
-"""Which leases cross which nodes of the tree: found by walking up from the leases, never down.
+"""The views of the tree: its opened part, what is locked, what is evicted next, and orphaned locks.
 
-A walk stops where others have been, so it costs the nodes that are locked, not the tree.
+``tree`` walks down through opened nodes only, and ``locked`` up from the leases, which stops where
+others have been; only the sizes of subtrees need a survey of everything.
 
-The views of the tree: its opened part, what is locked, and locks that nobody stands for.
-
-``tree`` walks down through opened nodes only, and ``locked`` up from the leases; only the sizes of
-subtrees need a survey of everything.
-
-The view of what is evicted next: the first nodes of the eviction order, and why some are passed.
-
-``frees`` adds up: evicting as many pages takes all nodes down to that row. Locked nodes stand in
-the order where their last use put them, and are passed.
+Of ``eviction``, ``frees`` adds up: evicting as many pages takes all nodes down to that row. Locked
+nodes stand in the order where their last use put them, and are passed.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ and the loop has other things to do. The node lives on in between: a large table
 moment, each row was so at some moment of the look, and what has gone meanwhile is left out. A small
 one is one step or two.
 
-What must not live here: what has changed (``feed``), and how often anybody may look (``server``).
-
-Who something belongs to, as a name, as what to open, and as a holder without an age.
+What must not live here: what has changed and how often anybody may look (``server``).
 """
 
 from __future__ import annotations

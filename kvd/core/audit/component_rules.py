@@ -11,7 +11,7 @@ What must hold of every keeper, whatever its extent:
 and of each kind, what it has of one lease: see ``_broken_stretch``, ``_broken_state``,
 ``_broken_buffer``. Components without pages of their own must be in lockstep with the first.
 
-What must not live here: anything about the first component (``rules``, ``radix_audit``).
+What must not live here: anything about the first component (``rules``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A fault is told once, as an event that names lease, node, owner and the last tra
 it changes, but not more often than an operator can read. What the next whole look does not see any
 more is healed, and stays listed as such.
 
-What must not live here: what is a fault (``rules``, ``radix_audit``, ``places``).
+What must not live here: what is a fault (``rules``, ``component_rules``).
 """
 
 from __future__ import annotations

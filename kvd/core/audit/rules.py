@@ -1,29 +1,15 @@
-"""A rule that did not hold at the moment when it was looked at.
+"""What must be true of one page, tree node, lease, handoff or waiter, and in words where it is not.
 
-What must not live here: how long it has been so, and who was told (``findings``).
-
-The audit of the prefix index: what must be true of a tree, said about the nodes it has.
-
-``is_sound`` is the quick question, asked of every node by the standing audit; ``node_faults`` the
-answer in words, asked only where it is not.
-
-What must not live here: anything that changes a tree, and the leases' half of I2.
-
-The rules about retraction: the pages of the saved area, and what a lease has of it and the pool.
-
-What must not live here: holders that are gone, like any other's (``rules``).
-
-The rules about one lease, one part, one waiter, one lock: exact at any moment between two steps.
-
-Each looks at one thing and at what it names, and says what does not hold. Used for everything at
-once by ``invariants`` and piece by piece by ``audit``. The rules about tree nodes alone are in
-``radix_audit``, those about pages in ``places``.
+Each rule looks at one thing and at what it names, is exact at any moment between two steps, and
+gives ``Fault``s. ``invariants`` asks all of them at once, ``sweep`` piece by piece. Of a tree node
+``is_sound`` is the quick question; ``node_faults`` is the answer in words, asked where it is not.
 
 I9, beside those of the design: what is held is held for somebody. Every holder of a lease, every
 quarantine, post, part and waiter names something that lives and that knows of it; else nothing
 would ever give it back.
 
-What must not live here: what a fault means over time, and any change of state.
+What must not live here: what a fault means over time (``findings``), components beside the first
+(``component_rules``), any change of state.
 """
 
 from __future__ import annotations

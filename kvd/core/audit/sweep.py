@@ -1,6 +1,6 @@
 """One look at everything a node has, in slices, while the node goes on living between them.
 
-Rules about one thing (``rules``, ``radix_audit``) are exact whenever they are asked. What is true
+Rules about one thing (``rules``) are exact whenever they are asked. What is true
 only of everything together, that each page is in exactly one place, is made exact by ``moves``: a
 sweep counts how often it sees each page, learns at each turn which pages have moved meanwhile, and
 at the end judges those that have not. They were where they are all the time, so they must have been
@@ -16,13 +16,6 @@ seen exactly once. What has moved is judged by the next sweep; a lost page never
 All of it is done for the first component and, where there are any, for those with pages beside it.
 
 Plain data between two turns: no iterator, nothing that a copy of the node could not carry.
-
-How often a sweep has seen each page of one pool, and what it makes of that at the end.
-
-Pages move while a sweep goes on. What has moved is not judged; what lay still all the time must
-have been seen exactly once. See ``sweep`` for the whole argument.
-
-Plain data: two bytes for each page of the pool.
 """
 
 from __future__ import annotations
@@ -68,7 +61,7 @@ if TYPE_CHECKING:
     from kvd.types import Pages
 
 
-class PageCounts:
+class SweptPages:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
 
     __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
@@ -174,7 +167,7 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._tallies = [PageCounts(pool.total_pages) for pool in pools(node.leases)]
+        self._tallies = [SweptPages(pool.total_pages) for pool in pools(node.leases)]
         for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import msgspec
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.types import Pages
@@ -155,24 +154,20 @@ def _away_since(node: NodeView, lease: Lease) -> float | None:
 
 def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
     """What the lease has of each component beside the first."""
-    return tuple(
-        HeldState(
-            keeper.component.name,
-            count(keeper.own_pages(lease)),
-            mapped_pages(keeper.page_table(lease)),
-            *_use(keeper, lease),
-            needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
+    found = []
+    for keeper in table.components.each:
+        buffer = keeper.resident.get(lease.id) if isinstance(keeper, Buffers) else None
+        found.append(
+            HeldState(
+                component=keeper.component.name,
+                held_pages=count(keeper.own_pages(lease)),
+                mapped_pages=mapped_pages(keeper.page_table(lease)),
+                hits=buffer.hits if buffer is not None else 0,
+                misses=buffer.misses if buffer is not None else 0,
+                needed_nodes=tuple(sorted(edge.id for edge in needed_nodes(keeper, lease))),
+            )
         )
-        for keeper in table.components.each
-    )
-
-
-def _use(keeper: ComponentPages, lease: Lease) -> tuple[int, int]:
-    """Hits and misses of the lease in its buffer."""
-    if not isinstance(keeper, Buffers) or lease.id not in keeper.resident:
-        return (0, 0)
-    resident = keeper.resident[lease.id]
-    return (resident.hits, resident.misses)
+    return tuple(found)
 
 
 def mapped_pages(row: Pages) -> int:

@@ -1,8 +1,7 @@
 """The node's state as plain data: one snapshot between two steps. Reads everything, only reads.
 
-Why each request in the admission queue waits: which budget, how much is missing, who has it.
-
-The pages of every component as plain data: how many, and in which state. Only reads.
+Leases are made from ``schema``; the queue says of each request which budget it waits for, how much
+is missing and who has it; pools say how many pages of each component are in which state.
 """
 
 from __future__ import annotations

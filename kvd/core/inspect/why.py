@@ -1,18 +1,9 @@
 """Who holds it, why, and since when: one sentence for anything that has a number or a name.
 
-Here are pages and nodes of the tree; ``why_held``, ``why_moving`` and ``why_beside`` have the rest.
+``because`` answers for pages and nodes of the tree first, then for components beside the first,
+leases, clients, handoffs and peers. An ``Explanation`` is a sentence, facts, and what to ask next.
 
-What ``why`` has to say of one thing, and how it refers to others.
-
-What must not live here: what is said (``why`` and the modules beside it).
-
-Who has a page of a component beside the first, and what lies beside a node or a lease.
-
-What must not live here: pages of the first component, nodes and leases as such (``why``).
-
-Why of whoever holds: leases, and the clients that they belong to.
-
-Why of what moves: handoffs by their part or their room, and the peers that they go to.
+What must not live here: what a field of the snapshot is (``schema``), states in a word (``words``).
 """
 
 from __future__ import annotations
