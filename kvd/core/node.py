@@ -118,7 +118,7 @@ class Node:
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
-            i.PoolAdopted: self.former_leases.adopted,
+            i.PoolAdopted: self.former_leases.take_over,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop,
             i.FromPeer: self._from_peer,

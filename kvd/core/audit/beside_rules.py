@@ -24,7 +24,7 @@ from kvd.core.audit.radix_rules import is_linked
 from kvd.core.audit.saved_rules import AWAY
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
-from kvd.core.components.windows import WindowPages
+from kvd.core.components.windows import LeaseWindow, WindowPages
 from kvd.core.inspect.page_states import Place, tile_faults
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates
-    from kvd.core.components.window_pages import LeaseWindow
     from kvd.core.node import Node
 
 Needs = tuple[Counter["TreeNode"], ...]

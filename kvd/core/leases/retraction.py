@@ -2,13 +2,13 @@
 
 Out: the pages that hold its tokens are copied to the saved area, then its lock and its pages go,
 and what it had cached stays cached like anybody's. Back: it waits in the one admission queue before
-every new request, matches the tree again, and only what the tree no longer has is copied back; what
-lies beside the first component, a window or a state, is copied back whole.
+every new request, matches the tree again, and only what the tree no longer has is copied back; of
+other components, a window or a state, all is copied back.
 
-The lease keeps its number throughout; its standing is ``standing.STANDINGS``, and pages move in
-``saved`` and ``lease_table``. There is a copy, a ticket of the transfer process, for each component
-with bytes. It is over by its report or by the end of the process. A lease goes on when all of its
-copies are over, and until then neither side's pages are anybody else's.
+The lease keeps its number throughout; its state follows ``lease_state.LEASE_STAGES``, and pages
+move in ``saved_area`` and ``lease_table``. There is a copy, a ticket of the transfer process, for
+each component with bytes. It is over by its report or by the end of the process. A lease goes on
+when all of its copies are over, and until then neither side's pages are anybody else's.
 """
 
 from __future__ import annotations
