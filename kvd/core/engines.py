@@ -5,7 +5,6 @@ Every request gets one answer, now or when there is room; a refusal names the se
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -14,7 +13,7 @@ from kvd.core.cache.lease import Claim, Lease, Shortage
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.leases.admission import Waiter
+from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.tiers import bad_tier
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
@@ -23,11 +22,12 @@ from kvd.wire import client
 from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import Node
-    from kvd.core.settings import Settings
 
 
 COUNTS: Final = (
@@ -40,55 +40,7 @@ COUNTS: Final = (
 """Requests that need no KV: only these are served where there is none."""
 
 
-Gate = Callable[[client.Request], client.Request | Refusal]
-"""The request as the mode has it, or why it is not served."""
-
-
-def gate_of(settings: Settings) -> Gate | None:
-    """What every request passes before any verb sees it; None where the mode allows everything.
-
-    ``off`` takes away the tree: nothing is inserted, so nothing is ever matched. ``prefill-only``
-    takes away the bytes too: leases count tokens, and whatever would write, insert, match, send,
-    receive, check or copy KV is refused rather than done with nothing.
-    """
-    match settings.cache_mode:
-        case CacheMode.RADIX:
-            return None
-        case CacheMode.OFF:
-            return _uncached
-        case CacheMode.PREFILL_ONLY:
-            return Counting(settings).gate
-
-
-def _uncached(request: client.Request) -> client.Request:
-    if isinstance(request, client.OpenLease | client.Receive):
-        return msgspec.structs.replace(request, cache=False)
-    return request
-
-
-class Counting:
-    """The gate of a pool without KV: it counts tokens and does nothing else."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def gate(self, request: client.Request) -> client.Request | Refusal:
-        """What needs no KV, or why the rest is refused."""
-        return request if isinstance(request, COUNTS) else _refused(request, self._settings)
-
-
-def _refused(request: client.Request, settings: Settings) -> Refusal:
-    verb = type(request).__struct_config__.tag
-    spec = settings.spec
-    return Refusal(
-        Code.NOT_SUPPORTED,
-        f"{verb} needs KV, and pool {spec.name} of {settings.name} has none: cache.mode is "
-        '"prefill-only" there, which counts tokens and takes no byte; set cache.mode = "radix"',
-        side=settings.name,
-    )
-
-
-class LeaseAsker:
+class LeaseAsker(MemoryAsker):
     """An engine that asked for a plain lease: it waits for memory and nothing else."""
 
     __slots__ = ("_call", "_leases", "_out", "_session")
@@ -117,14 +69,6 @@ class LeaseAsker:
         """Answer with the reason."""
         self._out.answer(self._session, client.Failed(self._call, refusal))
 
-    def blocked(self) -> str | None:
-        """Nothing but memory."""
-        return None
-
-    def awaits(self) -> tuple[str, ...]:
-        """Nothing but memory."""
-        return ()
-
 
 class Engines:
     """The verbs of the client API."""
@@ -140,7 +84,7 @@ class Engines:
         self._drainer = node.drainer
         self._out = node.out
         self._name = node.settings.name
-        self._gate = gate_of(node.settings)
+        self._mode = node.settings.cache_mode
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
@@ -172,13 +116,35 @@ class Engines:
             pass
         elif verb is None:
             refusal = self._wrong(f"this node's core serves no {type(message).__name__}")
-        elif self._gate is None:
+        elif self._mode is CacheMode.RADIX:
             refusal = verb(got.session, message, got.tokens)
         else:
-            let = self._gate(message)
+            let = self._allowed(message)
             refusal = let if isinstance(let, Refusal) else verb(got.session, let, got.tokens)
         if refusal is not None:
             self._out.answer(got.session, client.Failed(message.call, refusal))
+
+    def _allowed(self, request: client.Request) -> client.Request | Refusal:
+        """The request as ``cache.mode`` has it, or why it is not served; before any verb sees it.
+
+        ``off`` takes away the tree: nothing is inserted, so nothing is ever matched.
+        ``prefill-only`` takes away the bytes too: leases count tokens, and whatever would write,
+        insert, match, send, receive, check or copy KV is refused rather than done with nothing.
+        """
+        if self._mode is CacheMode.OFF:
+            if isinstance(request, client.OpenLease | client.Receive):
+                return msgspec.structs.replace(request, cache=False)
+            return request
+        if isinstance(request, COUNTS):
+            return request
+        verb = type(request).__struct_config__.tag
+        return Refusal(
+            Code.NOT_SUPPORTED,
+            f"{verb} needs KV, and pool {self._node.settings.spec.name} of {self._name} has none: "
+            'cache.mode is "prefill-only" there, which counts tokens and takes no byte; set '
+            'cache.mode = "radix"',
+            side=self._name,
+        )
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -269,6 +235,7 @@ class Engines:
     ) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
+            # An engine that is back after a restart ends its leases the way it always did.
             former = self._owners.former_lease_of(session, message.lease)
             if former is None or tokens:
                 return lease
@@ -328,6 +295,7 @@ class Engines:
         if refusal is None:
             self._decoder.receive(session, message, tokens)
             return None
+        # The writers are told too: an engine may have opened a send for this room already.
         for source in message.source[:MAX_SOURCES]:
             self._decoder.withdraw(message.room, self._node.peers.find(source) or source, refusal)
         return refusal
@@ -348,6 +316,7 @@ class Engines:
         reception = self._decoder.receptions.get(message.receive)
         if reception is None or reception.session != session:
             return self._unknown_handoff("receive", message.receive)
+        # Answered first: what the cancel answers after it belongs to the receive, not to this call.
         self._out.answer(session, client.Done(message.call))
         self._decoder.cancel(
             reception, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)

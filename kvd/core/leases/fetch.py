@@ -302,6 +302,7 @@ class Fetcher:
         is_serving = self._transfer.generation > 0
         if not is_serving and not resident.needs_no_copy(fetch.needed):
             return False
+        # A page that is not written to its end yet is copied for this fetch alone: see residency.
         whole_pages = lease.written_tokens // self._table.page_size
         missing = resident.want(fetch.needed, whole_pages)
         if missing is None:
@@ -352,6 +353,7 @@ class Fetcher:
 
     def transfer_gone(self) -> None:
         """The process is reaped: no copy writes any more, and what it wrote is anything."""
+        # All are lost before the first goes on: a turn that goes on looks which pages are there.
         cut, self.copies = self.copies, {}
         for ticket, filling in cut.items():
             self._lose(filling.lease, ticket)
@@ -374,6 +376,8 @@ class Fetcher:
 
     def _let_go(self, buffers: Buffers, lease: Lease) -> None:
         """One copy is over; with the last one a lease that nobody else wants ends."""
+        # The read first: the last holder frees all that is held, and would free what is deferred
+        # a second time if the read ended after it.
         self._table.end_read(lease)
         if not buffers.resident[lease.id].n_copying:
             self._table.release(lease, FETCH, "copied")

@@ -262,6 +262,7 @@ class Sessions:
 
     def end_lease(self, lease: Lease, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
+        # Who waits for it is told while there is a lease to be named.
         self._fetcher.lease_ends(lease)
         self._retractor.lease_ends(lease)
         self._leases.release(lease, ENGINE, cause)
