@@ -14,7 +14,7 @@ from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.prompt import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
-from kvd.core.leases.tiers import bad_tier
+from kvd.core.leases.receive_tier import bad_tier
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages

@@ -121,7 +121,7 @@ class Quarantine(msgspec.Struct, frozen=True):
         return ", ".join([writer.peer for writer in self.writers])
 
 
-class Rows(msgspec.Struct, frozen=True):
+class PageSpan(msgspec.Struct, frozen=True):
     """Pages of one component from index ``first`` of its page table on."""
 
     first: int

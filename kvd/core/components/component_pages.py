@@ -22,7 +22,7 @@ from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Rows
+    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, PageSpan
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
@@ -120,7 +120,7 @@ class ComponentPages(Protocol):
     def own_pages(self, lease: Lease) -> Pages:
         """The pages that are this lease's own."""
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 
         These are what is saved of a lease that is retracted, and what it must have back.

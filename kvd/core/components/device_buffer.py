@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import FETCH, Rows
+from kvd.core.cache.lease import FETCH, PageSpan
 from kvd.core.cache.pages import PagePool
 from kvd.core.components.residency import Residency
 from kvd.core.layout.spec import Buffer
@@ -168,9 +168,9 @@ class Buffers:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """None: all of it is in the first component too."""
-        return Rows(0, NO_PAGES)
+        return PageSpan(0, NO_PAGES)
 
     def end_lease(self, lease: Lease) -> None:
         """They hold copies: all are free."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import Rows
+from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
 from kvd.types import NO_PAGES, Pages, count, null_pages
 from kvd.wire import events
@@ -203,9 +203,9 @@ class StatePages:
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """The page that it writes; the snapshot is before it."""
-        return Rows(1, self.own_pages(lease))
+        return PageSpan(1, self.own_pages(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 

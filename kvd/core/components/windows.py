@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import Rows
+from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
 from kvd.core.components.live_windows import LiveWindows
 from kvd.core.components.tail import most_pages, slid_start, span, tail_start
@@ -309,7 +309,7 @@ class WindowPages:
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
@@ -324,7 +324,7 @@ class WindowPages:
                 "the token that it computes next, and name all before that",
                 numbers={"tokens": n_tokens, "mapped_tokens": end, "mapped_from_tokens": begin},
             )
-        return Rows(first, held.mapped(first, last))
+        return PageSpan(first, held.mapped(first, last))
 
     # ---- and one that ends -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ Read first, in this order:
 - ``sessions.Sessions``: what ends with an engine; ``owners.Owners``: whose a lease is;
 - ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and
   ``copies`` are the copies that move them;
-- ``fetch.Fetcher``: pages into a device buffer; ``tiers`` is what a receive may ask of that.
+- ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.
 
 Where a pool outlives its process: ``journal_notes`` is what is written down, ``former_leases`` what
 the next process makes of it. ``lease_events`` only tells.

@@ -213,7 +213,7 @@ class Admission:
         Otherwise submit a waiter with what came back, so that nothing is looked for twice.
         """
         # Whoever waits was here first, even where this one would fit and that one does not.
-        return None if self.line else self._leases.open(claim)
+        return None if self.line else self._leases.open_lease(claim)
 
     def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
@@ -438,7 +438,7 @@ class Admission:
         self.line = kept
         for waiter, waiter.awaits in aside:
             self.side_queue.put(waiter)
-        leases = self._leases.open_all(claimed)
+        leases = self._leases.open_leases(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
         for waiter in hopeless:

@@ -148,7 +148,7 @@ class LeaseTable:
 
     # ---- one claim ---------------------------------------------------------------------------
 
-    def open(self, claim: Claim) -> Lease | Shortage:
+    def open_lease(self, claim: Claim) -> Lease | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
@@ -185,7 +185,7 @@ class LeaseTable:
         tree.unlock(anchor)
         return shortage
 
-    def open_all(self, claimed: list[Claimed]) -> list[Lease]:
+    def open_leases(self, claimed: list[Claimed]) -> list[Lease]:
         """The pages of claims that fit side by side, with one eviction for all of them."""
         demand = self.budgets.nothing
         for one in claimed:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease import RESTORE, SAVE, Rows, Saved, SavedPart, Shortage
+from kvd.core.cache.lease import RESTORE, SAVE, PageSpan, Saved, SavedPart, Shortage
 from kvd.core.cache.lease_state import LeaseTransition, next_stage
 from kvd.core.cache.pages import PagePool
 from kvd.core.layout.spec import (
@@ -112,11 +112,11 @@ class SavedArea:
         lease.holders.add(SAVE)
         return None
 
-    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, Rows] | Refusal:
+    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, PageSpan] | Refusal:
         """By component, the pages that have to be saved."""
         table, wanted = self._table, {}
         if self._first in self.pools:
-            wanted[self._first] = Rows(
+            wanted[self._first] = PageSpan(
                 0, slice_pages(lease.page_table, 0, table.pages_for(n_tokens))
             )
         for one in table.components.each:
@@ -232,7 +232,7 @@ class SavedArea:
             return rows
         if self._first in rows:
             used = rows[self._first].pages
-            rows[self._first] = Rows(first, slice_pages(used, first))
+            rows[self._first] = PageSpan(first, slice_pages(used, first))
         parts = {part.component: part for part in saved.parts}
         moved = []
         for component, now in rows.items():
@@ -247,7 +247,9 @@ class SavedArea:
                 ]
         return [one for one in moved if one.pages]
 
-    def _unsaved(self, lease: Lease, component: str, now: Rows, part: SavedPart | None) -> Refusal:
+    def _unsaved(
+        self, lease: Lease, component: str, now: PageSpan, part: SavedPart | None
+    ) -> Refusal:
         first = part.first if part is not None else 0
         last = first + count(part.slots) if part is not None else 0
         return Refusal(
@@ -259,7 +261,7 @@ class SavedArea:
         )
 
 
-def _slots_for(part: SavedPart | None, now: Rows) -> Pages | None:
+def _slots_for(part: SavedPart | None, now: PageSpan) -> Pages | None:
     """The saved pages of exactly these; None where one of them was not saved."""
     if not now.pages:
         return NO_PAGES
