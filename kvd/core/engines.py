@@ -53,7 +53,7 @@ class LeaseAsker(MemoryAsker):
 
     def admitted(self, lease: Lease) -> None:
         """Answer with the lease."""
-        rows = self._leases.components.page_tables(lease)
+        beside = self._leases.components.page_tables(lease)
         self._out.answer(
             self._session,
             client.Leased(
@@ -61,7 +61,7 @@ class LeaseAsker(MemoryAsker):
                 lease=lease.id,
                 prefix_tokens=lease.prefix_tokens,
                 pages=lease.page_table,
-                beside=rows,
+                beside=beside,
             ),
         )
 
@@ -253,11 +253,11 @@ class Engines:
         self._out.answer(session, client.Done(call))
 
     def _answer_page_table(self, session: int, call: int, lease: Lease, first: int) -> None:
-        rows = self._leases.components.page_tables(lease)
+        beside = self._leases.components.page_tables(lease)
         self._out.answer(
             session,
             client.PageTable(
-                call=call, first=first, pages=slice_pages(lease.page_table, first), beside=rows
+                call=call, first=first, pages=slice_pages(lease.page_table, first), beside=beside
             ),
         )
 

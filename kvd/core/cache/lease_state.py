@@ -43,7 +43,7 @@ class LeaseTransition(enum.Enum):
     """The transfer process ended under the copy, or refused it."""
     RESUME = "resume"
     GIVEN_UP = "given-up"
-    """Deadline, cancelled, the queue is full, or its row and what is saved do not fit."""
+    """Deadline, cancelled, the queue is full, or its pages and what is saved do not fit."""
     ADMITTED = "admitted"
     """Prefix locked, pages held, and some of them to be restored."""
     COMPLETE = "complete"

@@ -573,6 +573,11 @@ def drop(tree: RadixTree, node: RadixNode) -> Pages:
     return Pages(b"".join([one.pages for one in gone]))
 
 
+def add_locks(node: RadixNode, n_locks: int) -> None:
+    """Gives it the locks that it lacks of those that leases count on; ``recount`` the tree then."""
+    node.lock_ref += n_locks
+
+
 def recount(tree: RadixTree) -> None:
     """The sums over the nodes, as they are."""
     evictable = protected = 0

@@ -95,14 +95,14 @@ class SavedArea:
         wanted = self._wanted(lease, count(tokens))
         if isinstance(wanted, Refusal):
             return wanted
-        for component, rows in wanted.items():
-            pool, needed = self.pools[component], count(rows.pages)
+        for component, span in wanted.items():
+            pool, needed = self.pools[component], count(span.pages)
             if needed > pool.free_pages:
                 return Shortage(needed, pool.free_pages, component)
         self.turn(lease, LeaseTransition.RETRACT)
         parts = tuple(
-            SavedPart(component, rows.first, self.pools[component].take_pages(count(rows.pages)))
-            for component, rows in wanted.items()
+            SavedPart(component, span.first, self.pools[component].take_pages(count(span.pages)))
+            for component, span in wanted.items()
         )
         n_pages, n_bytes = self._amount(parts)
         fresh_tokens = self._fresh_tokens(parts, count(tokens))
@@ -120,11 +120,11 @@ class SavedArea:
                 0, slice_pages(lease.page_table, 0, table.pages_for(n_tokens))
             )
         for one in table.components.each:
-            rows = one.pages_to_keep(lease, n_tokens)
-            if isinstance(rows, Refusal):
-                return rows
-            if rows.pages and one.component.name in self.pools:
-                wanted[one.component.name] = rows
+            span = one.pages_to_keep(lease, n_tokens)
+            if isinstance(span, Refusal):
+                return span
+            if span.pages and one.component.name in self.pools:
+                wanted[one.component.name] = span
         return wanted
 
     def _amount(self, parts: tuple[SavedPart, ...]) -> tuple[int, int]:
@@ -214,7 +214,7 @@ class SavedArea:
     def to_save(self, lease: Lease) -> list[SavedMove]:
         """Everything that the lease has, of every component."""
         moved = self._moved(lease, 0)
-        assert not isinstance(moved, Refusal), "what was taken for its rows fits them"
+        assert not isinstance(moved, Refusal), "what was taken for its pages fits them"
         return moved
 
     def to_restore(self, lease: Lease) -> list[SavedMove] | Refusal:
@@ -227,15 +227,15 @@ class SavedArea:
         if saved is None:
             return []
         n_tokens = count(saved.tokens)
-        rows = self._wanted(lease, n_tokens)
-        if isinstance(rows, Refusal):
-            return rows
-        if self._first in rows:
-            used = rows[self._first].pages
-            rows[self._first] = PageSpan(first, slice_pages(used, first))
+        spans = self._wanted(lease, n_tokens)
+        if isinstance(spans, Refusal):
+            return spans
+        if self._first in spans:
+            used = spans[self._first].pages
+            spans[self._first] = PageSpan(first, slice_pages(used, first))
         parts = {part.component: part for part in saved.parts}
         moved = []
-        for component, now in rows.items():
+        for component, now in spans.items():
             slots = _slots_for(parts.get(component), now)
             if slots is None:
                 return self._unsaved(lease, component, now, parts.get(component))
